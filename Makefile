@@ -1,0 +1,14 @@
+# Every target does its own set-up in .venv; the machine needs only Python, git, make and a C++ compiler.
+# Without make: sh launch/bootstrap.sh TARGET does the same.
+.POSIX:
+.SUFFIXES:
+
+TARGETS = install train test test-long check bench uninstall
+
+.PHONY: help $(TARGETS)
+
+help:
+	@sh launch/bootstrap.sh help
+
+$(TARGETS):
+	@sh launch/bootstrap.sh $@

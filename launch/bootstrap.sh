@@ -1,0 +1,123 @@
+#!/bin/sh
+# Sets up shardwise in .venv and runs one target: install, train, test, test-long, check, bench, uninstall.
+# The same as make, for machines without make. Needs Python 3.11 to 3.13 and, for DeepSpeed's operators, a C++ compiler.
+#
+#   SHARDWISE_PYTHON=/path/to/python   the interpreter to build .venv with
+#
+# Exit code 2: the target does not exist. 4: something is missing on the machine; the message says what and how to get it.
+set -eu
+
+cd "$(dirname "$0")/.."
+venv=.venv
+bin=$venv/bin
+target=${1:-help}
+
+say() { printf '%s\n' "$*" >&2; }
+stop() { say "bootstrap: $1"; shift; for line in "$@"; do say "  $line"; done; exit 4; }
+
+usage() {
+    cat <<'TEXT'
+install     set up .venv and the shardwise command
+train       install, then train the quickstart example on this machine
+test        everything that continuous integration runs
+test-long   full products and repeated kills; hours
+check       ruff, mypy, import-linter
+bench       benchmarks, as ratios measured side by side
+uninstall   remove .venv, caches and compiled operators; runs are kept
+TEXT
+}
+
+fits() { # a Python that fits: right version, can make environments
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
+}
+
+find_python() {
+    if [ -n "${SHARDWISE_PYTHON:-}" ]; then
+        fits "$SHARDWISE_PYTHON" && { printf '%s\n' "$SHARDWISE_PYTHON"; return; }
+        stop "SHARDWISE_PYTHON=$SHARDWISE_PYTHON is not a Python 3.11, 3.12 or 3.13 with the venv module"
+    fi
+    for name in python3.11 python3.12 python3.13 python3 python; do
+        if command -v "$name" >/dev/null 2>&1 && fits "$name"; then command -v "$name"; return; fi
+    done
+    stop "no Python 3.11, 3.12 or 3.13 with the venv module was found" \
+        "Debian, Ubuntu:  sudo apt install python3 python3-venv python3-dev" \
+        "Fedora:          sudo dnf install python3.12 python3.12-devel" \
+        "any system:      install uv or pyenv, then: SHARDWISE_PYTHON=/path/to/python make install"
+}
+
+checksum() { cat "$@" | cksum | tr ' ' '-'; }
+
+done_already() { [ -f "$venv/.$1" ] && [ "$(cat "$venv/.$1")" = "$2" ] && [ -x "$bin/python" ]; }
+
+pip_install() {
+    if [ -t 2 ]; then "$bin/python" -m pip install --disable-pip-version-check "$@" >&2
+    else "$bin/python" -m pip install --disable-pip-version-check --progress-bar off -q "$@" >&2; fi
+}
+
+announce() {
+    # the torch that pip would take decides the size: a CPU build is 0.2 GB, a CUDA build brings its libraries
+    build=$("$bin/python" -m pip install --disable-pip-version-check -q --dry-run --no-deps --report - torch==2.13.0 2>/dev/null |
+        sed -n 's/.*"version": "\(2\.13\.0[^"]*\)".*/\1/p' | head -n 1) || build=
+    count=$(grep -c '==' requirements.lock)
+    case $build in
+        *+cpu) say "Downloading about 0.5 GB (torch $build and $count packages) into $venv; 1.8 GB on disk." ;;
+        *) say "Downloading about 3.5 GB (torch ${build:-2.13.0} with its CUDA libraries, and $count packages) into $venv; 8 GB on disk." ;;
+    esac
+}
+
+install() {
+    wanted=$(checksum requirements.lock pyproject.toml)
+    done_already installed "$wanted" && return
+    if [ ! -x "$bin/python" ] || ! fits "$bin/python"; then
+        python=$(find_python) || exit 4
+        say "Making $venv with $python ($("$python" -V 2>&1))."
+        rm -rf "$venv"
+        "$python" -m venv "$venv" || stop "$python could not make $venv" "Debian, Ubuntu: sudo apt install python3-venv"
+    fi
+    announce
+    pip_install -r requirements.lock || stop "the packages could not be installed; the lines above say which and why" \
+        "behind a proxy: set https_proxy; offline: point PIP_FIND_LINKS at a folder of wheels"
+    pip_install --no-deps -e .
+    check_gpu
+    printf '%s\n' "$wanted" >"$venv/.installed"
+    say "Installed: $("$bin/shardwise" --version), $bin/shardwise"
+}
+
+install_dev() {
+    install
+    wanted=$(checksum requirements.lock requirements-dev.lock)
+    done_already installed-dev "$wanted" && return
+    pip_install -r requirements-dev.lock
+    printf '%s\n' "$wanted" >"$venv/.installed-dev"
+}
+
+check_gpu() { # a GPU that the installed torch cannot use is a fault to mend, not a reason to train on the CPU
+    command -v nvidia-smi >/dev/null 2>&1 || return 0
+    "$bin/python" -P -m trainer.runtime.torch_check || exit 4
+}
+
+uninstall() {
+    cache=${SHARDWISE_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/shardwise}
+    for path in "$venv" "$cache"; do
+        [ -e "$path" ] && { say "Removing $path"; rm -rf "$path"; }
+    done
+    say "Kept: runs/, ${XDG_STATE_HOME:-$HOME/.local/state}/shardwise, ${XDG_CONFIG_HOME:-$HOME/.config}/shardwise"
+}
+
+case $target in
+    help | -h | --help) usage ;;
+    install) install ;;
+    train) install; shift; exec "$bin/shardwise" train examples/quickstart.yaml "$@" ;;
+    test) install_dev; shift; exec "$bin/python" -m pytest -m "not long and not gpu" "$@" ;;
+    test-long) install_dev; shift; exec "$bin/python" -m pytest -m long "$@" ;;
+    check)
+        install_dev
+        "$bin/ruff" format --check .
+        "$bin/ruff" check .
+        "$bin/mypy"
+        "$bin/lint-imports"
+        ;;
+    bench) install_dev; shift; exec "$bin/python" benchmarks/run.py "$@" ;;
+    uninstall) uninstall ;;
+    *) say "bootstrap: unknown target '$target'"; usage >&2; exit 2 ;;
+esac

@@ -1,0 +1,95 @@
+"""The set-up script on machines that lack something: it names what, and how to get it."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+SCRIPT = REPOSITORY / "launch" / "bootstrap.sh"
+TOOLS = ("sh", "dirname", "cat", "cksum", "tr", "sed", "head", "grep", "rm", "printf")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "launch").mkdir()
+    shutil.copy(SCRIPT, tmp_path / "launch")
+    for name in ("requirements.lock", "requirements-dev.lock", "pyproject.toml"):
+        shutil.copy(REPOSITORY / name, tmp_path)
+    return tmp_path
+
+
+def bare_path(folder: Path, **programs: str) -> str:
+    """A PATH with ordinary tools, no Python, and the given stand-in programs."""
+    tools = folder / "tools"
+    tools.mkdir()
+    for name in TOOLS:
+        found = shutil.which(name)
+        if found is not None:
+            (tools / name).symlink_to(found)
+    for name, script in programs.items():
+        (tools / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tools / name).chmod(0o755)
+    return str(tools)
+
+
+def run(project: Path, target: str, path: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["/bin/sh", project / "launch" / "bootstrap.sh", target],
+        env={"PATH": path, "HOME": str(project / "home"), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_no_python_names_the_packages_that_bring_one(project: Path):
+    answer = run(project, "install", bare_path(project))
+    assert answer.returncode == 4
+    assert "no Python 3.11, 3.12 or 3.13" in answer.stderr and "apt install python3" in answer.stderr
+    assert not (project / ".venv").exists()
+
+
+def test_a_python_that_does_not_fit_is_passed_over(project: Path):
+    answer = run(project, "install", bare_path(project, python3="exit 1"))
+    assert answer.returncode == 4 and "no Python 3.11" in answer.stderr
+
+
+def test_a_named_python_that_does_not_fit_is_refused(project: Path):
+    answer = run(project, "install", bare_path(project), SHARDWISE_PYTHON="/nowhere/python")
+    assert answer.returncode == 4 and "SHARDWISE_PYTHON=/nowhere/python" in answer.stderr
+
+
+def test_an_unknown_target_lists_the_known_ones(project: Path):
+    answer = run(project, "trian", bare_path(project))
+    assert answer.returncode == 2 and "uninstall" in answer.stderr
+
+
+def test_the_makefile_and_the_script_have_the_same_targets():
+    (line,) = [line for line in (REPOSITORY / "Makefile").read_text().splitlines() if line.startswith("TARGETS")]
+    usage = subprocess.run(["/bin/sh", SCRIPT, "help"], capture_output=True, text=True, check=True).stdout
+    assert line.partition("=")[2].split() == [row.split()[0] for row in usage.splitlines()]
+
+
+def test_uninstall_removes_the_environment_and_the_cache_and_keeps_runs_and_state(project: Path):
+    for name in (".venv/bin", "runs/a", "home/.cache/shardwise/data", "home/.local/state/shardwise"):
+        (project / name).mkdir(parents=True)
+    answer = run(project, "uninstall", bare_path(project))
+    assert answer.returncode == 0, answer.stderr
+    assert not (project / ".venv").exists() and not (project / "home/.cache/shardwise").exists()
+    assert (project / "runs/a").is_dir() and (project / "home/.local/state/shardwise").is_dir()
+
+
+def test_the_script_is_posix_shell():
+    shell = shutil.which("dash") or "/bin/sh"
+    assert subprocess.run([shell, "-n", SCRIPT], check=False).returncode == 0
+    assert os.access(SCRIPT, os.R_OK)
+
+
+def test_the_lock_pins_torch_without_hash_and_without_local_tag():
+    lines = [line for line in (REPOSITORY / "requirements.lock").read_text().splitlines() if not line.startswith("#")]
+    assert "torch==2.13.0" in lines
+    assert all("==" in line and "--hash" not in line and "+" not in line for line in lines)
+    assert not [line for line in lines if line.startswith(("nvidia", "cuda", "triton"))]
