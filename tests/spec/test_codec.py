@@ -1,0 +1,71 @@
+"""Values survive a file; whatever is not exactly such a value is refused under the file's name."""
+
+import pytest
+
+from trainer.spec import codec
+from trainer.spec.data_profile import DataProfile
+from trainer.spec.errors import InputError
+from trainer.spec.hardware import Gpu, Hardware, Host
+from trainer.spec.job import Job
+from trainer.spec.job_file import read_job
+
+PROFILE = DataProfile(
+    source="prepared", num_rows=3, num_tokens=700, longest_row=256, is_packed=True, fingerprint="ab", vocab_size=4096
+)
+MACHINE = Hardware(
+    gpus=(Gpu(index=0, name="NVIDIA H100", spec_name=None, memory_bytes=2**36, compute_capability=(9, 0)),),
+    host=Host(cpu_name="ünïcode ✓", num_cores=8, ram_bytes=None, ram_available_bytes=None),
+)
+JOB = read_job({"model": {"name": "a/b"}, "data": {"train": "x.txt"}, "train": {"tokens": "2G"}}, origin="job")
+
+
+@pytest.mark.parametrize("value", [PROFILE, MACHINE, JOB], ids=lambda value: type(value).__name__)
+def test_a_value_read_back_equals_the_one_written(tmp_path, value):
+    codec.write(tmp_path / "value.json", value)
+    assert codec.read(tmp_path / "value.json", type(value)) == value
+
+
+def test_a_file_is_lines_that_end_and_nothing_is_left_beside_it(tmp_path):
+    codec.write(tmp_path / "value.json", PROFILE)
+    codec.write(tmp_path / "value.json", PROFILE)
+    assert (tmp_path / "value.json").read_text().startswith('{\n "source": "prepared"')
+    assert (tmp_path / "value.json").read_text().endswith("}\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["value.json"]
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_beside_it(tmp_path):
+    (tmp_path / "value.json").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        codec.write(tmp_path / "value.json", PROFILE)
+    assert [path.name for path in tmp_path.iterdir()] == ["value.json"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        codec.encode(PROFILE)[:-20],
+        codec.encode(PROFILE).replace(b'"num_rows": 3', b'"num_rows": "3"'),
+        codec.encode(PROFILE).replace(b'"num_rows": 3', b'"num_rows": 3, "colour": "red"'),
+    ],
+    ids=["empty", "truncated", "list", "null", "not text", "cut off", "wrong type", "unknown field"],
+)
+def test_another_content_is_refused_under_the_name_of_the_file(tmp_path, content):
+    path = tmp_path / "profile.json"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"profile\.json: is not a shardwise dataprofile"):
+        codec.read(path, DataProfile)
+
+
+def test_a_missing_file_is_refused_under_its_name(tmp_path):
+    with pytest.raises(InputError, match=r"gone\.json: cannot be read: No such file"):
+        codec.read(tmp_path / "gone.json", Job)
+
+
+def test_values_cannot_be_changed():
+    with pytest.raises(AttributeError, match="immutable"):
+        PROFILE.num_rows = 4  # type: ignore[misc]  # the point of the test

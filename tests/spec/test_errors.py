@@ -1,0 +1,47 @@
+"""Each error ends the command with its documented exit code."""
+
+import inspect
+
+import pytest
+
+from trainer.spec import errors
+from trainer.spec.errors import ExitCode, InputError, InputProblemsError, ShardwiseError
+
+CODES = {
+    "ShardwiseError": 1,
+    "InputError": 2,
+    "InputProblemsError": 2,
+    "NothingFitsError": 3,
+    "EnvironmentFaultError": 4,
+    "MemoryExhaustedError": 5,
+}
+
+
+def test_every_error_has_its_exit_code():
+    found = {
+        name: int(kind.exit_code)
+        for name, kind in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(kind, ShardwiseError)
+    }
+    assert found == CODES
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_every_error_stands_in_the_tree_of_the_docstring(name):
+    assert any(line.split()[-2:] != [] and name in line for line in (errors.__doc__ or "").splitlines())
+
+
+def test_endings_that_are_no_errors_keep_the_codes_of_the_shell():
+    assert (ExitCode.DONE, ExitCode.REQUEUE, ExitCode.INTERRUPTED) == (0, 75, 130)
+
+
+def test_several_problems_are_lines_of_one_message():
+    error = InputProblemsError(["a is wrong", "b is wrong"])
+    assert str(error) == "a is wrong\nb is wrong"
+    assert error.problems == ("a is wrong", "b is wrong")
+    assert isinstance(error, InputError)
+
+
+def test_no_problem_is_no_error():
+    with pytest.raises(ValueError, match="at least one"):
+        InputProblemsError([])

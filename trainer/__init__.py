@@ -1,0 +1,1 @@
+"""Decides and trains: `spec` holds values, `planning` decisions without torch, `runtime` what happens on devices."""

@@ -1,0 +1,1 @@
+"""Values that cross modules and processes; standard library and msgspec only."""

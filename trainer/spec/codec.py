@@ -1,0 +1,52 @@
+"""The one codec of every value that is written to a file: JSON, strict, versioned, replaced atomically.
+
+A file of another format, a truncated one or one with unknown fields is an InputError that names the file.
+"""
+
+import secrets
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from trainer.spec.errors import InputError
+from trainer.spec.value import Value
+
+V = TypeVar("V", bound=Value)
+
+
+def encode(value: Value) -> bytes:
+    """Indented JSON with a final newline."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
+
+
+def decode(content: bytes, kind: type[V], *, origin: str) -> V:
+    """The value in `content`; `origin` names it in the error."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{origin}: is not a shardwise {kind.__name__.lower()} of this version: {error}") from error
+
+
+def read(path: Path, kind: type[V]) -> V:
+    """The value in the file `path`."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    return decode(content, kind, origin=str(path))
+
+
+def write(path: Path, value: Value) -> None:
+    """Replaces the file `path` by the value in one rename, so that a reader never sees half of it."""
+    write_bytes(path, encode(value))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replaces the file `path` by `content` in one rename."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

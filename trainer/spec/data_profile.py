@@ -1,0 +1,34 @@
+"""What the planner knows of the data: how many tokens, how long the rows are, and what they are called.
+
+`source` says how much to believe: `prepared` was counted after tokenising, `estimated` was guessed from file sizes.
+"""
+
+from trainer.spec.value import Value
+
+
+class LengthHistogram(Value, frozen=True, kw_only=True):
+    """How many rows have a length in (edges[i-1], edges[i]] tokens; the first bin starts at 0."""
+
+    edges: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+class DataProfile(Value, frozen=True, kw_only=True):
+    """The training data after tokenising, or an estimate of it."""
+
+    source: str  # prepared | estimated
+    num_rows: int  # rows of at most seq_len tokens that training draws from
+    num_tokens: int
+    longest_row: int  # tokens
+    is_packed: bool
+    fingerprint: str  # of content, tokenizer and settings
+    vocab_size: int  # of the tokenizer
+    num_eval_rows: int = 0
+    num_eval_tokens: int = 0
+    eval_unigram_entropy_nats: float | None = None
+    lengths: LengthHistogram | None = None
+    cache_dir: str | None = None  # holds tokens, rows and the tokenizer
+    skipped_rows: int = 0  # bad rows left out under data.bad_rows=skip
+    cut_rows: int = 0  # documents longer than seq_len that lost their end; only without packing
+    dropped_tokens: int = 0  # in remainders shorter than a row and in the ends of cut rows
+    notes: tuple[str, ...] = ()  # sentences for the person: what was skipped, cut or cut into pieces

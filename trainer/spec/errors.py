@@ -1,0 +1,68 @@
+"""Problems a person can fix, each with the exit code that `shardwise` ends with.
+
+    ShardwiseError                1  a fault of ours: please report it
+    +-- InputError                2  the job file, the input or the command line is wrong
+    |   +-- InputProblemsError    2  several of them, shown together
+    +-- NothingFitsError          3  no strategy fits this machine
+    +-- EnvironmentFaultError     4  permission, disk, missing library, or the run failed
+    +-- MemoryExhaustedError      5  out of memory after every fallback
+
+Two more endings are not errors: 75 (stopped to be requeued) and 130 (Ctrl-C after a saved checkpoint).
+A message is one to three lines: what is wrong, with both numbers where there are two, and what would do.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of every `shardwise` command."""
+
+    DONE = 0
+    INTERNAL = 1
+    INPUT = 2
+    NOTHING_FITS = 3
+    ENVIRONMENT = 4
+    OUT_OF_MEMORY = 5
+    REQUEUE = 75
+    INTERRUPTED = 130
+
+
+class ShardwiseError(Exception):
+    """A problem with a sentence for the person who can mend it."""
+
+    exit_code: ExitCode = ExitCode.INTERNAL
+
+
+class InputError(ShardwiseError):
+    """The job file, the data, the model or the command line is wrong."""
+
+    exit_code = ExitCode.INPUT
+
+
+class InputProblemsError(InputError):
+    """Every problem found in one input, so that one run shows them all."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        if not problems:
+            raise ValueError("InputProblemsError needs at least one problem")
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
+
+
+class NothingFitsError(ShardwiseError):
+    """No strategy fits; the message names the smallest change that would."""
+
+    exit_code = ExitCode.NOTHING_FITS
+
+
+class EnvironmentFaultError(ShardwiseError):
+    """The machine is in the way: a permission, a full disk, a missing library, a run that failed."""
+
+    exit_code = ExitCode.ENVIRONMENT
+
+
+class MemoryExhaustedError(ShardwiseError):
+    """Out of memory, and every fallback of the plan was tried."""
+
+    exit_code = ExitCode.OUT_OF_MEMORY

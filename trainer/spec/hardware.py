@@ -1,0 +1,154 @@
+"""A machine as the planner sees it. Bytes are ints, rates are bytes per second, and what is unknown is None.
+
+Nothing here asks the machine a question: `launch.probe` does, and `trainer.planning.gpu_specs` knows machines that
+are not here. A machine without a GPU is one device, the CPU, whose memory is the RAM that the cgroup grants.
+"""
+
+from enum import StrEnum
+
+from trainer.spec.value import Value
+
+
+class DeviceKind(StrEnum):
+    """What a rank drives."""
+
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
+class LinkKind(StrEnum):
+    """How two GPUs of one node reach each other, in the words of `nvidia-smi topo -m`."""
+
+    NVLINK = "nvlink"  # NV#
+    PCIE_SWITCH = "pcie_switch"  # PIX, PXB
+    PCIE_HOST = "pcie_host"  # PHB
+    NUMA_NODE = "numa_node"  # NODE
+    SOCKET = "socket"  # SYS
+
+
+class Holder(Value, frozen=True, kw_only=True):
+    """A process that holds memory of a GPU."""
+
+    pid: int
+    name: str | None
+    memory_bytes: int | None
+
+
+class Gpu(Value, frozen=True, kw_only=True):
+    """One GPU, or one MIG slice of one."""
+
+    index: int
+    name: str
+    spec_name: str | None  # its row in the GPU catalogue, None when it has none
+    memory_bytes: int
+    usable_bytes: int | None = None  # what a process can allocate, context included
+    free_bytes: int | None = None
+    uuid: str | None = None
+    compute_capability: tuple[int, int] | None = None
+    driver: str | None = None
+    is_ecc_on: bool | None = None
+    is_mig_on: bool | None = None
+    power_limit_w: float | None = None
+    pcie_generation: int | None = None
+    pcie_width: int | None = None
+    numa_node: int | None = None
+    holders: tuple[Holder, ...] = ()
+
+
+class Link(Value, frozen=True, kw_only=True):
+    """What joins two GPUs of one node."""
+
+    a: int
+    b: int
+    kind: LinkKind
+    num_nvlinks: int = 0
+    bytes_per_s: int | None = None  # each direction
+    has_peer_access: bool | None = None
+
+
+class Disk(Value, frozen=True, kw_only=True):
+    """A local file system that could hold offloaded state."""
+
+    path: str
+    filesystem: str
+    total_bytes: int
+    free_bytes: int
+    is_rotational: bool | None = None
+    write_bytes_per_s: int | None = None
+    read_bytes_per_s: int | None = None
+
+
+class NetworkInterface(Value, frozen=True, kw_only=True):
+    """A network interface that is up."""
+
+    name: str
+    address: str | None
+    speed_bytes_per_s: int | None
+
+
+class SlurmEnvironment(Value, frozen=True, kw_only=True):
+    """What Slurm tells about where we are: a login node has the commands but no job."""
+
+    has_sbatch: bool
+    job_id: str | None = None
+    num_nodes: int | None = None
+    node_list: str | None = None
+
+
+class Host(Value, frozen=True, kw_only=True):
+    """The machine around the devices; every limit is the one the cgroup grants. None: not known (another machine)."""
+
+    cpu_name: str | None
+    num_cores: int | None
+    ram_bytes: int | None
+    ram_available_bytes: int | None
+    pinned_limit_bytes: int | None = None
+    memlock_limit_bytes: int | None = None  # mlock and InfiniBand, not CUDA; None: no limit, or not known
+    shm_bytes: int | None = None
+    cpu_flags: tuple[str, ...] = ()  # those that decide a precision: avx2, avx512f, avx512_bf16, amx_bf16
+    is_wsl: bool = False
+    disks: tuple[Disk, ...] = ()
+    interfaces: tuple[NetworkInterface, ...] = ()
+    slurm: SlurmEnvironment | None = None
+
+
+class MeasuredRates(Value, frozen=True, kw_only=True):
+    """Ceilings measured on this machine by `probe --measure`; each replaces a datasheet figure."""
+
+    matmul_flops_per_s: int | None = None  # in the precision a plan would train in on this device
+    matmul_precision: str | None = None  # fp32, fp16 or bf16: what was measured, the fastest this device trains in
+    memory_bytes_per_s: int | None = None
+    host_to_device_bytes_per_s: int | None = None
+
+
+class Hardware(Value, frozen=True, kw_only=True):
+    """Everything a plan needs to know of one machine, or of several equal ones.
+
+    `gpus` are those a plan may use; `excluded` says in words which were left out and why. `num_cpu_devices` counts
+    the ranks that share the CPU of a machine without a GPU.
+    """
+
+    gpus: tuple[Gpu, ...]
+    host: Host
+    num_nodes: int = 1
+    num_cpu_devices: int = 1
+    links: tuple[Link, ...] = ()
+    excluded: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    libraries: dict[str, str] = {}
+    rates: MeasuredRates = MeasuredRates()
+    vram_cap_bytes: int | None = None  # --vram or limits.vram
+    source: str = "probe"  # probe | catalogue SPEC | file
+
+    @property
+    def device_kind(self) -> DeviceKind:
+        return DeviceKind.CUDA if self.gpus else DeviceKind.CPU
+
+    @property
+    def num_devices_per_node(self) -> int:
+        return len(self.gpus) or self.num_cpu_devices
+
+    @property
+    def num_devices(self) -> int:
+        """Devices over all nodes: the number of ranks a plan starts."""
+        return self.num_nodes * self.num_devices_per_node

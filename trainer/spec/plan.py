@@ -1,0 +1,169 @@
+"""A plan: what would run, what else could, what could not and why. The one artefact that goes to the ranks.
+
+`candidates[0]` is what runs. The ranks cannot plan again: whatever they need (schedule, FLOPs per token, predicted
+parts) is in here. `attempts/N/plan.json` holds the same value reduced to the candidate that ran.
+"""
+
+from typing import Any
+
+from trainer.spec.calibration import Calibration
+from trainer.spec.data_profile import DataProfile
+from trainer.spec.hardware import DeviceKind, Hardware
+from trainer.spec.job import Job
+from trainer.spec.model_shape import ModelShape
+from trainer.spec.strategy import (
+    Attention,
+    Checkpointing,
+    LossHead,
+    Method,
+    Strategy,
+)
+from trainer.spec.value import Value
+
+PLAN_FORMAT = 1
+
+
+class MemoryEstimate(Value, frozen=True, kw_only=True):
+    """Predicted memory of one device and of its share of the host.
+
+    `parts` are the named byte terms of the peak event and sum to `peak_allocated_bytes`. `events` holds the total of
+    every event of a step. Allocated, reserved and device: torch's live bytes, its cached segments, what nvidia-smi
+    shows. `need_bytes` is what the fit decision compares with the usable memory: the peak with its margin and the
+    overheads outside the allocator.
+    """
+
+    parts: dict[str, int]
+    peak_event: str
+    events: dict[str, int]
+    steady_allocated_bytes: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    device_bytes: int
+    low_bytes: int
+    high_bytes: int
+    need_bytes: int
+    usable_bytes: int
+    pinned_bytes: int = 0  # host RAM of one node that cannot be paged out
+    host_bytes: int = 0  # pageable host RAM of one node
+    nvme_bytes: int = 0  # of one node
+
+    @property
+    def fits(self) -> bool:
+        return self.need_bytes <= self.usable_bytes
+
+
+class SpeedEstimate(Value, frozen=True, kw_only=True):
+    """Predicted seconds of one optimizer step, by part, and what follows from them."""
+
+    parts: dict[str, float]
+    step_s: float
+    tokens_per_s_per_gpu: float
+    flops_per_token: float
+    peak_flops_per_s: float | None  # dense, in the precision that runs; None where it is unknown
+    mfu: float | None
+
+
+class Buckets(Value, frozen=True, kw_only=True):
+    """Sizes of a sharding engine's buffers, in elements."""
+
+    reduce_elements: int
+    allgather_elements: int
+    prefetch_elements: int
+    live_parameters: int
+    persistence_elements: int
+
+
+class Candidate(Value, frozen=True, kw_only=True):
+    """A strategy with its settings for this job on this machine, and what it would need."""
+
+    strategy: Strategy
+    method: Method
+    num_ranks: int
+    micro_batch: int  # sequences one rank puts through one forward
+    accumulation: int  # micro batches one rank adds up before a step
+    seq_len: int
+    checkpointing: Checkpointing
+    attention: Attention
+    loss: LossHead
+    memory: MemoryEstimate
+    speed: SpeedEstimate
+    checkpoint_every_n: int | None = None
+    loss_chunk_tokens: int | None = None
+    compile: bool = False
+    activation_offload: bool = False
+    optimizer_in_backward: bool = False
+    buckets: Buckets | None = None
+    reasons: tuple[str, ...] = ()
+
+
+class Rejection(Value, frozen=True, kw_only=True):
+    """A row of the catalogue that was not taken, and the number or the rule that decided."""
+
+    strategy: str
+    reason: str
+    remedy: str | None = None  # the smallest change that would make it fit
+    rule: str | None = None  # the name of the rule, None where a number decided
+
+
+class MethodRow(Value, frozen=True, kw_only=True):
+    """One line of the table of methods."""
+
+    method: Method
+    memory_bytes: int | None
+    hours: float | None
+    gpu_hours: float | None
+    cost: float | None
+    verdict: str  # taken, fits, or why not
+
+
+class Schedule(Value, frozen=True, kw_only=True):
+    """The run in steps; every entry is a function of the job and the data, never of the machine."""
+
+    num_steps: int
+    sequences_per_step: int
+    tokens_per_step: int
+    warmup_steps: int
+    lr: float
+    lr_source: str
+    eval_every_steps: int | None
+    checkpoint_every_steps: int | None
+    checkpoint_every_s: float | None = None  # of the two that are set, whichever comes first
+    eval_every_s: float | None = None
+
+
+class Plan(Value, frozen=True, kw_only=True):
+    """The decision, with everything it was made from."""
+
+    format: int = PLAN_FORMAT
+    name: str
+    job: Job
+    hardware: Hardware
+    model_shape: ModelShape
+    model_config: dict[str, Any]
+    model_path: str | None  # the folder that holds the weights to start from; None: from scratch
+    tokenizer_path: str | None
+    data: DataProfile
+    device_kind: DeviceKind
+    schedule: Schedule
+    candidates: tuple[Candidate, ...]
+    rejections: tuple[Rejection, ...]
+    methods: tuple[MethodRow, ...]
+    fallbacks: tuple[Candidate, ...]
+    calibration: Calibration
+    versions: dict[str, str]
+    notes: tuple[str, ...] = ()
+    resume: bool = False  # set by the supervisor: go on from the newest committed checkpoint of the run
+
+    @property
+    def chosen(self) -> Candidate:
+        return self.candidates[0]
+
+
+class TrialResult(Value, frozen=True, kw_only=True):
+    """What a few real steps of a candidate measured."""
+
+    strategy: str
+    micro_batch: int
+    step_s: float | None
+    peak_allocated_bytes: int | None
+    ran_out_of_memory: bool = False

@@ -1,0 +1,107 @@
+"""What happened: the ending, what was seen to run, and the measured figures beside the predicted ones.
+
+Rank 0 writes one per attempt; the supervisor writes the run's. Both have this shape.
+"""
+
+from enum import StrEnum
+
+from trainer.spec.plan import Candidate
+from trainer.spec.value import Value
+
+REPORT_FORMAT = 1
+
+
+class Ending(StrEnum):
+    """How a run ended."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"  # by Ctrl-C, after a checkpoint
+    PREEMPTED = "preempted"  # by TERM or USR1, after a checkpoint: requeue it
+    OUT_OF_MEMORY = "out_of_memory"
+    FAILED = "failed"
+
+
+class MemoryFigures(Value, frozen=True, kw_only=True):
+    """Bytes on one device; None where a counter does not exist (the CPU has no reserved memory)."""
+
+    steady_allocated_bytes: int | None = None
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    device_bytes: int | None = None
+    host_bytes: int | None = None  # anonymous resident memory of the rank
+    parts: dict[str, int] = {}
+
+
+class SpeedFigures(Value, frozen=True, kw_only=True):
+    """Median over the steady steps."""
+
+    step_s: float | None = None
+    tokens_per_s_per_gpu: float | None = None
+    mfu: float | None = None
+
+
+class Figures(Value, frozen=True, kw_only=True):
+    """One side of the comparison; predicted and measured have the same shape."""
+
+    memory: MemoryFigures = MemoryFigures()
+    speed: SpeedFigures = SpeedFigures()
+
+
+class Engaged(Value, frozen=True, kw_only=True):
+    """What was seen to run after everything was built, as opposed to asked for."""
+
+    world_size: int
+    engine_class: str  # class that wraps the model
+    sharded_parameters: int  # parameters held as DTensor or ZeRO partition
+    partition_elements: int | None  # elements of model state this rank owns, where sharded
+    optimizer_class: str
+    attention: str
+    loss: str
+    precision: str
+    accumulation: int
+    backend: str | None = None
+    checkpointed_blocks: int = 0
+
+
+class Evaluation(Value, frozen=True, kw_only=True):
+    """Score on the held-out rows."""
+
+    step: int
+    loss: float
+    perplexity: float
+    num_tokens: int
+    unigram_entropy_nats: float | None = None
+
+
+class Sample(Value, frozen=True, kw_only=True):
+    """The same prompt continued before and after."""
+
+    prompt: str
+    before: str | None
+    after: str | None
+
+
+class Report(Value, frozen=True, kw_only=True):
+    """The end of an attempt or of a run."""
+
+    format: int = REPORT_FORMAT
+    ending: Ending
+    exit_code: int
+    plan: Candidate
+    predicted: Figures
+    measured: Figures
+    engaged: Engaged | None
+    incidents: tuple[str, ...]
+    versions: dict[str, str]
+    step: int  # optimizer steps done
+    num_steps: int
+    tokens: int
+    duration_s: float
+    final_loss: float | None = None
+    evaluations: tuple[Evaluation, ...] = ()
+    sample: Sample | None = None
+    checkpoint: str | None = None  # newest committed, relative to the run directory
+    export: str | None = None  # relative to the run directory
+    resumed_from_step: int | None = None
+    attempts: int = 1
+    error: str | None = None  # one line
