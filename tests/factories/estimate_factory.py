@@ -1,0 +1,90 @@
+"""Settings and devices for the tests of the two estimates: each factory names only what its test is about."""
+
+from typing import Any
+
+from trainer.planning.device import Device, device_of
+from trainer.planning.gpu_specs import hardware_from_spec
+from trainer.planning.setting import Setting
+from trainer.spec.hardware import DeviceKind, Host
+from trainer.spec.model_shape import ModelShape, read_model_shape
+from trainer.spec.strategy import (
+    Attention,
+    Checkpointing,
+    LossHead,
+    Method,
+    Offload,
+    Optimizer,
+    Precision,
+    Sharding,
+    Strategy,
+)
+from trainer.spec.units import GIB
+
+UNKNOWN_HOST = Host(cpu_name=None, num_cores=None, ram_bytes=None, ram_available_bytes=None)
+CPU_HOST = Host(cpu_name="a CPU", num_cores=4, ram_bytes=64 * GIB, ram_available_bytes=60 * GIB)
+CUBLAS_BYTES = 2 * 8_519_680  # both handles of a card before Hopper
+
+
+def config(
+    vocab: int, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, *, is_tied: bool = False, **more: Any
+) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "tie_word_embeddings": is_tied,
+        **more,
+    }
+
+
+LLAMA_8B = read_model_shape(config(128256, 4096, 14336, 32, 32, 8))
+LLAMA_1B = read_model_shape(config(128256, 2048, 8192, 16, 32, 8, is_tied=True))
+LLAMA_70B = read_model_shape(config(128256, 8192, 28672, 80, 64, 8))
+LLAMA_2_7B = read_model_shape(config(32000, 4096, 11008, 32, 32, 32))
+MISTRAL_7B = read_model_shape(config(32000, 4096, 14336, 32, 32, 8))
+QWEN_HALF_B = read_model_shape(config(151936, 896, 4864, 24, 14, 2, is_tied=True, model_type="qwen2"))
+TINY = read_model_shape(config(4096, 192, 512, 4, 6, 2, is_tied=True))
+
+
+def shape_of(fields: dict[str, Any]) -> ModelShape:
+    return read_model_shape(fields)
+
+
+def gpu(spec: str = "8xA100-SXM4-80GB") -> Device:
+    return device_of(hardware_from_spec(spec, local_host=UNKNOWN_HOST))
+
+
+def cpu(num_ranks: int = 1) -> Device:
+    device = device_of(hardware_from_spec(f"{num_ranks}xCPU", local_host=CPU_HOST))
+    assert device.kind is DeviceKind.CPU
+    return device
+
+
+def setting(
+    sharding: Sharding = Sharding.NONE,
+    *,
+    precision: Precision = Precision.BF16_MIXED,
+    optimizer: Optimizer = Optimizer.ADAMW_FUSED,
+    offload: Offload = Offload.NONE,
+    num_ranks: int = 1,
+    ranks_per_node: int = 8,
+    **more: Any,
+) -> Setting:
+    fields: dict[str, Any] = {
+        "method": Method.FULL,
+        "micro_batch": 1,
+        "accumulation": 1,
+        "seq_len": 2048,
+        "checkpointing": Checkpointing.NONE,
+        "attention": Attention.SDPA,
+        "loss": LossHead.EAGER,
+        **more,
+    }
+    strategy = Strategy(
+        name="test", sharding=sharding, offload=offload, optimizer=optimizer, precision=precision, is_exact=True
+    )
+    return Setting(strategy=strategy, num_ranks=num_ranks, ranks_per_node=min(num_ranks, ranks_per_node), **fields)

@@ -1,0 +1,165 @@
+"""Values for the tests of the planner: each factory names only what its test is about."""
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from trainer.planning.device import device_of
+from trainer.planning.gpu_specs import hardware_from_spec
+from trainer.planning.planner import make_plan
+from trainer.planning.schedule import make_schedule
+from trainer.planning.situation import Situation
+from trainer.spec.calibration import Calibration
+from trainer.spec.data_profile import DataProfile
+from trainer.spec.hardware import Hardware, Host
+from trainer.spec.job import Allowance, DataJob, DataSource, Job, Limits, ModelJob, Pin, TrainJob
+from trainer.spec.model_shape import ModelShape, read_model_shape
+from trainer.spec.plan import Plan, TrialResult
+from trainer.spec.strategy import Method
+from trainer.spec.units import GIB
+
+LLAMA_3_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+LLAMA_3_1B: dict[str, Any] = {
+    **LLAMA_3_8B,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+LLAMA_3_70B: dict[str, Any] = {
+    **LLAMA_3_8B,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+TINY: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+CONFIGS = {"tiny": TINY, "1b": LLAMA_3_1B, "8b": LLAMA_3_8B, "70b": LLAMA_3_70B}
+
+
+def host_of(*, ram_bytes: int | None = 64 * GIB, cpu_flags: tuple[str, ...] = ("avx2",)) -> Host:
+    return Host(
+        cpu_name="Test CPU", num_cores=4, ram_bytes=ram_bytes, ram_available_bytes=ram_bytes, cpu_flags=cpu_flags
+    )
+
+
+def machine(
+    spec: str,
+    *,
+    ram_bytes: int | None = 1024 * GIB,
+    vram_bytes: int | None = None,
+    libraries: tuple[str, ...] = (),
+    cpu_flags: tuple[str, ...] = ("avx2",),
+) -> Hardware:
+    """A catalogue machine whose host is known."""
+    host = host_of(ram_bytes=ram_bytes, cpu_flags=cpu_flags)
+    hardware = replace(hardware_from_spec(spec, local_host=host), host=host)
+    return replace(hardware, vram_cap_bytes=vram_bytes, libraries=dict.fromkeys(libraries, "1.0"))
+
+
+def shape_of(model: str) -> ModelShape:
+    return read_model_shape(CONFIGS[model])
+
+
+def job_of(
+    *,
+    allow: tuple[Allowance, ...] = (Allowance.OFFLOAD_CPU,),
+    from_scratch: bool = False,
+    hours: float = 1e6,
+    cost: float | None = None,
+    host_ram: int | None = None,
+    price: float | None = None,
+    pin: dict[str, Any] | None = None,
+    **train: Any,
+) -> Job:
+    """A job without a deadline unless the test is about one."""
+    model = ModelJob(config="model") if from_scratch else ModelJob(name="model")
+    return Job(
+        model=model,
+        data=DataJob(train=(DataSource(source="data"),)),
+        train=TrainJob(**train),
+        allow=allow,
+        limits=Limits(hours=hours, cost=cost, host_ram=host_ram),
+        pin=Pin(**(pin or {})),
+        price_per_gpu_hour=price,
+    )
+
+
+def data_of(*, num_rows: int = 10_000, seq_len: int = 2048, num_eval_rows: int = 100, **facts: Any) -> DataProfile:
+    return DataProfile(
+        **{
+            "source": "prepared",
+            "num_rows": num_rows,
+            "num_tokens": num_rows * seq_len,
+            "longest_row": seq_len,
+            "is_packed": True,
+            "fingerprint": "0",
+            "vocab_size": 1000,
+            "num_eval_rows": num_eval_rows,
+            "num_eval_tokens": num_eval_rows * seq_len,
+            **facts,
+        }
+    )
+
+
+def plan_of(
+    model: str,
+    spec: str | Hardware,
+    *,
+    job: Job | None = None,
+    data: DataProfile | None = None,
+    calibration: Calibration | None = None,
+    trials: tuple[TrialResult, ...] = (),
+    **job_facts: Any,
+) -> Plan:
+    """The plan of a model on a machine, with everything else as it usually is."""
+    if job is None:
+        job = job_of(**({"seq_len": 512, "tokens_per_step": 8192} if model == "tiny" else {}) | job_facts)
+    return make_plan(
+        job,
+        name="test",
+        hardware=machine(spec) if isinstance(spec, str) else spec,
+        shape=shape_of(model),
+        model_config=CONFIGS[model],
+        model_path=None,
+        tokenizer_path=None,
+        data=data or data_of(seq_len=job.train.seq_len),
+        calibration=calibration or Calibration(),
+        versions={"shardwise": "0"},
+        trials=trials,
+    )
+
+
+def situation_for(
+    model: str, spec: str | Hardware, *, method: Method = Method.FULL, job: Job | None = None, **job_facts: Any
+) -> Situation:
+    hardware = machine(spec) if isinstance(spec, str) else spec
+    job = job or job_of(**({"seq_len": 512, "tokens_per_step": 8192} if model == "tiny" else {}) | job_facts)
+    shape = shape_of(model)
+    return Situation(
+        job=job,
+        hardware=hardware,
+        device=device_of(hardware),
+        shape=shape,
+        schedule=make_schedule(job, data_of(), shape, method=method),
+        method=method,
+    )

@@ -1,0 +1,23 @@
+"""An estimate from file sizes says that it is one, and loses no byte."""
+
+import pytest
+
+from trainer.planning.data_estimate import bytes_per_token, estimate_data
+
+
+def test_tokens_follow_from_bytes_and_the_assumption_is_said() -> None:
+    data = estimate_data(num_bytes=3_900_000, seq_len=1000, vocab_size=128256, eval_share=0.01)
+    assert (data.num_tokens, data.num_eval_tokens) == (990_000, 10_000)
+    assert (data.num_rows, data.num_eval_rows) == (990, 10)
+    assert data.source == "estimated"
+    assert data.notes == ("3900000 bytes of text are taken as 1000000 tokens, 3.9 bytes each",)
+
+
+def test_a_small_file_is_still_a_row() -> None:
+    data = estimate_data(num_bytes=10, seq_len=1000, vocab_size=128256, eval_share=None)
+    assert (data.num_rows, data.num_eval_rows) == (1, 0)
+
+
+@pytest.mark.parametrize(("smaller", "larger"), [(512, 4096), (4096, 32000), (32000, 128256)])
+def test_larger_vocabularies_have_longer_tokens(smaller: int, larger: int) -> None:
+    assert bytes_per_token(smaller) < bytes_per_token(larger)

@@ -1,0 +1,128 @@
+"""One device for a whole machine: the weakest card, the slowest link, nothing guessed."""
+
+from typing import Any
+
+import pytest
+from estimate_factory import CPU_HOST, UNKNOWN_HOST
+from msgspec.structs import replace
+
+from trainer.planning.device import device_of
+from trainer.planning.gpu_specs import GPU_SPECS, hardware_from_spec
+from trainer.spec.errors import InputError
+from trainer.spec.hardware import DeviceKind, Gpu, Hardware, Link, LinkKind, MeasuredRates
+from trainer.spec.strategy import Precision
+from trainer.spec.units import GIB
+
+
+def machine(spec: str, **changes: Any) -> Hardware:
+    return replace(hardware_from_spec(spec, local_host=CPU_HOST), **changes)
+
+
+def stranger(index: int = 0, **fields: Any) -> Gpu:
+    return Gpu(index=index, name="NVIDIA Future 1", spec_name=None, memory_bytes=24 * GIB, **fields)
+
+
+def test_a_catalogue_machine_has_the_figures_of_its_row() -> None:
+    device, spec = device_of(machine("2x4xH100-SXM5-80GB")), GPU_SPECS["H100-SXM5-80GB"]
+    assert device.kind is DeviceKind.CUDA
+    assert (device.num_nodes, device.devices_per_node, device.num_devices) == (2, 4, 8)
+    assert (device.memory_bytes, device.usable_bytes) == (spec.memory_bytes, spec.usable_bytes)
+    assert device.peak_flops_per_s[Precision.FP8] == spec.fp8_flops_per_s
+    assert (device.link_bytes_per_s, device.link_kind) == (spec.nvlink_bytes_per_s, LinkKind.NVLINK)
+    assert device.host_ram_bytes is None
+    assert device.supports_bf16 and device.supports_fp8
+
+
+def test_a_cap_and_memory_that_others_hold_lower_what_is_usable() -> None:
+    whole = machine("1xRTX-4090")
+    (card,) = whole.gpus
+    held = replace(whole, gpus=(replace(card, free_bytes=10 * GIB),))
+    assert device_of(held).usable_bytes == 10 * GIB
+    assert device_of(replace(held, vram_cap_bytes=8 * GIB)).usable_bytes == 8 * GIB
+    assert device_of(replace(held, vram_cap_bytes=16 * GIB)).usable_bytes == 10 * GIB
+    assert device_of(held).memory_bytes == card.memory_bytes
+
+
+def test_unequal_cards_count_as_the_weakest() -> None:
+    small, large = machine("1xT4").gpus[0], machine("1xA100-SXM4-80GB").gpus[0]
+    device = device_of(machine("1xT4", gpus=(large, replace(small, index=1))))
+    assert device.usable_bytes == GPU_SPECS["T4"].usable_bytes
+    assert device.compute_capability == (7, 5)
+    assert not device.supports_bf16
+    assert device.peak_flops_per_s[Precision.FP16_MIXED] == 65 * 10**12
+
+
+def test_a_card_without_a_row_keeps_its_memory_and_has_no_rates() -> None:
+    device = device_of(Hardware(gpus=(stranger(),), host=UNKNOWN_HOST))
+    assert device.usable_bytes == 24 * GIB
+    assert device.context_bytes > 0
+    assert device.peak_flops_per_s == {}
+    assert device.memory_bytes_per_s is None and device.link_bytes_per_s is None
+    assert device.matmul_flops_per_s is None
+    assert not device.supports_bf16  # unknown is not assumed
+    assert device_of(Hardware(gpus=(stranger(compute_capability=(9, 0)),), host=UNKNOWN_HOST)).supports_bf16
+
+
+def test_one_stranger_among_known_cards_makes_the_rates_unknown() -> None:
+    known = machine("1xRTX-4090").gpus[0]
+    device = device_of(Hardware(gpus=(known, stranger(1)), host=UNKNOWN_HOST))
+    assert device.peak_flops_per_s == {} and device.compute_capability is None
+
+
+def test_measured_rates_are_passed_on() -> None:
+    rates = MeasuredRates(matmul_flops_per_s=10**14, memory_bytes_per_s=10**12, host_to_device_bytes_per_s=10**10)
+    device = device_of(machine("1xRTX-4090", rates=rates))
+    assert (device.matmul_flops_per_s, device.measured_memory_bytes_per_s) == (10**14, 10**12)
+    assert device.measured_pcie_bytes_per_s == 10**10
+
+
+def test_the_slowest_link_is_the_link() -> None:
+    fast = Link(a=0, b=1, kind=LinkKind.NVLINK, bytes_per_s=300 * 10**9, has_peer_access=True)
+    slow = Link(a=0, b=2, kind=LinkKind.SOCKET, bytes_per_s=20 * 10**9, has_peer_access=False)
+    device = device_of(machine("4xA100-SXM4-80GB", links=(fast, slow)))
+    assert (device.link_kind, device.link_bytes_per_s, device.has_peer_access) == (LinkKind.SOCKET, 20 * 10**9, False)
+    unknown_rate = replace(slow, bytes_per_s=None, has_peer_access=None)
+    device = device_of(machine("4xA100-SXM4-80GB", links=(unknown_rate,)))
+    assert device.link_bytes_per_s == GPU_SPECS["A100-SXM4-80GB"].pcie_bytes_per_s
+
+
+def test_cards_for_games_have_no_peer_access() -> None:
+    assert device_of(machine("2xRTX-4090")).has_peer_access is False
+    assert device_of(machine("2xL40S")).has_peer_access is True
+
+
+def test_cpu_ranks_share_memory_and_cores() -> None:
+    one, two = device_of(machine("1xCPU")), device_of(machine("2xCPU"))
+    assert (one.memory_bytes, one.usable_bytes) == (CPU_HOST.ram_bytes, CPU_HOST.ram_available_bytes)
+    assert two.memory_bytes == one.memory_bytes // 2
+    assert one.matmul_flops_per_s == 4 * 20 * 10**9
+    assert two.matmul_flops_per_s == 2 * 20 * 10**9
+    assert one.is_matmul_assumed and one.supports_bf16 and not one.supports_fp8
+    measured = device_of(machine("2xCPU", rates=MeasuredRates(matmul_flops_per_s=10**11)))
+    assert (measured.matmul_flops_per_s, measured.is_matmul_assumed) == (10**11 // 2, False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "flops_per_core"),
+    [
+        (("avx2", "avx512f", "avx512_bf16", "amx_bf16"), 80 * 10**9),
+        (("avx512f",), 80 * 10**9),
+        (("avx2",), 40 * 10**9),
+        ((), 20 * 10**9),
+    ],
+)
+def test_the_assumed_rate_of_a_cpu_follows_its_vectors(flags: tuple[str, ...], flops_per_core: int) -> None:
+    device = device_of(machine("1xCPU", host=replace(CPU_HOST, cpu_flags=flags)))
+    assert device.matmul_flops_per_s == 4 * flops_per_core
+    assert device.is_matmul_assumed
+
+
+def test_a_cap_holds_for_each_cpu_rank() -> None:
+    assert device_of(machine("2xCPU", vram_cap_bytes=GIB)).usable_bytes == GIB
+
+
+def test_a_cpu_of_unknown_memory_needs_a_cap() -> None:
+    hardware = machine("1xCPU", host=UNKNOWN_HOST)
+    with pytest.raises(InputError, match=r"limits\.vram"):
+        device_of(hardware)
+    assert device_of(replace(hardware, vram_cap_bytes=4 * GIB)).usable_bytes == 4 * GIB

@@ -1,0 +1,623 @@
+"""The decision: every row is ranked or refused, the global batch never moves, a better machine is never worse."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from planning_factory import CONFIGS, data_of, job_of, machine, plan_of, situation_for
+
+from trainer.planning.budget import excess
+from trainer.planning.candidates import candidate_of, run_hours, setting_of
+from trainer.planning.catalogue import CATALOGUE
+from trainer.planning.choice import handicap
+from trainer.planning.fallbacks import fallbacks
+from trainer.planning.planner import situation_of, take_candidate
+from trainer.planning.remedies import memory_remedy
+from trainer.planning.settings_choices import bucket_ladder, chunk_tokens, micro_batches
+from trainer.planning.settings_search import (
+    EAGER_HANDICAP,
+    SAME_SPEED,
+    SMALL_SLICE_HANDICAP,
+    best_candidate,
+    least_need,
+    time_class,
+)
+from trainer.spec import codec
+from trainer.spec.calibration import Calibration, CalibrationRecord
+from trainer.spec.errors import InputError, NothingFitsError
+from trainer.spec.hardware import DeviceKind, Disk
+from trainer.spec.job import Allowance, Limits, NvmeLimit
+from trainer.spec.plan import Plan, TrialResult
+from trainer.spec.strategy import (
+    Attention,
+    Checkpointing,
+    LossHead,
+    Method,
+    Offload,
+    Optimizer,
+    Precision,
+    Sharding,
+)
+from trainer.spec.units import GIB
+
+MACHINES = [
+    ("tiny", "1xCPU"),
+    ("tiny", "2xCPU"),
+    ("tiny", "1xRTX-4090"),
+    ("1b", "1xRTX-4090"),
+    ("1b", "1xV100-32GB"),
+    ("8b", "2xRTX-3090"),
+    ("8b", "4xA100-SXM4-80GB"),
+    ("8b", "8xH100-SXM5-80GB"),
+    ("8b", "4x8xH100-SXM5-80GB"),
+]
+
+
+@pytest.fixture(scope="module", params=MACHINES, ids=lambda case: f"{case[0]} on {case[1]}")
+def plan(request: pytest.FixtureRequest) -> Plan:
+    return plan_of(*request.param)
+
+
+def test_every_row_is_a_candidate_or_a_rejection(plan: Plan) -> None:
+    named = [c.strategy.name for c in plan.candidates] + [r.strategy for r in plan.rejections]
+    assert sorted(named) == sorted(row.name for row in CATALOGUE)
+
+
+def test_every_rejection_names_a_rule_or_a_number(plan: Plan) -> None:
+    for rejection in plan.rejections:
+        assert rejection.rule is not None or any(letter.isdigit() for letter in rejection.reason)
+
+
+def test_the_global_batch_is_the_users_in_every_candidate_and_fallback(plan: Plan) -> None:
+    sequences = plan.schedule.sequences_per_step
+    for candidate in (*plan.candidates, *plan.fallbacks):
+        round_size = candidate.num_ranks * candidate.micro_batch
+        assert round_size * (candidate.accumulation - 1) < sequences <= round_size * candidate.accumulation
+
+
+def test_every_candidate_fits(plan: Plan) -> None:
+    for candidate in plan.candidates:
+        assert candidate.memory.need_bytes <= candidate.memory.usable_bytes
+
+
+def test_exact_rows_come_first_and_then_the_fastest(plan: Plan) -> None:
+    keys = [(not c.strategy.is_exact, time_class(c.speed.step_s * handicap(c))) for c in plan.candidates]
+    assert keys == sorted(keys)
+
+
+def test_fallbacks_fall_in_peak_and_never_change_more_of_the_update(plan: Plan) -> None:
+    chain = [plan.chosen, *plan.fallbacks]
+    peaks = [candidate.memory.peak_allocated_bytes for candidate in chain]
+    assert all(later < earlier for earlier, later in pairwise(peaks))
+    assert all(candidate.strategy.is_exact for candidate in chain if plan.chosen.strategy.is_exact)
+
+
+def test_a_plan_survives_its_file(plan: Plan) -> None:
+    assert codec.decode(codec.encode(plan), Plan, origin="plan.json") == plan
+
+
+def test_the_chosen_candidate_has_its_reasons(plan: Plan) -> None:
+    assert len(plan.chosen.reasons) == 6
+    assert not any(other.reasons for other in plan.candidates[1:])
+
+
+def test_the_same_values_give_the_same_plan() -> None:
+    assert codec.encode(plan_of("8b", "8xH100-SXM5-80GB")) == codec.encode(plan_of("8b", "8xH100-SXM5-80GB"))
+
+
+# --- golden choices ---------------------------------------------------------------------------------------------
+
+
+def test_one_cpu_trains_in_fp32_without_an_engine() -> None:
+    """No peer to share with, no fast 16-bit product: what a plain PyTorch loop would do."""
+    chosen = plan_of("tiny", "1xCPU").chosen
+    assert (chosen.strategy.sharding, chosen.strategy.precision) == (Sharding.NONE, Precision.FP32)
+    assert chosen.strategy.optimizer in (Optimizer.ADAMW, Optimizer.ADAMW_FUSED)
+    assert (chosen.attention, chosen.num_ranks) == (Attention.SDPA, 1)
+
+
+def test_a_cpu_with_amx_computes_in_bf16() -> None:
+    chosen = plan_of("tiny", machine("1xCPU", cpu_flags=("avx512f", "amx_bf16"))).chosen
+    assert chosen.strategy.precision is Precision.BF16_MIXED
+
+
+def test_two_cpu_ranks_take_ddp() -> None:
+    """A tiny model fits on each rank, and ddp moves least between them."""
+    plan = plan_of("tiny", "2xCPU")
+    assert plan.chosen.strategy.sharding is Sharding.DDP
+    assert plan.chosen.num_ranks == 2
+    assert plan.device_kind is DeviceKind.CPU
+
+
+@pytest.mark.parametrize("sharding", [Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP])
+def test_cpu_ranks_run_any_engine_that_is_pinned(sharding: Sharding) -> None:
+    chosen = plan_of("tiny", "2xCPU", pin={"sharding": sharding}).chosen
+    assert chosen.strategy.sharding is sharding
+    assert (chosen.buckets is not None) is sharding.uses_deepspeed
+
+
+def test_one_consumer_card_trains_a_small_model_whole_in_bf16() -> None:
+    """1.24B parameters x 16 B = 18.4 GiB of state on 23.6: it fits if blocks are recomputed.
+
+    With the optimizer in host RAM nothing needs recomputing, which is predicted a little faster; but such a run could
+    not be resumed.
+    """
+    plan = plan_of("1b", "1xRTX-4090")
+    assert plan.chosen.strategy.name == "none/bf16-mixed/adamw_fused"
+    assert plan.chosen.checkpointing is Checkpointing.FULL
+    assert any("as fast, but its runs cannot be resumed before shardwise 0.5" in note for note in plan.notes)
+
+
+def test_volta_trains_in_fp32_until_fp16_comes() -> None:
+    plan = plan_of("1b", "1xV100-32GB")
+    assert plan.chosen.strategy.precision is Precision.FP32
+    late = {r.reason for r in plan.rejections if r.strategy == "none/fp16-mixed/adamw_fused"}
+    assert late == {"fp16-mixed trains from shardwise 0.3 on"}
+
+
+def test_eight_billion_parameters_are_sharded_over_four_cards() -> None:
+    """16 B x 8.03B = 120 GiB of state on 79: ddp cannot hold it, four cards share it without offload."""
+    plan = plan_of("8b", "4xA100-SXM4-80GB")
+    assert plan.chosen.strategy.sharding.shards_optimizer
+    assert plan.chosen.strategy.offload is Offload.NONE
+    assert plan.chosen.strategy.precision is Precision.BF16_MIXED
+    reasons = {r.strategy: r.reason for r in plan.rejections}
+    assert "A100-SXM4-80GB has 79.2 GiB usable" in reasons["ddp/bf16-mixed/adamw_fused"]
+
+
+def test_two_small_cards_offload_what_they_cannot_hold() -> None:
+    """120 GiB of state on 2 x 23.7: only with the optimizer in host RAM, of which 128 GiB are not enough to load."""
+    chosen = plan_of("8b", machine("2xRTX-3090", ram_bytes=256 * GIB)).chosen
+    assert chosen.strategy.name == "zero3+optimizer/bf16-mixed/deepspeed_cpu_adam"
+    assert chosen.memory.pinned_bytes > 80 * GIB
+
+
+def test_flash_attention_is_taken_where_it_is_installed_and_runs() -> None:
+    installed = machine("1xRTX-4090", libraries=("flash_attn",))
+    assert plan_of("1b", installed).chosen.attention is Attention.FLASH
+    assert plan_of(
+        "1b", installed, pin={"precision": Precision.FP32, "micro_batch": 1}, seq_len=512
+    ).chosen.attention is (Attention.SDPA)
+    assert plan_of("1b", machine("1xV100-32GB", libraries=("flash-attn",))).chosen.attention is Attention.SDPA
+
+
+# --- monotonicity -----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    model=st.sampled_from(["tiny", "1b", "8b"]),
+    smaller=st.integers(2, 60),
+    more=st.integers(1, 19),
+    num_gpus=st.sampled_from([1, 2, 8]),
+)
+def test_a_larger_card_never_makes_a_plan_worse(model: str, smaller: int, more: int, num_gpus: int) -> None:
+    def hours_with(gib: int) -> float:
+        try:
+            plan = plan_of(model, machine(f"{num_gpus}xH100-SXM5-80GB", vram_bytes=gib * GIB))
+        except NothingFitsError:
+            return float("inf")
+        return run_hours(situation_of(plan), plan.chosen) * handicap(plan.chosen)
+
+    # Two ties of a class, and whole logits or small slices passed over.
+    worst_tie = (1 + SAME_SPEED) ** 2 * max(EAGER_HANDICAP, SMALL_SLICE_HANDICAP)
+    assert hours_with(smaller + more) <= hours_with(smaller) * worst_tie
+
+
+def test_a_card_that_halves_drops_candidates_and_gains_none() -> None:
+    large = {c.strategy.name for c in plan_of("8b", "4xA100-SXM4-80GB").candidates}
+    small = {c.strategy.name for c in plan_of("8b", "4xA100-SXM4-40GB").candidates}
+    assert small < large
+
+
+# --- the settings of a row --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "spec", "choices"),
+    [(32, "1xCPU", (1, 2, 4, 8, 16, 32)), (24, "2xCPU", (1, 2, 3, 4, 6, 8, 12)), (33, "2xCPU", (1, 2, 4, 8, 16, 17))],
+)
+def test_micro_batches_are_powers_of_two_and_divisors(num_sequences: int, spec: str, choices: tuple[int, ...]) -> None:
+    assert micro_batches(situation_for("tiny", spec, seq_len=512, tokens_per_step=512 * num_sequences)) == choices
+
+
+def test_a_batch_that_does_not_divide_is_trained_with_padding_and_says_so() -> None:
+    plan = plan_of("tiny", "2xCPU", seq_len=512, tokens_per_step=512 * 33, pin={"micro_batch": 16})
+    assert (plan.chosen.micro_batch, plan.chosen.accumulation) == (16, 2)
+    assert any("31 of 64 rows of each step are padding" in note for note in plan.notes)
+
+
+def test_ranks_without_a_sequence_are_named() -> None:
+    plan = plan_of("1b", "8xH100-SXM5-80GB", tokens_per_step=4096)
+    assert any("2 sequences for 8 ranks" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(("model", "tokens"), [("tiny", 1024), ("8b", 512)])
+def test_slices_of_logits_shrink_with_the_vocabulary(model: str, tokens: int) -> None:
+    assert chunk_tokens(situation_for(model, "1xRTX-4090", seq_len=512).shape) == tokens
+
+
+@pytest.mark.parametrize("name", ["zero1/fp32/adamw", "zero2/bf16-mixed/adamw", "zero3/bf16-mixed/adamw"])
+@pytest.mark.parametrize("model", CONFIGS)
+def test_larger_buckets_need_more(name: str, model: str) -> None:
+    row = next(row for row in CATALOGUE if row.name == name)
+    situation = situation_for(model, "2xA100-SXM4-80GB", seq_len=512)
+    ladder = bucket_ladder(situation.shape, row)
+    base = setting_of(situation, plan_of("tiny", "2xCPU", pin={"sharding": row.sharding}).chosen)
+    needs = [candidate_of(situation, replace(base, strategy=row, buckets=b)).memory.need_bytes for b in ladder]
+    assert needs == sorted(needs)
+    assert len(ladder) > 3
+
+
+def test_buckets_take_at_most_half_of_what_is_free() -> None:
+    """A roomy card gets larger buckets than a full one, and neither gives them all it has."""
+    pin = {"sharding": Sharding.ZERO2, "micro_batch": 1, "checkpointing": Checkpointing.FULL}
+    roomy = plan_of("8b", "8xH100-SXM5-80GB", pin=pin)
+    smallest = roomy.fallbacks[-1] if roomy.fallbacks[-1].strategy == roomy.chosen.strategy else roomy.fallbacks[0]
+    assert roomy.chosen.buckets is not None
+    assert smallest.buckets is not None
+    cap = smallest.memory.need_bytes + (roomy.chosen.memory.need_bytes - smallest.memory.need_bytes) // 2
+    full = plan_of("8b", machine("8xH100-SXM5-80GB", vram_bytes=cap), pin=pin).chosen
+    assert full.buckets is not None
+    assert smallest.buckets.reduce_elements < full.buckets.reduce_elements < roomy.chosen.buckets.reduce_elements
+    spare = cap - smallest.memory.need_bytes
+    assert full.memory.need_bytes <= smallest.memory.need_bytes + spare // 2 + 1
+
+
+@pytest.mark.parametrize(
+    ("axis", "member"),
+    [
+        ("checkpointing", Checkpointing.NONE),
+        ("checkpointing", Checkpointing.FULL),
+        ("loss", LossHead.EAGER),
+        ("loss", LossHead.CHUNKED),
+        ("attention", Attention.EAGER),
+        ("micro_batch", 2),
+    ],
+)
+def test_a_pinned_mechanism_is_taken_and_kept(axis: str, member: Any) -> None:
+    plan = plan_of("tiny", "2xCPU", pin={axis: member})
+    assert {getattr(candidate, axis) for candidate in (*plan.candidates, *plan.fallbacks)} == {member}
+
+
+# --- limits -----------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_that_takes_too_long_is_no_plan() -> None:
+    with pytest.raises(NothingFitsError, match=r"takes .*; limits.hours is 0.001\n.*limits.hours: \d+"):
+        plan_of("8b", "8xH100-SXM5-80GB", hours=0.001)
+
+
+def test_a_plan_that_costs_too_much_is_no_plan() -> None:
+    with pytest.raises(NothingFitsError, match=r"costs .*; limits.cost is 0.01\n.*limits.cost: \d+"):
+        plan_of("8b", "8xH100-SXM5-80GB", cost=0.01, price=2.0)
+
+
+def test_money_is_hours_times_devices_times_price() -> None:
+    plan = plan_of("8b", "8xH100-SXM5-80GB", price=2.0)
+    taken = plan.methods[0]
+    assert taken.verdict == "taken"
+    assert taken.hours is not None
+    assert taken.cost == pytest.approx(taken.hours * 8 * 2.0)
+    assert taken.gpu_hours == pytest.approx(taken.hours * 8)
+
+
+def test_offload_respects_the_host_ram_of_the_job() -> None:
+    reasons = {r.strategy: r for r in plan_of("8b", "4xA100-SXM4-80GB", host_ram=130 * GIB).rejections}
+    rejection = reasons["zero2+optimizer/bf16-mixed/deepspeed_cpu_adam"]
+    assert "of host RAM a node; 130 GiB are granted" in rejection.reason
+    assert rejection.remedy is not None
+    assert rejection.remedy.startswith("limits.host_ram: ")
+
+
+def test_pinned_memory_is_a_budget_of_its_own() -> None:
+    hardware = machine("4xA100-SXM4-80GB")
+    hardware = replace(hardware, host=replace(hardware.host, pinned_limit_bytes=8 * GIB))
+    reasons = {r.strategy: r.reason for r in plan_of("8b", hardware).rejections}
+    assert "of pinned host RAM; the limit is 8 GiB" in reasons["zero2+optimizer/bf16-mixed/deepspeed_cpu_adam"]
+
+
+def test_the_free_space_of_the_disk_under_the_path_limits_nvme() -> None:
+    situation = situation_for("8b", "1xRTX-4090")
+    disks = tuple(
+        Disk(path=path, filesystem="ext4", total_bytes=1000 * GIB, free_bytes=free)
+        for path, free in (("/", 10 * GIB), ("/scratch", 500 * GIB))
+    )
+    host = replace(situation.hardware.host, disks=disks)
+    job = replace(situation.job, limits=Limits(nvme=NvmeLimit(path="/scratch/me")))
+    with_disks = replace(situation, hardware=replace(situation.hardware, host=host), job=job)
+    assert with_disks.nvme_bytes == 500 * GIB
+    assert situation.nvme_bytes is None
+
+
+# --- nothing fits -----------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_fits_nowhere_names_need_card_and_change() -> None:
+    with pytest.raises(NothingFitsError) as error:
+        plan_of("8b", "1xRTX-4060-8GB")
+    first, second, *_ = str(error.value).splitlines()
+    assert "full training of 8.03B parameters needs at least" in first
+    assert "RTX-4060-8GB has 7.75 GiB usable" in first
+    assert second.startswith("smallest change that would fit: ")
+    assert len(str(error.value).splitlines()) <= 3
+
+
+def test_leave_to_offload_is_a_smaller_change_than_another_card() -> None:
+    with pytest.raises(NothingFitsError, match=r"allow: \[offload_cpu\]"):
+        plan_of("8b", machine("2xRTX-3090", ram_bytes=256 * GIB), allow=())
+
+
+def test_a_pin_in_the_way_is_named() -> None:
+    with pytest.raises(NothingFitsError, match=r"leave out pin\.sharding"):
+        plan_of("8b", "4xA100-SXM4-80GB", pin={"sharding": Sharding.DDP})
+
+
+def test_shorter_sequences_are_offered_where_they_would_do() -> None:
+    """State fits, activations of one 128k sequence do not."""
+    with pytest.raises(NothingFitsError, match=r"train\.seq_len: (32768|65536)"):
+        plan_of("1b", "1xL40S", seq_len=131072, tokens_per_step=131072, allow=())
+
+
+def test_more_of_the_same_cards_are_offered_to_sharded_rows() -> None:
+    reasons = {r.strategy: r.remedy for r in plan_of("8b", "2xRTX-3090").rejections}
+    assert "such GPUs" in str(reasons["zero3/bf16-mixed/adamw_fused"])
+    assert "a device with" in str(reasons["ddp/bf16-mixed/adamw_fused"])
+
+
+@pytest.mark.parametrize(
+    ("model", "spec", "sharding", "number", "larger"),
+    [
+        ("8b", "2xRTX-3090", Sharding.ZERO3, 8, "8xRTX-3090"),
+        ("8b", "3xA100-SXM4-40GB", Sharding.FSDP, 6, "6xA100-SXM4-40GB"),
+        ("8b", "3xRTX-3090", Sharding.ZERO3, 16, "2x8xRTX-3090"),  # 12 are no whole nodes
+        ("70b", "3xA100-SXM4-80GB", Sharding.FSDP, 24, "3x8xA100-SXM4-80GB"),
+    ],
+)
+def test_the_number_of_cards_that_is_offered_suffices(
+    model: str, spec: str, sharding: Sharding, number: int, larger: str
+) -> None:
+    row = f"{sharding}/bf16-mixed/adamw_fused"
+    situation, strategy = situation_for(model, spec), next(each for each in CATALOGUE if each.name == row)
+    assert memory_remedy(situation, least_need(situation, strategy)) == f"{number} such GPUs"
+    assert best_candidate(situation_for(model, larger), strategy) is not None
+
+
+def test_the_length_that_is_offered_suffices_at_the_same_global_batch() -> None:
+    """Half the length is twice the sequences: two of them, or gradients that add up, must fit too."""
+    strategy = next(row for row in CATALOGUE if row.name == "ddp/bf16-mixed/adamw_fused")
+    whole, half = (
+        situation_for("1b", "2xA100-SXM4-80GB", seq_len=seq_len, tokens_per_step=65536) for seq_len in (32768, 16384)
+    )
+    need = least_need(half, strategy).memory.need_bytes
+
+    def remedy(usable_bytes: int) -> str:
+        situation = replace(whole, device=replace(whole.device, usable_bytes=usable_bytes))
+        return memory_remedy(situation, least_need(situation, strategy))
+
+    assert remedy(need) == "train.seq_len: 16384"
+    assert remedy(need - 1) != "train.seq_len: 16384"
+
+
+def test_what_waits_for_a_later_version_is_said_to_fit() -> None:
+    with pytest.raises(NothingFitsError, match=r"what would fit: .*qlora .*; trains from shardwise 0.3 on"):
+        plan_of("8b", "1xRTX-3090", allow=())
+
+
+# --- bad input --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"seq_len": 262144, "tokens_per_step": 262144}, r"train.seq_len is 262144; the model has 131072 positions"),
+        ({"method": Method.QLORA}, r"train.method: qlora trains from shardwise 0.3 on"),
+        (
+            {"pin": {"checkpointing": Checkpointing.SELECTIVE}},
+            r"pin.checkpointing: selective trains from shardwise 0.3",
+        ),
+        ({"pin": {"loss": LossHead.FUSED_LINEAR}}, r"pin.loss: fused_linear trains from shardwise 0.3 on"),
+        ({"pin": {"compile": True}}, r"pin.compile: True trains from shardwise 0.3 on"),
+        ({"pin": {"attention": Attention.FLASH}}, r"pin.attention: flash cannot be taken: flash-attn is not installed"),
+        ({"pin": {"sharding": Sharding.NONE}}, r"pin.sharding: none cannot be taken: none would train 8 different"),
+        ({"pin": {"sharding": Sharding.HSDP}}, r"pin.sharding: hsdp cannot be taken: hsdp shards inside a node"),
+        ({"pin": {"optimizer": Optimizer.ADAMW_8BIT}}, r"adamw_8bit trains from shardwise 0.3 on"),
+        ({"pin": {"precision": Precision.FP16_MIXED}}, r"fp16-mixed trains from shardwise 0.3 on"),
+        (
+            {"pin": {"sharding": Sharding.ZERO3, "precision": Precision.BF16}},
+            r"pin.sharding: zero3, pin.precision: bf16 cannot be taken: zero3 with bf16 trains from shardwise 0.3 on",
+        ),
+        (
+            {"pin": {"sharding": Sharding.ZERO1, "offload": Offload.OPTIMIZER}},
+            r"pin.sharding: zero1, pin.offload: optimizer: there is no such strategy; with sharding zero1 there is "
+            r"offload none",
+        ),
+        ({"pin": {"micro_batch": 5}}, r"pin.micro_batch is 5; a step has 32 sequences .* 8 ranks: 4 or less"),
+    ],
+)
+def test_impossible_combinations_are_refused_in_words(facts: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        plan_of("8b", "8xH100-SXM5-80GB", **facts)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused_with_both_numbers() -> None:
+    with pytest.raises(InputError, match=r"the tokenizer has 5000 tokens and the model 4096"):
+        plan_of("tiny", "1xCPU", data=data_of(seq_len=512, vocab_size=5000))
+
+
+def test_all_problems_are_named_at_once() -> None:
+    with pytest.raises(InputError) as error:
+        plan_of("tiny", "1xCPU", seq_len=1024, method=Method.LORA, data=data_of(vocab_size=5000))
+    assert len(str(error.value).splitlines()) == 3
+
+
+# --- taking another candidate, trials, methods, notes -----------------------------------------------------------
+
+
+def test_take_puts_the_nth_candidate_first_and_replans_its_fallbacks() -> None:
+    plan = plan_of("8b", "4xA100-SXM4-80GB")
+    taken = take_candidate(plan, 3)
+    assert taken.chosen.strategy == plan.candidates[2].strategy
+    assert {c.strategy.name for c in taken.candidates} == {c.strategy.name for c in plan.candidates}
+    peaks = [c.memory.peak_allocated_bytes for c in (taken.chosen, *taken.fallbacks)]
+    assert all(later < earlier for earlier, later in pairwise(peaks))
+    assert len(taken.chosen.reasons) == 6
+
+
+def test_take_one_changes_nothing() -> None:
+    plan = plan_of("tiny", "2xCPU")
+    assert take_candidate(plan, 1) == plan
+
+
+def test_a_cap_on_the_card_is_named_as_the_limit() -> None:
+    with pytest.raises(NothingFitsError, match=r"H100-SXM5-80GB has 8 GiB usable \(limits\.vram\)"):
+        plan_of("8b", machine("1xH100-SXM5-80GB", vram_bytes=8 * GIB))
+
+
+@pytest.mark.parametrize("number", [0, -1, 1000])
+def test_take_out_of_range_is_refused(number: int) -> None:
+    plan = plan_of("tiny", "1xCPU")
+    with pytest.raises(InputError, match=rf"--take {number}: the plan has {len(plan.candidates)} candidates"):
+        take_candidate(plan, number)
+
+
+def test_what_a_trial_measured_ranks_before_what_was_predicted() -> None:
+    """Even where it turned out slow: a prediction of the others may be wrong in the same direction."""
+    last = plan_of("tiny", "2xCPU").candidates[-1]
+    trial = TrialResult(
+        strategy=last.strategy.name, micro_batch=last.micro_batch, step_s=1e4, peak_allocated_bytes=None
+    )
+    assert plan_of("tiny", "2xCPU", trials=(trial,)).chosen.strategy == last.strategy
+
+
+def test_what_ran_out_of_memory_in_a_trial_is_rejected() -> None:
+    first = plan_of("tiny", "2xCPU").chosen
+    trial = TrialResult(
+        strategy=first.strategy.name,
+        micro_batch=first.micro_batch,
+        step_s=None,
+        peak_allocated_bytes=None,
+        ran_out_of_memory=True,
+    )
+    plan = plan_of("tiny", "2xCPU", trials=(trial,))
+    assert plan.chosen.strategy != first.strategy
+    assert {r.reason for r in plan.rejections if r.strategy == first.strategy.name} == {
+        f"ran out of memory in a trial at micro batch {first.micro_batch}"
+    }
+
+
+def test_the_table_shows_all_four_methods_and_takes_one() -> None:
+    methods = plan_of("8b", "8xH100-SXM5-80GB").methods
+    assert [row.method for row in methods] == list(Method)
+    assert [row.verdict for row in methods if row.verdict == "taken"] == ["taken"]
+    assert all("trains from shardwise 0.3 on" in row.verdict for row in methods if row.method is not Method.FULL)
+    by_method = {row.method: row.memory_bytes or 0 for row in methods}
+    assert by_method[Method.QLORA] > 0
+    assert by_method[Method.GALORE] > by_method[Method.LORA]
+
+
+def test_a_method_without_any_strategy_says_so() -> None:
+    """GaLore cannot be sharded, and a pin leaves only shards."""
+    methods = plan_of("8b", "8xH100-SXM5-80GB", pin={"sharding": Sharding.ZERO3}).methods
+    galore = next(row for row in methods if row.method is Method.GALORE)
+    assert galore.memory_bytes is None
+    assert galore.verdict.startswith("no strategy of this machine can take it")
+
+
+def test_bf16_weights_are_used_only_with_leave_and_after_exact_rows() -> None:
+    allowed = plan_of("8b", "4xA100-SXM4-80GB", allow=(Allowance.BF16_WEIGHTS,))
+    assert allowed.chosen.strategy.is_exact
+    assert any(c.strategy.precision is Precision.BF16 for c in allowed.candidates)
+
+
+def test_bf16_weights_are_taken_where_nothing_exact_fits() -> None:
+    plan = plan_of("8b", "1xA100-SXM4-80GB", allow=(Allowance.BF16_WEIGHTS,))
+    assert plan.chosen.strategy.precision is Precision.BF16
+    assert not plan.chosen.strategy.is_exact
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"job": job_of(seq_len=512, tokens_per_step=8000)}, "no multiple of seq_len 512"),
+        ({"data": data_of(seq_len=512, source="estimated")}, "estimate of its tokens"),
+        ({"data": data_of(seq_len=512, notes=("three rows were skipped",))}, "three rows were skipped"),
+        ({"pin": {"sharding": Sharding.ZERO3}}, "checkpoints and --resume under zero3 come with shardwise 0.5"),
+    ],
+)
+def test_notes_say_what_a_reader_must_know(facts: dict[str, Any], words: str) -> None:
+    assert any(words in note for note in plan_of("tiny", "2xCPU", **facts).notes)
+
+
+def test_unknown_host_ram_is_a_note() -> None:
+    plan = plan_of("8b", machine("8xH100-SXM5-80GB", ram_bytes=None))
+    assert any(note.startswith("host RAM of the nodes is unknown; the plan needs") for note in plan.notes)
+
+
+def test_earlier_runs_on_the_device_are_quoted() -> None:
+    record = CalibrationRecord(
+        device="H100-SXM5-80GB",
+        driver=None,
+        torch="2.13.0",
+        strategy="none/bf16-mixed/adamw_fused",
+        predicted_peak_bytes=100,
+        measured_peak_bytes=110,
+        predicted_step_s=1.0,
+        measured_step_s=1.5,
+        finished_at="2026-01-01T00:00:00Z",
+    )
+    plan = plan_of("8b", "8xH100-SXM5-80GB", calibration=Calibration(records=(record,)))
+    assert any(
+        "1 earlier run on this device measured 1.10x the predicted peak and 1.50x" in note for note in plan.notes
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "words"), [(None, "its free space is unknown"), (GIB, "1 GiB are granted"), (900 * GIB, "")]
+)
+def test_nvme_is_a_budget(size: int | None, words: str) -> None:
+    situation = situation_for("8b", "1xRTX-4090", allow=(Allowance.OFFLOAD_NVME,))
+    job = replace(situation.job, limits=Limits(hours=1e6, nvme=NvmeLimit(path="/scratch", size=size)))
+    row = next(row for row in CATALOGUE if row.name == "zero3+nvme_all/bf16-mixed/deepspeed_cpu_adam")
+    situation = replace(situation, job=job)
+    over = excess(situation, least_need(situation, row))
+    assert (over is None) if not words else (over is not None and words in over.reason)
+
+
+def test_a_pinned_micro_batch_is_never_halved_but_buffers_may_shrink() -> None:
+    plan = plan_of("8b", "8xH100-SXM5-80GB", pin={"micro_batch": 2, "sharding": Sharding.ZERO3})
+    assert plan.fallbacks
+    assert {fallback.micro_batch for fallback in plan.fallbacks} == {2}
+    sizes = [f.buckets.reduce_elements for f in plan.fallbacks if f.buckets is not None]
+    assert min(sizes) < plan.chosen.buckets.reduce_elements  # type: ignore[union-attr]  # ZeRO plans its buckets
+
+
+def test_fallbacks_pass_over_halves_that_need_more() -> None:
+    """8B on 8 cards under FSDP: a share of 4 keeps no gradients beside its own; 2 and 1 add up 4 B x 8.03B of them."""
+    plan = plan_of("8b", "8xH100-SXM5-80GB", pin={"sharding": Sharding.FSDP})
+    steps = [(c.micro_batch, c.accumulation, c.checkpointing) for c in (plan.chosen, *plan.fallbacks)]
+    assert steps[:3] == [(4, 1, Checkpointing.NONE), (1, 4, Checkpointing.NONE), (1, 4, Checkpointing.FULL)]
+    assert steps[-1] == (4, 1, Checkpointing.FULL)
+
+
+def test_whole_logits_fall_back_to_slices() -> None:
+    """Where nothing else may shrink, slices of a vocabulary of 128k lower the peak."""
+    free = {"sharding": Sharding.ZERO3, "micro_batch": 4, "checkpointing": Checkpointing.FULL}
+    chosen = plan_of("8b", "8xH100-SXM5-80GB", pin={**free, "loss": LossHead.EAGER}).chosen
+    chain = fallbacks(situation_for("8b", "8xH100-SXM5-80GB", pin=free), (chosen,))
+    assert chain[0].loss is LossHead.CHUNKED
+    assert (chain[0].strategy, chain[0].micro_batch) == (chosen.strategy, 4)
+
+
+def test_an_exact_plan_never_falls_back_to_another_update() -> None:
+    situation = situation_for("8b", "8xH100-SXM5-80GB", allow=(Allowance.BF16_WEIGHTS,))
+    exact, approximate = (
+        plan_of("8b", "8xH100-SXM5-80GB", pin={"sharding": sharding, "precision": precision}).chosen
+        for sharding, precision in ((Sharding.ZERO1, Precision.BF16_MIXED), (Sharding.FSDP, Precision.BF16))
+    )
+    layouts = {link.strategy.sharding for link in fallbacks(situation, (exact, approximate))}
+    assert layouts == {Sharding.ZERO1}
+    assert Sharding.FSDP in {link.strategy.sharding for link in fallbacks(situation, (approximate, exact))}

@@ -1,0 +1,157 @@
+"""The best setting of a row: nothing that fits is overlooked, and the least need is the least."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from planning_factory import CONFIGS, situation_for
+
+from trainer.planning.candidates import candidate_of, with_micro_batch
+from trainer.planning.catalogue import CATALOGUE
+from trainer.planning.memory import estimate_memory
+from trainer.planning.setting import Setting
+from trainer.planning.settings_choices import (
+    MIN_CHUNK_TOKENS,
+    checkpointings,
+    chunk_sizes,
+    first_setting,
+    losses,
+    micro_batches,
+)
+from trainer.planning.settings_search import best_candidate, fitting_settings, least_need
+from trainer.planning.situation import Situation
+from trainer.spec.plan import Candidate
+from trainer.spec.strategy import Checkpointing, Sharding, Strategy
+from trainer.spec.units import GIB
+
+ROWS = {row.name: row for row in CATALOGUE}
+SHARDED = ["zero1", "zero2", "zero3", "fsdp_grad_op", "fsdp"]
+CASES = [
+    *[("tiny", "1xCPU", f"none/fp32/{optimizer}") for optimizer in ("adamw", "adamw_fused", "sgd")],
+    *[("tiny", "2xCPU", f"{sharding}/fp32/adamw") for sharding in ("ddp", *SHARDED)],
+    *[("1b", "1xRTX-4090", f"none/{precision}/adamw_fused") for precision in ("fp32", "bf16-mixed", "bf16")],
+    *[("1b", "2xRTX-4090", f"{sharding}/bf16-mixed/adamw") for sharding in ("ddp", *SHARDED)],
+    ("8b", "2xRTX-3090", "zero3+optimizer/bf16-mixed/deepspeed_cpu_adam"),
+    *[("8b", "4xA100-SXM4-80GB", f"{sharding}/bf16-mixed/adamw_fused") for sharding in ("ddp", *SHARDED)],
+    *[("8b", "8xH100-SXM5-80GB", f"{sharding}/bf16-mixed/adamw_fused") for sharding in SHARDED],
+    ("70b", "8xH100-SXM5-80GB", "fsdp/bf16-mixed/adamw_fused"),
+]
+
+
+def needs(situation: Situation, setting: Setting) -> int:
+    return estimate_memory(situation.shape, setting, situation.device).need_bytes
+
+
+def every_setting(situation: Situation, strategy: Strategy) -> list[Setting]:
+    """All that a row may be, buffers at their smallest."""
+    return [
+        with_micro_batch(situation, replace(start, loss_chunk_tokens=chunk), micro_batch)
+        for checkpointing in checkpointings(situation)
+        for loss in losses(situation)
+        for chunk in chunk_sizes(situation.shape, loss)
+        for start in [first_setting(situation, strategy, checkpointing=checkpointing, loss=loss)]
+        for micro_batch in micro_batches(situation)
+    ]
+
+
+def with_usable(model: str, spec: str, usable_bytes: int, **facts: Any) -> Situation:
+    """The same devices, each with this much memory: a row that fits no real card can be asked too."""
+    situation = situation_for(model, spec, **facts)
+    return replace(situation, device=replace(situation.device, usable_bytes=usable_bytes))
+
+
+def test_a_whole_share_fits_where_half_of_it_does_not() -> None:
+    """Adding up gradients takes room of its own: 8.03B x 4 B = 29.9 GiB that a single micro batch never holds."""
+    pin = {"sharding": Sharding.FSDP_GRAD_OP, "checkpointing": Checkpointing.FULL}
+    situation = with_usable("8b", "4xA100-SXM4-80GB", 60 * GIB, pin=pin)
+    row = ROWS["fsdp_grad_op/bf16-mixed/adamw_fused"]
+    start = first_setting(situation, row, checkpointing=Checkpointing.FULL, loss=losses(situation)[0])
+    half, whole = (with_micro_batch(situation, start, micro_batch) for micro_batch in (4, 8))
+    assert (half.accumulation, whole.accumulation) == (2, 1)
+    assert needs(situation, whole) < 60 * GIB < needs(situation, half)
+    best = best_candidate(situation, row)
+    assert best is not None
+    assert (best.micro_batch, best.accumulation) == (8, 1)
+
+
+@pytest.mark.parametrize(("model", "spec", "row"), CASES)
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+def test_every_micro_batch_that_fits_is_found(model: str, spec: str, row: str, share: float) -> None:
+    """The device is cut to where some of the micro batches fit."""
+    whole = situation_for(model, spec)
+    by_need = sorted(needs(whole, setting) for setting in every_setting(whole, ROWS[row]))
+    situation = with_usable(model, spec, by_need[int(share * len(by_need))])
+    for checkpointing in checkpointings(situation):
+        for loss in losses(situation):
+            start = first_setting(situation, ROWS[row], checkpointing=checkpointing, loss=loss)
+            all_sizes = [with_micro_batch(situation, start, micro_batch) for micro_batch in micro_batches(situation)]
+            fitting = [each for each in all_sizes if needs(situation, each) <= situation.device.usable_bytes]
+            assert fitting_settings(situation, start) == fitting
+
+
+@pytest.mark.parametrize(("model", "spec", "row"), CASES)
+def test_need_grows_with_the_micro_batch_while_gradients_add_up(model: str, spec: str, row: str) -> None:
+    situation = situation_for(model, spec)
+    for earlier, later in pairwise(every_setting(situation, ROWS[row])):
+        if earlier.micro_batch < later.micro_batch and later.accumulation > 1:
+            assert needs(situation, earlier) <= needs(situation, later)
+
+
+@pytest.mark.parametrize(("model", "spec", "row"), CASES)
+def test_the_least_need_is_the_least_of_all_settings(model: str, spec: str, row: str) -> None:
+    situation = situation_for(model, spec)
+    least = min(needs(situation, setting) for setting in every_setting(situation, ROWS[row]))
+    assert least_need(situation, ROWS[row]).memory.need_bytes == least
+
+
+@pytest.mark.parametrize(("model", "spec", "row"), CASES)
+def test_a_row_is_taken_on_a_device_of_its_least_need_and_on_no_smaller(model: str, spec: str, row: str) -> None:
+    least = least_need(situation_for(model, spec), ROWS[row]).memory.need_bytes
+    exact = best_candidate(with_usable(model, spec, least), ROWS[row])
+    assert exact is not None
+    assert exact.memory.need_bytes == least
+    assert best_candidate(with_usable(model, spec, least - 1), ROWS[row]) is None
+
+
+def test_small_slices_of_logits_are_taken_where_only_they_fit() -> None:
+    row, pin = ROWS["none/bf16-mixed/adamw_fused"], {"checkpointing": Checkpointing.FULL, "micro_batch": 1}
+    whole = situation_for("1b", "1xL40S", pin=pin)
+    start = first_setting(whole, row, checkpointing=Checkpointing.FULL, loss=losses(whole)[0])
+    standard = candidate_of(whole, start).memory.need_bytes
+
+    def taken(usable_bytes: int) -> Candidate:
+        best = best_candidate(with_usable("1b", "1xL40S", usable_bytes, pin=pin), row)
+        assert best is not None
+        return best
+
+    assert (taken(standard).loss_chunk_tokens, taken(standard - 1).loss_chunk_tokens) == (512, MIN_CHUNK_TOKENS)
+
+
+def test_small_slices_are_not_worth_a_slightly_faster_step() -> None:
+    """They would let a micro batch of 4 fit where larger ones leave room for 2."""
+    row, pin = ROWS["none/bf16-mixed/adamw_fused"], {"checkpointing": Checkpointing.FULL}
+    whole = situation_for("1b", "1xL40S", pin=pin)
+    start = first_setting(whole, row, checkpointing=Checkpointing.FULL, loss=losses(whole)[0])
+    situation = with_usable("1b", "1xL40S", needs(whole, with_micro_batch(whole, start, 4)) - 1, pin=pin)
+    small = replace(start, loss_chunk_tokens=MIN_CHUNK_TOKENS)
+    assert [setting.micro_batch for setting in fitting_settings(situation, small)] == [1, 2, 4]
+    best = best_candidate(situation, row)
+    assert best is not None
+    assert (best.micro_batch, best.loss_chunk_tokens) == (2, 512)
+
+
+@pytest.mark.parametrize("model", CONFIGS)
+def test_slices_come_in_two_sizes_and_whole_logits_in_none(model: str) -> None:
+    situation = situation_for(model, "1xRTX-4090", seq_len=512)
+    chunked, eager = losses(situation)
+    standard, smallest = chunk_sizes(situation.shape, chunked)
+    assert standard is not None
+    assert standard > MIN_CHUNK_TOKENS == smallest
+    assert chunk_sizes(situation.shape, eager) == (None,)
+
+
+def test_the_largest_vocabularies_have_small_slices_only() -> None:
+    situation = situation_for("8b", "1xRTX-4090")
+    shape = replace(situation.shape, vocab_size=2_000_000)
+    assert chunk_sizes(shape, losses(situation)[0]) == (MIN_CHUNK_TOKENS,)

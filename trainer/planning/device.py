@@ -1,0 +1,182 @@
+"""One device as the estimates see it: what it can hold and how fast it is, with what is unknown left None.
+
+A machine of unequal GPUs is planned for the weakest of them, since every rank waits for the slowest and none may run
+out. Measured rates replace datasheet figures. A GPU without a row in the catalogue keeps the memory that was probed;
+its rates stay unknown (`speed_notes` says what that does to a ranking). A CPU is a device whose memory is its share
+of the RAM that the cgroup grants.
+"""
+
+from trainer.planning.gpu_specs import GPU_SPECS, Generation, GpuSpec
+from trainer.spec.errors import InputError
+from trainer.spec.hardware import DeviceKind, Gpu, Hardware, Host, LinkKind
+from trainer.spec.strategy import Precision
+from trainer.spec.units import MIB
+from trainer.spec.value import Value
+
+# What a core is assumed to sustain in fp32 training of a small model, by the widest vectors it has: with AVX-512, 90
+# GFLOP/s were measured over whole steps on each of two cores of a Zen 4; vectors half as wide do half as much.
+# Assumed all the same: `shardwise probe --measure` replaces it, and until then a plan says so.
+CPU_FLOPS_PER_CORE: tuple[tuple[str, int], ...] = (("avx512f", 80_000_000_000), ("avx2", 40_000_000_000))
+UNKNOWN_CPU_FLOPS_PER_CORE = 20_000_000_000  # 128-bit vectors, or nobody knows
+ASSUMED_CPU_MEMORY_BYTES_PER_S = 15_000_000_000  # of the whole socket, far below any server CPU's datasheet
+ASSUMED_CPU_LINK_BYTES_PER_S = 1_000_000_000  # gloo between two processes of one machine
+# Interpreter, torch, transformers and accelerate, anonymous memory after import and a first step on CPU.
+CPU_PROCESS_BYTES = 450 * MIB
+_UNKNOWN_CONTEXT_BYTES = 600 * MIB  # of a GPU without a row: above every row of the consumer and data-centre cards
+
+
+class Device(Value, frozen=True, kw_only=True):
+    """The weakest device of a machine and what joins it to the others; rates per second, each direction."""
+
+    kind: DeviceKind
+    name: str
+    memory_bytes: int
+    usable_bytes: int  # what one process may take, context included
+    context_bytes: int
+    num_nodes: int = 1
+    devices_per_node: int = 1
+    host_ram_bytes: int | None = None  # of a node
+    num_cores: int | None = None  # of a node
+    compute_capability: tuple[int, int] | None = None
+    generation: Generation | None = None
+    board_watts: float | None = None
+    peak_flops_per_s: dict[Precision, int] = {}  # dense datasheet figures; absent: unknown, or no such unit
+    matmul_flops_per_s: int | None = None  # measured, or assumed for a CPU
+    is_matmul_assumed: bool = False
+    memory_bytes_per_s: int | None = None  # datasheet
+    measured_memory_bytes_per_s: int | None = None
+    link_bytes_per_s: int | None = None  # to the other devices of the node
+    link_kind: LinkKind | None = None
+    has_peer_access: bool | None = None
+    network_bytes_per_s: int | None = None  # of a node, all adapters together
+    pcie_bytes_per_s: int | None = None
+    measured_pcie_bytes_per_s: int | None = None
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.devices_per_node
+
+    @property
+    def supports_bf16(self) -> bool:
+        """A CPU computes bf16 everywhere; a GPU natively from compute capability 8.0."""
+        return self.kind is DeviceKind.CPU or (self.compute_capability or (0, 0)) >= (8, 0)
+
+    @property
+    def supports_fp8(self) -> bool:
+        return self.kind is DeviceKind.CUDA and (self.compute_capability or (0, 0)) >= (8, 9)
+
+
+def device_of(hardware: Hardware) -> Device:
+    """The device that every rank of `hardware` can count on; InputError where its memory is unknown."""
+    return _gpu_device(hardware) if hardware.gpus else _cpu_device(hardware)
+
+
+def _gpu_device(hardware: Hardware) -> Device:
+    gpus = hardware.gpus
+    smallest = min(gpus, key=_grantable_bytes)
+    specs = [GPU_SPECS.get(gpu.spec_name) if gpu.spec_name else None for gpu in gpus]
+    known = [spec for spec in specs if spec is not None]
+    rates = hardware.rates
+    # Rates of the slowest card, and only when every card has a row.
+    slowest = min(known, key=lambda spec: spec.fp16_flops_per_s) if len(known) == len(gpus) else None
+    capabilities = [gpu.compute_capability for gpu in gpus if gpu.compute_capability is not None]
+    usable = _grantable_bytes(smallest)
+    fabric = _fabric(hardware, slowest)
+    watts = [gpu.power_limit_w for gpu in gpus if gpu.power_limit_w is not None]
+    return Device(
+        kind=DeviceKind.CUDA,
+        name=smallest.spec_name or smallest.name,
+        memory_bytes=smallest.memory_bytes,
+        usable_bytes=usable if hardware.vram_cap_bytes is None else min(usable, hardware.vram_cap_bytes),
+        context_bytes=max((spec.context_bytes for spec in known), default=_UNKNOWN_CONTEXT_BYTES),
+        num_nodes=hardware.num_nodes,
+        devices_per_node=len(gpus),
+        host_ram_bytes=hardware.host.ram_bytes,
+        num_cores=hardware.host.num_cores,
+        compute_capability=min(capabilities) if len(capabilities) == len(gpus) else None,
+        generation=slowest.generation if slowest else None,
+        board_watts=min(watts) if watts else (slowest.board_watts if slowest else None),
+        peak_flops_per_s=_peaks(slowest),
+        matmul_flops_per_s=rates.matmul_flops_per_s,
+        memory_bytes_per_s=min(spec.memory_bytes_per_s for spec in known) if slowest else None,
+        measured_memory_bytes_per_s=rates.memory_bytes_per_s,
+        pcie_bytes_per_s=min(spec.pcie_bytes_per_s for spec in known) if slowest else None,
+        measured_pcie_bytes_per_s=rates.host_to_device_bytes_per_s,
+        network_bytes_per_s=min(spec.network_bytes_per_s for spec in known) if slowest else None,
+        link_bytes_per_s=fabric.bytes_per_s,
+        link_kind=fabric.kind,
+        has_peer_access=fabric.has_peer_access,
+    )
+
+
+def _grantable_bytes(gpu: Gpu) -> int:
+    """What a process can take of a GPU: its usable memory, less what others hold of it now."""
+    spec = GPU_SPECS.get(gpu.spec_name) if gpu.spec_name else None
+    usable = gpu.usable_bytes or min(gpu.memory_bytes, spec.usable_bytes if spec else gpu.memory_bytes)
+    return usable if gpu.free_bytes is None else min(usable, gpu.free_bytes)
+
+
+def _peaks(spec: GpuSpec | None) -> dict[Precision, int]:
+    if spec is None:
+        return {}
+    peaks = {precision: spec.peak_flops_per_s(precision) for precision in Precision}
+    return {precision: peak for precision, peak in peaks.items() if peak is not None}
+
+
+class _Fabric(Value, frozen=True, kw_only=True):
+    bytes_per_s: int | None
+    kind: LinkKind | None
+    has_peer_access: bool | None
+
+
+def _fabric(hardware: Hardware, spec: GpuSpec | None) -> _Fabric:
+    """What joins the GPUs of a node: the weakest of the probed links, or what the catalogue says of the card."""
+    links = hardware.links
+    is_nvlink = all(link.kind is LinkKind.NVLINK for link in links) if links else bool(spec and spec.nvlink_bytes_per_s)
+    rates = [link.bytes_per_s for link in links if link.bytes_per_s is not None]
+    if rates:
+        rate: int | None = min(rates)
+    else:
+        rate = (spec.nvlink_bytes_per_s if is_nvlink else spec.pcie_bytes_per_s) if spec else None
+    if links:
+        kind: LinkKind | None = max((link.kind for link in links), key=list(LinkKind).index)
+    else:
+        kind = (LinkKind.NVLINK if is_nvlink else LinkKind.PCIE_HOST) if spec else None
+    answers = [link.has_peer_access for link in links if link.has_peer_access is not None]
+    if answers:
+        peers: bool | None = all(answers)
+    else:
+        peers = (is_nvlink or spec.has_peer_access_over_pcie) if spec else None
+    return _Fabric(bytes_per_s=rate, kind=kind, has_peer_access=peers)
+
+
+def _cpu_device(hardware: Hardware) -> Device:
+    host, num_ranks = hardware.host, hardware.num_cpu_devices
+    cap = hardware.vram_cap_bytes
+    if host.ram_bytes is None and cap is None:
+        raise InputError("the RAM of this machine is not known; limits.vram (or --vram) says how much a rank may use")
+    memory = (host.ram_bytes if host.ram_bytes is not None else num_ranks * (cap or 0)) // num_ranks
+    free = memory if host.ram_available_bytes is None else min(memory, host.ram_available_bytes // num_ranks)
+    measured = hardware.rates.matmul_flops_per_s
+    cores = max(1, (host.num_cores or 1) // num_ranks)
+    return Device(
+        kind=DeviceKind.CPU,
+        name=host.cpu_name or "CPU",
+        memory_bytes=memory,
+        usable_bytes=free if cap is None else min(free, cap),
+        context_bytes=CPU_PROCESS_BYTES,
+        num_nodes=hardware.num_nodes,
+        devices_per_node=num_ranks,
+        host_ram_bytes=host.ram_bytes,
+        num_cores=host.num_cores,
+        matmul_flops_per_s=(measured // num_ranks) if measured else cores * _assumed_flops_per_core(host),
+        is_matmul_assumed=not measured,
+        measured_memory_bytes_per_s=hardware.rates.memory_bytes_per_s,
+        memory_bytes_per_s=ASSUMED_CPU_MEMORY_BYTES_PER_S // num_ranks,
+        link_bytes_per_s=ASSUMED_CPU_LINK_BYTES_PER_S if num_ranks > 1 else None,
+    )
+
+
+def _assumed_flops_per_core(host: Host) -> int:
+    """Fp32 FLOP/s of one core of a CPU that nobody measured."""
+    return next((rate for flag, rate in CPU_FLOPS_PER_CORE if flag in host.cpu_flags), UNKNOWN_CPU_FLOPS_PER_CORE)

@@ -1,0 +1,106 @@
+"""Combinations that no machine could train: each an InputError with both numbers, before anything is searched.
+
+What a single setting may be is the job file's own check; here stand the clashes between job, model and data, and the
+pins that this machine or this version cannot serve.
+"""
+
+from collections.abc import Sequence
+
+from trainer.planning.catalogue import CATALOGUE
+from trainer.planning.not_yet import version_that_trains
+from trainer.planning.rules import Refusal, refuse
+from trainer.planning.settings_choices import obstacle_to_flash
+from trainer.planning.situation import Situation
+from trainer.spec.data_profile import DataProfile
+from trainer.spec.errors import InputError, InputProblemsError
+from trainer.spec.job import Job
+from trainer.spec.model_shape import ModelShape
+from trainer.spec.strategy import Attention, Precision
+
+_ROW_AXES = ("sharding", "offload", "optimizer", "precision")
+_SETTING_AXES = ("checkpointing", "loss", "compile", "activation_offload", "optimizer_in_backward")
+
+
+def check_job(job: Job, shape: ModelShape, data: DataProfile) -> None:
+    """InputError for sequences, vocabularies and methods that cannot be."""
+    problems = [*_length_problems(job, shape), *_vocabulary_problems(shape, data), *_method_problems(job)]
+    if problems:
+        raise InputProblemsError(problems)
+
+
+def check_pins(situation: Situation) -> None:
+    """InputError for a pin that leaves no row, with the rule that is in the way."""
+    problems = [*_setting_problems(situation), *_micro_batch_problems(situation)]
+    if problems:
+        raise InputProblemsError(problems)
+    pins = {axis: member for axis in _ROW_AXES if (member := getattr(situation.job.pin, axis)) is not None}
+    if not pins:
+        return
+    words = ", ".join(f"pin.{axis}: {member}" for axis, member in pins.items())
+    rows = [row for row in CATALOGUE if all(getattr(row, axis) == member for axis, member in pins.items())]
+    if not rows:
+        raise InputError(f"{words}: there is no such strategy; {_what_there_is(pins)}")
+    refusals = [refusal for row in rows if (refusal := refuse(situation, row))]
+    if len(refusals) == len(rows):
+        refusal = most_telling(refusals)
+        instead = f"; use {refusal.instead}" if refusal.instead else ""
+        raise InputError(f"{words} cannot be taken: {refusal.reason}{instead}")
+
+
+def most_telling(refusals: Sequence[Refusal]) -> Refusal:
+    """The refusal that most rows share: what is in the way of a pin, not of one optimizer beside it."""
+    reasons = [refusal.reason for refusal in refusals]
+    return max(refusals, key=lambda refusal: reasons.count(refusal.reason))
+
+
+def _length_problems(job: Job, shape: ModelShape) -> list[str]:
+    train = job.train
+    problems = []
+    if shape.max_positions is not None and train.seq_len > shape.max_positions:
+        problems.append(
+            f"train.seq_len is {train.seq_len}; the model has {shape.max_positions} positions "
+            f"(max_position_embeddings): train.seq_len: {shape.max_positions} or less"
+        )
+    return problems
+
+
+def _vocabulary_problems(shape: ModelShape, data: DataProfile) -> list[str]:
+    if data.vocab_size <= shape.vocab_size:
+        return []
+    return [
+        f"the tokenizer has {data.vocab_size} tokens and the model {shape.vocab_size}: "
+        "model.tokenizer must be the model's own, or vocab_size of the config at least as large"
+    ]
+
+
+def _method_problems(job: Job) -> list[str]:
+    version = version_that_trains("method", job.train.method)
+    return [] if version is None else [f"train.method: {job.train.method} trains from shardwise {version} on; use full"]
+
+
+def _setting_problems(situation: Situation) -> list[str]:
+    pin = situation.job.pin
+    late = [(axis, getattr(pin, axis), version_that_trains(axis, getattr(pin, axis))) for axis in _SETTING_AXES]
+    problems = [f"pin.{axis}: {member} trains from shardwise {version} on" for axis, member, version in late if version]
+    if pin.attention is Attention.FLASH:
+        obstacle = obstacle_to_flash(situation, pin.precision or Precision.BF16_MIXED)
+        problems += [f"pin.attention: flash cannot be taken: {obstacle}; use sdpa"] if obstacle else []
+    return problems
+
+
+def _micro_batch_problems(situation: Situation) -> list[str]:
+    pinned, sequences = situation.job.pin.micro_batch, situation.schedule.sequences_per_step
+    if pinned is None or pinned <= situation.sequences_per_rank:
+        return []
+    return [
+        f"pin.micro_batch is {pinned}; a step has {sequences} sequences (train.tokens_per_step / train.seq_len) for "
+        f"{situation.num_ranks} ranks: {situation.sequences_per_rank} or less"
+    ]
+
+
+def _what_there_is(pins: dict[str, object]) -> str:
+    """What the first pin leaves on the other pinned axes."""
+    first, *others = pins
+    rows = [row for row in CATALOGUE if getattr(row, first) == pins[first]]
+    served = [f"{axis} {', '.join(dict.fromkeys(str(getattr(row, axis)) for row in rows))}" for axis in others]
+    return f"with {first} {pins[first]} there is {'; '.join(served)}" if rows else f"no row has {first} {pins[first]}"

@@ -1,0 +1,34 @@
+"""Host RAM and NVMe of one node.
+
+Every rank builds the whole model in host memory in the type of its master weights before an engine shards it, so a
+node needs that many copies once, at the start, and the offloaded state for the rest of the run. On a CPU device the
+model itself is the device's memory and is not counted twice.
+"""
+
+from trainer.planning.memory.recipe import Dims, Recipe
+from trainer.planning.memory.states import States
+from trainer.planning.setting import Setting
+from trainer.spec.units import MIB
+from trainer.spec.value import Value
+
+PROCESS_BYTES = 2048 * MIB  # a rank that drives a GPU: interpreter, libraries and CUDA's host side
+
+
+class HostMemory(Value, frozen=True, kw_only=True):
+    """Bytes of one node."""
+
+    pinned: int
+    pageable: int
+    nvme: int
+
+
+def host_memory(setting: Setting, recipe: Recipe, dims: Dims, states: States, *, activations: int) -> HostMemory:
+    """What the ranks of one node take of its RAM and of its NVMe disk."""
+    num_ranks = min(setting.ranks_per_node, setting.num_ranks)
+    pinned = states.pinned + (activations if setting.activation_offload else 0)
+    if not recipe.is_cuda:
+        return HostMemory(pinned=0, pageable=num_ranks * (pinned + states.pageable), nvme=num_ranks * states.nvme)
+    building = (recipe.compute_bytes if recipe.is_frozen else recipe.master_bytes) * dims.parameters
+    # The built model is given back as it is sharded, before the offloaded state is complete.
+    pageable = PROCESS_BYTES + states.managed + max(building, states.pageable)
+    return HostMemory(pinned=num_ranks * pinned, pageable=num_ranks * pageable, nvme=num_ranks * states.nvme)

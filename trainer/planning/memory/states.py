@@ -1,0 +1,135 @@
+"""Model states: weights, gradients, masters and optimizer state, on one device, in host RAM and on NVMe.
+
+A state belongs to the parameters, not to the batch: bytes an element times elements, divided by the ranks that share
+it. P parameters, w bytes of a master weight, c of the computing type, N ranks (ZeRO, arXiv:1910.02054, section 5):
+
+    none, ddp   w P weights, w P gradients, 2w P AdamW              16 B a parameter in mixed precision, 8 in pure bf16
+    zero1       c P weights, c P gradients, (w + 2w) P / N          DeepSpeed keeps the whole 16-bit gradients
+    zero2       c P weights, gradients / N, (w + 2w) P / N
+    zero3       everything / N
+    fsdp, hsdp  (w + w + 2w) P / N                                  no second copy: the shards are the masters
+    qlora       0.5 B a base weight and its scales: 4/64 B, or 1/64 + 4/16384 B doubly quantised (QLoRA,
+                arXiv:2305.14314); embeddings, head and norms stay in the computing type
+
+Under offload the masters and the optimizer state move to pinned host RAM together with an fp32 gradient; the device
+keeps the 16-bit weights (and not even those with `optimizer+params`). On NVMe they leave a window of buffers in host
+RAM. DeepSpeed and FSDP2 pin host RAM; FSDP2's optimizer state is created by torch and stays pageable.
+"""
+
+from trainer.planning.memory.optimizer_state import optimizer_bytes
+from trainer.planning.memory.recipe import Dims, Recipe, adapter_parameters
+from trainer.planning.setting import Setting
+from trainer.spec.strategy import Method, Offload, Quant, Sharding
+from trainer.spec.units import MIB
+from trainer.spec.value import Value
+
+NF4_WEIGHT_BYTES = 0.5
+NF4_SCALE_BYTES = {Quant.NF4: 4 / 64, Quant.NF4_DQ: 1 / 64 + 4 / 16384}
+NVME_WINDOW_BYTES = 5 * 400 * MIB  # DeepSpeed's swap buffers of a rank: buffer_count x buffer_size of its examples
+
+
+class States(Value, frozen=True, kw_only=True):
+    """Bytes of one rank; `num_trained` is elements over all ranks."""
+
+    num_trained: int
+    weights: int
+    quant_state: int
+    adapters: int
+    master_weights: int
+    gradients: int  # complete, at the end of the last backward
+    optimizer_state: int
+    optimizer_temporaries: int
+    managed: int  # paged optimizer state: CUDA managed memory
+    pinned: int
+    pageable: int
+    nvme: int
+
+    @property
+    def persistent(self) -> int:
+        """What lives on the device between steps."""
+        return self.weights + self.quant_state + self.adapters + self.master_weights + self.optimizer_state
+
+
+def model_states(setting: Setting, recipe: Recipe, dims: Dims) -> States:
+    """The states of one rank in the setting."""
+    sharding, offload = setting.strategy.sharding, setting.strategy.offload
+    degree, width = recipe.shard_degree, recipe.master_bytes
+    adapter_elements = dims.layers * adapter_parameters(setting, dims)
+    trained = adapter_elements if recipe.is_frozen else dims.parameters
+    shards_weights = sharding.shards_weights
+    weight_degree = degree if shards_weights else 1
+    weights, quant_state = _base_weights(setting, recipe, dims, weight_degree)
+    adapters = 0
+    if recipe.is_frozen:
+        adapter_width = recipe.compute_bytes if recipe.uses_deepspeed else width
+        adapters = _share(adapter_width * trained, weight_degree)
+    masters = _share(width * trained, degree) if recipe.uses_deepspeed else 0
+    optimizer = optimizer_bytes(setting, dims, num_trained=trained, width=width)
+    state, temporaries = _share(optimizer.state, degree), _share(optimizer.temporaries, degree)
+    managed = 0
+    if optimizer.is_paged:
+        managed, state = state, 0
+    gradients = _gradients(sharding, recipe, trained)
+    if offload is Offload.NONE:
+        return States(
+            num_trained=trained,
+            weights=weights,
+            quant_state=quant_state,
+            adapters=adapters,
+            master_weights=masters,
+            gradients=gradients,
+            optimizer_state=state,
+            optimizer_temporaries=temporaries,
+            managed=managed,
+            pinned=0,
+            pageable=0,
+            nvme=0,
+        )
+    partition = width * trained // degree
+    moved = adapters + weights if offload.moves_parameters else 0
+    pinned, pageable, nvme = 0, 0, 0
+    if recipe.uses_fsdp:
+        pinned, pageable = moved + partition, state + temporaries
+    else:
+        pinned = masters + state + partition + moved + recipe.compute_bytes * trained // degree
+        if offload.uses_nvme:
+            nvme = masters + state + partition + (moved if offload is Offload.NVME_ALL else 0)
+            pinned = min(pinned, NVME_WINDOW_BYTES + partition)
+    return States(
+        num_trained=trained,
+        weights=0 if offload.moves_parameters else weights,
+        quant_state=0 if offload.moves_parameters else quant_state,
+        adapters=0 if offload.moves_parameters else adapters,
+        master_weights=0,
+        gradients=0 if sharding is not Sharding.ZERO1 else gradients,
+        optimizer_state=0,
+        optimizer_temporaries=0,
+        managed=0,
+        pinned=pinned,
+        pageable=pageable,
+        nvme=nvme,
+    )
+
+
+def _share(num_bytes: int, degree: int) -> int:
+    """The largest share of a rank."""
+    return -(-num_bytes // degree)
+
+
+def _base_weights(setting: Setting, recipe: Recipe, dims: Dims, degree: int) -> tuple[int, int]:
+    """(weights, quantisation scales) of the base model on one rank."""
+    if setting.method is not Method.QLORA:
+        return _share(recipe.weight_bytes * dims.parameters, degree), 0
+    quantised = dims.layers * dims.linear
+    packed = round(NF4_WEIGHT_BYTES * quantised)
+    scales = round(NF4_SCALE_BYTES[setting.quant] * quantised)  # replicated: they are not parameters
+    return _share(packed + recipe.compute_bytes * (dims.parameters - quantised), degree), scales
+
+
+def _gradients(sharding: Sharding, recipe: Recipe, trained: int) -> int:
+    """Gradients at the end of the last backward, as the optimizer step finds them."""
+    if sharding is Sharding.ZERO1:
+        return recipe.compute_bytes * trained
+    if recipe.uses_deepspeed:
+        return _share(recipe.compute_bytes * trained, recipe.shard_degree)
+    return _share(recipe.master_bytes * trained, recipe.shard_degree)

@@ -1,0 +1,125 @@
+"""The smallest change that would make a row fit, or make anything fit at all.
+
+Tried in the order of what it costs a person: a setting of the job file, then shorter sequences (down to a quarter),
+then more of the same devices, and in the end a larger device, whose size is named.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import cycle, islice
+
+from msgspec.structs import replace
+
+from trainer.planning.budget import excess, whole_gib
+from trainer.planning.candidates import run_hours
+from trainer.planning.catalogue import CATALOGUE
+from trainer.planning.rules import refuse
+from trainer.planning.settings_search import best_candidate, least_need
+from trainer.planning.situation import Situation
+from trainer.spec.errors import NothingFitsError
+from trainer.spec.job import Allowance, Pin
+from trainer.spec.plan import Candidate, MethodRow
+from trainer.spec.strategy import Strategy
+from trainer.spec.units import format_bytes, format_count
+
+_MIN_SEQ_LEN = 128
+_MAX_DEVICE_FACTOR = 64
+# In the order in which leave is worth giving: what keeps the mathematics first.
+_ALLOWANCES = (Allowance.OFFLOAD_CPU, Allowance.BF16_WEIGHTS, Allowance.OPTIMIZER_8BIT, Allowance.OPTIMIZER_APPROX)
+
+
+def memory_remedy(situation: Situation, smallest: Candidate) -> str:
+    """The smallest change that makes the smallest setting of a row fit its device."""
+    for change in (_shorter_sequences, _more_devices):
+        answer = change(situation, smallest.strategy)
+        if answer is not None:
+            return answer
+    return f"a device with {whole_gib(smallest.memory.need_bytes)} usable"
+
+
+def nothing_fits(situation: Situation, smallest: Sequence[Candidate], methods: Sequence[MethodRow]) -> NothingFitsError:
+    """The error that names what is missing and the smallest change; `smallest` holds each row's least setting."""
+    size = format_count(situation.shape.num_parameters)
+    model = f"{situation.method} training of {size} parameters"
+    fitting = [candidate for candidate in smallest if candidate.memory.fits]
+    changes = list(islice(_job_changes(situation), 1))
+    if fitting:
+        nearest = min(fitting, key=lambda candidate: run_hours(situation, candidate))
+        over = excess(situation, nearest)
+        assert over is not None, "a row within every budget is a candidate"
+        first = f"nothing fits: {model} ({nearest.strategy.name}) {over.reason}"
+        changes.append(over.remedy)
+    else:
+        nearest = min(smallest, key=lambda candidate: candidate.memory.need_bytes)
+        need = format_bytes(nearest.memory.need_bytes)
+        first = f"nothing fits: {model} needs at least {need} ({nearest.strategy.name}); {situation.device_words}"
+        changes.append(memory_remedy(situation, nearest))
+    lines = [first, f"smallest change that would fit: {', or '.join(changes)}"]
+    later = [row for row in methods if row.verdict.startswith("fits")]
+    if later:
+        names = ", ".join(f"{row.method} ({format_bytes(row.memory_bytes or 0)})" for row in later)
+        lines.append(f"what would fit: {names}; {later[0].verdict.removeprefix('fits; ')}")
+    return NothingFitsError("\n".join(lines))
+
+
+def _shorter_sequences(situation: Situation, strategy: Strategy) -> str | None:
+    """Sequences half or a quarter as long; a step has the more of them."""
+    job, schedule = situation.job, situation.schedule
+    for divisor in (2, 4):
+        seq_len = job.train.seq_len // divisor
+        if seq_len < _MIN_SEQ_LEN:
+            return None
+        shorter = replace(
+            situation,
+            job=replace(job, train=replace(job.train, seq_len=seq_len)),
+            schedule=replace(schedule, sequences_per_step=schedule.tokens_per_step // seq_len),
+        )
+        if least_need(shorter, strategy).memory.fits:
+            return f"train.seq_len: {seq_len}"
+    return None
+
+
+def _more_devices(situation: Situation, strategy: Strategy) -> str | None:
+    """More nodes of the same kind, or more devices in the one node; only where state is spread over ranks."""
+    if situation.is_cpu or not strategy.sharding.shards_optimizer:
+        return None
+    factor = 2
+    while factor <= _MAX_DEVICE_FACTOR:
+        more = _with_ranks(situation, factor * situation.num_ranks)
+        if least_need(more, strategy).memory.fits:
+            return f"{more.num_ranks} such GPUs"
+        factor *= 2
+    return None
+
+
+def _with_ranks(situation: Situation, num_ranks: int) -> Situation:
+    """The same job on `num_ranks` GPUs of the same kind or more: several nodes are full, of at least eight each."""
+    hardware = situation.hardware
+    per_node = min(num_ranks, max(8, hardware.num_devices_per_node))
+    num_nodes = -(-num_ranks // per_node)
+    gpus = tuple(islice(cycle(hardware.gpus), per_node))
+    return replace(
+        situation,
+        hardware=replace(hardware, gpus=gpus, num_nodes=num_nodes),
+        device=replace(situation.device, num_nodes=num_nodes, devices_per_node=per_node),
+    )
+
+
+def _job_changes(situation: Situation) -> Iterator[str]:
+    """Settings of the job file that alone would let something fit."""
+    job = situation.job
+    for field in Pin.__struct_fields__:
+        if getattr(job.pin, field) is not None:
+            loose = replace(job, pin=replace(job.pin, **{field: None}))
+            if _anything_fits(replace(situation, job=loose), CATALOGUE):
+                yield f"leave out pin.{field}"
+    for allowance in _ALLOWANCES:
+        if allowance not in job.allow:
+            allowed = replace(job, allow=(*job.allow, allowance))
+            if _anything_fits(replace(situation, job=allowed), CATALOGUE):
+                yield f"allow: [{', '.join((*job.allow, allowance))}]"
+
+
+def _anything_fits(situation: Situation, rows: Iterable[Strategy]) -> bool:
+    runnable = (row for row in rows if refuse(situation, row) is None)
+    found = (best_candidate(situation, row) for row in runnable)
+    return any(candidate is not None and excess(situation, candidate) is None for candidate in found)

@@ -1,0 +1,34 @@
+"""One point on every axis, as the estimates take it: a candidate before its memory and speed are known."""
+
+from trainer.spec.job import GaloreJob, LoraJob
+from trainer.spec.plan import Buckets
+from trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Quant, Strategy
+from trainer.spec.value import Value
+
+
+class Setting(Value, frozen=True, kw_only=True):
+    """A strategy with everything that decides its memory and its speed for a given model and device."""
+
+    strategy: Strategy
+    method: Method
+    num_ranks: int
+    ranks_per_node: int
+    micro_batch: int
+    accumulation: int
+    seq_len: int
+    checkpointing: Checkpointing
+    attention: Attention
+    loss: LossHead
+    checkpoint_every_n: int | None = None
+    loss_chunk_tokens: int | None = None
+    compile: bool = False
+    activation_offload: bool = False
+    optimizer_in_backward: bool = False
+    buckets: Buckets | None = None
+    lora: LoraJob = LoraJob()
+    galore: GaloreJob = GaloreJob()
+    quant: Quant = Quant.NF4_DQ
+
+    @property
+    def tokens_per_micro_batch(self) -> int:
+        return self.micro_batch * self.seq_len

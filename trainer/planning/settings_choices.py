@@ -1,0 +1,128 @@
+"""The values a setting may take for one row, from the least memory to the most where there is an order.
+
+A pin leaves one value. What this version cannot run is not offered; pinning it is an InputError of `input_checks`.
+"""
+
+import math
+
+from trainer.planning.rules import capability_words
+from trainer.planning.setting import Setting
+from trainer.planning.situation import Situation
+from trainer.spec.model_shape import ModelShape
+from trainer.spec.plan import Buckets
+from trainer.spec.strategy import Attention, Checkpointing, LossHead, Precision, Strategy
+from trainer.spec.units import MIB
+
+MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS = 1024, 128
+CHUNK_LOGITS_BYTES = 256 * MIB  # of one slice, in fp32
+MIN_BUCKET_ELEMENTS, MAX_BUCKET_ELEMENTS = 2**18, 2**28  # 512 KiB to 512 MiB in 16 bit
+PERSISTENCE_PER_HIDDEN = 10  # norms and biases stay whole under ZeRO-3; DeepSpeed's own "auto" takes the same
+
+
+def micro_batches(situation: Situation) -> tuple[int, ...]:
+    """Powers of two and divisors of a rank's sequences, ascending."""
+    pinned = situation.job.pin.micro_batch
+    if pinned is not None:
+        return (pinned,)
+    share = situation.sequences_per_rank
+    divisors = {d for low in range(1, math.isqrt(share) + 1) if share % low == 0 for d in (low, share // low)}
+    return tuple(sorted(divisors | {2**power for power in range(share.bit_length())}))
+
+
+def checkpointings(situation: Situation) -> tuple[Checkpointing, ...]:
+    """Recompute every block, or keep everything."""
+    pinned = situation.job.pin.checkpointing
+    return (pinned,) if pinned is not None else (Checkpointing.FULL, Checkpointing.NONE)
+
+
+def losses(situation: Situation) -> tuple[LossHead, ...]:
+    """Logits in slices of tokens, or whole."""
+    pinned = situation.job.pin.loss
+    return (pinned,) if pinned is not None else (LossHead.CHUNKED, LossHead.EAGER)
+
+
+def attention(situation: Situation, precision: Precision) -> tuple[Attention, str]:
+    """The best attention kernel there is, and why."""
+    pinned = situation.job.pin.attention
+    if pinned is not None:
+        return pinned, f"the job file says pin.attention: {pinned}"
+    obstacle = obstacle_to_flash(situation, precision)
+    return (Attention.FLASH, "flash-attn is installed") if obstacle is None else (Attention.SDPA, obstacle)
+
+
+def obstacle_to_flash(situation: Situation, precision: Precision) -> str | None:
+    """Why flash-attn cannot run, or None where it can."""
+    if situation.is_cpu:
+        return "flash-attn needs a GPU"
+    if (situation.device.compute_capability or (0, 0)) < (8, 0):
+        return f"flash-attn needs compute capability 8.0; {capability_words(situation)}"
+    if precision is Precision.FP32:
+        return "flash-attn computes in 16 bit, not in fp32"
+    return None if situation.has_library("flash-attn") else "flash-attn is not installed"
+
+
+def chunk_tokens(shape: ModelShape) -> int:
+    """Tokens of a slice of logits: the largest power of two whose fp32 logits stay small, within bounds."""
+    affordable = CHUNK_LOGITS_BYTES // (4 * shape.vocab_size)
+    return max(MIN_CHUNK_TOKENS, min(MAX_CHUNK_TOKENS, 1 << max(0, affordable.bit_length() - 1)))
+
+
+def chunk_sizes(shape: ModelShape, loss: LossHead) -> tuple[int | None, ...]:
+    """Slices of logits worth trying, the preferred first; (None,) where logits are not sliced."""
+    if loss is not LossHead.CHUNKED:
+        return (None,)
+    standard = chunk_tokens(shape)
+    return (standard,) if standard == MIN_CHUNK_TOKENS else (standard, MIN_CHUNK_TOKENS)
+
+
+def bucket_ladder(shape: ModelShape, strategy: Strategy) -> tuple[Buckets | None, ...]:
+    """Buffer sizes of ZeRO from the smallest to the largest that could help; (None,) for other engines."""
+    if not strategy.sharding.uses_deepspeed:
+        return (None,)
+    largest = min(MAX_BUCKET_ELEMENTS, shape.num_parameters)
+    sizes = [MIN_BUCKET_ELEMENTS]
+    while sizes[-1] < largest:
+        sizes.append(2 * sizes[-1])
+    return tuple(_buckets(shape, strategy, size) for size in sizes)
+
+
+def _buckets(shape: ModelShape, strategy: Strategy, num_elements: int) -> Buckets:
+    """ZeRO-3 keeps at least the largest layer and the one it prefetches; more where the buckets are larger."""
+    if not strategy.sharding.shards_weights:
+        return Buckets(
+            reduce_elements=num_elements,
+            allgather_elements=num_elements,
+            prefetch_elements=0,
+            live_parameters=0,
+            persistence_elements=0,
+        )
+    prefetch = min(num_elements, shape.parameters_per_block)
+    largest_layer = max(shape.parameters_per_block, shape.embedding_parameters)
+    return Buckets(
+        reduce_elements=num_elements,
+        allgather_elements=num_elements,
+        prefetch_elements=prefetch,
+        live_parameters=max(largest_layer + prefetch, num_elements),
+        persistence_elements=PERSISTENCE_PER_HIDDEN * shape.hidden_size,
+    )
+
+
+def first_setting(situation: Situation, strategy: Strategy, *, checkpointing: Checkpointing, loss: LossHead) -> Setting:
+    """The smallest micro batch and buffers of a row under two choices."""
+    micro_batch = micro_batches(situation)[0]
+    return Setting(
+        strategy=strategy,
+        method=situation.method,
+        num_ranks=situation.num_ranks,
+        ranks_per_node=situation.hardware.num_devices_per_node,
+        micro_batch=micro_batch,
+        accumulation=-(-situation.schedule.sequences_per_step // (situation.num_ranks * micro_batch)),
+        seq_len=situation.job.train.seq_len,
+        checkpointing=checkpointing,
+        attention=attention(situation, strategy.precision)[0],
+        loss=loss,
+        loss_chunk_tokens=chunk_sizes(situation.shape, loss)[0],
+        buckets=bucket_ladder(situation.shape, strategy)[0],
+        lora=situation.job.train.lora,
+        galore=situation.job.train.galore,
+    )

@@ -1,0 +1,113 @@
+"""The best setting of one row: micro batch, accumulation, checkpointing, loss head and buffers.
+
+The global batch is the user's and never moves: a rank's share of it is cut into micro batches, and accumulation
+follows. Gradients that add up over micro batches take room of their own (FSDP keeps them whole, DDP holds a second
+copy), so a share at once may fit where half of it does not. It is tried by itself; among the others need grows with
+the micro batch, and the largest that fits is found by bisection.
+
+Of all that fit the fastest is taken, and among those as fast (`time_class`) the smallest. Buffers of ZeRO start small
+and grow into half of what is left, so that the other half covers what a prediction misses.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+from msgspec.structs import replace
+
+from trainer.planning.candidates import candidate_of, with_micro_batch
+from trainer.planning.memory import estimate_memory
+from trainer.planning.setting import Setting
+from trainer.planning.settings_choices import (
+    bucket_ladder,
+    checkpointings,
+    chunk_sizes,
+    first_setting,
+    losses,
+    micro_batches,
+)
+from trainer.planning.situation import Situation
+from trainer.planning.speed import estimate_speed
+from trainer.spec.plan import Candidate
+from trainer.spec.strategy import LossHead, Strategy
+
+SAME_SPEED = 0.01  # predictions that differ by less are one
+EAGER_HANDICAP = 1.10  # whole logits must be faster by more than nine predictions in ten err, to be worth their memory
+# Each slice reads the head's weight and adds to its fp32 gradient, which no prediction counts: in the smallest slices a
+# data-centre card waits for memory, not for products.
+SMALL_SLICE_HANDICAP = 1.25
+
+
+def time_class(seconds: float) -> int:
+    """Durations within about one per cent share a class; the shorter, the smaller."""
+    return math.floor(math.log(seconds) / math.log1p(SAME_SPEED))
+
+
+def best_candidate(situation: Situation, strategy: Strategy) -> Candidate | None:
+    """The fastest setting of a row that fits on the device; None where none does."""
+    best: tuple[tuple[int, int], Setting] | None = None
+    for start in _starts(situation, strategy):
+        for setting in fitting_settings(situation, start):
+            seconds = estimate_speed(situation.shape, setting, situation.device).step_s
+            key = (time_class(seconds * _handicap(situation, setting)), setting.micro_batch)
+            if best is None or key < best[0]:
+                best = key, setting
+    return None if best is None else _with_grown_buckets(situation, best[1])
+
+
+def least_need(situation: Situation, strategy: Strategy) -> Candidate:
+    """The setting of a row that needs the least memory; where it fits there is a `best_candidate`, and nowhere else."""
+    sizes = micro_batches(situation)
+    settings = [
+        with_micro_batch(situation, start, micro_batch)
+        for start in _starts(situation, strategy)
+        for micro_batch in sorted({sizes[0], sizes[-1]})
+    ]
+    return candidate_of(situation, min(settings, key=lambda setting: _need_bytes(situation, setting)))
+
+
+def fitting_settings(situation: Situation, start: Setting) -> list[Setting]:
+    """`start` with every micro batch that fits, ascending."""
+    settings = [with_micro_batch(situation, start, micro_batch) for micro_batch in micro_batches(situation)]
+    usable = situation.device.usable_bytes
+    adding_up = [setting for setting in settings if setting.accumulation > 1]
+    at_once = [setting for setting in settings if setting.accumulation == 1]
+    return [
+        *adding_up[: _num_within(situation, adding_up, usable)],
+        *at_once[: _num_within(situation, at_once, usable)],
+    ]
+
+
+def _starts(situation: Situation, strategy: Strategy) -> Iterator[Setting]:
+    """Each choice of checkpointing, loss head and slice, at the smallest micro batch and buffers."""
+    for checkpointing in checkpointings(situation):
+        for loss in losses(situation):
+            start = first_setting(situation, strategy, checkpointing=checkpointing, loss=loss)
+            for tokens in chunk_sizes(situation.shape, loss):
+                yield replace(start, loss_chunk_tokens=tokens)
+
+
+def _handicap(situation: Situation, setting: Setting) -> float:
+    if setting.loss is LossHead.EAGER:
+        return EAGER_HANDICAP
+    preferred, *_ = chunk_sizes(situation.shape, setting.loss)
+    return 1.0 if setting.loss_chunk_tokens == preferred else SMALL_SLICE_HANDICAP
+
+
+def _with_grown_buckets(situation: Situation, setting: Setting) -> Candidate:
+    smallest = candidate_of(situation, setting)
+    ladder = bucket_ladder(situation.shape, setting.strategy)
+    if len(ladder) == 1:
+        return smallest
+    budget = (smallest.memory.need_bytes + smallest.memory.usable_bytes) // 2
+    grown = [replace(setting, buckets=buckets) for buckets in ladder]
+    return candidate_of(situation, grown[max(0, _num_within(situation, grown, budget) - 1)])
+
+
+def _num_within(situation: Situation, settings: Sequence[Setting], budget: int) -> int:
+    """How many of `settings`, in ascending order of need, need at most `budget` bytes."""
+    return bisect_right(settings, budget, key=lambda setting: _need_bytes(situation, setting))
+
+
+def _need_bytes(situation: Situation, setting: Setting) -> int:
+    return estimate_memory(situation.shape, setting, situation.device).need_bytes
