@@ -1,0 +1,96 @@
+"""Plans that differ in what decides a launch: engine, precision, devices; everything else is the least there can be."""
+
+from typing import Any
+
+from report_factory import make_candidate
+
+from trainer.planning.catalogue import ENGINE_CONFIGS
+from trainer.spec.calibration import Calibration
+from trainer.spec.data_profile import DataProfile
+from trainer.spec.hardware import DeviceKind, Gpu, Hardware, Host
+from trainer.spec.job import Job
+from trainer.spec.model_shape import read_model_shape
+from trainer.spec.plan import Candidate, Plan, Schedule
+from trainer.spec.strategy import Offload, Optimizer, Precision, Sharding, Strategy
+
+TINY_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def gpus(count: int) -> tuple[Gpu, ...]:
+    """`count` cards of 80 GiB with the UUIDs GPU-0, GPU-1, ..."""
+    return tuple(
+        Gpu(index=index, name="NVIDIA H100", spec_name=None, memory_bytes=80 * 2**30, uuid=f"GPU-{index}")
+        for index in range(count)
+    )
+
+
+def engine_plan(
+    sharding: Sharding,
+    offload: Offload = Offload.NONE,
+    *,
+    precision: Precision = Precision.FP32,
+    num_ranks: int = 1,
+    kind: DeviceKind = DeviceKind.CPU,
+    hardware: Hardware | None = None,
+    job: Job | None = None,
+    **candidate: object,
+) -> Plan:
+    """A plan whose only candidate runs on `num_ranks` devices of `kind`."""
+    cards = gpus(num_ranks) if kind is DeviceKind.CUDA else ()
+    host = Host(cpu_name=None, num_cores=8, ram_bytes=2**36, ram_available_bytes=2**36)
+    optimizer = Optimizer.ADAMW
+    if sharding.uses_deepspeed and offload is not Offload.NONE:
+        optimizer = Optimizer.DEEPSPEED_CPU_ADAM
+    strategy = Strategy(
+        name=f"{sharding}+{offload}/{precision}",
+        sharding=sharding,
+        offload=offload,
+        optimizer=optimizer,
+        precision=precision,
+        is_exact=True,
+        base_config=ENGINE_CONFIGS.get((sharding, offload)),
+    )
+    chosen: Candidate = make_candidate(strategy=strategy, num_ranks=num_ranks, **candidate)
+    return Plan(
+        name="tiny",
+        job=job or Job(),
+        hardware=hardware or Hardware(gpus=cards, host=host, num_cpu_devices=num_ranks),
+        model_shape=read_model_shape(TINY_LLAMA),
+        model_config=TINY_LLAMA,
+        model_path=None,
+        tokenizer_path=None,
+        data=DataProfile(
+            source="prepared",
+            num_rows=64,
+            num_tokens=4096,
+            longest_row=64,
+            is_packed=True,
+            fingerprint="",
+            vocab_size=256,
+        ),
+        device_kind=kind,
+        schedule=Schedule(
+            num_steps=2,
+            sequences_per_step=chosen.micro_batch * chosen.accumulation * num_ranks,
+            tokens_per_step=1024,
+            warmup_steps=0,
+            lr=1e-3,
+            lr_source="test",
+            eval_every_steps=None,
+            checkpoint_every_steps=None,
+        ),
+        candidates=(chosen,),
+        rejections=(),
+        methods=(),
+        fallbacks=(),
+        calibration=Calibration(),
+        versions={"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "python": "3.11.2"},
+    )

@@ -1,0 +1,17 @@
+"""DeepSpeed's operators for tests, in the folder that `shardwise train` uses, so that a machine builds each once."""
+
+import sys
+from pathlib import Path
+
+from launch import folders
+from launch.console import Console
+from launch.operators import build_operators, extensions_dir
+from launch.plan_job import recorded_versions
+from launch.probe_host import read_host
+
+
+def folder_with_operators(*names: str) -> Path:
+    """The value for $TORCH_EXTENSIONS_DIR; builds what is missing, which takes a minute or more the first time."""
+    folder = extensions_dir(folders.cache_home(), recorded_versions(), read_host().cpu_flags)
+    build_operators(names, extensions_dir=folder, on_progress=Console(sys.stderr).line)
+    return folder

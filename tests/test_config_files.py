@@ -1,0 +1,313 @@
+"""Every file under ds_configs/ and fsdp_configs/: its row, its holes, and the real library that reads it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from engine_plan_factory import engine_plan
+
+from launch.accelerate_config import accelerate_config
+from launch.deepspeed_config import HOLE, deepspeed_config
+from trainer.planning.catalogue import ENGINE_CONFIGS
+from trainer.spec.hardware import DeviceKind, Hardware, Host
+from trainer.spec.plan import Buckets, Plan
+from trainer.spec.strategy import Offload, Precision, Sharding
+
+ROOT = Path(__file__).parent.parent
+DEEPSPEED_ROWS = [row for row, path in ENGINE_CONFIGS.items() if path.startswith("ds_configs/")]
+FSDP_ROWS = [row for row, path in ENGINE_CONFIGS.items() if path.startswith("fsdp_configs/")]
+BUCKETS = Buckets(
+    reduce_elements=1001,
+    allgather_elements=2001,
+    prefetch_elements=3001,
+    live_parameters=4001,
+    persistence_elements=5001,
+)
+LIMITS_OF_BUCKETS = {
+    "zero_optimization.stage3_max_live_parameters",
+    "zero_optimization.stage3_max_reuse_distance",
+}
+NVME_BUFFER = "zero_optimization.offload_param.buffer_size"
+
+Row = tuple[Sharding, Offload]
+
+
+def plan_of(row: Row, *, num_ranks: int = 2, **settings: Any) -> Plan:
+    if row[0] is Sharding.HSDP:
+        host = Host(cpu_name=None, num_cores=8, ram_bytes=None, ram_available_bytes=None)
+        settings["hardware"] = Hardware(gpus=(), host=host, num_nodes=2, num_cpu_devices=num_ranks // 2)
+    return engine_plan(*row, num_ranks=num_ranks, **settings)
+
+
+def base_text(row: Row) -> str:
+    return (ROOT / ENGINE_CONFIGS[row]).read_text()
+
+
+def filled_yaml(row: Row, tmp_path: Path, **settings: Any) -> dict[str, Any]:
+    return accelerate_config(plan_of(row, **settings), attempt_dir=tmp_path, head="node1")
+
+
+def leaves(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
+def differing(base: dict[str, Any], filled: dict[str, Any]) -> set[str]:
+    left, right = leaves(base), leaves(filled)
+    return {name for name in left.keys() | right.keys() if left.get(name, ...) != right.get(name, ...)}
+
+
+def test_files_and_catalogue_rows_match_one_to_one():
+    files = [*ROOT.glob("ds_configs/*.json"), *ROOT.glob("fsdp_configs/*.yaml")]
+    rows = sorted(ENGINE_CONFIGS.values())
+    assert rows == sorted(str(path.relative_to(ROOT)) for path in files)
+    assert len(set(rows)) == len(rows)
+
+
+@pytest.mark.parametrize("row", DEEPSPEED_ROWS)
+@pytest.mark.parametrize("kind", DeviceKind)
+@pytest.mark.parametrize("precision", Precision)
+def test_no_hole_is_left_after_filling(row: Row, kind: DeviceKind, precision: Precision):
+    filled = deepspeed_config(plan_of(row, kind=kind, precision=precision), nvme_path="/nvme")
+    assert HOLE not in json.dumps(filled)
+    assert None not in leaves(filled).values()
+
+
+@pytest.mark.parametrize("row", DEEPSPEED_ROWS)
+@pytest.mark.parametrize("precision", [precision for precision in Precision if precision is not Precision.BF16])
+def test_a_filled_deepspeed_file_differs_from_its_base_only_in_the_holes(row: Row, precision: Precision):
+    base = json.loads(base_text(row))
+    holes = {name for name, value in leaves(base).items() if value == HOLE}
+    filled = deepspeed_config(plan_of(row, precision=precision), nvme_path="/nvme")
+    assert differing(base, filled) - {NVME_BUFFER} == holes
+
+
+@pytest.mark.parametrize("row", DEEPSPEED_ROWS)
+def test_a_plan_with_buckets_moves_the_limits_and_nothing_else(row: Row):
+    base = json.loads(base_text(row))
+    holes = {name for name, value in leaves(base).items() if value == HOLE}
+    filled = deepspeed_config(plan_of(row, buckets=BUCKETS), nvme_path="/nvme")
+    moved = differing(base, filled) - holes - {NVME_BUFFER}
+    assert moved == LIMITS_OF_BUCKETS & leaves(base).keys()
+
+
+@pytest.mark.parametrize("row", FSDP_ROWS)
+def test_a_filled_fsdp_file_differs_from_its_base_only_in_the_lines_marked_per_job(row: Row, tmp_path: Path):
+    base = yaml.safe_load(base_text(row))
+    marked = {line.split(":")[0].strip() for line in base_text(row).splitlines() if " # per job" in line}
+    filled = filled_yaml(row, tmp_path, num_ranks=6, precision=Precision.FP32)
+    changed = {name.rpartition(".")[2] for name in differing(base, filled)}
+    assert changed <= marked
+    assert leaves(base).keys() == leaves(filled).keys()
+    assert HOLE not in leaves(filled).values()
+
+
+# What the libraries make of the files. They are asked in processes of their own: importing them takes seconds and
+# warns, and DeepSpeed decides at import what it runs on. Each writes {file: answer} as its last line.
+
+ASK_DEEPSPEED = """
+import json, sys
+from deepspeed.runtime import config as deepspeed
+
+class Watched(dict):
+    def __init__(self, table):
+        super().__init__({k: Watched(v) if isinstance(v, dict) else v for k, v in table.items()})
+        self.read = set()
+    def __copy__(self): return self
+    def __contains__(self, key): self.read.add(key); return super().__contains__(key)
+    def __getitem__(self, key): self.read.add(key); return super().__getitem__(key)
+    def get(self, key, default=None): self.read.add(key); return super().get(key, default)
+
+answers = {}
+for name, (ranks, table) in json.load(sys.stdin).items():
+    deepspeed.dist.get_rank, deepspeed.dist.get_world_size = lambda *_: 0, lambda *_, ranks=ranks: ranks
+    watched = Watched(table)
+    made = deepspeed.DeepSpeedConfig(watched)
+    unread = set(watched) - watched.read
+    if "aio" in watched:
+        unread |= set(watched["aio"]) - watched["aio"].read
+    zero = made.zero_config
+    answers[name] = {
+        "unread": sorted(unread),
+        "stage": int(zero.stage),
+        "batch": [made.train_batch_size, made.train_micro_batch_size_per_gpu, made.gradient_accumulation_steps],
+        "bf16": made.bfloat16_config.enabled, "fp16": made.float16_config.enabled,
+        "pure_bf16": made.bfloat16_config.bf16_optimizer_states,
+        "clip": made.gradient_clipping, "reduce": zero.reduce_bucket_size, "live": zero.max_live_parameters,
+        "reduces_in": str(made.communication_data_type),
+        "optimizer_on": str(zero.offload_optimizer.device) if zero.offload_optimizer else "none",
+        "weights_on": str(zero.offload_param.device) if zero.offload_param else "none",
+        "nvme_path": str(zero.offload_param.nvme_path) if zero.offload_param else None,
+    }
+print(json.dumps(answers))
+"""
+
+# What Accelerator.prepare() does to a file that was handed to it, in accelerate/accelerator.py (_prepare_deepspeed).
+FILL_AS_ACCELERATE_DOES = """
+import json, sys
+from accelerate.utils import DeepSpeedPlugin
+filled = {}
+for name, path in json.load(sys.stdin).items():
+    plugin = DeepSpeedPlugin(hf_ds_config=path, gradient_accumulation_steps=2)
+    plugin.set_mixed_precision("bf16")
+    hidden = 64
+    plugin.deepspeed_config_process(must_match=False, **{
+        "gradient_clipping": 1.0, "train_micro_batch_size_per_gpu": 4, "train_batch_size": 8,
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
+        "zero_optimization.reduce_bucket_size": hidden * hidden,
+        "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+        "zero_optimization.stage3_param_persistence_threshold": 10 * hidden,
+    })
+    plugin.deepspeed_config["steps_per_print"] = 1
+    filled[name] = plugin.deepspeed_config
+print(json.dumps(filled))
+"""
+
+# What `accelerate launch` makes of a file, up to starting ranks, and the plugin that a script then gets from it.
+ASK_ACCELERATE = """
+import contextlib, json, os, sys
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import FullyShardedDataParallelPlugin, patch_environment
+from accelerate.utils.launch import prepare_multi_gpu_env
+from torch.distributed.fsdp import CPUOffloadPolicy
+answers = {}
+for name, path in json.load(sys.stdin).items():
+    loaded = load_config_from_file(path)
+    args = launch_command_parser().parse_args(["--config_file", path, "script.py"])
+    with contextlib.redirect_stdout(sys.stderr):
+        args, _, _ = _validate_launch_command(args)
+    args.main_process_port = 0
+    with patch_environment(**prepare_multi_gpu_env(args)):
+        plugin, mesh = FullyShardedDataParallelPlugin(), ParallelismConfig()
+        precision = os.environ["ACCELERATE_MIXED_PRECISION"]
+    answers[name] = {
+        "type": loaded.distributed_type.value, "version": plugin.fsdp_version,
+        "reshards": plugin.reshard_after_forward, "offloads": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+        "wraps": plugin.transformer_cls_names_to_wrap, "wraps_blocks": plugin.auto_wrap_policy is not None,
+        "recomputes": plugin.activation_checkpointing, "loads_on_rank_0": plugin.cpu_ram_efficient_loading,
+        "mesh": [mesh.dp_replicate_size, mesh.dp_shard_size],
+        "ranks": [args.num_processes, args.num_machines, args.nproc_per_node], "precision": precision,
+    }
+print(json.dumps(answers))
+"""
+
+
+def ask(program: str, question: Any) -> dict[str, Any]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FSDP_"))}
+    answer = subprocess.run(
+        [sys.executable, "-c", program],
+        input=json.dumps(question),
+        env=environment | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr[-4000:]
+    found = json.loads(answer.stdout.splitlines()[-1])
+    assert isinstance(found, dict)
+    return found
+
+
+def name_of(row: Row, precision: Precision) -> str:
+    return f"{ENGINE_CONFIGS[row]} {precision}"
+
+
+@pytest.fixture(scope="module")
+def deepspeed_answers() -> dict[str, Any]:
+    by_hand = ask(
+        FILL_AS_ACCELERATE_DOES,
+        {f"{ENGINE_CONFIGS[row]} by hand": str(ROOT / ENGINE_CONFIGS[row]) for row in DEEPSPEED_ROWS},
+    )
+    planned = {
+        name_of(row, precision): deepspeed_config(
+            plan_of(row, precision=precision, micro_batch=3, accumulation=5, buckets=BUCKETS), nvme_path="/nvme"
+        )
+        for row in DEEPSPEED_ROWS
+        for precision in Precision
+    }
+    question = {name: (1, table) for name, table in by_hand.items()} | {
+        name: (2, table) for name, table in planned.items()
+    }
+    return ask(ASK_DEEPSPEED, question)
+
+
+@pytest.mark.parametrize("row", DEEPSPEED_ROWS)
+@pytest.mark.parametrize("precision", Precision)
+def test_deepspeed_understands_a_filled_file_as_the_plan_means_it(
+    row: Row, precision: Precision, deepspeed_answers: dict[str, Any]
+):
+    sharding, offload = row
+    stages = {Sharding.ZERO1: 1, Sharding.ZERO2: 2, Sharding.ZERO3: 3}
+    place = "nvme" if offload.uses_nvme else "cpu"
+    answer = deepspeed_answers[name_of(row, precision)]
+    assert answer["unread"] == []
+    assert answer["stage"] == stages[sharding]
+    assert answer["batch"] == [2 * 3 * 5, 3, 5]
+    assert answer["fp16"] is (precision is Precision.FP16_MIXED)
+    assert answer["bf16"] is (precision in (Precision.BF16_MIXED, Precision.BF16, Precision.FP8))
+    assert answer["pure_bf16"] is (precision is Precision.BF16)
+    assert answer["reduces_in"] == "torch.float32"
+    assert answer["clip"] == 1.0
+    assert answer["reduce"] == BUCKETS.reduce_elements
+    if sharding is Sharding.ZERO3:
+        assert answer["live"] == BUCKETS.live_parameters
+    assert answer["optimizer_on"].endswith("none" if offload is Offload.NONE else place)
+    assert answer["weights_on"].endswith(place if offload.moves_parameters else "none")
+    assert answer["nvme_path"] == ("/nvme" if offload.uses_nvme else "None" if offload.moves_parameters else None)
+
+
+@pytest.mark.parametrize("row", DEEPSPEED_ROWS)
+def test_a_base_file_is_usable_by_hand_through_accelerate(row: Row, deepspeed_answers: dict[str, Any]):
+    answer = deepspeed_answers[f"{ENGINE_CONFIGS[row]} by hand"]
+    assert answer["unread"] == []
+    assert answer["batch"] == [8, 4, 2]
+    assert answer["bf16"] is True
+    assert answer["reduce"] == 64 * 64
+
+
+@pytest.fixture(scope="module")
+def accelerate_answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("fsdp")
+    question = {}
+    for row in FSDP_ROWS:
+        path = folder / Path(ENGINE_CONFIGS[row]).name
+        path.write_text(yaml.safe_dump(filled_yaml(row, folder, num_ranks=6, precision=Precision.FP16_MIXED)))
+        question |= {f"{row[0]}+{row[1]}": str(path), f"{row[0]}+{row[1]} by hand": str(ROOT / ENGINE_CONFIGS[row])}
+    return ask(ASK_ACCELERATE, question)
+
+
+@pytest.mark.parametrize("suffix", ["", " by hand"])
+@pytest.mark.parametrize("row", FSDP_ROWS)
+def test_accelerate_understands_an_fsdp_file_as_its_row_means_it(
+    row: Row, suffix: str, accelerate_answers: dict[str, Any]
+):
+    answer = accelerate_answers[f"{row[0]}+{row[1]}{suffix}"]
+    assert answer["type"] == "FSDP"
+    assert answer["version"] == 2
+    assert answer["reshards"] is (row[0] is not Sharding.FSDP_GRAD_OP)
+    assert answer["offloads"] is (row[1] is Offload.OPTIMIZER_PARAMS)
+    assert answer["wraps_blocks"] is True
+    assert answer["recomputes"] is False
+
+
+@pytest.mark.parametrize("row", FSDP_ROWS)
+def test_accelerate_takes_ranks_precision_and_blocks_from_a_filled_fsdp_file(
+    row: Row, accelerate_answers: dict[str, Any]
+):
+    answer = accelerate_answers[f"{row[0]}+{row[1]}"]
+    is_hybrid = row[0] is Sharding.HSDP
+    assert answer["ranks"] == ([6, 2, "3"] if is_hybrid else [6, 1, "6"])
+    assert answer["mesh"] == ([2, 3] if is_hybrid else [1, 1])
+    assert answer["precision"] == "fp16"
+    assert answer["wraps"] == ["LlamaDecoderLayer"]
+    assert answer["loads_on_rank_0"] is False
+    assert accelerate_answers[f"{row[0]}+{row[1]} by hand"]["loads_on_rank_0"] is True
