@@ -1,0 +1,50 @@
+"""Checkpoints that belong to no engine: saved under one sharding and world size, resumed under another.
+
+A checkpoint is a folder `checkpoints/step-00000030` that holds MANIFEST.json and one safetensors file per rank. It
+has its name only if it is complete: everything is written beside it, agreed on by all ranks, and renamed once.
+Nothing in it is pickled and nothing of it is unpickled. docs/checkpoints.md describes the files.
+
+    ranks = Ranks.distributed() if world_size > 1 else Ranks.alone()
+    checkpoint = find_checkpoint(root, on_skip=log, ranks=ranks)      # newest that verifies, or None
+    check_compatible(checkpoint, facts)                               # InputError with both values
+    import_weights(model, checkpoint)                                 # before accelerator.prepare
+    model, optimizer = accelerator.prepare(model, optimizer)
+    import_optimizer(model, optimizer, checkpoint, sharding=sharding) # moments and step, nothing else
+    ...
+    save_checkpoint(root, model=model, optimizer=optimizer, sharding=sharding, facts=facts, ranks=ranks, keep=3)
+
+What is not in a checkpoint, because it is a function of the step: learning rate, data order, dropout seeds. Nor are
+learning rate, weight decay and betas taken from one: the job decides them, the manifest only records them.
+Sharding `none` and `ddp` are written and read; the other engines are rows to come in `engines`.
+"""
+
+from trainer.runtime.checkpoint.manifest import (
+    CheckpointFacts,
+    CheckpointFolder,
+    LossScaler,
+    Manifest,
+    config_sha256,
+    folder_name,
+)
+from trainer.runtime.checkpoint.ranks import Ranks
+from trainer.runtime.checkpoint.restore import check_compatible, import_optimizer, import_weights, state_digest
+from trainer.runtime.checkpoint.save import save_checkpoint
+from trainer.runtime.checkpoint.search import find_checkpoint
+from trainer.runtime.checkpoint.shards import NonFiniteStateError
+
+__all__ = [
+    "CheckpointFacts",
+    "CheckpointFolder",
+    "LossScaler",
+    "Manifest",
+    "NonFiniteStateError",
+    "Ranks",
+    "check_compatible",
+    "config_sha256",
+    "find_checkpoint",
+    "folder_name",
+    "import_optimizer",
+    "import_weights",
+    "save_checkpoint",
+    "state_digest",
+]

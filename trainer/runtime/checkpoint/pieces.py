@@ -1,0 +1,61 @@
+"""A piece: a flat range of a logical tensor together with the live memory that holds it."""
+
+from typing import NamedTuple
+
+import torch
+
+from trainer.runtime.checkpoint.manifest import TensorType
+from trainer.spec.errors import InputError
+
+_TYPES: dict[torch.dtype, TensorType] = {
+    torch.float64: TensorType.F64, torch.float32: TensorType.F32,
+    torch.float16: TensorType.F16, torch.bfloat16: TensorType.BF16,
+    torch.int64: TensorType.I64, torch.int32: TensorType.I32, torch.int16: TensorType.I16,
+    torch.int8: TensorType.I8, torch.uint8: TensorType.U8, torch.bool: TensorType.BOOL,
+}  # fmt: skip
+_DTYPES = {type_: dtype for dtype, type_ in _TYPES.items()}
+
+
+class Piece(NamedTuple):
+    """Elements [start, start + len(values)) of a parameter (`state` None) or of one of its optimizer states."""
+
+    name: str
+    state: str | None
+    start: int
+    values: torch.Tensor  # one dimension, contiguous
+
+    @property
+    def num_elements(self) -> int:
+        return self.values.numel()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.values.numel() * self.values.element_size()
+
+    def part(self, offset: int, num_elements: int) -> "Piece":
+        """A stretch of this piece."""
+        return self._replace(start=self.start + offset, values=self.values[offset : offset + num_elements])
+
+    @property
+    def title(self) -> str:
+        return self.name if self.state is None else f"{self.name} ({self.state})"
+
+
+def flat(tensor: torch.Tensor, *, name: str) -> torch.Tensor:
+    """A view of the tensor's elements in row-major order; InputError where they lie otherwise in memory."""
+    if not tensor.is_contiguous():
+        raise InputError(f"{name}: is not contiguous in memory; a checkpoint needs it to be")
+    return tensor.detach().view(-1)
+
+
+def type_of(tensor: torch.Tensor) -> TensorType:
+    """The name of a tensor's element type in the format; ValueError for one that has none."""
+    type_ = _TYPES.get(tensor.dtype)
+    if type_ is None:
+        raise ValueError(f"tensors of {tensor.dtype} have no place in a checkpoint")
+    return type_
+
+
+def dtype_of(type_: TensorType) -> torch.dtype:
+    """The torch type of an element type in the format."""
+    return _DTYPES[type_]

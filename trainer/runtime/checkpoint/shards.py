@@ -1,0 +1,205 @@
+"""One rank's safetensors file: written in one pass that also hashes it, read in slices.
+
+The format (https://github.com/huggingface/safetensors#format): the header's length in 8 little-endian bytes, a JSON
+header, then the tensors' bytes without gaps. The library's writer neither hashes nor takes a tensor in pieces, so the
+header is written here; reading goes through the library, which checks it. Tensors of wider elements come first, so
+that each begins at a multiple of its element size.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+
+from trainer.runtime.checkpoint.manifest import CheckpointFolder, Chunk, FileEntry, Manifest, TensorEntry, TensorType
+from trainer.runtime.checkpoint.pieces import Piece, dtype_of, type_of
+from trainer.runtime.checkpoint.ranges import covered_in_order, overlap
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.value import Value
+
+BLOCK_BYTES = 4 << 20  # written, hashed and checked at a time; fits a core's cache
+
+
+class NonFiniteStateError(EnvironmentFaultError):
+    """The weights, the optimizer state or an evaluation loss hold NaN or infinity: nothing was saved."""
+
+
+class PlacedChunk(Value, frozen=True, kw_only=True):
+    """Where a piece of a tensor was put."""
+
+    name: str
+    state: str | None
+    chunk: Chunk
+
+
+class ShardRecord(Value, frozen=True, kw_only=True):
+    """What one rank wrote, as it tells rank 0."""
+
+    file: str
+    entry: FileEntry
+    placed: tuple[PlacedChunk, ...]
+
+
+def shard_name(rank: int) -> str:
+    """`shard-00003.safetensors`."""
+    return f"shard-{rank:05d}.safetensors"
+
+
+def write_shard(folder: Path, pieces: Sequence[Piece], *, rank: int, on_point: Callable[[str], None]) -> ShardRecord:
+    """Writes this rank's file and returns when it is on the disk; NonFiniteStateError for NaN and infinity."""
+    ordered = sorted(pieces, key=lambda piece: -piece.values.element_size())
+    keys = [f"{piece.name}|{piece.state or 'weight'}|{piece.start}" for piece in ordered]
+    name = shard_name(rank)
+    digest, num_bytes = hashlib.sha256(), 0
+    with (folder / name).open("xb") as file, ThreadPoolExecutor(max_workers=1) as hasher:
+        for block in _blocks(keys, ordered):
+            hashed = hasher.submit(digest.update, block)  # beside the write: both release the interpreter's lock
+            file.write(block)
+            hashed.result()
+            if num_bytes == 0:
+                file.flush()
+                on_point("mid-file")
+            num_bytes += len(block)
+        file.flush()
+        os.fsync(file.fileno())
+    on_point("shard-written")
+    return ShardRecord(
+        file=name,
+        entry=FileEntry(size_bytes=num_bytes, sha256=digest.hexdigest()),
+        placed=tuple(_placed(piece, file=name, key=key) for key, piece in zip(keys, ordered, strict=True)),
+    )
+
+
+def check_shards(folder: Path, manifest: Manifest) -> None:
+    """InputError unless every chunk of the manifest is a key of its file, of its type and size."""
+    wanted: dict[str, list[tuple[Chunk, TensorType]]] = {}
+    for tensor in _tensors(manifest):
+        for chunk in tensor.chunks:
+            wanted.setdefault(chunk.file, []).append((chunk, tensor.type))
+    for file, chunks in wanted.items():
+        with ExitStack() as opened:
+            handle = _open(folder / file, opened)
+            keys = set(handle.keys())
+            for chunk, type_ in chunks:
+                _check_chunk(handle, chunk, type_, keys, origin=f"{folder.name}/{file}")
+
+
+class OpenShards:
+    """A checkpoint's files, opened when first needed, read by ranges; a context manager."""
+
+    def __init__(self, checkpoint: CheckpointFolder) -> None:
+        self._folder = checkpoint.path
+        self._opened = ExitStack()
+        self._handles: dict[str, _Handle] = {}
+
+    def __enter__(self) -> "OpenShards":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def fill(self, values: torch.Tensor, tensor: TensorEntry, *, start: int, what: str) -> None:
+        """Fills a flat tensor with elements [start, start + len) of a saved one.
+
+        InputError where the range has holes, where `values` has fewer bits than were saved, or for NaN and infinity.
+        """
+        saved = dtype_of(tensor.type)
+        if torch.promote_types(saved, values.dtype) != values.dtype:
+            raise InputError(f"{what}: is {tensor.type} in the checkpoint; as {type_of(values)} it would be rounded")
+        if start + values.numel() > tensor.num_elements:
+            raise InputError(f"{what}: has {tensor.num_elements} elements, {start + values.numel()} are wanted")
+        for chunk in covered_in_order(tensor.chunks, num_elements=tensor.num_elements, what=what):
+            shared = overlap(chunk, start=start, num_elements=values.numel())
+            if shared is not None:
+                target = values[shared.in_wanted : shared.in_wanted + shared.num_elements]
+                self._fill_from(chunk, target, offset=shared.in_chunk, what=what)
+
+    def _fill_from(self, chunk: Chunk, target: torch.Tensor, *, offset: int, what: str) -> None:
+        if chunk.file not in self._handles:
+            self._handles[chunk.file] = _open(self._folder / chunk.file, self._opened)
+        saved = self._handles[chunk.file].get_slice(chunk.key)
+        block_elements = max(BLOCK_BYTES // target.element_size(), 1)
+        for begin in range(0, len(target), block_elements):
+            part = target[begin : begin + block_elements]
+            block = saved[offset + begin : offset + begin + len(part)]
+            if not _is_finite(block):
+                raise InputError(f"{what}: the checkpoint holds NaN or infinity")
+            part.copy_(block)
+
+
+class _Handle(Protocol):
+    """What is used of safetensors' untyped `safe_open`."""
+
+    def keys(self) -> list[str]: ...
+
+    def get_slice(self, name: str) -> Any: ...  # noqa: ANN401  # the library's slice object is not typed
+
+
+def _open(path: Path, opened: ExitStack) -> _Handle:
+    try:
+        handle: _Handle = opened.enter_context(safe_open(path, framework="pt", device="cpu"))
+    except SafetensorError as error:
+        raise InputError(f"{path.parent.name}/{path.name}: is not a safetensors file: {error}") from error
+    return handle
+
+
+def _check_chunk(handle: _Handle, chunk: Chunk, type_: TensorType, keys: set[str], *, origin: str) -> None:
+    if chunk.key not in keys:
+        raise InputError(f"{origin}: has no {chunk.key}")
+    saved = handle.get_slice(chunk.key)
+    if saved.get_dtype() != type_ or saved.get_shape() != [chunk.num_elements]:
+        raise InputError(
+            f"{origin}: {chunk.key} is {saved.get_dtype()} {saved.get_shape()}, "
+            f"the manifest says {type_} [{chunk.num_elements}]"
+        )
+
+
+def _tensors(manifest: Manifest) -> Iterator[TensorEntry]:
+    for entry in manifest.parameters.values():
+        if entry.weight is not None:
+            yield entry.weight
+        yield from entry.state.values()
+
+
+def _blocks(keys: Sequence[str], pieces: Sequence[Piece]) -> Iterator[memoryview]:
+    yield memoryview(_header(keys, pieces))
+    for piece in pieces:
+        block_elements = BLOCK_BYTES // piece.values.element_size()
+        for start in range(0, piece.num_elements, block_elements):
+            block = piece.values[start : start + block_elements].cpu()
+            if not _is_finite(block):
+                raise NonFiniteStateError(f"{piece.title} holds NaN or infinity, so nothing was saved")
+            yield block.view(torch.uint8).numpy().data
+
+
+def _header(keys: Sequence[str], pieces: Sequence[Piece]) -> bytes:
+    """The length and the header, padded with spaces to a multiple of 8 bytes."""
+    position, entries = 0, {}
+    for key, piece in zip(keys, pieces, strict=True):
+        end = position + piece.num_bytes
+        entries[key] = {"dtype": type_of(piece.values), "shape": [piece.num_elements], "data_offsets": [position, end]}
+        position = end
+    assert len(entries) == len(pieces), "two pieces have the same key"
+    header = msgspec.json.encode(entries)
+    header = header.ljust(-(-len(header) // 8) * 8)
+    return len(header).to_bytes(8, "little") + header
+
+
+def _placed(piece: Piece, *, file: str, key: str) -> PlacedChunk:
+    chunk = Chunk(file=file, key=key, start=piece.start, num_elements=piece.num_elements)
+    return PlacedChunk(name=piece.name, state=piece.state, chunk=chunk)
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    """One pass without a temporary: minimum and maximum carry a NaN through."""
+    if not values.is_floating_point():
+        return True
+    low, high = torch.aminmax(values)
+    return bool(torch.isfinite(low) and torch.isfinite(high))
