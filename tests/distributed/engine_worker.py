@@ -1,0 +1,44 @@
+"""One rank of the engine tests: runs several attempts one after another in one process, as `trainer.__main__` runs one.
+
+    torchrun ... engine_worker.py PLAN.json [PLAN.json ...]
+
+Importing the libraries takes longer than training, so the engines of one library share a process group. Accelerate's
+state is global: it is reset between attempts.
+"""
+
+import os
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from trainer.runtime.report_writer import ReportWriter, run_paths
+from trainer.spec import codec
+from trainer.spec.plan import Plan
+
+
+def main(plan_paths: list[str]) -> None:
+    import torch.distributed as dist
+    from accelerate.state import AcceleratorState, GradientState
+
+    from trainer.runtime.loop import train
+    from trainer.runtime.state import RunState
+
+    rank = int(os.environ.get("RANK", "0"))
+    environment = dict(os.environ)
+    for path in map(Path, plan_paths):
+        paths = run_paths(path, started_at=datetime.now(UTC))
+        state = RunState()
+        train(codec.read(path, Plan), paths, ReportWriter(paths, rank=rank), state, lambda: False)
+        assert state.engaged is not None
+        codec.write(path.with_name(f"engaged-{rank}.json"), state.engaged)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        os.environ.clear()
+        os.environ.update(environment)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

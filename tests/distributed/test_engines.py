@@ -1,0 +1,146 @@
+"""Six engines train alike, and each is the one that was asked for.
+
+A right loss proves nothing about the engine, and the right engine nothing about the loss: both are asserted.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+import torch
+from rank_factory import rank_plan, write_attempt
+from safetensors.torch import load_file
+
+from trainer.spec import codec
+from trainer.spec.report import Engaged
+from trainer.spec.strategy import Checkpointing, LossHead, Offload, Sharding
+
+TOLERANCE = 1e-5
+NUM_ELEMENTS = 106_816  # parameters of the tiny Llama
+NUM_PARAMETERS = 21
+
+
+class Case(NamedTuple):
+    """One attempt of two ranks."""
+
+    sharding: Sharding
+    accumulation: int
+    micro_batch: int
+    checkpointing: Checkpointing = Checkpointing.NONE
+    loss: LossHead = LossHead.CHUNKED
+    offload: Offload = Offload.NONE
+
+    @property
+    def name(self) -> str:
+        return f"{self.sharding}+{self.offload}-{self.accumulation}x{self.micro_batch}-{self.checkpointing}-{self.loss}"
+
+
+def cases_of(*shardings: Sharding) -> list[Case]:
+    """Accumulation 1 and 2; three rows a micro batch leave dummy rows in the last one."""
+    return [
+        case
+        for sharding in shardings
+        for case in (
+            Case(sharding, accumulation=1, micro_batch=4),
+            Case(sharding, accumulation=2, micro_batch=2, loss=LossHead.EAGER),
+            Case(sharding, accumulation=2, micro_batch=3, checkpointing=Checkpointing.FULL),
+        )
+    ]
+
+
+TORCH_CASES = cases_of(Sharding.DDP, Sharding.FSDP, Sharding.FSDP_GRAD_OP)
+DEEPSPEED_CASES = [
+    *cases_of(Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3),
+    Case(Sharding.ZERO2, accumulation=2, micro_batch=2, offload=Offload.OPTIMIZER),
+]
+ENGINE_CLASSES = {
+    Sharding.DDP: "DistributedDataParallel",
+    Sharding.FSDP: "FSDPLlamaForCausalLM",
+    Sharding.FSDP_GRAD_OP: "FSDPLlamaForCausalLM",
+    Sharding.ZERO1: "DeepSpeedEngine",
+    Sharding.ZERO2: "DeepSpeedEngine",
+    Sharding.ZERO3: "DeepSpeedEngine",
+}
+
+
+def run_cases(
+    cases: Sequence[Case], folder: Path, cache_dir: Path, run_ranks: Callable[[Sequence[Path], int], None]
+) -> dict[str, Path]:
+    """Run directories by case, all trained in one group of two ranks."""
+    plans = [write_attempt(folder / case.name, plan_of(case, cache_dir)) for case in cases]
+    run_ranks(plans, 2)
+    return {case.name: folder / case.name for case in cases}
+
+
+def plan_of(case: Case, cache_dir: Path):
+    return rank_plan(
+        cache_dir,
+        case.sharding,
+        case.offload,
+        num_ranks=2,
+        accumulation=case.accumulation,
+        micro_batch=case.micro_batch,
+        checkpointing=case.checkpointing,
+        loss=case.loss,
+    )
+
+
+@pytest.fixture(scope="module")
+def torch_runs(tmp_path_factory, cache_dir, run_ranks) -> dict[str, Path]:
+    return run_cases(TORCH_CASES, tmp_path_factory.mktemp("torch"), cache_dir, run_ranks)
+
+
+@pytest.fixture(scope="module")
+def deepspeed_runs(tmp_path_factory, cache_dir, run_ranks) -> dict[str, Path]:
+    return run_cases(DEEPSPEED_CASES, tmp_path_factory.mktemp("deepspeed"), cache_dir, run_ranks)
+
+
+@pytest.fixture
+def run_dir(case: Case, request: pytest.FixtureRequest) -> Path:
+    runs = request.getfixturevalue("deepspeed_runs" if case.sharding.uses_deepspeed else "torch_runs")
+    return runs[case.name]
+
+
+def each(cases: Sequence[Case]):
+    return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
+
+
+@each(TORCH_CASES + DEEPSPEED_CASES)
+def test_ten_steps_equal_a_single_process_of_plain_pytorch(case, run_dir, reference, read_course):
+    course = read_course(run_dir)
+    assert len(course.losses) == 10
+    assert reference.losses[9] < reference.losses[0] - 0.5, "the reference learns, so that a difference would show"
+    assert course.losses == pytest.approx(reference.losses, abs=TOLERANCE)
+    assert course.grad_norms == pytest.approx(reference.grad_norms, abs=TOLERANCE)
+    assert course.weights.keys() == reference.weights.keys()
+    for name, expected in reference.weights.items():
+        torch.testing.assert_close(course.weights[name], expected, rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@each(TORCH_CASES + DEEPSPEED_CASES)
+def test_the_engine_of_the_plan_is_the_one_that_ran(case, run_dir):
+    ranks = [codec.read(run_dir / "attempts" / "1" / f"engaged-{rank}.json", Engaged) for rank in (0, 1)]
+    for engaged in ranks:
+        assert engaged.world_size == 2 and engaged.backend == "gloo"
+        assert engaged.engine_class == ENGINE_CLASSES[case.sharding]
+        assert engaged.optimizer_class == ("AdamW" if case.offload is Offload.NONE else "DeepSpeedCPUAdam")
+        assert engaged.accumulation == case.accumulation
+        assert engaged.loss == case.loss
+        assert engaged.precision == "fp32"
+        assert engaged.checkpointed_blocks == (2 if case.checkpointing is Checkpointing.FULL else 0)
+        assert engaged.sharded_parameters == (NUM_PARAMETERS if case.sharding.shards_weights else 0)
+    owned = [engaged.partition_elements for engaged in ranks]
+    if case.sharding.shards_optimizer:
+        assert all(elements is not None and elements < 0.51 * NUM_ELEMENTS for elements in owned)
+        assert NUM_ELEMENTS <= sum(owned) < 1.01 * NUM_ELEMENTS, "together the model once, but for padding"
+    else:
+        assert owned == [None, None]
+
+
+@each([TORCH_CASES[0], TORCH_CASES[3], DEEPSPEED_CASES[6]])
+def test_the_export_of_a_sharded_engine_names_the_plain_model(case, run_dir):
+    config = msgspec.json.decode((run_dir / "export" / "config.json").read_bytes())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert "lm_head.weight" in load_file(run_dir / "export" / "model.safetensors")

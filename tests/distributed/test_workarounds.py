@@ -1,0 +1,131 @@
+"""Each workaround has a canary: it shows that upstream still needs it, and fails once it does not.
+
+A canary that fails is good news: remove the workaround, its entry and its canary.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+CANARY_WORKER = Path(__file__).parent / "canary_worker.py"
+LEDGER = Path(__file__).parents[2] / "docs" / "workarounds.md"
+TIMEOUT_S = 300
+
+
+def run_python(code: str, **environment: str) -> str:
+    """What a program prints, in a process of its own: these settings are global."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def canary(start_ranks):
+    """Runs one canary on two ranks and returns its answer."""
+
+    def run(name: str) -> dict[str, object]:
+        output = start_ranks([str(CANARY_WORKER), name], 2)
+        return json.loads(re.findall(r"^canary: (.*)$", output, re.MULTILINE)[0])
+
+    return run
+
+
+def test_w1_accelerate_drops_the_fsdp_plugin_of_cpu_ranks(canary):
+    assert canary("fsdp_plugin_on_cpu") == {"engine": "DistributedDataParallel"}
+
+
+def test_w2_accelerate_counts_one_deepspeed_rank_where_gloo_is_not_named(canary):
+    assert canary("deepspeed_without_backend") == {"num_processes": 1, "started": 2}
+
+
+def test_w3_deepspeed_builds_its_shared_memory_operator_unless_it_is_told_not_to():
+    code = "import deepspeed; print('shm:', deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'])"
+    assert "shm: True" in run_python(code, DS_ACCELERATOR="cpu")
+
+
+def test_w4_transformers_shards_while_it_builds_whatever_the_flag_says():
+    code = """
+from accelerate import DeepSpeedPlugin
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 3}}, zero3_init_flag=False)
+plugin.set_deepspeed_weakref()
+print("zero3:", is_deepspeed_zero3_enabled())
+"""
+    assert "zero3: True" in run_python(code, DS_ACCELERATOR="cpu")
+
+
+def test_w5_accelerate_replaces_a_decoupled_cpu_adam_by_one_with_l2_decay():
+    code = """
+import deepspeed.ops.adam as adam
+import torch
+
+class DeepSpeedCPUAdam(torch.optim.Optimizer):  # stands in for the compiled one: only its settings are of interest
+    def __init__(self, params, lr=0.1, weight_decay=0.0, adamw_mode=True):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self.adam_w_mode = adamw_mode
+
+adam.DeepSpeedCPUAdam = DeepSpeedCPUAdam
+from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
+ours = DeepSpeedCPUAdam([torch.nn.Parameter(torch.ones(2))], adamw_mode=True)
+print("adamw:", map_pytorch_optim_to_deepspeed(ours).adam_w_mode)
+"""
+    assert "adamw: False" in run_python(code, DS_ACCELERATOR="cpu")
+
+
+def test_w6_accelerates_fsdp_policy_adds_gradients_and_returns_the_loss_in_16_bit():
+    from accelerate import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap", reshard_after_forward=True)
+    plugin.set_mixed_precision("bf16")
+    policy = plugin.mixed_precision_policy
+    assert (policy.reduce_dtype, policy.output_dtype) == (torch.bfloat16, torch.bfloat16)
+
+
+def test_w7_accelerate_starts_one_rank_of_multi_cpu(tmp_path):
+    config = {
+        "compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_CPU", "use_cpu": True,
+        "num_processes": 2, "num_machines": 1, "machine_rank": 0, "mixed_precision": "no",
+    }  # fmt: skip
+    (tmp_path / "accelerate.yaml").write_text(yaml.safe_dump(config))
+    script = tmp_path / "count.py"
+    script.write_text("import os; print('rank', os.environ.get('RANK', '0'), 'of', os.environ.get('WORLD_SIZE', '1'))")
+    argv = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "accelerate.yaml")]
+    done = subprocess.run([*argv, str(script)], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    assert re.findall(r"rank . of .", done.stdout) == ["rank 0 of 1"], "of two that were asked for"
+
+
+def test_w8_unwrapping_a_model_imports_deepspeed():
+    code = """
+import sys, torch, accelerate
+accelerate.Accelerator(cpu=True).unwrap_model(torch.nn.Linear(1, 1))
+print("imported:", "deepspeed" in sys.modules)
+"""
+    assert "imported: True" in run_python(code, DS_ACCELERATOR="cpu")
+
+
+def test_w9_transformers_ignores_the_rules_in_tokenizer_json_beside_some_model_types(tmp_path):
+    from transformers import AutoTokenizer
+
+    from trainer.runtime.tokenizer import train_tokenizer, write_trained_tokenizer
+
+    trained = train_tokenizer(iter(["2023 2023 2023 2023"]), vocab_size=300)
+    write_trained_tokenizer(trained, tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    assert len(trained.encode(["2023"])[0]) == 1
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "tokenizer")("2023")["input_ids"]) == 4
+
+
+def test_every_workaround_has_an_entry_and_a_canary():
+    in_ledger = set(re.findall(r"^## (W\d+)\b", LEDGER.read_text(), re.MULTILINE))
+    with_canary = {name.split("_")[1].upper() for name in globals() if re.match(r"test_w\d+_", name)}
+    assert in_ledger == with_canary

@@ -1,0 +1,64 @@
+"""Requests to prepare data, and rows that need no preparation."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from launch.data_files import list_files
+from trainer.runtime.token_rows import TokenLayout, TokenRows
+from trainer.spec.data_request import PrepareRequest
+from trainer.spec.job import BadRows, DataFormat, DataSource
+
+REQUEST = PrepareRequest(
+    sources=(),
+    eval_share=None,
+    eval_source=None,
+    format=DataFormat.AUTO,
+    fields={},
+    packing=None,
+    bad_rows=BadRows.FAIL,
+    bad_rows_max=0.001,
+    seq_len=16,
+    vocab_size=300,
+    tokenizer=None,
+    cache_root="",
+)
+
+
+def request_for(*sources: Path | str | tuple[Path, float], cache_root: Path, **settings: object) -> PrepareRequest:
+    """A request for these sources, a path or (path, weight) each, not yet resolved to files."""
+    pairs = [source if isinstance(source, tuple) else (source, 1.0) for source in sources]
+    named = tuple(DataSource(source=str(path), weight=weight) for path, weight in pairs)
+    return msgspec.structs.replace(REQUEST, sources=named, cache_root=str(cache_root), **settings)
+
+
+def listed_request(*sources: Path | str | tuple[Path, float], cache_root: Path, **settings: object) -> PrepareRequest:
+    """A request with its files, as the subprocess gets it."""
+    return list_files(request_for(*sources, cache_root=cache_root, **settings))
+
+
+def numbered_text(num_lines: int, *, word: str = "row") -> str:
+    """Lines that all differ."""
+    return "".join(f"{word} {number} of {num_lines}, which is {number * 7919 % 1000}\n" for number in range(num_lines))
+
+
+def make_old(*paths: Path) -> None:
+    """Dates files back by an hour, so that they count as settled."""
+    for path in paths:
+        status = path.stat()
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns - 3600 * 10**9))
+
+
+def rows_of_lengths(folder: Path, lengths: Sequence[int], *, seq_len: int | None = None) -> TokenRows:
+    """Rows of these lengths; row i starts with token i + 1 and goes on with tokens above 1000."""
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
+    tokens = (1000 + np.arange(sum(lengths)) % 1000).astype("<u2")
+    tokens[starts] = np.arange(len(lengths)) + 1
+    (folder / "tokens.bin").write_bytes(tokens.tobytes())
+    np.save(folder / "train_rows.npy", np.stack([starts, np.asarray(lengths, np.int64)], axis=1))
+    layout = TokenLayout(dtype="uint16", num_tokens=len(tokens), seq_len=seq_len or max(lengths), pad_id=0)
+    (folder / "layout.json").write_bytes(msgspec.json.encode(layout))
+    return TokenRows.open(folder, "train")

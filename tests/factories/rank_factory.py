@@ -1,0 +1,84 @@
+"""Attempts that a rank can run: real tokens, a tiny Llama, and what a supervisor would write beside plan.json."""
+
+import json
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from engine_plan_factory import TINY_LLAMA, engine_plan
+
+from launch.deepspeed_config import deepspeed_config
+from trainer.spec import codec
+from trainer.spec.job import Job, TrainJob
+from trainer.spec.plan import Plan
+from trainer.spec.strategy import Offload, Sharding
+
+SEQ_LEN = 48
+NUM_EVAL_ROWS = 24
+SEED = 7
+LR = 3e-3
+
+
+def write_rows(cache_dir: Path, *, num_rows: int = 400, seq_len: int = SEQ_LEN) -> Path:
+    """A token cache of bytes of the standard library's own text, in rows of very different length."""
+    text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("a*.py"))[:6])
+    lengths = np.random.default_rng(0).integers(2, seq_len + 1, size=num_rows)
+    starts = np.cumsum(lengths) - lengths
+    assert starts[-1] + lengths[-1] <= len(text), "the text is too short"
+    rows = np.stack([starts, lengths], axis=1).astype(np.int64)
+    cache_dir.mkdir(parents=True)
+    np.frombuffer(text, np.uint8).astype("<u2")[: int(lengths.sum())].tofile(cache_dir / "tokens.bin")
+    np.save(cache_dir / "eval_rows.npy", rows[:NUM_EVAL_ROWS])
+    np.save(cache_dir / "train_rows.npy", rows[NUM_EVAL_ROWS:])
+    layout = {"format": 1, "dtype": "uint16", "num_tokens": int(lengths.sum()), "seq_len": seq_len, "pad_id": 0}
+    (cache_dir / "layout.json").write_text(json.dumps(layout))
+    return cache_dir
+
+
+def rank_plan(
+    cache_dir: Path,
+    sharding: Sharding = Sharding.NONE,
+    offload: Offload = Offload.NONE,
+    *,
+    num_steps: int = 10,
+    sequences_per_step: int = 8,
+    eval_every_steps: int | None = None,
+    checkpoint_every_steps: int | None = None,
+    model_config: Mapping[str, Any] = TINY_LLAMA,
+    clip: float = 1.0,
+    **engine: Any,  # num_ranks, precision, micro_batch, accumulation, checkpointing, loss, ...
+) -> Plan:
+    """A plan over the rows in `cache_dir`, with warmup, weight decay and clipping on."""
+    settings = {"seq_len": SEQ_LEN, "loss_chunk_tokens": 40, **engine}
+    plan = engine_plan(sharding, offload, job=Job(train=TrainJob(seed=SEED, clip=clip)), **settings)
+    return msgspec.structs.replace(
+        plan,
+        model_config={**model_config, "max_position_embeddings": SEQ_LEN},
+        data=msgspec.structs.replace(
+            plan.data, cache_dir=str(cache_dir), num_rows=376, num_eval_rows=NUM_EVAL_ROWS, is_packed=False
+        ),
+        schedule=msgspec.structs.replace(
+            plan.schedule,
+            num_steps=num_steps,
+            sequences_per_step=sequences_per_step,
+            tokens_per_step=sequences_per_step * SEQ_LEN,
+            warmup_steps=3,
+            lr=LR,
+            eval_every_steps=eval_every_steps,
+            checkpoint_every_steps=checkpoint_every_steps,
+        ),
+    )
+
+
+def write_attempt(run_dir: Path, plan: Plan, *, number: int = 1) -> Path:
+    """`attempts/N/` with plan.json and, for ZeRO, the filled ds_config.json; returns the path of plan.json."""
+    attempt_dir = run_dir / "attempts" / str(number)
+    attempt_dir.mkdir(parents=True)
+    codec.write(run_dir / "plan.json", plan)
+    codec.write(attempt_dir / "plan.json", plan)
+    if plan.chosen.strategy.sharding.uses_deepspeed:
+        (attempt_dir / "ds_config.json").write_text(json.dumps(deepspeed_config(plan)))
+    return attempt_dir / "plan.json"

@@ -1,0 +1,107 @@
+"""A job small enough to train for real in seconds, in a home of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+TINY_CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+SENTENCES = ("the cat sat on the mat", "a dog ran over the hill", "we plan before we train", "memory is a budget")
+
+
+class Workplace(NamedTuple):
+    """A working directory with a job, and an environment whose home is empty."""
+
+    folder: Path
+    environment: dict[str, str]
+
+    @property
+    def job(self) -> Path:
+        return self.folder / "job.yaml"
+
+    def write_job(self, **sections: object) -> None:
+        """Writes job.yaml: the small job, with whole sections replaced or merged."""
+        job: dict[str, object] = {
+            "model": {"config": "model", "tokenizer": "train"},
+            "data": {"train": "text", "eval": "20%"},
+            "train": {"seq_len": 32, "tokens_per_step": 256, "steps": 8, "lr": 3e-3, "epochs": None},
+            "checkpoint": {"every": "3 steps"},
+            "output": "runs/tiny",
+        }
+        job["train"] = {key: value for key, value in job["train"].items() if value is not None}  # type: ignore[attr-defined] # a dict by construction
+        for name, section in sections.items():
+            before = job.get(name)
+            job[name] = {**before, **section} if isinstance(before, dict) and isinstance(section, dict) else section
+        self.job.write_text(yaml.safe_dump(job))
+
+    def command(self, *words: str | Path) -> list[str]:
+        return [sys.executable, "-P", "-m", "launch.cli", *map(str, words)]
+
+    def run(self, *words: str | Path, check: bool = True, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+        answer = subprocess.run(
+            self.command(*words),
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        if check and answer.returncode != 0:
+            raise AssertionError(f"exit code {answer.returncode}\n{answer.stdout}\n{answer.stderr}")
+        return answer
+
+    def start(self, *words: str | Path) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.command(*words),
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def only_run(self) -> Path:
+        (run_dir,) = sorted((self.folder / "runs").iterdir())
+        return run_dir
+
+
+def read_metrics(run_dir: Path) -> dict[int, dict[str, float]]:
+    """The last line of each step."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {int(row["step"]): row for row in rows}
+
+
+def make_workplace(folder: Path) -> Workplace:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(TINY_CONFIG))
+    (folder / "text").mkdir()
+    for number in range(40):
+        lines = [f"{SENTENCES[(number + line) % 4]} {number * line % 7}" for line in range(40)]
+        (folder / "text" / f"{number:02d}.txt").write_text("\n".join(lines))
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "XDG", "SHARDWISE"))},
+        "HOME": str(folder / "home"),
+        "SHARDWISE_CACHE": str(folder / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
+    workplace = Workplace(folder, environment)
+    workplace.write_job()
+    return workplace

@@ -1,0 +1,108 @@
+"""The memory figures against allocations whose size is known."""
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.runtime.memory_profile import (
+    ACTIVATIONS,
+    GRADIENTS,
+    OPTIMIZER_STATE,
+    WEIGHTS,
+    MemoryProfile,
+    anonymous_bytes,
+    held_bytes,
+    highest_rise,
+    is_out_of_memory,
+)
+
+SIZE = 512
+WEIGHT_BYTES = 4 * SIZE * SIZE
+CPU = torch.device("cpu")
+
+
+def test_the_rise_is_the_largest_running_sum_in_order_of_time():
+    assert highest_rise([(3, -60), (1, 100), (2, 50), (4, 80), (5, -170)]) == (170, 4)
+    assert highest_rise([(1, -5), (2, 3)]) == (0, 0)
+    assert highest_rise([]) == (0, 0)
+
+
+def trained_linear() -> tuple[nn.Linear, torch.optim.Optimizer]:
+    model = nn.Linear(SIZE, SIZE, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    model(torch.ones(1, SIZE)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_weights_and_moments_are_held_between_steps():
+    held = held_bytes(*trained_linear())
+    assert held == {WEIGHTS: WEIGHT_BYTES, OPTIMIZER_STATE: 2 * WEIGHT_BYTES + 4, GRADIENTS: 0}
+
+
+def test_tied_weights_count_once():
+    model = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False), nn.Linear(SIZE, SIZE, bias=False))
+    model[1].weight = model[0].weight
+    assert held_bytes(model, torch.optim.SGD(model.parameters()))[WEIGHTS] == WEIGHT_BYTES
+
+
+def test_the_peak_of_a_step_is_what_it_held_at_once():
+    model, optimizer = trained_linear()
+    profile = MemoryProfile(model, optimizer, CPU)
+    with profile.step():
+        loss = model(torch.ones(8, SIZE)).sum()
+        loss.backward()  # the gradient: one more weight
+        scratch = torch.empty(1_000_000)  # 4 MB while everything else is alive
+        del scratch, loss
+        optimizer.zero_grad()
+        later = torch.empty(500_000)  # less, after the gradient is gone
+        del later
+    figures = profile.figures()
+    assert figures.steady_allocated_bytes == 3 * WEIGHT_BYTES + 4
+    assert figures.parts[GRADIENTS] == WEIGHT_BYTES
+    assert figures.parts[WEIGHTS] == WEIGHT_BYTES and figures.parts[OPTIMIZER_STATE] == 2 * WEIGHT_BYTES + 4
+    assert 4_000_000 <= figures.parts[ACTIVATIONS] < 4_000_000 + 64 * 1024
+    assert figures.peak_allocated_bytes == sum(figures.parts.values())
+    assert figures.peak_reserved_bytes is None and figures.device_bytes is None
+
+
+def test_a_gradient_that_comes_after_the_peak_is_no_part_of_it():
+    model, optimizer = trained_linear()
+    profile = MemoryProfile(model, optimizer, CPU)
+    with profile.step():
+        scratch = torch.empty(4_000_000)
+        del scratch
+        model(torch.ones(8, SIZE)).sum().backward()
+    assert profile.figures().parts[GRADIENTS] == 0
+
+
+def test_the_profile_leaves_no_hook_behind():
+    model, optimizer = trained_linear()
+    with MemoryProfile(model, optimizer, CPU).step():
+        pass
+    assert not model.weight._post_accumulate_grad_hooks
+
+
+def test_anonymous_memory_grows_with_what_is_written():
+    before = anonymous_bytes()
+    block = torch.ones(8_000_000)
+    assert anonymous_bytes() - before > 0.9 * block.numel() * 4
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (MemoryError(), True),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried"),
+            True,
+        ),
+        (RuntimeError("a worker said: out of memory."), False),
+        (RuntimeError("Connection closed by peer"), False),
+        (ValueError("can't allocate memory"), False),
+    ],
+)
+def test_only_a_failed_allocation_counts_as_out_of_memory(error, is_memory):
+    assert is_out_of_memory(error) is is_memory

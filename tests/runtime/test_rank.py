@@ -1,0 +1,192 @@
+"""One rank, started as `accelerate launch` starts it: what it writes, how it stops, resumes, and how it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from rank_factory import NUM_EVAL_ROWS, rank_plan, write_attempt, write_rows
+from transformers import AutoModelForCausalLM
+
+from trainer.spec import codec
+from trainer.spec.errors import ExitCode
+from trainer.spec.plan import Plan
+from trainer.spec.report import Ending, Report
+from trainer.spec.strategy import LossHead, Sharding
+
+TIMEOUT_S = 120
+POLL_S = 0.05
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("data") / "rows")
+
+
+def start(plan_path: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """A rank in the background; what it prints goes to output.txt beside plan.json."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment |= {"OMP_NUM_THREADS": "1"}
+    argv = [sys.executable, "-m", "trainer", str(plan_path), *arguments]
+    with plan_path.with_name("output.txt").open("wb") as output:
+        return subprocess.Popen(argv, env=environment, stdout=output, stderr=output)
+
+
+def run(plan_path: Path, *arguments: str, expected_code: int = 0) -> str:
+    """What a rank prints; asserts the code of its process."""
+    code = start(plan_path, *arguments).wait(timeout=TIMEOUT_S)
+    output = plan_path.with_name("output.txt").read_text()
+    assert code == expected_code, output
+    return output
+
+
+def report_of(plan_path: Path) -> Report:
+    return codec.read(plan_path.with_name("report.json"), Report)
+
+
+def losses_of(run_dir: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def wait_for_step(run_dir: Path, step: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (run_dir / "metrics.jsonl").exists() or step not in losses_of(run_dir):
+        assert time.monotonic() < deadline, "the rank made no progress"
+        time.sleep(POLL_S)
+
+
+def plan_with(cache_dir: Path, **changes: object) -> Plan:
+    return rank_plan(cache_dir, **{"num_steps": 6, "eval_every_steps": 4, "checkpoint_every_steps": 3} | changes)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, cache_dir) -> Path:
+    """plan.json of an attempt that ran to its end."""
+    plan_path = write_attempt(tmp_path_factory.mktemp("run"), plan_with(cache_dir))
+    run(plan_path, "--log-dir", str(plan_path.parent / "logs"))
+    return plan_path
+
+
+def test_a_finished_attempt_reports_what_was_measured(finished):
+    report = report_of(finished)
+    assert (report.ending, report.exit_code, report.step, report.num_steps) == (Ending.FINISHED, ExitCode.DONE, 6, 6)
+    assert report.error is None and report.incidents == ()
+    assert [evaluation.step for evaluation in report.evaluations] == [4, 6]
+    assert report.evaluations[1].loss < report.evaluations[0].loss
+    assert report.evaluations[0].num_tokens > NUM_EVAL_ROWS
+    memory = report.measured.memory
+    assert memory.peak_allocated_bytes is not None and sum(memory.parts.values()) == memory.peak_allocated_bytes
+    assert report.measured.speed.step_s is not None and report.measured.speed.tokens_per_s_per_gpu is not None
+    assert report.final_loss == losses_of(finished.parents[2])[6]
+    assert report.checkpoint == "checkpoints/step-00000006" and report.export == "export"
+
+
+def test_the_parts_that_can_be_counted_are_exact(finished):
+    num_parameters, memory = 106_816, report_of(finished).measured.memory
+    assert 0 < memory.parts["gradients"] <= 4 * num_parameters, "as many as had arrived at the peak"
+    assert 0 <= memory.parts["weights"] - 4 * num_parameters < 1024, "buffers beside the parameters"
+    assert 0 <= memory.parts["optimizer_state"] - 8 * num_parameters < 1024, "one step counter a parameter"
+    assert memory.steady_allocated_bytes == memory.parts["weights"] + memory.parts["optimizer_state"]
+
+
+def test_the_rank_registers_itself_and_logs_where_it_was_told(finished):
+    record = json.loads((finished.parent / "pids" / "rank-0.json").read_text())
+    assert record["rank"] == 0 and record["pid"] > 1 and record["start_time"] > 0
+    assert (finished.parent / "logs" / "rank-0.log").exists()
+    assert json.loads((finished.parent / "status.json").read_text()) == {"phase": "finished", "step": 6}
+
+
+def test_the_export_loads_without_shardwise(finished):
+    model = AutoModelForCausalLM.from_pretrained(finished.parents[2] / "export")
+    assert model.num_parameters() == 106_816
+    assert model.config.use_cache is True
+
+
+def test_a_finished_attempt_started_again_overwrites_nothing_and_has_the_same_losses(finished):
+    run_dir = finished.parents[2]
+    before = {
+        path: path.stat().st_mtime_ns for path in run_dir.rglob("*") if path.is_file() and path.name != "output.txt"
+    }
+    output = run(finished)
+    (again,) = finished.parent.glob("again-*")
+    assert str(again) in output
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert losses_of(again) == losses_of(run_dir), "bit by bit"
+    assert codec.read(again / "report.json", Report).ending is Ending.FINISHED
+
+
+def test_a_run_that_was_stopped_and_resumed_has_the_losses_of_one_that_was_not(tmp_path, cache_dir):
+    steps = {"num_steps": 60, "checkpoint_every_steps": None, "eval_every_steps": None}
+    whole = write_attempt(tmp_path / "whole", plan_with(cache_dir, **steps))
+    run(whole)
+    stopped = write_attempt(tmp_path / "stopped", plan_with(cache_dir, **steps))
+    rank = start(stopped)
+    wait_for_step(tmp_path / "stopped", 3)
+    rank.send_signal(signal.SIGUSR1)
+    assert rank.wait(timeout=TIMEOUT_S) == 0
+    report = report_of(stopped)
+    assert report.ending is Ending.STOPPED and report.exit_code == ExitCode.INTERRUPTED
+    assert 3 <= report.step < 60
+    assert report.checkpoint == f"checkpoints/step-{report.step:08d}"
+    plan = msgspec.structs.replace(codec.read(stopped, Plan), resume=True)
+    resumed = write_attempt(tmp_path / "stopped", plan, number=2)
+    run(resumed)
+    assert report_of(resumed).resumed_from_step == report.step
+    assert losses_of(tmp_path / "stopped") == losses_of(tmp_path / "whole"), "bit by bit"
+
+
+def test_ctrl_c_is_left_to_the_supervisor(tmp_path, cache_dir):
+    plan_path = write_attempt(tmp_path, plan_with(cache_dir, num_steps=30))
+    rank = start(plan_path)
+    wait_for_step(tmp_path, 1)
+    rank.send_signal(signal.SIGINT)
+    assert rank.wait(timeout=TIMEOUT_S) == 0
+    assert report_of(plan_path).ending is Ending.FINISHED
+
+
+def test_out_of_memory_is_an_orderly_end(tmp_path, cache_dir):
+    plan = plan_with(cache_dir, micro_batch=512, sequences_per_step=1024, loss=LossHead.EAGER)
+    capped = msgspec.structs.replace(plan.hardware, vram_cap_bytes=24 * 2**20)
+    plan_path = write_attempt(tmp_path, msgspec.structs.replace(plan, hardware=capped))
+    run(plan_path, expected_code=0)
+    report = report_of(plan_path)
+    assert report.ending is Ending.OUT_OF_MEMORY and report.exit_code == ExitCode.OUT_OF_MEMORY
+    assert report.engaged is not None, "the model itself did fit"
+    assert report.error is not None and "\n" not in report.error
+
+
+def test_resuming_where_there_is_nothing_is_an_error_in_the_report(tmp_path, cache_dir):
+    plan_path = write_attempt(tmp_path, msgspec.structs.replace(plan_with(cache_dir), resume=True))
+    run(plan_path, expected_code=1)
+    report = report_of(plan_path)
+    assert report.ending is Ending.FAILED and report.exit_code == ExitCode.ENVIRONMENT
+    assert report.error is not None and "holds no checkpoint" in report.error
+
+
+def test_a_rank_of_another_world_size_than_planned_refuses_to_train(tmp_path, cache_dir):
+    plan_path = write_attempt(tmp_path, plan_with(cache_dir, sharding=Sharding.DDP, num_ranks=2))
+    run(plan_path, expected_code=1)
+    report = report_of(plan_path)
+    assert report.ending is Ending.FAILED
+    assert report.error is not None and "ranks: the plan says 2, 1 runs" in report.error
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_rank_ends_when_its_parent_is_killed(tmp_path, cache_dir):
+    plan_path = write_attempt(tmp_path, plan_with(cache_dir, num_steps=100_000, eval_every_steps=None))
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-m', 'trainer', {str(plan_path)!r}])"
+    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for_step(tmp_path, 1)
+    pid = json.loads((plan_path.parent / "pids" / "rank-0.json").read_text())["pid"]
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + TIMEOUT_S
+    while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline, "the rank outlived its launcher"
+        time.sleep(POLL_S)

@@ -1,0 +1,163 @@
+"""What `accelerate launch` starts on each rank: plan.json in, metrics and a report out.
+
+    python -m trainer RUN/attempts/N/plan.json [--log-dir DIR]
+
+The rank registers itself and takes stop requests before anything heavy is imported. It ends with exit code 0 after any
+orderly end (out of memory is one): `accelerate launch` does not pass codes on, the ending stands in report.json.
+"""
+
+import argparse
+import math
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Never, Self
+
+from trainer.runtime import process
+from trainer.runtime.report_writer import ReportWriter, RunPaths, installed_versions, run_paths, start_of_launch
+from trainer.spec import codec
+from trainer.spec.errors import ExitCode, ShardwiseError
+from trainer.spec.plan import Plan
+from trainer.spec.report import Ending, Report, Sample
+
+if TYPE_CHECKING:
+    from trainer.runtime.state import RunState
+
+
+def main() -> None:
+    """Runs this rank to its end and exits."""
+    arguments = _parse()
+    rank, world_size = process.rank_of_this_process(), process.world_size_of_launch()
+    stop = process.install_stop_flag()
+    paths = run_paths(arguments.plan, started_at=start_of_launch(world_size=world_size))
+    process.die_with_launcher(paths.plan_dir)
+    paths.attempt_dir.mkdir(parents=True, exist_ok=True)
+    process.write_pid_record(paths.attempt_dir, rank=rank)
+    if paths.is_again and rank == 0:
+        print(f"this attempt has ended before: writing to {paths.attempt_dir} instead")  # noqa: T201  # for whoever started it by hand
+    if arguments.log_dir is not None:
+        process.redirect_output(arguments.log_dir, rank=rank)
+    _run(arguments.plan, paths, ReportWriter(paths, rank=rank), stop)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m trainer", description="One rank of a run.")
+    parser.add_argument("plan", type=Path, help="plan.json of an attempt")
+    parser.add_argument("--log-dir", type=Path, default=None, help="where rank-R.log goes; without it, to stdout")
+    return parser.parse_args()
+
+
+def _run(plan_path: Path, paths: RunPaths, writer: ReportWriter, stop: process.StopFlag) -> None:
+    writer.write_status("importing the libraries")
+    plan = codec.read(plan_path, Plan)
+    from trainer.runtime.loop import train
+    from trainer.runtime.state import RunState
+
+    with _RankEnd(plan, RunState(), writer) as end:
+        end.ending = train(plan, paths, writer, end.state, lambda: stop.is_set)
+
+
+class _RankEnd:
+    """Ends the process when its block does, however it does, with a report of how far it came."""
+
+    def __init__(self, plan: Plan, state: "RunState", writer: ReportWriter) -> None:
+        self.state = state
+        self.ending = Ending.FAILED
+        self._plan = plan
+        self._writer = writer
+        self._started = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Never:
+        if error is None:
+            self._tell(ExitCode.DONE if self.ending is Ending.FINISHED else ExitCode.INTERRUPTED, error=None)
+            _close_process_group()
+            _leave(0)
+        from trainer.runtime.memory_profile import is_out_of_memory, lift_cap
+
+        lift_cap()
+        traceback.print_exception(kind, error, trace)
+        if is_out_of_memory(error):
+            self.ending = Ending.OUT_OF_MEMORY
+            self._tell(ExitCode.OUT_OF_MEMORY, error=_one_line(error))
+            _leave(0)
+        code = error.exit_code if isinstance(error, ShardwiseError) else ExitCode.INTERNAL
+        self._tell(code, error=_one_line(error))
+        _leave(1)
+
+    def _tell(self, exit_code: ExitCode, *, error: str | None) -> None:
+        report = _report(
+            self._plan,
+            self.state,
+            self.ending,
+            error=error,
+            exit_code=exit_code,
+            duration_s=time.monotonic() - self._started,
+        )
+        self._writer.write_report(report)
+        self._writer.write_status(str(self.ending), step=self.state.step)
+
+
+def _one_line(error: BaseException) -> str:
+    """The message of a ShardwiseError, all of it; of another error its type and first line."""
+    if isinstance(error, ShardwiseError):
+        return str(error)
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _report(
+    plan: Plan, state: "RunState", ending: Ending, *, error: str | None, exit_code: ExitCode, duration_s: float
+) -> Report:
+    from trainer.runtime.state import measured_figures, predicted_figures
+
+    sample = None
+    if state.prompt is not None:
+        sample = Sample(prompt=state.prompt, before=state.sample_before, after=state.sample_after)
+    finite = tuple(done for done in state.evaluations if math.isfinite(done.loss) and math.isfinite(done.perplexity))
+    lost = [done for done in state.evaluations if done not in finite]
+    return Report(
+        ending=ending,
+        exit_code=int(exit_code),
+        plan=plan.chosen,
+        predicted=predicted_figures(plan),
+        measured=measured_figures(state, plan),
+        engaged=state.engaged,
+        incidents=(*state.incidents, *(f"the held-out loss at step {gone.step} is not finite" for gone in lost)),
+        versions=installed_versions(),
+        step=state.step,
+        num_steps=plan.schedule.num_steps,
+        tokens=state.tokens_seen,
+        duration_s=duration_s,
+        final_loss=state.final_loss if state.final_loss is not None and math.isfinite(state.final_loss) else None,
+        evaluations=finite,
+        sample=sample,
+        checkpoint=state.checkpoint,
+        export=state.export,
+        resumed_from_step=state.resumed_from_step,
+        error=error,
+    )
+
+
+def _close_process_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _leave(code: int) -> Never:
+    """Ends the process at once: other ranks may wait in a collective that a tidy exit would join."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Accelerate's object for a plan, built from plan.json alone.
+
+Accelerate also receives its YAML file as environment variables. They say the same (`engagement` checks what came out),
+but every setting is passed explicitly here, because a plugin fills each field that is left open from the environment.
+"""
+
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from trainer.runtime import cpu_ranks
+from trainer.runtime.precision import accelerate_precision, check_precision, compute_type
+from trainer.runtime.process import world_size_of_launch
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.hardware import DeviceKind
+from trainer.spec.plan import Candidate, Plan
+from trainer.spec.strategy import Offload, Precision, Sharding
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a rank may load or save for long while the others wait
+NCCL = "nccl"
+
+
+def build_accelerator(plan: Plan, *, ds_config: Mapping[str, Any] | None) -> Accelerator:
+    """The Accelerator of the chosen candidate; its engine is what `prepare` will wrap the model in."""
+    chosen, kind = plan.chosen, plan.device_kind
+    check_precision(chosen.strategy.precision, kind)
+    _check_sharding(chosen)
+    _check_launch(chosen)
+    if chosen.strategy.sharding.uses_deepspeed:
+        return _with_deepspeed(chosen, kind, ds_config)
+    if chosen.strategy.sharding.uses_fsdp:
+        return _with_fsdp(chosen, kind, plan.model_shape.block_class)
+    return _plain(chosen, kind)
+
+
+def read_ds_config(attempt_dir: Path, sharding: Sharding) -> dict[str, Any] | None:
+    """The filled DeepSpeed file beside plan.json; None for rows that have none."""
+    if not sharding.uses_deepspeed:
+        return None
+    path = attempt_dir / "ds_config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise EnvironmentFaultError(f"{path}: {sharding} needs it, and it cannot be read: {error}") from error
+    assert isinstance(config, dict)
+    return config
+
+
+def _check_sharding(chosen: Candidate) -> None:
+    if chosen.strategy.sharding is Sharding.HSDP:
+        raise InputError("pin.sharding: hsdp comes with shardwise 0.6")
+    if chosen.strategy.sharding is Sharding.NONE and chosen.num_ranks != 1:
+        raise InputError(f"pin.sharding: none drives one device, the plan has {chosen.num_ranks} ranks; take ddp")
+
+
+def _check_launch(chosen: Candidate) -> None:
+    """Before Accelerate looks for the other ranks, which it would wait for or do without."""
+    started = world_size_of_launch()
+    if started != chosen.num_ranks:
+        raise EnvironmentFaultError(
+            f"ranks: the plan says {chosen.num_ranks}, {started} runs; start it with accelerate launch --config_file "
+            "and the accelerate.yaml beside plan.json"
+        )
+
+
+def _process_group(kind: DeviceKind) -> InitProcessGroupKwargs:
+    return InitProcessGroupKwargs(
+        backend=cpu_ranks.GLOO if kind is DeviceKind.CPU else NCCL, timeout=COLLECTIVE_TIMEOUT
+    )
+
+
+def _plain(chosen: Candidate, kind: DeviceKind) -> Accelerator:
+    return Accelerator(
+        cpu=kind is DeviceKind.CPU,
+        mixed_precision=accelerate_precision(chosen.strategy.precision),
+        gradient_accumulation_steps=chosen.accumulation,
+        kwargs_handlers=[_process_group(kind), DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
+        if chosen.num_ranks > 1
+        else [],
+    )
+
+
+def _with_deepspeed(chosen: Candidate, kind: DeviceKind, ds_config: Mapping[str, Any] | None) -> Accelerator:
+    assert ds_config is not None, "the row needs ds_config.json"
+    if kind is DeviceKind.CPU:
+        cpu_ranks.choose_deepspeed_cpu()
+    plugin = DeepSpeedPlugin(hf_ds_config=_without_remap(ds_config), zero3_init_flag=False)
+    accelerator = Accelerator(
+        deepspeed_plugin=plugin,
+        mixed_precision=accelerate_precision(chosen.strategy.precision),
+        gradient_accumulation_steps=chosen.accumulation,
+        kwargs_handlers=[_process_group(kind)],
+    )
+    unset_hf_deepspeed_config()  # else transformers shards the model while it is built, whatever the flag says (W4)
+    return accelerator
+
+
+def _without_remap(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with Accelerate kept from replacing the optimizer under offload (W5); it asks for nothing else."""
+    return {**ds_config, "zero_force_ds_cpu_optimizer": False}
+
+
+def _with_fsdp(chosen: Candidate, kind: DeviceKind, block_class: str) -> Accelerator:
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=chosen.strategy.sharding is Sharding.FSDP,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[block_class],
+        cpu_offload=chosen.strategy.offload is not Offload.NONE,
+        state_dict_type="SHARDED_STATE_DICT",
+        mixed_precision_policy=_fsdp_types(chosen.strategy.precision),
+        activation_checkpointing=False,  # done in activation_memory, the same way for every engine
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator = Accelerator(
+        cpu=kind is DeviceKind.CPU,
+        fsdp_plugin=plugin,
+        mixed_precision=accelerate_precision(chosen.strategy.precision),
+        gradient_accumulation_steps=chosen.accumulation,
+        kwargs_handlers=[_process_group(kind)],
+    )
+    if kind is DeviceKind.CPU:
+        cpu_ranks.take_fsdp_branch(accelerator, plugin)
+    return accelerator
+
+
+def _fsdp_types(precision: Precision) -> MixedPrecisionPolicy | None:
+    """Gathers parameters in the computing type and adds gradients in fp32, as every other engine does.
+
+    Accelerate's own policy would add them in 16 bit, and would also round the loss, an output of the root, to 16 bit.
+    """
+    if precision in (Precision.FP32, Precision.BF16):
+        return None
+    return MixedPrecisionPolicy(param_dtype=compute_type(precision), reduce_dtype=torch.float32)

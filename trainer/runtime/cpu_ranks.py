@@ -1,0 +1,36 @@
+"""The shim that exists only for ranks on a CPU. GPU ranks never run a line of it.
+
+Accelerate and DeepSpeed support CPU ranks half-way: they fall back to another engine without a word, or guess a device.
+Each function mends one such case and names its entry in docs/workarounds.md, where the canary is named that fails once
+upstream is mended. `engagement` checks afterwards, on every device, that the engine of the plan is the one that runs.
+"""
+
+import os
+
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+
+GLOO = "gloo"
+
+
+def choose_deepspeed_cpu() -> None:
+    """Makes DeepSpeed take the CPU, and gloo rather than its shared-memory operator (W3).
+
+    Without the variable it looks for other accelerators first. The operator is compiled for minutes at first use,
+    serves small tensors only, and changes no result.
+    """
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def take_fsdp_branch(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
+    """Gives Accelerate the FSDP plugin that it drops for CPU ranks, where it would wrap in DDP instead (W1).
+
+    Both places are needed: each new AcceleratorState copies PartialState's over its own.
+    """
+    accelerator.state.distributed_type = DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin

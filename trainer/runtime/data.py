@@ -1,0 +1,103 @@
+"""Which rows each rank puts through which forward: a function of the step, so that position needs no state.
+
+A run is one sequence of rows, epoch after epoch, in the order of trainer.spec.data_order. Step s is sequences
+[s * sequences_per_step, (s + 1) * sequences_per_step). They are dealt out in rounds, one per accumulation: in each
+round, rank r takes the r-th slice of `micro_batch` sequences. Ranks, micro batch and accumulation only decide who
+computes what: the global batch is the same set of rows in every arrangement, and exactly so, as what a last round
+lacks is filled with dummy rows that have no target.
+
+The loss of a step is divided by the targets of its whole global batch. Every rank knows that number without asking
+the others, from the lengths of the rows alone.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer.runtime.token_rows import TokenRows
+from trainer.spec.data_order import row_of_sequence
+
+__all__ = ["IGNORED_LABEL", "MicroBatch", "TokenRows", "eval_micro_batches", "step_micro_batches"]
+
+IGNORED_LABEL = -100
+WIDTH_MULTIPLE = 8
+
+
+class MicroBatch(NamedTuple):
+    """One forward of one rank: B = micro_batch rows, padded on the right to the width S of the longest."""
+
+    input_ids: Tensor  # int64 [B, S]
+    labels: Tensor  # int64 [B, S], not shifted; IGNORED_LABEL on padding and dummy rows
+    num_targets: int  # labels[:, 1:] that count
+
+
+def step_micro_batches(
+    rows: TokenRows,
+    *,
+    step: int,
+    seed: int,
+    sequences_per_step: int,
+    rank: int,
+    num_ranks: int,
+    micro_batch: int,
+    accumulation: int,
+) -> tuple[list[MicroBatch], int]:
+    """This rank's micro batches of a step, and the targets of the whole global batch; both without communication."""
+    capacity = num_ranks * micro_batch * accumulation
+    if sequences_per_step > capacity:
+        raise ValueError(
+            f"{sequences_per_step} sequences a step; {num_ranks} ranks x {micro_batch} x {accumulation} take {capacity}"
+        )
+    first = step * sequences_per_step
+    numbers: list[int | None] = [
+        row_of_sequence(sequence, seed=seed, num_rows=len(rows))
+        for sequence in range(first, first + sequences_per_step)
+    ]
+    num_targets = sum(rows.length(number) - 1 for number in numbers if number is not None)
+    numbers += [None] * (capacity - sequences_per_step)
+    slices = _slices(numbers, rank=rank, num_ranks=num_ranks, micro_batch=micro_batch)
+    return [_micro_batch(rows, part) for part in slices], num_targets
+
+
+def eval_micro_batches(
+    rows: TokenRows, *, rank: int, num_ranks: int, micro_batch: int, max_rows: int | None = None
+) -> list[MicroBatch]:
+    """This rank's share of the first `max_rows` rows in their order; as many micro batches on every rank."""
+    num_rows = len(rows) if max_rows is None else min(max_rows, len(rows))
+    rounds = -(-num_rows // (num_ranks * micro_batch))
+    numbers = [*range(num_rows), *[None] * (rounds * num_ranks * micro_batch - num_rows)]
+    return [
+        _micro_batch(rows, part) for part in _slices(numbers, rank=rank, num_ranks=num_ranks, micro_batch=micro_batch)
+    ]
+
+
+def _slices(
+    numbers: Sequence[int | None], *, rank: int, num_ranks: int, micro_batch: int
+) -> list[Sequence[int | None]]:
+    """The rank's slice of every round."""
+    per_round = num_ranks * micro_batch
+    starts = range(rank * micro_batch, len(numbers), per_round)
+    return [numbers[start : start + micro_batch] for start in starts]
+
+
+def _micro_batch(rows: TokenRows, numbers: Sequence[int | None]) -> MicroBatch:
+    """The rows `numbers` side by side; None is a dummy row."""
+    width = _width(rows, [rows.length(number) for number in numbers if number is not None])
+    input_ids = torch.full((len(numbers), width), rows.layout.pad_id, dtype=torch.int64)
+    labels = torch.full((len(numbers), width), IGNORED_LABEL, dtype=torch.int64)
+    num_targets = 0
+    for place, number in enumerate(numbers):
+        if number is not None:
+            ids = torch.from_numpy(rows.row(number))
+            input_ids[place, : len(ids)] = ids
+            labels[place, : len(ids)] = ids
+            num_targets += len(ids) - 1
+    return MicroBatch(input_ids, labels, num_targets)
+
+
+def _width(rows: TokenRows, lengths: Sequence[int]) -> int:
+    """The longest length, rounded up to a multiple of 8 that is not above seq_len; 8 for dummies alone."""
+    longest = max(lengths, default=1)
+    return max(longest, min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, rows.layout.seq_len))

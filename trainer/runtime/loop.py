@@ -1,0 +1,183 @@
+"""The course of a run, the same lines on every rank: steps, evaluations, checkpoints, the end.
+
+What happens at which step is a function of the step and of what all ranks agreed on, never of one rank's view: the
+stop flag is put to a vote at each step boundary, and time-based checkpoints go by rank 0's clock.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from trainer.runtime.data import MicroBatch, step_micro_batches
+from trainer.runtime.evaluation import evaluate
+from trainer.runtime.memory_profile import MemoryProfile, anonymous_bytes
+from trainer.runtime.metrics import MetricsFile, StepMetrics
+from trainer.runtime.model import plain_model
+from trainer.runtime.report_writer import ReportWriter, RunPaths
+from trainer.runtime.sample import can_sample, continue_prompt, prompt_of
+from trainer.runtime.saving import export_model, save_state
+from trainer.runtime.session import Session, build_session
+from trainer.runtime.state import SKIPPED_STEPS, RunState, model_flops_share
+from trainer.runtime.step import Clock, StepResult, run_step
+from trainer.spec.lr_schedule import learning_rate
+from trainer.spec.plan import Plan
+from trainer.spec.report import Ending, Evaluation
+
+
+def train(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunState, wants_stop: Callable[[], bool]) -> Ending:
+    """Runs the plan to its end or to a stop; `state` is up to date whenever this raises."""
+    session = build_session(plan, paths, writer, state)
+    _sample(session, is_before=True)
+    ending = _run_steps(session, wants_stop)
+    if ending is Ending.FINISHED:
+        _finish(session)
+    session.ranks.barrier()  # a rank that leaves early would break what the others still do together
+    return ending
+
+
+def _run_steps(session: Session, wants_stop: Callable[[], bool]) -> Ending:
+    schedule, state = session.plan.schedule, session.state
+    saved_at = time.monotonic()
+    with MetricsFile(session.paths.run_dir / "metrics.jsonl", is_writer=session.is_first) as metrics:
+        while state.step < schedule.num_steps:
+            if not session.ranks.all_agree(not wants_stop()):
+                save_state(session, "the stop")
+                return Ending.STOPPED
+            line = _one_step(session)
+            evaluation = _evaluate(session) if _is_due(state.step, schedule.eval_every_steps) else None
+            metrics.append(line(evaluation))
+            is_late = schedule.checkpoint_every_s is not None and not session.ranks.all_agree(
+                not session.is_first or time.monotonic() - saved_at < schedule.checkpoint_every_s
+            )
+            if is_late or _is_due(state.step, schedule.checkpoint_every_steps):
+                save_state(session, f"step {state.step}")
+                saved_at = time.monotonic()
+    return Ending.FINISHED
+
+
+def _is_due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _one_step(session: Session) -> Callable[[Evaluation | None], StepMetrics]:
+    """Runs one step and notes what it measured; returns what makes its metrics line, evaluation included."""
+    plan, state, device = session.plan, session.state, session.accelerator.device
+    clock, step = Clock(device), state.step + 1
+    begin = time.perf_counter()
+    with clock.measure("data"):
+        micro_batches, num_targets = _micro_batches(session, step)
+    lr = learning_rate(plan.schedule, plan.job.train, step)
+    with _maybe_profiled(session, step) as is_profiled:
+        result = run_step(
+            session.accelerator,
+            session.model,
+            session.optimizer,
+            micro_batches,
+            num_targets=num_targets,
+            step=step,
+            seed=plan.job.train.seed,
+            lr=lr,
+            clip=plan.job.train.clip,
+            clock=clock,
+        )
+    step_s = time.perf_counter() - begin
+    state.step, state.final_loss = step, result.loss
+    state.tokens_seen += num_targets
+    if not is_profiled and step - (state.resumed_from_step or 0) > SKIPPED_STEPS:
+        state.steady_steps.append((step_s, num_targets))
+    session.writer.write_status("training", step=step)
+    return lambda evaluation: _metrics(session, result, clock, lr=lr, step_s=step_s, evaluation=evaluation)
+
+
+def _micro_batches(session: Session, step: int) -> tuple[Sequence[MicroBatch], int]:
+    chosen = session.plan.chosen
+    return step_micro_batches(
+        session.train_rows,
+        step=step - 1,  # the data counts steps from 0
+        seed=session.plan.job.train.seed,
+        sequences_per_step=session.plan.schedule.sequences_per_step,
+        rank=session.accelerator.process_index,
+        num_ranks=session.accelerator.num_processes,
+        micro_batch=chosen.micro_batch,
+        accumulation=chosen.accumulation,
+    )
+
+
+@contextmanager
+def _maybe_profiled(session: Session, step: int) -> Iterator[bool]:
+    """Measures the memory of the first steady step, once; of the last one where a run is shorter than that."""
+    first = session.state.resumed_from_step or 0
+    if step != min(first + SKIPPED_STEPS + 1, session.plan.schedule.num_steps):
+        yield False
+        return
+    profile = MemoryProfile(session.model, session.optimizer, session.accelerator.device)
+    with profile.step():
+        yield True
+    session.state.memory = profile.figures()
+
+
+def _metrics(
+    session: Session, result: StepResult, clock: Clock, *, lr: float, step_s: float, evaluation: Evaluation | None
+) -> StepMetrics:
+    plan, state, device = session.plan, session.state, session.accelerator.device
+    rate = result.num_targets / step_s
+    per_device = rate / session.accelerator.num_processes
+    is_cuda, measured = device.type == "cuda", state.memory  # a CPU has no counters: those of the profiled step
+    return StepMetrics(
+        step=state.step,
+        attempt=session.paths.attempt,
+        epoch=state.step * plan.schedule.sequences_per_step / plan.data.num_rows,
+        tokens=state.tokens_seen,
+        loss=result.loss,
+        lr=lr,
+        grad_norm=result.grad_norm,
+        step_s=step_s,
+        data_s=clock.seconds("data"),
+        forward_s=clock.seconds("forward"),
+        backward_s=clock.seconds("backward"),
+        optimizer_s=clock.seconds("optimizer"),
+        tokens_per_s=rate,
+        tokens_per_s_per_gpu=per_device,
+        host_rss_bytes=anonymous_bytes(),
+        mfu=model_flops_share(plan, per_device),
+        memory_allocated_bytes=torch.cuda.memory_allocated(device) if is_cuda else measured.steady_allocated_bytes,
+        memory_reserved_bytes=torch.cuda.memory_reserved(device) if is_cuda else None,
+        memory_peak_bytes=torch.cuda.max_memory_allocated(device) if is_cuda else measured.peak_allocated_bytes,
+        eval_loss=evaluation.loss if evaluation is not None else None,
+        skipped=True if result.was_skipped else None,
+    )
+
+
+def _evaluate(session: Session) -> Evaluation | None:
+    if session.eval_rows is None:
+        return None
+    session.writer.write_status("evaluating", step=session.state.step)
+    evaluation = evaluate(session.accelerator, session.model, session.eval_rows, session.plan, step=session.state.step)
+    session.state.evaluations.append(evaluation)
+    return evaluation
+
+
+def _finish(session: Session) -> None:
+    """What follows the last step: the last evaluation, checkpoint and sample, and the export."""
+    state = session.state
+    if not state.evaluations or state.evaluations[-1].step != state.step:
+        _evaluate(session)
+    if state.checkpoint != f"checkpoints/step-{state.step:08d}":
+        save_state(session, "the end")
+    _sample(session, is_before=False)
+    export_model(session)
+
+
+def _sample(session: Session, *, is_before: bool) -> None:
+    state, rows = session.state, session.eval_rows or session.train_rows
+    if session.tokenizer is None or not session.is_first or not can_sample(session.plan.chosen.strategy.sharding):
+        return
+    prompt = prompt_of(rows)
+    state.prompt = str(session.tokenizer.decode(prompt, skip_special_tokens=True))
+    text = continue_prompt(plain_model(session.model), prompt, session.tokenizer)
+    if is_before:
+        state.sample_before = text
+    else:
+        state.sample_after = text

@@ -1,0 +1,169 @@
+"""The loss head: hidden states and labels to the sum of token losses, with a known amount of logits alive.
+
+A causal language model returns its loss as a sum over tokens here, never as a mean: the step divides by the number
+of targets in the global batch, so that the loss does not depend on how rows fall on ranks and micro batches.
+Position t learns token t + 1; the shift happens here, labels come unshifted, `IGNORED` marks what is not learned.
+
+    eager    what transformers does by default: logits of all tokens, upcast to fp32, softmax kept for the backward
+    chunked  plain torch: `chunk_tokens` tokens at a time, once in the forward and once more in the backward
+
+Memory of `chunked`, T tokens in a micro batch, C in a slice, V vocabulary, H hidden size, c bytes of the computing
+type: only T x 4 bytes survive the forward beside the hidden states, which are kept anyway. A slice holds C x V x 8
+bytes in the forward (fp32 logits and their log-softmax) and C x V x 4 in the backward, C x V x (4 + c) under 16 bit;
+there, T x H x c more hold the gradient of the hidden states and V x H x 4 that of the head (which in fp32 becomes the
+parameter's own gradient; under 16 bit V x H x c more hold one slice's part of it). It costs one more matrix product of
+the head per token. Small slices stay in a CPU's cache.
+
+Both heads run inside the model's forward, `chunked` moreover inside the forward of `lm_head`, so that whatever
+gathers sharded weights around a module's forward and backward (ZeRO-3, FSDP2) has them there when they are read.
+`fused` and `fused_linear` come with shardwise 0.3.
+"""
+
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from trainer.spec.errors import InputError
+from trainer.spec.strategy import LossHead
+
+IGNORED = -100  # label of a position that is not learned
+DEFAULT_CHUNK_TOKENS = 1024
+_HEADS = (LossHead.EAGER, LossHead.CHUNKED)
+
+
+def install_loss_head(model: PreTrainedModel, head: LossHead, *, chunk_tokens: int | None) -> None:
+    """Makes `model(input_ids=..., labels=...)` answer the sum of token losses, a scalar fp32 tensor.
+
+    Without labels the model answers as before (generation needs it).
+    """
+    if head not in _HEADS:
+        raise InputError(f"pin.loss: {head} comes with shardwise 0.3; eager and chunked are there")
+    seam: Any = model  # both modules get settings and a forward of their own below
+    linear: Any = model.get_output_embeddings()
+    is_plain = isinstance(linear, nn.Linear) and getattr(linear, "bias", None) is None
+    if not is_plain:
+        raise InputError(f"{type(model).__name__} has no plain lm_head; its loss cannot be computed here")
+    if head is LossHead.CHUNKED:
+        linear.loss_chunk_tokens = chunk_tokens or DEFAULT_CHUNK_TOKENS
+        linear.forward = MethodType(_linear_or_chunked_loss, linear)
+    seam.shardwise_loss_head = head
+    seam.shardwise_forward = model.forward
+    seam.forward = MethodType(_loss_or_logits, model)
+
+
+def shift(labels: Tensor) -> Tensor:
+    """What each position is to predict: labels [B, S] moved left by one, the last position ignored."""
+    return functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def _loss_or_logits(self: Any, input_ids: Tensor | None = None, labels: Tensor | None = None, **inputs: Any) -> Any:  # noqa: ANN401  # the signature of whatever model it replaces
+    if labels is None:
+        return self.shardwise_forward(input_ids=input_ids, **inputs)
+    hidden = self.get_decoder()(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
+    targets = shift(labels)
+    linear = self.get_output_embeddings()
+    if self.shardwise_loss_head is LossHead.CHUNKED:
+        return linear(hidden, targets)
+    return _sum_of_token_losses(linear(hidden).float().flatten(0, 1), targets.flatten())
+
+
+def _linear_or_chunked_loss(self: nn.Linear, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+    if targets is None:
+        return functional.linear(hidden, self.weight)
+    weight = self.weight
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    chunk_tokens: int = self.loss_chunk_tokens  # type: ignore[assignment]  # set by install_loss_head
+    loss = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]  # torch.autograd.Function.apply
+        hidden.flatten(0, 1), weight, targets.flatten(), chunk_tokens
+    )
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+def _sum_of_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Sum of token losses of hidden [T, H] under weight [V, H]; logits of one slice alive, computed again backwards.
+
+    The forward keeps the log of each token's normaliser, so that the backward has the softmax in two passes over the
+    logits. It is infinite for a token that is not learned: its softmax, and so its gradient, is then zero.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:  # noqa: ANN401  # torch's context
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        log_normalisers = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        for part in _slices(hidden.shape[0], chunk_tokens):
+            total += _slice_loss(hidden[part], weight, targets[part], log_normalisers[part])
+        log_normalisers.masked_fill_(targets == IGNORED, float("inf"))
+        ctx.save_for_backward(hidden, weight, targets, log_normalisers)
+        ctx.chunk_tokens = chunk_tokens
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor | None, None, None]:  # noqa: ANN401  # torch's context
+        hidden, weight, targets, log_normalisers = ctx.saved_tensors
+        (scale,) = grad_outputs
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        for part in _slices(hidden.shape[0], ctx.chunk_tokens):
+            _slice_gradients(
+                hidden[part], weight, targets[part], log_normalisers[part], into=grad_hidden[part], total=grad_weight
+            )
+        grad_hidden *= scale
+        if grad_weight is None:
+            return grad_hidden, None, None, None
+        return grad_hidden, grad_weight.mul_(scale).to(weight.dtype), None, None
+
+
+def _slice_loss(hidden: Tensor, weight: Tensor, targets: Tensor, log_normalisers: Tensor) -> Tensor:
+    """Sum of token losses of one slice; fills in its normalisers. A function, so that its logits end with it."""
+    logits = functional.linear(hidden, weight).float()
+    log_shares = functional.log_softmax(logits, dim=-1)
+    index = _index(targets)
+    log_normalisers.copy_((logits.gather(-1, index) - log_shares.gather(-1, index)).squeeze(-1))
+    return functional.nll_loss(log_shares, targets, ignore_index=IGNORED, reduction="sum")
+
+
+def _slice_gradients(
+    hidden: Tensor, weight: Tensor, targets: Tensor, log_normalisers: Tensor, *, into: Tensor, total: Tensor | None
+) -> None:
+    """Writes the gradient of a slice's hidden states `into` and adds that of the head to `total`."""
+    logits = functional.linear(hidden, weight).float()
+    grad_logits = _grad_of_logits(logits, targets, log_normalisers).to(weight.dtype)
+    del logits  # another tensor under 16 bit
+    torch.mm(grad_logits, weight, out=into)
+    if total is not None:
+        _add_product(total, grad_logits, hidden)
+
+
+def _slices(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
+    return (slice(start, start + chunk_tokens) for start in range(0, num_tokens, chunk_tokens))
+
+
+def _grad_of_logits(logits: Tensor, targets: Tensor, log_normalisers: Tensor) -> Tensor:
+    """Softmax - one-hot, zero for tokens that are not learned; overwrites `logits` [C, V]."""
+    logits.sub_(log_normalisers.unsqueeze(-1)).exp_()
+    return logits.scatter_add_(-1, _index(targets), -(targets != IGNORED).to(logits.dtype).unsqueeze(-1))
+
+
+def _index(targets: Tensor) -> Tensor:
+    """Each target as an index [C, 1] into its row of logits; any where there is no target."""
+    return targets.clamp(min=0).unsqueeze(-1)
+
+
+def _add_product(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
+    """Adds grad_logits^T x hidden to the fp32 `total` [V, H], in place where the types allow it."""
+    if grad_logits.dtype == torch.float32:
+        total.addmm_(grad_logits.t(), hidden)
+    else:
+        total += grad_logits.t() @ hidden

@@ -1,0 +1,191 @@
+"""What a rank really holds: live bytes between steps, the peak within one, and by which part.
+
+On a GPU torch's own counters are read. On a CPU there are none, so one steady step runs under torch.profiler with
+memory events: live bytes are what the model, the optimizer and the engine hold when the step begins, plus the running
+sum of allocations and frees; the peak is its maximum. Interpreter, libraries and allocator slack are no part of it;
+anonymous resident memory, which has them, is reported beside it as `host`.
+
+Parts at the peak: weights and optimizer state are what their tensors hold, gradients what had been accumulated by then
+(each parameter notes the moment), activations the rest: saved for the backward, temporaries, engine buffers.
+"""
+
+import resource
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._autograd import DeviceType  # torch.autograd has it under no public name
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+from trainer.runtime.optimizers import unwrapped
+from trainer.spec.hardware import DeviceKind
+from trainer.spec.report import MemoryFigures
+from trainer.spec.units import MIB
+
+CPU_OVERHEAD_BYTES = 64 * MIB  # a capped process may hold beside its tensors: thread stacks, modules, allocator slack
+WEIGHTS, OPTIMIZER_STATE, GRADIENTS, ACTIVATIONS = "weights", "optimizer_state", "gradients", "activations"
+
+
+class MemoryProfile:
+    """Measures one steady step: `with profile.step(): run_step(...)`, then `figures()`."""
+
+    def __init__(self, model: nn.Module, optimizer: Any, device: torch.device) -> None:  # noqa: ANN401  # Accelerate's wrapper
+        self._model = model
+        self._optimizer = optimizer
+        self._device = device
+        self._steady_bytes: int | None = None
+        self._peak_bytes: int | None = None
+        self._parts: dict[str, int] = {}
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Measures the block, which has to be one whole optimizer step."""
+        held = held_bytes(self._model, self._optimizer)
+        arrivals: list[tuple[int, int]] = []
+        with _noting_gradients(self._model, arrivals):
+            if self._device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self._device)
+                self._steady_bytes = torch.cuda.memory_allocated(self._device)
+                yield
+                self._peak_bytes = torch.cuda.max_memory_allocated(self._device)
+                gradients = sum(num_bytes for _, num_bytes in arrivals)
+            else:
+                self._steady_bytes = sum(held.values())
+                with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+                    yield
+                rise, peak_ns = highest_rise(_memory_events(profiler))
+                self._peak_bytes = self._steady_bytes + rise
+                gradients = sum(num_bytes for moment_ns, num_bytes in arrivals if moment_ns <= peak_ns)
+        self._parts = self._split(held, gradients)
+
+    def figures(self) -> MemoryFigures:
+        """What was measured; the counters that this device lacks are None."""
+        is_cuda = self._device.type == "cuda"
+        return MemoryFigures(
+            steady_allocated_bytes=self._steady_bytes,
+            peak_allocated_bytes=self._peak_bytes,
+            peak_reserved_bytes=torch.cuda.max_memory_reserved(self._device) if is_cuda else None,
+            device_bytes=_device_bytes(self._device) if is_cuda else None,
+            host_bytes=anonymous_bytes(),
+            parts=self._parts,
+        )
+
+    def _split(self, held: dict[str, int], gradients: int) -> dict[str, int]:
+        assert self._peak_bytes is not None
+        parts = {name: held[name] for name in (WEIGHTS, OPTIMIZER_STATE)}
+        parts[GRADIENTS] = max(gradients, held[GRADIENTS])
+        parts[ACTIVATIONS] = max(0, self._peak_bytes - sum(parts.values()))
+        return parts
+
+
+def held_bytes(model: nn.Module, optimizer: Any) -> dict[str, int]:  # noqa: ANN401  # Accelerate's wrapper
+    """Bytes held between steps by part; under DDP the gradients' buckets stay allocated."""
+    shards = [p.ds_tensor for p in model.parameters() if hasattr(p, "ds_tensor")]  # ZeRO-3 keeps them beside
+    weights = [*model.parameters(), *model.buffers(), *shards]
+    inner = unwrapped(optimizer)
+    states = [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
+    masters = [p for group in inner.param_groups for p in group["params"]]  # DeepSpeed's fp32 partitions; else weights
+    held_weights = _storage_bytes(weights)
+    return {
+        WEIGHTS: held_weights,
+        OPTIMIZER_STATE: _storage_bytes([*weights, *masters, *states]) - held_weights,
+        GRADIENTS: _bucket_bytes(model) if isinstance(model, DistributedDataParallel) else 0,
+    }
+
+
+def highest_rise(events: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """(largest running sum, the moment it was reached) of (moment in ns, bytes allocated or freed)."""
+    running, highest, moment = 0, 0, 0
+    for when, num_bytes in sorted(events, key=lambda event: event[0]):
+        running += num_bytes
+        if running > highest:
+            highest, moment = running, when
+    return highest, moment
+
+
+def anonymous_bytes() -> int:
+    """Resident memory of this process that no file backs."""
+    return _status_bytes("RssAnon")
+
+
+def cap_memory(kind: DeviceKind, device: torch.device, cap_bytes: int) -> None:
+    """Makes this device as small as `cap_bytes`: a share for the allocator, or a data limit on the process."""
+    if kind is DeviceKind.CUDA:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total), device)
+    else:
+        limit = _status_bytes("VmData") + cap_bytes + CPU_OVERHEAD_BYTES
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+def lift_cap() -> None:
+    """Takes a data limit away again, so that the end of a run can be told after the limit was met."""
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for a failed allocation on a GPU or on the CPU, and for nothing that merely mentions one."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _CPU_ALLOCATOR_WORDS)
+
+
+_CPU_ALLOCATOR_WORDS = ("DefaultCPUAllocator: ", "can't allocate memory", "std::bad_alloc")
+
+
+@contextmanager
+def _noting_gradients(model: nn.Module, arrivals: list[tuple[int, int]]) -> Iterator[None]:
+    """Appends (moment in ns, bytes) when a parameter gets its gradient for the first time in the block."""
+    seen: set[Tensor] = set()
+
+    def note(parameter: Tensor) -> None:
+        if parameter not in seen and parameter.grad is not None:
+            seen.add(parameter)
+            arrivals.append((time.time_ns(), parameter.grad.numel() * parameter.grad.element_size()))
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    hooks = [p.register_post_accumulate_grad_hook(note) for p in trained]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _memory_events(profiler: Any) -> Iterator[tuple[int, int]]:  # noqa: ANN401  # torch.profiler.profile, whose results are untyped
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]" and event.device_type() == DeviceType.CPU:
+            yield event.start_ns(), event.nbytes()
+
+
+def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages under the tensors; of a DTensor, this rank's part."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        storage = local.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def _bucket_bytes(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
+def _device_bytes(device: torch.device) -> int:
+    """What nvidia-smi shows as used on the whole device, other processes included."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"/proc/self/status has no {field}")

@@ -1,0 +1,65 @@
+"""metrics.jsonl: one JSON object per optimizer step, written by rank 0, flushed so that a watcher sees it at once.
+
+A later attempt appends; each line says its attempt, and the last line of a step counts.
+"""
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from trainer.spec.value import Value
+
+
+class StepMetrics(Value, frozen=True, kw_only=True):
+    """One line. Times in seconds of rank 0, counts over all ranks, memory in bytes of rank 0."""
+
+    step: int
+    attempt: int
+    epoch: float
+    tokens: int  # seen so far, padding not counted
+    loss: float
+    lr: float
+    grad_norm: float | None
+    step_s: float
+    data_s: float
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    tokens_per_s: float
+    tokens_per_s_per_gpu: float
+    host_rss_bytes: int
+    mfu: float | None = None
+    memory_allocated_bytes: int | None = None
+    memory_reserved_bytes: int | None = None
+    memory_peak_bytes: int | None = None
+    eval_loss: float | None = None
+    skipped: bool | None = None
+
+
+_OPTIONAL = ("mfu", "memory_allocated_bytes", "memory_reserved_bytes", "memory_peak_bytes", "eval_loss", "skipped")
+
+
+class MetricsFile:
+    """Appends lines on rank 0; on the other ranks it swallows them."""
+
+    def __init__(self, path: Path, *, is_writer: bool) -> None:
+        self._file = path.open("a", encoding="utf-8") if is_writer else None
+
+    def append(self, metrics: StepMetrics) -> None:
+        """Writes one line; what was not measured is left out."""
+        if self._file is None:
+            return
+        fields = {name: getattr(metrics, name) for name in metrics.__struct_fields__}
+        line = {name: value for name, value in fields.items() if not (value is None and name in _OPTIONAL)}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()

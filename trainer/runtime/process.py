@@ -1,0 +1,102 @@
+"""What a rank does to itself before it imports anything heavy: die with its launcher, note a stop request, register.
+
+torchrun gives each rank a session of its own, so a signal to the launcher's group never arrives here and the launcher's
+death would leave the rank alive. Hence PR_SET_PDEATHSIG, and a record in `pids/` by which the supervisor finds the
+rank. The handler only sets a flag; the loop agrees on it with the other ranks at the next step boundary.
+Standard library only: this runs before torch is imported, which takes seconds in which a stop request may come.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from trainer.spec import codec
+
+_PR_SET_PDEATHSIG = 1
+_STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+
+
+class StopFlag:
+    """Whether this rank was asked to stop; set by a signal handler, read at step boundaries."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def note(self, _number: int, _frame: object) -> None:
+        """Signal handler: remembers, does nothing else."""
+        self.is_set = True
+
+
+def rank_of_this_process() -> int:
+    """The rank that torchrun numbered this process with; 0 where nothing did."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size_of_launch() -> int:
+    """How many ranks the launcher started; 1 where nothing says so."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def install_stop_flag() -> StopFlag:
+    """Takes USR1 and TERM as a request to stop cleanly; Ctrl-C is the supervisor's business."""
+    flag = StopFlag()
+    for number in _STOP_SIGNALS:
+        signal.signal(number, flag.note)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return flag
+
+
+def die_with_launcher(attempt_dir: Path) -> None:
+    """Asks the kernel to end this process when the launcher ends, and ends it now if the launcher is gone already."""
+    launcher = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher or _recorded_launcher_is_gone(attempt_dir):
+        sys.exit("the launcher of this rank is gone")
+
+
+def write_pid_record(attempt_dir: Path, *, rank: int) -> None:
+    """Registers this rank: pid and start time, because a pid alone may belong to somebody else later."""
+    folder = attempt_dir / "pids"
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {"pid": os.getpid(), "start_time": _start_time(os.getpid()), "rank": rank}
+    codec.write_bytes(folder / f"rank-{rank}.json", json.dumps(record).encode())
+
+
+def redirect_output(log_dir: Path, *, rank: int) -> None:
+    """Sends what this process and its libraries print to `rank-R.log`."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    log = os.open(log_dir / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def _start_time(pid: int) -> int | None:
+    """Clock ticks after boot at which the process started (field 22 of /proc/PID/stat); None where it is gone."""
+    try:
+        content = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(content.rpartition(")")[2].split()[19])
+
+
+def _recorded_launcher_is_gone(attempt_dir: Path) -> bool:
+    """True where this attempt's launcher ended and this process was given to somebody else's care.
+
+    The supervisor records the launcher after starting it, so no record says nothing. A record of a dead launcher says
+    nothing either where the parent started after it: somebody started this attempt again by hand.
+    """
+    try:
+        record = json.loads((attempt_dir / "pids" / "launcher.json").read_text())
+        pid, start_time = int(record["pid"]), int(record["start_time"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return False
+    if _start_time(pid) == start_time:
+        return False
+    parent_start_time = _start_time(os.getppid())
+    return parent_start_time is None or parent_start_time <= start_time

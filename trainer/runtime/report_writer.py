@@ -1,0 +1,89 @@
+"""Where a rank writes what it has to say: status.json while it runs, report.json at the end.
+
+    attempts/N/status.json            phase and step, by rank 0, replaced atomically
+    attempts/N/report.json            by rank 0
+    attempts/N/report-rank-R.json     by another rank that failed or ran out of memory; each has a file of its own
+
+If attempts/N/report.json is there already, the attempt has ended and somebody started it again by hand: everything is
+written under attempts/N/again-<UTC time of the start>/ then, as if that were the run directory, and nothing is
+overwritten.
+"""
+
+import json
+import os
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from trainer.spec import codec
+from trainer.spec.report import Report
+from trainer.spec.value import Value
+
+_REPORTED_PACKAGES = ("shardwise", "torch", "accelerate", "transformers", "deepspeed", "safetensors")
+
+
+class RunPaths(Value, frozen=True, kw_only=True):
+    """Every path a rank reads or writes."""
+
+    plan_dir: Path  # of plan.json and what lies beside it
+    attempt_dir: Path  # where this attempt's pids, status and report go
+    run_dir: Path  # where metrics, checkpoints and the export go
+    resume_dir: Path  # whose checkpoints are resumed from
+    attempt: int
+    is_again: bool
+
+
+def run_paths(plan_path: Path, *, started_at: datetime) -> RunPaths:
+    """The paths that follow from `RUN/attempts/N/plan.json`."""
+    plan_dir = plan_path.resolve().parent
+    run_dir = plan_dir.parent.parent
+    is_again = (plan_dir / "report.json").exists()
+    again = plan_dir / f"again-{started_at.strftime('%Y%m%d-%H%M%S')}"
+    return RunPaths(
+        plan_dir=plan_dir,
+        attempt_dir=again if is_again else plan_dir,
+        run_dir=again if is_again else run_dir,
+        resume_dir=run_dir,
+        attempt=int(plan_dir.name) if plan_dir.name.isdigit() else 1,
+        is_again=is_again,
+    )
+
+
+def start_of_launch(*, world_size: int) -> datetime:
+    """When the launcher of these ranks started, the same on every rank of a node; of a lone rank, when itself did."""
+    pid = os.getpid() if world_size == 1 else os.getppid()
+    ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    boot = next(
+        int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime")
+    )
+    return datetime.fromtimestamp(boot + ticks / os.sysconf("SC_CLK_TCK"), tz=UTC)
+
+
+class ReportWriter:
+    """Writes one rank's status and report."""
+
+    def __init__(self, paths: RunPaths, *, rank: int) -> None:
+        self._paths = paths
+        self._rank = rank
+
+    def write_status(self, phase: str, *, step: int = 0) -> None:
+        """Tells a watcher what is going on; rank 0 speaks for all."""
+        if self._rank == 0:
+            status = {"phase": phase, "step": step}
+            codec.write_bytes(self._paths.attempt_dir / "status.json", json.dumps(status).encode())
+
+    def write_report(self, report: Report) -> None:
+        """Writes this rank's report."""
+        name = "report.json" if self._rank == 0 else f"report-rank-{self._rank}.json"
+        codec.write(self._paths.attempt_dir / name, report)
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of the packages that decide what a run does; one that is not installed is left out."""
+    versions = {}
+    for package in _REPORTED_PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,142 @@
+"""Cuts streams of token ids into rows and writes them as they come, in one file and in bounded memory.
+
+Packed: documents are joined, each ended by the eos token, and the stream is cut into rows of exactly `seq_len` tokens;
+a remainder shorter than a row is dropped and counted. Not packed: a row is one document with its eos token, and what
+exceeds `seq_len` is dropped and counted. The sides of the split and the sources of different weight are streams of
+their own, so that a row never mixes them.
+
+Weights: the rows of a source of weight w stand floor(w) times in an epoch, and an evenly spaced share w - floor(w) of
+them once more. Held-out rows stand once.
+"""
+
+from array import array
+from collections.abc import Sequence
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class RowShape(NamedTuple):
+    """What a row is."""
+
+    seq_len: int
+    is_packed: bool
+    eos_id: int | None  # ends a document that does not end with it already; None: nothing does
+    document_prefix: tuple[int, ...] = ()
+
+
+class Rows(NamedTuple):
+    """What was written."""
+
+    train: NDArray[np.int64]  # [num_rows, 2]: first token and length
+    held_out: NDArray[np.int64]
+    num_tokens: int  # in the file
+    num_cut: int
+    num_dropped_tokens: int
+
+
+class RowWriter:
+    """Takes token ids in the order of the documents; `finish` tells where the rows are."""
+
+    def __init__(self, stream: BinaryIO, dtype: np.dtype[np.unsignedinteger], shape: RowShape) -> None:
+        self._stream = stream
+        self._dtype = dtype
+        self._shape = shape
+        self._num_tokens = 0
+        self._sides: dict[tuple[bool, float], _Side] = {}
+
+    def add(self, ids: Sequence[int], *, opens_document: bool, is_held_out: bool, weight: float) -> None:
+        """Appends ids to the stream of their side and weight; the document before them ends if they open one."""
+        side = self._sides.setdefault((is_held_out, 1.0 if is_held_out else weight), _Side())
+        if opens_document:
+            self._end_document(side)
+            side.last_id = None
+            side.pending.extend(self._shape.document_prefix)
+            side.has_open_document = True
+        self._extend(side, ids)
+
+    def finish(self) -> Rows:
+        """Ends the last documents and returns the rows of all that was added."""
+        for side in self._sides.values():
+            self._end_document(side)
+            side.num_dropped += len(side.pending)
+            side.pending = array("q")
+        weighted = sorted((weight, side) for (held_out, weight), side in self._sides.items() if not held_out)
+        held_out = [side for (is_held_out, _), side in self._sides.items() if is_held_out]
+        return Rows(
+            train=np.concatenate([_weighted(side.table(), weight) for weight, side in weighted] or [_no_rows()]),
+            held_out=np.concatenate([side.table() for side in held_out] or [_no_rows()]),
+            num_tokens=self._num_tokens,
+            num_cut=sum(side.num_cut for side in self._sides.values()),
+            num_dropped_tokens=sum(side.num_dropped for side in self._sides.values()),
+        )
+
+    def _end_document(self, side: "_Side") -> None:
+        if not side.has_open_document:
+            return
+        side.has_open_document = False
+        if self._shape.eos_id is not None and side.last_id != self._shape.eos_id:
+            self._extend(side, (self._shape.eos_id,))
+        if not self._shape.is_packed:
+            self._end_row(side)
+
+    def _extend(self, side: "_Side", ids: Sequence[int]) -> None:
+        seq_len = self._shape.seq_len
+        side.pending.extend(ids)
+        side.last_id = ids[-1] if ids else side.last_id
+        if self._shape.is_packed:
+            num_rows = len(side.pending) // seq_len
+            if num_rows:
+                first = self._write(side.pending[: num_rows * seq_len])
+                del side.pending[: num_rows * seq_len]
+                side.starts.extend(range(first, first + num_rows * seq_len, seq_len))
+                side.lengths.extend([seq_len] * num_rows)
+        elif len(side.pending) > seq_len:
+            side.num_dropped += len(side.pending) - seq_len
+            side.row_is_cut = True
+            del side.pending[seq_len:]
+
+    def _end_row(self, side: "_Side") -> None:
+        if len(side.pending) < 2:  # nothing to predict
+            side.num_dropped += len(side.pending)
+        else:
+            side.starts.append(self._write(side.pending))
+            side.lengths.append(len(side.pending))
+            side.num_cut += side.row_is_cut
+        side.row_is_cut = False
+        side.pending = array("q")
+
+    def _write(self, ids: "array[int]") -> int:
+        first = self._num_tokens
+        self._stream.write(np.asarray(ids).astype(self._dtype).tobytes())
+        self._num_tokens += len(ids)
+        return first
+
+
+class _Side:
+    """One stream: what waits for a row to be full, and the rows so far."""
+
+    def __init__(self) -> None:
+        self.pending: array[int] = array("q")
+        self.starts: array[int] = array("q")
+        self.lengths: array[int] = array("q")
+        self.has_open_document = False
+        self.last_id: int | None = None
+        self.row_is_cut = False
+        self.num_cut = 0
+        self.num_dropped = 0
+
+    def table(self) -> NDArray[np.int64]:
+        return np.stack([np.asarray(self.starts, np.int64), np.asarray(self.lengths, np.int64)], axis=1)
+
+
+def _no_rows() -> NDArray[np.int64]:
+    return np.zeros((0, 2), np.int64)
+
+
+def _weighted(rows: NDArray[np.int64], weight: float) -> NDArray[np.int64]:
+    whole, share = divmod(weight, 1.0)
+    numbers = np.arange(len(rows))
+    once_more = rows[np.floor((numbers + 1) * share) > np.floor(numbers * share)]
+    return np.concatenate([rows] * int(whole) + [once_more])

@@ -1,0 +1,128 @@
+"""What a rank builds before its first step, in the order that every engine needs.
+
+Weights are loaded into the plain model before `prepare`, moments into the prepared optimizer after it, and a memory cap
+is set when the libraries are loaded and the ranks have met, so that it counts what the plan counts.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from trainer.runtime.accelerator import build_accelerator, read_ds_config
+from trainer.runtime.checkpoint import (
+    CheckpointFolder,
+    Ranks,
+    check_compatible,
+    find_checkpoint,
+    import_optimizer,
+    import_weights,
+)
+from trainer.runtime.checkpoint_facts import facts_of, has_checkpoints
+from trainer.runtime.data import TokenRows
+from trainer.runtime.engagement import check_engagement
+from trainer.runtime.memory_profile import cap_memory
+from trainer.runtime.model import build_model
+from trainer.runtime.optimizers import build_optimizer
+from trainer.runtime.report_writer import ReportWriter, RunPaths
+from trainer.runtime.state import RunState
+from trainer.spec.errors import EnvironmentFaultError
+from trainer.spec.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Everything a rank has built for its run."""
+
+    plan: Plan
+    paths: RunPaths
+    writer: ReportWriter
+    state: RunState
+    accelerator: Accelerator
+    ranks: Ranks
+    model: nn.Module
+    optimizer: Any  # Accelerate's wrapper around torch's or DeepSpeed's
+    train_rows: TokenRows
+    eval_rows: TokenRows | None
+    tokenizer: PreTrainedTokenizerBase | None
+
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that writes for all."""
+        return bool(self.accelerator.process_index == 0)
+
+
+def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunState) -> Session:
+    """Builds the engine, the model and the optimizer, checks that they are the planned ones, and resumes."""
+    writer.write_status("starting the engine")
+    sharding = plan.chosen.strategy.sharding
+    accelerator = build_accelerator(plan, ds_config=read_ds_config(paths.plan_dir, sharding))
+    ranks = Ranks.distributed() if dist.is_initialized() and dist.get_world_size() > 1 else Ranks.alone()
+    writer.write_status("loading the data")
+    assert plan.data.cache_dir is not None, "a plan that is run has prepared data"
+    cache_dir = Path(plan.data.cache_dir)
+    train_rows = TokenRows.open(cache_dir, "train")
+    eval_rows = TokenRows.open(cache_dir, "eval") if plan.data.num_eval_rows else None
+    if plan.hardware.vram_cap_bytes is not None:
+        cap_memory(plan.device_kind, accelerator.device, plan.hardware.vram_cap_bytes)
+    writer.write_status("loading the model")
+    model = build_model(plan)
+    checkpoint = _checkpoint_to_resume(plan, paths, state, ranks)
+    if checkpoint is not None:
+        import_weights(model, checkpoint)
+    optimizer = build_optimizer(
+        plan.chosen.strategy.optimizer, model, lr=plan.schedule.lr, weight_decay=plan.job.train.weight_decay
+    )
+    writer.write_status("preparing the engine")
+    wrapped, wrapped_optimizer = accelerator.prepare(model, optimizer)
+    state.engaged = check_engagement(accelerator, wrapped, wrapped_optimizer, plan.chosen)
+    if checkpoint is not None:
+        import_optimizer(wrapped, wrapped_optimizer, checkpoint, sharding=sharding)
+        _take_over(state, checkpoint)
+    return Session(
+        plan=plan,
+        paths=paths,
+        writer=writer,
+        state=state,
+        accelerator=accelerator,
+        ranks=ranks,
+        model=wrapped,
+        optimizer=wrapped_optimizer,
+        train_rows=train_rows,
+        eval_rows=eval_rows,
+        tokenizer=_tokenizer(plan),
+    )
+
+
+def _tokenizer(plan: Plan) -> PreTrainedTokenizerBase | None:
+    if plan.tokenizer_path is None:
+        return None
+    tokenizer = AutoTokenizer.from_pretrained(plan.tokenizer_path, local_files_only=True)
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+def _checkpoint_to_resume(plan: Plan, paths: RunPaths, state: RunState, ranks: Ranks) -> CheckpointFolder | None:
+    if not plan.resume:
+        return None
+    sharding = plan.chosen.strategy.sharding
+    if not has_checkpoints(sharding):
+        raise EnvironmentFaultError(f"--resume: checkpoints of {sharding} come with shardwise 0.5")
+    checkpoint = find_checkpoint(paths.resume_dir / "checkpoints", on_skip=state.incidents.append, ranks=ranks)
+    if checkpoint is None:
+        raise EnvironmentFaultError(
+            f"--resume: {paths.resume_dir / 'checkpoints'} holds no checkpoint; start again without --resume"
+        )
+    check_compatible(checkpoint, facts_of(plan, state))
+    return checkpoint
+
+
+def _take_over(state: RunState, checkpoint: CheckpointFolder) -> None:
+    state.step = state.resumed_from_step = checkpoint.facts.step
+    state.tokens_seen = checkpoint.facts.tokens_seen
+    state.evaluations.extend(checkpoint.facts.evaluations)
+    state.checkpoint = f"checkpoints/{checkpoint.path.name}"

@@ -1,0 +1,141 @@
+"""One optimizer step under any engine: forward and backward of each micro batch, clipping, update.
+
+The loss of a step is the sum of its token losses over all ranks and micro batches, divided by the number of targets
+in the global batch. Every rank knows that number without asking the others. What a rank passes to its engine is
+compensated for what engines do on their own:
+
+    they average gradients over the ranks           x num_ranks
+    Accelerate or DeepSpeed divide by accumulation  x accumulation
+
+Gradients are summed over the ranks with the last micro batch only. Dropout masks are a function of (seed, step, index
+of the micro batch in the global batch): nothing has to be saved, and a step can be repeated exactly.
+"""
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from trainer.runtime.data import MicroBatch
+from trainer.runtime.optimizers import set_learning_rate, unwrapped
+from trainer.spec.value import Value
+
+
+class Clock:
+    """Seconds spent in each phase of a step; on a GPU between events, so that nothing waits while the step runs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._seconds: dict[str, float] = {}
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def measure(self, phase: str) -> Iterator[None]:
+        """Adds the time of the block to `phase`."""
+        if self._is_cuda:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._events.append((phase, begin, end))
+        else:
+            start = time.perf_counter()
+            yield
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def seconds(self, phase: str) -> float:
+        """Seconds of a phase so far; waits for the device."""
+        for name, begin, end in self._events:
+            end.synchronize()
+            self._seconds[name] = self._seconds.get(name, 0.0) + begin.elapsed_time(end) / 1000
+        self._events.clear()
+        return self._seconds.get(phase, 0.0)
+
+
+class StepResult(Value, frozen=True, kw_only=True):
+    """What one optimizer step came to, over all ranks."""
+
+    loss: float  # mean over the targets of the global batch
+    num_targets: int
+    grad_norm: float | None  # before clipping
+    was_skipped: bool = False  # an fp16 overflow
+
+
+def run_step(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Any,  # noqa: ANN401  # Accelerate's wrapper around torch's or DeepSpeed's
+    micro_batches: Sequence[MicroBatch],
+    *,
+    num_targets: int,
+    step: int,
+    seed: int,
+    lr: float,
+    clip: float,
+    clock: Clock,
+) -> StepResult:
+    """Runs the micro batches of this rank and updates the parameters once."""
+    set_learning_rate(unwrapped(optimizer), lr)
+    total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+    is_deepspeed = accelerator.distributed_type is DistributedType.DEEPSPEED  # its engine knows the last micro batch
+    assert len(micro_batches) == accelerator.gradient_accumulation_steps
+    scale = accelerator.num_processes * len(micro_batches) / num_targets
+    for index, micro_batch in enumerate(micro_batches):
+        is_last = index == len(micro_batches) - 1
+        seed_dropout(seed, step, index * accelerator.num_processes + accelerator.process_index)
+        accelerator.sync_gradients = is_last
+        with nullcontext() if is_last or is_deepspeed else accelerator.no_sync(model):
+            with clock.measure("forward"):
+                loss_sum = forward(model, micro_batch, accelerator.device)
+            total += loss_sum.detach()
+            with clock.measure("backward"):
+                accelerator.backward(loss_sum * scale)
+    with clock.measure("optimizer"):
+        grad_norm = _update(accelerator, model, optimizer, clip)
+    return StepResult(
+        loss=float(sum_over_ranks(total)) / num_targets,
+        num_targets=num_targets,
+        grad_norm=grad_norm,
+        was_skipped=bool(getattr(optimizer, "step_was_skipped", False)),
+    )
+
+
+def forward(model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Tensor:
+    """Sum of the token losses of one micro batch, a scalar."""
+    loss = model(
+        input_ids=micro_batch.input_ids.to(device, non_blocking=True),
+        labels=micro_batch.labels.to(device, non_blocking=True),
+    )
+    assert isinstance(loss, Tensor) and loss.ndim == 0
+    return loss
+
+
+def sum_over_ranks(value: Tensor) -> Tensor:
+    """The sum of a tensor over all ranks, on every rank."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(value)
+    return value
+
+
+def seed_dropout(seed: int, step: int, index: int) -> None:
+    """Seeds torch's generators for one micro batch of the global batch."""
+    digest = hashlib.sha256(f"{seed}/{step}/{index}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def _update(accelerator: Accelerator, model: nn.Module, optimizer: Any, clip: float) -> float | None:  # noqa: ANN401  # see run_step
+    """Clips, steps and clears the gradients; DeepSpeed has done all three in the last backward."""
+    norm = accelerator.clip_grad_norm_(model.parameters(), clip if clip > 0 else float("inf"))
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    if norm is None:
+        return None
+    full = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return float(full)

@@ -1,0 +1,190 @@
+"""Text to token ids: a Hugging Face tokenizer folder, or a byte-level BPE trained on the spot and saved as one.
+
+The `tokenizers` library is used directly: it is what transformers' fast tokenizers are made of, works on all cores and
+is imported in milliseconds. transformers is imported only for a folder without tokenizer.json, to convert it.
+
+A document is [bos] + ids + eos: eos always, as the boundary that packing needs; bos where the tokenizer itself puts
+one before a text (Llama does, GPT-2 and Qwen do not).
+"""
+
+import json
+import shutil
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from trainer.spec.errors import EnvironmentFaultError, InputError
+
+END_OF_TEXT = "<|endoftext|>"
+NUM_BYTES = 256
+_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+_NOT_TOKENIZER = (
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+)
+
+
+class TextTokenizer(NamedTuple):
+    """A tokenizer with the ids that stand around a document."""
+
+    tokenizer: Tokenizer
+    eos_id: int
+    pad_id: int
+    document_prefix: tuple[int, ...]  # bos, or nothing
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, without anything around them."""
+        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> TextTokenizer:
+    """A byte-level BPE of at most `vocab_size` tokens; the same texts in the same order give the same one."""
+    if vocab_size < NUM_BYTES + 1:
+        raise InputError(
+            f"model.tokenizer: train: a vocabulary of {vocab_size} is too small; "
+            f"a byte-level BPE needs {NUM_BYTES + 1}, one for each byte and one for the end of a text"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    end_id = tokenizer.token_to_id(END_OF_TEXT)
+    assert end_id is not None
+    return TextTokenizer(tokenizer, eos_id=end_id, pad_id=end_id, document_prefix=())
+
+
+def write_trained_tokenizer(trained: TextTokenizer, folder: Path) -> None:
+    """Writes the files that AutoTokenizer.from_pretrained reads."""
+    folder.mkdir(parents=True)
+    _write_tokenizer_json(trained, folder)
+    named = {"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_prefix_space": False,
+        **named,
+    }
+    for name, content in (("tokenizer_config.json", settings), ("special_tokens_map.json", named)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def load_tokenizer(folder: Path) -> TextTokenizer:
+    """The tokenizer of a folder; InputError if there is none, or none that ends a text."""
+    if (folder / "tokenizer.json").is_file():
+        tokenizer = _parsed(folder / "tokenizer.json")
+        settings = _settings_of(folder)
+    else:
+        tokenizer, settings = _converted(folder)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    eos_id = _token_id(tokenizer, settings, "eos_token")
+    if eos_id is None:
+        raise InputError(
+            f"model.tokenizer: {folder} does not name the token that ends a text;\n"
+            'add "eos_token" to its tokenizer_config.json'
+        )
+    pad_id = _token_id(tokenizer, settings, "pad_token")
+    bos_id = _token_id(tokenizer, settings, "bos_token")
+    starts_with_bos = bos_id is not None and tokenizer.encode("").ids[:1] == [bos_id]
+    prefix = (bos_id,) if bos_id is not None and starts_with_bos else ()
+    return TextTokenizer(tokenizer, eos_id, eos_id if pad_id is None else pad_id, prefix)
+
+
+def copy_tokenizer(loaded: TextTokenizer, source: Path, folder: Path) -> None:
+    """Copies the tokenizer's files out of `source`; writes tokenizer.json where `source` has none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in _tokenizer_files(source):
+        shutil.copyfile(path, folder / path.name)
+    if not (folder / "tokenizer.json").exists():
+        _write_tokenizer_json(loaded, folder)
+
+
+def _write_tokenizer_json(tokenizer: TextTokenizer, folder: Path) -> None:
+    """By our own hand: `Tokenizer.save` answers a full disk with a plain Exception."""
+    (folder / "tokenizer.json").write_text(tokenizer.tokenizer.to_str(pretty=True), encoding="utf-8")
+
+
+def tokenizer_digest(folder: Path) -> bytes:
+    """A digest of everything in `folder` that decides how text becomes ids."""
+    digest = blake2b(digest_size=32)
+    for path in _tokenizer_files(folder):
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise EnvironmentFaultError(f"{path}: cannot be read: {error.strerror}") from error
+        digest.update(f"{path.name} {len(content)}\n".encode() + content)
+    return digest.digest()
+
+
+def _tokenizer_files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise InputError(f"model.tokenizer: {folder} is not a folder")
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if path.suffix in _SUFFIXES and path.name not in _NOT_TOKENIZER and path.is_file()
+    ]
+
+
+def _parsed(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise EnvironmentFaultError(f"{path}: cannot be read: {error.strerror}") from error
+    except Exception as error:  # the library raises plain Exception for a file it cannot parse
+        raise InputError(f"{path}: is not a tokenizer that the tokenizers library reads: {error}") from error
+
+
+def _settings_of(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json over special_tokens_map.json; both may be missing."""
+    settings: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            content = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise InputError(f"{path}: is not valid JSON: {error}") from error
+        settings |= {key: entry for key, entry in content.items() if entry is not None}
+    return settings
+
+
+def _converted(folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
+    """A folder of another layout (vocab.json and merges.txt, a sentencepiece model) through transformers."""
+    from transformers import AutoTokenizer  # slow, and rarely needed
+
+    try:
+        slow = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(f"model.tokenizer: {folder} holds no tokenizer: {first_line}") from error
+    backend = getattr(slow, "backend_tokenizer", None)
+    if backend is None:
+        raise InputError(
+            f"model.tokenizer: {folder} holds a {type(slow).__name__}, which has no fast form; tokenizer.json is needed"
+        )
+    named = {name: getattr(slow, name) for name in ("eos_token", "pad_token", "bos_token")}
+    return Tokenizer.from_str(backend.to_str()), named
+
+
+def _token_id(tokenizer: Tokenizer, settings: dict[str, Any], name: str) -> int | None:
+    entry = settings.get(name)
+    content = entry.get("content") if isinstance(entry, dict) else entry
+    return None if content is None else tokenizer.token_to_id(content)
