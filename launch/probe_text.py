@@ -1,0 +1,142 @@
+"""The table that `shardwise probe` prints: one line for each thing the machine has, unknown figures left out."""
+
+from collections.abc import Sequence
+
+from launch.gpu_selection import name_holders
+from trainer.spec.hardware import Disk, Gpu, Hardware, Host, Link, MeasuredRates, NetworkInterface
+from trainer.spec.units import format_bytes
+
+_LIBRARIES_PER_LINE = 5
+
+
+def describe_hardware(hardware: Hardware) -> str:
+    """Plain text, several lines, without a final newline."""
+    sections = (
+        _section("devices", _device_lines(hardware)),
+        _section("links", _link_lines(hardware.links)),
+        _section("host", _host_lines(hardware.host)),
+        _section("disks", [_disk_line(disk) for disk in hardware.host.disks]),
+        _section("network", [_interface_line(interface) for interface in hardware.host.interfaces]),
+        _section("measured", _rate_lines(hardware.rates)),
+        _section("libraries", _library_lines(hardware.libraries)),
+        _section("left out", hardware.excluded),
+        _section("notes", hardware.notes),
+    )
+    return "\n".join(line for section in sections for line in section)
+
+
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    return [f"{title if number == 0 else '':<10} {line}" for number, line in enumerate(lines)]
+
+
+def _joined(*parts: str | None) -> str:
+    return ", ".join(part for part in parts if part)
+
+
+def _device_lines(hardware: Hardware) -> list[str]:
+    cap = hardware.vram_cap_bytes
+    capped = f"capped at {format_bytes(cap)}" if cap is not None else None
+    nodes = f"{hardware.num_nodes} nodes, each with" if hardware.num_nodes > 1 else None
+    if hardware.gpus:
+        lines = [line for gpu in hardware.gpus for line in _gpu_lines(gpu)]
+        return ([nodes] if nodes else []) + lines + ([capped] if capped else [])
+    host = hardware.host
+    memory = f"{format_bytes(host.ram_bytes)} of memory" if host.ram_bytes is not None else None
+    ranks = f"{hardware.num_cpu_devices} ranks" if hardware.num_cpu_devices > 1 else None
+    return [_joined(f"CPU {host.cpu_name or ''}".strip(), memory, ranks, capped)]
+
+
+def _gpu_lines(gpu: Gpu) -> list[str]:
+    free = f" ({format_bytes(gpu.free_bytes)} free)" if gpu.free_bytes is not None else ""
+    capability = gpu.compute_capability
+    line = _joined(
+        f"{gpu.index}: {gpu.name}",
+        f"{format_bytes(gpu.memory_bytes)}{free}",
+        f"compute capability {capability[0]}.{capability[1]}" if capability else None,
+        f"PCIe {gpu.pcie_generation} x{gpu.pcie_width}" if gpu.pcie_generation and gpu.pcie_width else None,
+        f"NUMA node {gpu.numa_node}" if gpu.numa_node is not None else None,
+        f"{gpu.power_limit_w:g} W" if gpu.power_limit_w is not None else None,
+        {True: "ECC on", False: "ECC off"}.get(gpu.is_ecc_on) if gpu.is_ecc_on is not None else None,
+        f"driver {gpu.driver}" if gpu.driver else None,
+        None if gpu.spec_name or gpu.is_mig_on else "not in the catalogue: its speed is not known",
+    )
+    return [line] + ([f"   memory is also held by {name_holders(gpu.holders)}"] if gpu.holders else [])
+
+
+def _link_lines(links: Sequence[Link]) -> list[str]:
+    """Pairs joined alike share a line."""
+    pairs: dict[str, list[str]] = {}
+    for link in links:
+        pairs.setdefault(_link_text(link), []).append(f"{link.a}-{link.b}")
+    return [f"{text}: {_shortened(names)}" for text, names in pairs.items()]
+
+
+def _link_text(link: Link) -> str:
+    rate = f"{format_bytes(link.bytes_per_s)}/s each way" if link.bytes_per_s is not None else None
+    peer = (
+        {True: "peer access", False: "no peer access"}.get(link.has_peer_access)
+        if link.has_peer_access is not None
+        else None
+    )
+    kind = f"{link.num_nvlinks} NVLinks" if link.num_nvlinks else link.kind.value.replace("_", " ")
+    return _joined(kind, rate, peer)
+
+
+def _shortened(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 6 else f"{names[0]}, {names[1]}, ... {names[-1]} ({len(names)} pairs)"
+
+
+def _host_lines(host: Host) -> list[str]:
+    available = f" ({format_bytes(host.ram_available_bytes)} available)" if host.ram_available_bytes is not None else ""
+    memory = _joined(
+        f"{format_bytes(host.ram_bytes)} of RAM{available}" if host.ram_bytes is not None else None,
+        f"{format_bytes(host.pinned_limit_bytes)} can be pinned" if host.pinned_limit_bytes is not None else None,
+        f"{format_bytes(host.memlock_limit_bytes)} can be locked" if host.memlock_limit_bytes is not None else None,
+        f"{format_bytes(host.shm_bytes)} of shared memory" if host.shm_bytes is not None else None,
+    )
+    cores = f"{host.num_cores} cores" if host.num_cores is not None else None
+    cpu = _joined(host.cpu_name, cores, " ".join(host.cpu_flags) or None)
+    place = _joined("Windows Subsystem for Linux" if host.is_wsl else None, _slurm_text(host))
+    return [line for line in (cpu, memory, place) if line]
+
+
+def _slurm_text(host: Host) -> str | None:
+    slurm = host.slurm
+    if slurm is None:
+        return None
+    if slurm.job_id is None:
+        return "Slurm, outside a job: this may be a login node"
+    nodes = f" on {slurm.node_list}" if slurm.node_list else ""
+    return f"Slurm job {slurm.job_id}{nodes}"
+
+
+def _disk_line(disk: Disk) -> str:
+    return _joined(
+        f"{disk.path} ({disk.filesystem})",
+        f"{format_bytes(disk.free_bytes)} free of {format_bytes(disk.total_bytes)}",
+        "rotating" if disk.is_rotational else None,
+        f"writes {format_bytes(disk.write_bytes_per_s)}/s" if disk.write_bytes_per_s is not None else None,
+        f"reads {format_bytes(disk.read_bytes_per_s)}/s" if disk.read_bytes_per_s is not None else None,
+    )
+
+
+def _interface_line(interface: NetworkInterface) -> str:
+    speed = interface.speed_bytes_per_s
+    return _joined(interface.name, interface.address, f"{speed * 8 / 10**9:g} Gb/s" if speed is not None else None)
+
+
+def _rate_lines(rates: MeasuredRates) -> list[str]:
+    precision = f" in {rates.matmul_precision}" if rates.matmul_precision else ""
+    memory, copy = rates.memory_bytes_per_s, rates.host_to_device_bytes_per_s
+    matmul = rates.matmul_flops_per_s
+    line = _joined(
+        f"matrix products {matmul / 10**12:.3g} TFLOP/s{precision}" if matmul is not None else None,
+        f"memory {format_bytes(memory)}/s" if memory is not None else None,
+        f"host to device {format_bytes(copy)}/s" if copy is not None else None,
+    )
+    return [line] if line else []
+
+
+def _library_lines(libraries: dict[str, str]) -> list[str]:
+    named = [f"{name} {version}" for name, version in libraries.items()]
+    return [", ".join(named[at : at + _LIBRARIES_PER_LINE]) for at in range(0, len(named), _LIBRARIES_PER_LINE)]

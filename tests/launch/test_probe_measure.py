@@ -1,0 +1,106 @@
+"""Measuring disks and devices: real files, a real subprocess, and nothing left behind."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.measure_disk import BLOCK_BYTES, measure_disks, measure_folder, writable_folder
+from launch.measure_rates import measure_rates
+from trainer.spec.hardware import Disk, Gpu, Hardware, Host, MeasuredRates
+from trainer.spec.units import GIB
+
+HOST = Host(cpu_name=None, num_cores=1, ram_bytes=None, ram_available_bytes=None)
+
+
+def make_disk(path):
+    return Disk(path=str(path), filesystem="ext4", total_bytes=GIB, free_bytes=GIB)
+
+
+def test_a_folder_has_both_speeds_and_nothing_is_left_in_it(tmp_path):
+    speed = measure_folder(tmp_path, file_bytes=2 * BLOCK_BYTES)
+    assert speed is not None
+    assert speed.write_bytes_per_s > 0
+    assert speed.read_bytes_per_s > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_file_systems_that_refuse_direct_access_are_measured_too():
+    folder = Path("/dev/shm")  # the one tmpfs that every Linux has
+    before = set(folder.iterdir())
+    assert measure_folder(folder, file_bytes=BLOCK_BYTES) is not None
+    assert not [path for path in set(folder.iterdir()) - before if "shardwise" in path.name]
+
+
+def test_a_short_budget_ends_after_one_block(tmp_path):
+    assert measure_folder(tmp_path, file_bytes=64 * BLOCK_BYTES, budget_s=0) is not None
+
+
+@pytest.mark.parametrize("folder", ["/proc/self", "/no/such/folder"])
+def test_a_folder_that_refuses_a_file_is_not_measured(folder):
+    assert measure_folder(Path(folder)) is None
+
+
+def test_a_disk_whose_mount_point_cannot_be_written_is_measured_in_another_folder_of_it(tmp_path):
+    (tmp_path / "no folder").write_text("")  # not even root may enter it
+    disk = make_disk(tmp_path / "no folder")
+    assert writable_folder(disk, [Path("/dev/shm"), tmp_path / "gone", tmp_path]) == tmp_path
+    assert writable_folder(disk, [Path("/dev/shm")]) is None  # another disk
+    assert writable_folder(make_disk(tmp_path), []) == tmp_path
+    assert writable_folder(make_disk("/no/such/disk"), [tmp_path]) is None
+
+
+def test_a_disk_that_cannot_be_measured_is_named(tmp_path):
+    disks, notes = measure_disks([make_disk(tmp_path), make_disk("/no/such/disk")], [])
+    assert disks[0].read_bytes_per_s is not None
+    assert disks[1] == make_disk("/no/such/disk")
+    assert notes == ("disk /no/such/disk: not measured, no folder of it can be written with room to spare",)
+
+
+def run_module(tmp_path, monkeypatch, body, hardware, **changes):
+    """Has a module of the given body measure `hardware`; it stands in for the one that needs torch."""
+    (tmp_path / "stand_in.py").write_text("import os, pathlib, sys, time\n" + body)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return measure_rates(hardware, module="stand_in", **changes)
+
+
+ANSWER = "pathlib.Path(sys.argv[1]).write_text('{\"memory_bytes_per_s\": %s}')\n"
+
+
+def test_the_subprocess_is_told_the_device_and_the_cores(tmp_path, monkeypatch):
+    body = "assert sys.argv[2] == 'cpu' and os.environ['CUDA_VISIBLE_DEVICES'] == ''\n" + ANSWER.replace(
+        "%s}'", "' + os.environ['OMP_NUM_THREADS'] + '}'"
+    )
+    rates, notes = run_module(tmp_path, monkeypatch, body, Hardware(gpus=(), host=HOST))
+    assert notes == ()
+    assert rates == MeasuredRates(memory_bytes_per_s=1)
+
+
+def test_the_subprocess_sees_one_of_the_chosen_cards(tmp_path, monkeypatch):
+    gpus = tuple(Gpu(index=index, name="x", spec_name=None, memory_bytes=GIB, uuid=f"GPU-{index}") for index in (2, 3))
+    body = "assert sys.argv[2] == 'cuda' and os.environ['CUDA_VISIBLE_DEVICES'] == 'GPU-2'\n" + ANSWER % 7
+    rates, notes = run_module(tmp_path, monkeypatch, body, Hardware(gpus=gpus, host=HOST))
+    assert (rates.memory_bytes_per_s, notes) == (7, ())
+
+
+def test_a_subprocess_that_fails_is_a_note(tmp_path, monkeypatch):
+    hardware = Hardware(gpus=(), host=HOST)
+    rates, notes = run_module(tmp_path, monkeypatch, "import no_such_library\n", hardware)
+    assert rates == MeasuredRates()
+    assert notes == ("the device was not measured: ModuleNotFoundError: No module named 'no_such_library'",)
+    assert run_module(tmp_path, monkeypatch, "", hardware)[1] == ("the device was not measured: it wrote nothing",)
+
+
+def test_a_subprocess_that_takes_too_long_is_a_note(tmp_path, monkeypatch):
+    hardware = Hardware(gpus=(), host=HOST)
+    _, notes = run_module(tmp_path, monkeypatch, "time.sleep(600)\n", hardware, timeout_s=0.5)
+    assert notes == ("the device was not measured: it took more than 0.5 s",)
+
+
+def test_a_file_of_the_same_name_in_the_working_folder_is_not_run(tmp_path, monkeypatch):
+    (tmp_path / "trainer.py").write_text("import sys; sys.exit('the wrong trainer')\n")
+    (tmp_path / "elsewhere.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    _, notes = measure_rates(Hardware(gpus=(), host=HOST), module="elsewhere")
+    assert "No module named elsewhere" in notes[0]
+    assert sys.executable in notes[0]
