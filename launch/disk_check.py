@@ -1,0 +1,35 @@
+"""Whether the disk of a run directory can hold what the run will write, asked before anything is trained.
+
+Counted: the checkpoint being written beside the newest kept one (fp32 weights and both Adam moments, 12 bytes a
+parameter each), and the exported model (4 bytes a parameter). Metrics and logs are small beside them.
+"""
+
+import shutil
+from pathlib import Path
+
+from trainer.spec.errors import EnvironmentFaultError
+from trainer.spec.plan import Plan
+from trainer.spec.strategy import Sharding
+from trainer.spec.units import format_bytes
+
+CHECKPOINT_BYTES_PER_PARAMETER = 12
+EXPORT_BYTES_PER_PARAMETER = 4
+
+
+def needed_disk_bytes(plan: Plan) -> int:
+    """Bytes a run of this plan needs on the disk at once."""
+    per_parameter = EXPORT_BYTES_PER_PARAMETER
+    if plan.chosen.strategy.sharding in (Sharding.NONE, Sharding.DDP):
+        per_parameter += CHECKPOINT_BYTES_PER_PARAMETER * min(2, plan.job.checkpoint.keep + 1)
+    return plan.model_shape.num_parameters * per_parameter
+
+
+def check_disk(plan: Plan, run_dir: Path) -> None:
+    """EnvironmentFaultError with both numbers where the run would fill the disk."""
+    folder = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists())
+    needed, free = needed_disk_bytes(plan), shutil.disk_usage(folder).free
+    if free < needed:
+        raise EnvironmentFaultError(
+            f"{run_dir}: checkpoints and the exported model need {format_bytes(needed)}, "
+            f"{format_bytes(free)} are free; make room, or name another disk with output or --run-dir"
+        )

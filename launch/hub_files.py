@@ -1,0 +1,102 @@
+"""A model's files from the Hugging Face hub: those already in the local cache, and a download of the rest.
+
+The cache is read by its layout (`models--ORG--NAME/refs/REVISION` holds a commit, `snapshots/COMMIT/` its files), so
+that a model that is here needs neither the network nor a library. Only a download imports huggingface_hub, which reads
+HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE itself. Pickled weights are never asked for.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainer.spec.errors import EnvironmentFaultError, InputError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+_SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.jinja",
+)
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+_LEFT_OUT = ("*/*", "consolidated*")  # other formats' folders, and a second copy of the weights
+
+
+def hub_cache(cache_home: Path | None, environment: Mapping[str, str] = os.environ) -> Path:
+    """The hub's cache: below `cache_home`, or where huggingface_hub would look."""
+    if cache_home is not None:
+        return cache_home / "hub"
+    if named := environment.get("HF_HUB_CACHE"):
+        return Path(named).expanduser()
+    if named := environment.get("HF_HOME"):
+        return Path(named).expanduser() / "hub"
+    base = environment.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "huggingface" / "hub"
+
+
+def find_snapshot(repository: str, *, revision: str | None, cache: Path) -> Path | None:
+    """The folder of a revision's files that are here, None where there are none."""
+    root = cache / f"models--{repository.replace('/', '--')}"
+    name = revision or "main"
+    try:
+        commit = (root / "refs" / name).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        commit = name
+    snapshot = root / "snapshots" / commit
+    return snapshot if (snapshot / "config.json").is_file() else None
+
+
+def download_snapshot(repository: str, *, revision: str | None, cache: Path, setting: str, with_weights: bool) -> Path:
+    """Downloads config, tokenizer and, where asked for, weights; the folder that then holds them.
+
+    Raises InputError where the repository or revision does not exist or needs a token, EnvironmentFaultError where the
+    hub cannot be reached; both say what to do next.
+    """
+    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    transport_error = errors.HfHubHTTPError.__bases__[0]  # of whichever HTTP library this version uses
+    is_quiet = not with_weights and not are_progress_bars_disabled()
+    if is_quiet:
+        disable_progress_bars()
+    try:
+        folder = snapshot_download(
+            repository,
+            revision=revision,
+            cache_dir=cache,
+            allow_patterns=[*_SMALL_FILES, *(_WEIGHT_FILES if with_weights else ())],
+            ignore_patterns=list(_LEFT_OUT),
+        )
+    except errors.GatedRepoError:
+        raise InputError(
+            f"{setting}: {repository} is gated; ask for access at https://huggingface.co/{repository}, then run: "
+            "hf auth login"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise InputError(f"{setting}: {repository} has no revision {revision}") from None
+    except errors.RepositoryNotFoundError:
+        raise InputError(
+            f"{setting}: {repository} is neither a folder here nor a model on the hub that you may see; check the "
+            "name or, for a private one, run: hf auth login"
+        ) from None
+    except (transport_error, OSError) as error:
+        raise EnvironmentFaultError(_unreachable(repository, setting=setting, error=error, cache=cache)) from error
+    finally:
+        if is_quiet:
+            enable_progress_bars()
+    return Path(folder)
+
+
+def _unreachable(repository: str, *, setting: str, error: BaseException, cache: Path) -> str:
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"{setting}: {repository} cannot be downloaded into {cache}: {os.strerror(error.errno)}"
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
+        why = "HF_HUB_OFFLINE is set"
+    else:
+        why = "the hub cannot be reached"
+    return f"{setting}: {repository} is neither a folder here nor in {cache}, and {why}; name a local folder"

@@ -1,0 +1,135 @@
+"""YAML as people mean it, which is version 1.2: `off` is a word, `1e-4` a number, `24:00:00` and `2024-01-01` text.
+
+PyYAML reads version 1.1, in which those are False, text, 86400 and a date, and `010` is eight. A key that stands twice
+is refused. Whatever is wrong with a file is one line with its line and column.
+"""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.spec.errors import InputError
+from trainer.spec.units import MIB
+
+LARGEST_FILE_BYTES = MIB
+_STR = "tag:yaml.org,2002:str"
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with other scalars."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+
+
+def read_yaml_file(path: Path) -> object:
+    """What the file holds, None where it is empty; InputError names the file and the place."""
+    origin = name_of_file(path)
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(LARGEST_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise InputError(f"{origin}: there is no such file") from None
+    except IsADirectoryError:
+        raise InputError(f"{origin}: is a folder, not a file") from None
+    except (OSError, ValueError) as error:  # ValueError: the name holds a null byte
+        raise InputError(f"{origin}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if len(content) > LARGEST_FILE_BYTES:
+        raise InputError(f"{origin}: is larger than 1 MiB; this is no settings file")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise InputError(f"{origin}: line {line}: is not UTF-8 text") from None
+    return read_yaml(text, origin=origin)
+
+
+def read_yaml(text: str, *, origin: str) -> object:
+    """The one document in `text`."""
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of SafeLoader
+    except yaml.MarkedYAMLError as error:
+        raise InputError(f"{origin}: {_place(error)}{_sentence(error)}") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise InputError(f"{origin}: line {line}: holds a character that text does not have") from None
+    except RecursionError:
+        raise InputError(f"{origin}: is nested too deeply") from None
+
+
+def write_scalar(value: object) -> str:
+    """A value on one line, which `read_yaml` and any YAML 1.1 reader take for the same value."""
+    if isinstance(value, list):
+        return f"[{', '.join(write_scalar(entry) for entry in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{write_scalar(key)}: {write_scalar(entry)}' for key, entry in value.items())}}}"
+    if not isinstance(value, str):
+        return json.dumps(value)
+    is_plain = re.fullmatch(r"[A-Za-z0-9_./][A-Za-z0-9_./+%@ -]*(?<! )", value) is not None
+    if is_plain and read_yaml(value, origin="") == value == yaml.safe_load(value):
+        return value
+    return yaml.safe_dump(value, default_style='"', width=math.inf, allow_unicode=True).strip()
+
+
+def name_of_file(path: Path) -> str:
+    """The path as typed, on one line."""
+    return str(path) if str(path).isprintable() else repr(str(path))
+
+
+def _place(error: yaml.MarkedYAMLError) -> str:
+    mark = error.problem_mark or error.context_mark
+    return "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+
+
+def _sentence(error: yaml.MarkedYAMLError) -> str:
+    parts = [part for part in (error.problem, error.context) if part]
+    return " ".join(" ".join(parts).split()) or "is not YAML"
+
+
+def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[str] = set()
+    for key, _ in node.value:
+        if isinstance(key, yaml.ScalarNode):
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"{key.value!r} stands twice", problem_mark=key.start_mark
+                )
+            seen.add(key.value)
+    loader.flatten_mapping(node)
+    return loader.construct_mapping(node, deep=True)
+
+
+def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    return int(_number(loader, node, int))
+
+
+def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
+    return float(_number(loader, node, float))
+
+
+def _number(loader: _Loader, node: yaml.ScalarNode, kind: type[int] | type[float]) -> float:
+    text = loader.construct_scalar(node)
+    try:
+        return kind(re.sub(r"\.(inf|nan)$", r"\1", text, flags=re.IGNORECASE))
+    except ValueError:
+        raise yaml.constructor.ConstructorError(
+            problem=f"{text!r} is no number", problem_mark=node.start_mark
+        ) from None
+
+
+_SCALARS = (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("merge", r"<<", ["<"]),
+    ("int", r"[-+]?[0-9][0-9_]{0,30}", list("-+0123456789")),
+    ("float", r"[-+]?(\.[0-9]+|[0-9][0-9_]*\.[0-9]*)([eE][-+]?[0-9]{1,4})?", list("-+.0123456789")),
+    ("float", r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]{1,4}|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+.0123456789")),
+)
+for _tag, _pattern, _first in _SCALARS:
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first)
+_Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)

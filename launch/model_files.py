@@ -1,0 +1,297 @@
+"""Which files a job's model is: its config, its weights, its tokenizer; checked before anything heavy starts.
+
+`model.name` and `model.config` are looked up in this order: a preset of that name (write `./NAME` for a folder called
+like one), a folder or file on this machine, a hub id in the local cache, a hub id on the hub. Relative paths are taken
+from the working directory, `~` is the home folder; the answer holds absolute ones.
+
+A preset is `trainer/presets/NAME.json`, the config.json of a well-known model. With `model.config` it starts from
+scratch; with `model.name` it stands for the published weights its `_name_or_path` names, and a plan needs no network.
+"""
+
+import json
+from contextlib import suppress
+from difflib import get_close_matches
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from launch.hub_files import HUB_ID, download_snapshot, find_snapshot, hub_cache
+from launch.weight_files import TensorShapes, check_weights, has_weights
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.job import Job
+from trainer.spec.value import Value
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+class ModelFiles(Value, frozen=True, kw_only=True):
+    """Where a model is.
+
+    `model_path` is None where the model starts from scratch. While `needs_download` is true, `model_path` and
+    `tokenizer_path` are the hub id: enough for a plan; `download_model` gives the folders.
+    """
+
+    config: dict[str, Any]
+    config_origin: str  # names the config in messages
+    model_path: str | None
+    tokenizer_path: str | None
+    repository: str | None = None  # the hub id, where it is from the hub
+    revision: str | None = None  # its commit, once known
+    needs_download: bool = False
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names of the presets, sorted."""
+    return tuple(
+        sorted(entry.name.removesuffix(".json") for entry in _presets().iterdir() if entry.name[-5:] == ".json")
+    )
+
+
+def read_preset(name: str) -> dict[str, Any]:
+    """The config.json of a preset."""
+    config = json.loads((_presets() / f"{name}.json").read_bytes())
+    assert isinstance(config, dict)
+    return config
+
+
+def read_model_config(job: Job, *, cache_home: Path | None = None) -> ModelFiles:
+    """The files of the job's model, checked as far as headers and counts go; InputError says what is wrong.
+
+    `cache_home` is Hugging Face's home folder where it is not the environment's. Small files (config, tokenizer) of a
+    hub id that is not here are downloaded, weights never: see `download_model`.
+    """
+    cache = hub_cache(cache_home)
+    if job.model.name is not None:
+        files = _from_name(job, cache)
+    else:
+        assert job.model.config is not None, "read_job refuses a job without a model"
+        files = _from_config(job, cache)
+    if job.model.tokenizer == "train":
+        return msgspec.structs.replace(files, tokenizer_path=None)
+    if job.model.tokenizer is not None:
+        tokenizer_path = _tokenizer_folder(job.model.tokenizer, cache)
+        files = msgspec.structs.replace(files, tokenizer_path=tokenizer_path)
+    _check_vocabulary(files)
+    return files
+
+
+def download_model(job: Job, files: ModelFiles, *, cache_home: Path | None = None) -> ModelFiles:
+    """The same files with the weights here; does nothing where they are."""
+    if not files.needs_download:
+        return files
+    assert files.repository is not None
+    folder = download_snapshot(
+        files.repository,
+        revision=job.model.revision,
+        cache=hub_cache(cache_home),
+        setting="model.name",
+        with_weights=True,
+    )
+    return read_model_config(job, cache_home=cache_home) if has_weights(folder) else _without_weights(folder)
+
+
+def _from_name(job: Job, cache: Path) -> ModelFiles:
+    name = job.model.name
+    assert name is not None
+    if name in preset_names():
+        config = read_preset(name)
+        repository = config.get("_name_or_path")
+        if repository is None:
+            raise InputError(f"model.name: {name} is a shape without weights; write model.config: {name}")
+        return _from_hub(repository, job, cache, preset=(name, config))
+    path = _path_of(name, setting="model.name")
+    if path.is_dir():
+        return _from_folder(path)
+    if path.exists():
+        raise InputError(f"model.name: {name} is a file; name the folder that holds config.json and the weights")
+    _refuse_unless_hub_id(name, setting="model.name")
+    return _from_hub(name, job, cache, preset=None)
+
+
+def _from_config(job: Job, cache: Path) -> ModelFiles:
+    name = job.model.config
+    assert name is not None
+    if name in preset_names():
+        return ModelFiles(
+            config=read_preset(name), config_origin=f"preset {name}", model_path=None, tokenizer_path=None
+        )
+    path = _path_of(name, setting="model.config")
+    if path.is_file():
+        return ModelFiles(config=_read_json(path), config_origin=str(path), model_path=None, tokenizer_path=None)
+    if not path.is_dir():
+        _refuse_unless_hub_id(name, setting="model.config")
+        path = _snapshot(name, revision=job.model.revision, cache=cache, setting="model.config")
+    return ModelFiles(
+        config=_read_config(path),
+        config_origin=_config_file(path),
+        model_path=None,
+        tokenizer_path=_own_tokenizer(path),
+    )
+
+
+def _from_folder(folder: Path) -> ModelFiles:
+    config = _read_config(folder)
+    _check_embedding(folder, config, check_weights(folder))
+    return ModelFiles(
+        config=config,
+        config_origin=_config_file(folder),
+        model_path=str(folder.absolute()),
+        tokenizer_path=_own_tokenizer(folder),
+    )
+
+
+def _from_hub(repository: str, job: Job, cache: Path, *, preset: tuple[str, dict[str, Any]] | None) -> ModelFiles:
+    revision = job.model.revision
+    folder = find_snapshot(repository, revision=revision, cache=cache)
+    if folder is None and preset is not None:
+        name, config = preset
+        return ModelFiles(
+            config=config,
+            config_origin=f"preset {name}",
+            model_path=repository,
+            tokenizer_path=repository,
+            repository=repository,
+            needs_download=True,
+        )
+    if folder is None:
+        folder = _download_small(repository, revision=revision, cache=cache, setting="model.name")
+    elif job.model.tokenizer is None and _own_tokenizer(folder) is None:
+        with suppress(EnvironmentFaultError):  # without a network the job goes on with what is here
+            folder = _download_small(repository, revision=revision, cache=cache, setting="model.name")
+    if has_weights(folder):
+        return msgspec.structs.replace(_from_folder(folder), repository=repository, revision=folder.name)
+    return ModelFiles(
+        config=_read_config(folder),
+        config_origin=_config_file(folder),
+        model_path=repository,
+        tokenizer_path=_own_tokenizer(folder),
+        repository=repository,
+        revision=folder.name,
+        needs_download=True,
+    )
+
+
+def _snapshot(repository: str, *, revision: str | None, cache: Path, setting: str) -> Path:
+    folder = find_snapshot(repository, revision=revision, cache=cache)
+    return folder or _download_small(repository, revision=revision, cache=cache, setting=setting)
+
+
+def _download_small(repository: str, *, revision: str | None, cache: Path, setting: str) -> Path:
+    return download_snapshot(repository, revision=revision, cache=cache, setting=setting, with_weights=False)
+
+
+def _without_weights(folder: Path) -> ModelFiles:
+    check_weights(folder)
+    raise InputError(f"{folder}: the hub has no complete safetensors weights of this model")
+
+
+def _tokenizer_folder(name: str, cache: Path) -> str:
+    path = _path_of(name, setting="model.tokenizer")
+    if path.is_dir():
+        if _own_tokenizer(path) is None:
+            raise InputError(
+                f"model.tokenizer: {name} holds no tokenizer; expected one of {', '.join(_TOKENIZER_FILES)}"
+            )
+        return str(path.absolute())
+    if path.exists():
+        raise InputError(f"model.tokenizer: {name} is a file; name the folder it is in")
+    _refuse_unless_hub_id(name, setting="model.tokenizer")
+    folder = _snapshot(name, revision=None, cache=cache, setting="model.tokenizer")
+    if _own_tokenizer(folder) is None:
+        raise InputError(f"model.tokenizer: {name} has no tokenizer")
+    return str(folder)
+
+
+def _own_tokenizer(folder: Path) -> str | None:
+    return str(folder.absolute()) if any((folder / name).is_file() for name in _TOKENIZER_FILES) else None
+
+
+def _check_vocabulary(files: ModelFiles) -> None:
+    """InputError where the tokenizer has a token that the model has no embedding for."""
+    vocab_size = files.config.get("vocab_size")
+    if files.tokenizer_path is None or not isinstance(vocab_size, int):
+        return
+    size = tokenizer_size(Path(files.tokenizer_path))
+    if size is None or size <= vocab_size:
+        return
+    remedy = (
+        "give the model's own tokenizer" if files.model_path else f"write vocab_size {size} into {files.config_origin}"
+    )
+    raise InputError(
+        f"model.tokenizer: {files.tokenizer_path} has {size} tokens, the model's vocab_size is {vocab_size}; {remedy}"
+    )
+
+
+def tokenizer_size(folder: Path) -> int | None:
+    """The largest token id + 1, read from tokenizer.json; None where there is no such file."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None
+    tokenizer = _read_json(path)
+    try:
+        vocab = tokenizer["model"]["vocab"]
+        ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+        added = (token["id"] for token in tokenizer.get("added_tokens") or ())
+        return max((*ids, *added), default=-1) + 1
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{path}: is not a tokenizer of the tokenizers library") from error
+
+
+def _check_embedding(folder: Path, config: dict[str, Any], shapes: TensorShapes) -> None:
+    vocab_size = config.get("vocab_size")
+    for name, shape in shapes.items():
+        if name.endswith("embed_tokens.weight") and isinstance(vocab_size, int) and shape[:1] != (vocab_size,):
+            raise InputError(
+                f"{folder}: config.json says vocab_size {vocab_size}, but {name} has {shape[0]} rows; "
+                "config.json and weights are not of one model"
+            )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise InputError(f"{folder}: holds no config.json; name the folder of a Hugging Face model")
+    return _read_json(path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: is not a JSON object")
+    return content
+
+
+def _config_file(folder: Path) -> str:
+    return str(folder / "config.json")
+
+
+def _path_of(name: str, *, setting: str) -> Path:
+    """The path a name would be; InputError where the system does not let us look."""
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except OSError as error:
+        raise InputError(f"{setting}: {name} cannot be read: {error.strerror}") from error
+    except RuntimeError as error:
+        raise InputError(f"{setting}: {name} names no folder: {error}") from error
+    return path
+
+
+def _refuse_unless_hub_id(name: str, *, setting: str) -> None:
+    if HUB_ID.fullmatch(name) and ".." not in name:
+        return
+    presets = preset_names()
+    meant = get_close_matches(name.lower(), presets, n=1)
+    hint = f"did you mean {meant[0]}?" if meant else f"presets: {', '.join(presets)}"
+    raise InputError(f"{setting}: {name} is no folder here, no hub id (ORG/NAME) and no preset; {hint}")
+
+
+def _presets() -> Any:  # noqa: ANN401 - importlib's Traversable moved between versions
+    return resources.files("trainer") / "presets"

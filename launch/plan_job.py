@@ -1,0 +1,197 @@
+"""Gathers what a plan is made of, from a job file and this machine, and makes the plan.
+
+Nothing heavy is started here: data that was prepared before is found by its index, otherwise its size is estimated.
+"""
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from launch import folders
+from launch.calibration_store import read_calibration
+from launch.data_files import list_files, source_bytes
+from launch.job_layers import ResolvedJob, read_job_layers
+from launch.model_files import ModelFiles, download_model, read_model_config
+from launch.prepare_data import find_prepared
+from launch.probe import read_hardware
+from trainer.planning.data_estimate import estimate_data
+from trainer.planning.gpu_specs import hardware_from_spec
+from trainer.planning.planner import make_plan
+from trainer.spec.data_profile import DataProfile
+from trainer.spec.data_request import PrepareRequest
+from trainer.spec.errors import InputError
+from trainer.spec.hardware import Hardware
+from trainer.spec.job import DataFormat, Job
+from trainer.spec.model_shape import ModelShape, read_model_shape
+from trainer.spec.plan import Plan
+
+RECORDED_LIBRARIES = (
+    "torch", "accelerate", "transformers", "deepspeed", "peft", "bitsandbytes", "galore-torch", "flash-attn",
+    "transformer-engine", "tokenizers", "safetensors",
+)  # fmt: skip
+
+
+class PlanInputs(NamedTuple):
+    """Everything but the data profile."""
+
+    resolved: ResolvedJob
+    model: ModelFiles
+    shape: ModelShape
+    hardware: Hardware
+    request: PrepareRequest
+    cache: Path  # of token caches and operators
+    hub_home: Path | None  # Hugging Face's home folder where a config.yaml names one
+
+
+def read_inputs(
+    job_path: Path | None,
+    overrides: Sequence[str],
+    *,
+    gpus: tuple[int, ...] | None = None,
+    vram_cap_bytes: int | None = None,
+    hardware_spec: str | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> PlanInputs:
+    """Reads the job, the model's config and the machine; every problem of the input shows here, before any work."""
+    resolved = read_job_layers(
+        job_path,
+        overrides,
+        config_home=folders.config_home(environment),
+        site_config=folders.site_config(environment),
+    )
+    job = resolved.job
+    named_hub_home = resolved.folders.get("huggingface")
+    hub_home = Path(named_hub_home) if named_hub_home else None
+    model = read_model_config(job, cache_home=hub_home)
+    shape = read_model_shape(model.config, origin=model.config_origin)
+    cache = folders.cache_home(environment, configured=resolved.folders.get("cache"))
+    request = make_request(job, shape=shape, tokenizer_path=model.tokenizer_path, cache_root=cache)
+    cap = vram_cap_bytes if vram_cap_bytes is not None else job.limits.vram
+    hardware = read_machine(hardware_spec, gpus=gpus, vram_cap_bytes=cap)
+    return PlanInputs(resolved, model, shape, hardware, request, cache, hub_home)
+
+
+def with_weights(inputs: PlanInputs) -> PlanInputs:
+    """The same inputs with the model's weights on this machine; downloads them where they are not."""
+    if not inputs.model.needs_download:
+        return inputs
+    job = inputs.resolved.job
+    model = download_model(job, inputs.model, cache_home=inputs.hub_home)
+    request = make_request(
+        job, shape=inputs.shape, tokenizer_path=model.tokenizer_path, cache_root=Path(inputs.request.cache_root)
+    )
+    return inputs._replace(model=model, request=request)
+
+
+# Model types whose tokenizers transformers cuts by rules of its own, whatever tokenizer.json says (workaround W9).
+OWN_TOKENIZER_RULES = ("qwen2",)
+
+
+def make_request(job: Job, *, shape: ModelShape, tokenizer_path: str | None, cache_root: Path) -> PrepareRequest:
+    """What the data preparation is asked for this job; InputError where no tokenizer is named, or none can be made."""
+    if job.model.tokenizer == "train" and shape.model_type in OWN_TOKENIZER_RULES:
+        raise InputError(
+            f'model.tokenizer: "train" cannot serve {shape.model_type}: transformers would read it back by other '
+            "rules; name a folder that has a tokenizer, or another model type"
+        )
+    if job.model.tokenizer == "train" or (tokenizer_path is None and job.data.format is DataFormat.TOKENS):
+        tokenizer = None
+    elif tokenizer_path is not None:
+        tokenizer = tokenizer_path
+    else:
+        raise InputError(
+            f"model.tokenizer: {job.model.name or job.model.config} brings no tokenizer; "
+            'name a folder that has one, or "train" to make one from the data'
+        )
+    return list_files(
+        PrepareRequest(
+            sources=job.data.train,
+            eval_share=job.data.eval_share,
+            eval_source=job.data.eval_source,
+            format=job.data.format,
+            fields=job.data.fields,
+            packing=job.data.packing,
+            bad_rows=job.data.bad_rows,
+            bad_rows_max=job.data.bad_rows_max,
+            seq_len=job.train.seq_len,
+            vocab_size=shape.vocab_size,
+            tokenizer=tokenizer,
+            cache_root=str(cache_root),
+        )
+    )
+
+
+def read_machine(
+    spec: str | None, *, gpus: tuple[int, ...] | None = None, vram_cap_bytes: int | None = None
+) -> Hardware:
+    """This machine, or the one that `--hardware` names: a file of `shardwise probe -o`, or a SPEC."""
+    import msgspec
+
+    from trainer.spec import codec
+
+    if spec is None:
+        return read_hardware(gpus=gpus, vram_cap_bytes=vram_cap_bytes)
+    if spec.endswith(".json"):
+        hardware = msgspec.structs.replace(codec.read(Path(spec), Hardware), source=spec)
+    else:
+        hardware = hardware_from_spec(spec, local_host=read_hardware().host)
+    return msgspec.structs.replace(hardware, vram_cap_bytes=vram_cap_bytes)
+
+
+def profile_data(inputs: PlanInputs) -> DataProfile:
+    """The prepared profile where the cache has it, else an estimate from file sizes."""
+    prepared = None if inputs.model.needs_download else find_prepared(inputs.request)
+    if prepared is not None:
+        return prepared
+    return estimate_data(
+        num_bytes=source_bytes(inputs.request),
+        seq_len=inputs.request.seq_len,
+        vocab_size=inputs.shape.vocab_size,
+        eval_share=inputs.request.eval_share,
+    )
+
+
+def plan_inputs(inputs: PlanInputs, data: DataProfile, *, environment: Mapping[str, str] = os.environ) -> Plan:
+    """The plan for these inputs."""
+    versions = recorded_versions()
+    return make_plan(
+        inputs.resolved.job,
+        name=inputs.resolved.name,
+        hardware=inputs.hardware,
+        shape=inputs.shape,
+        model_config=inputs.model.config,
+        model_path=inputs.model.model_path,
+        tokenizer_path=prepared_tokenizer(data) or inputs.model.tokenizer_path,
+        data=data,
+        calibration=read_calibration(
+            folders.state_home(environment), inputs.hardware, torch=versions.get("torch", "none")
+        ),
+        versions=versions,
+    )
+
+
+def prepared_tokenizer(data: DataProfile) -> str | None:
+    """The folder of the tokenizer the data was prepared with; None while it is not, or came as tokens without one."""
+    folder = Path(data.cache_dir) / "tokenizer" if data.cache_dir is not None else None
+    return str(folder) if folder is not None and folder.is_dir() else None
+
+
+def recorded_versions() -> dict[str, str]:
+    """Versions of this program and of the libraries a run depends on, from package metadata."""
+    found = {"shardwise": installed_version("shardwise") or "unknown", "python": platform.python_version()}
+    for name in RECORDED_LIBRARIES:
+        version = installed_version(name)
+        if version is not None:
+            found[name] = version
+    return found
+
+
+def installed_version(name: str) -> str | None:
+    """The version in the package's metadata, None where it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,89 @@
+"""Processes by pid *and* start time, because a pid alone may belong to somebody else by the time it is signalled.
+
+Each rank writes `attempts/N/pids/rank-R.json`, the supervisor `launcher.json`, both `{"pid": n, "start_time": ticks}`;
+the start time is field 22 of /proc/PID/stat (clock ticks since boot).
+"""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import NamedTuple
+
+
+class ProcessRecord(NamedTuple):
+    """One process that was started for an attempt."""
+
+    pid: int
+    start_time: int
+
+    @property
+    def is_alive(self) -> bool:
+        """True while this very process exists and is not a zombie."""
+        state = read_state(self.pid)
+        return state is not None and state[1] == self.start_time and state[0] != "Z"
+
+    def send(self, number: signal.Signals) -> bool:
+        """Signals the process if it is still this one; True when the signal was delivered."""
+        if not self.is_alive:
+            return False
+        try:
+            os.kill(self.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+
+def read_state(pid: int) -> tuple[str, int] | None:
+    """(state letter, start time) of a process, None where it does not exist."""
+    try:
+        content = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = content.rpartition(")")[2].split()
+    return fields[0], int(fields[19])
+
+
+def record_of(pid: int) -> ProcessRecord | None:
+    """The record of a running process."""
+    state = read_state(pid)
+    return None if state is None else ProcessRecord(pid, state[1])
+
+
+def write_record(path: Path, record: ProcessRecord) -> None:
+    """Writes one record."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record._asdict()))
+
+
+def read_records(folder: Path) -> dict[str, ProcessRecord]:
+    """Records of an attempt by file stem; one that is being written is left for the next look."""
+    records = {}
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+        try:
+            content = json.loads(path.read_text())
+            records[path.stem] = ProcessRecord(int(content["pid"]), int(content["start_time"]))
+        except (ValueError, KeyError, TypeError, FileNotFoundError):
+            continue
+    return records
+
+
+def descendants(pid: int) -> list[ProcessRecord]:
+    """Every living process below `pid`, whatever session it is in."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found, queue = [], [pid]
+    while queue:
+        for child in children.get(queue.pop(), []):
+            queue.append(child)
+            record = record_of(child)
+            if record is not None:
+                found.append(record)
+    return found

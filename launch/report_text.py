@@ -1,0 +1,146 @@
+"""A report as plain text: how the run ended, and every prediction beside what was measured."""
+
+from pathlib import Path
+
+from trainer.planning.memory.parts import grouped
+from trainer.spec import codec
+from trainer.spec.errors import InputError
+from trainer.spec.report import Ending, Figures, Report
+from trainer.spec.units import format_bytes, format_count, format_seconds
+
+_ENDINGS = {
+    Ending.FINISHED: "finished",
+    Ending.STOPPED: "stopped by request",
+    Ending.PREEMPTED: "stopped to be requeued",
+    Ending.OUT_OF_MEMORY: "ran out of memory",
+    Ending.FAILED: "failed",
+}
+
+
+def read_run_report(run_dir: Path) -> Report:
+    """The report of a run; InputError where the folder is no run, or the run has not ended."""
+    if not (run_dir / "plan.json").is_file():
+        raise InputError(f"{run_dir}: is not a run directory: it has no plan.json")
+    if not (run_dir / "report.json").is_file():
+        raise InputError(f"{run_dir}: has no report yet: the run has not ended, or was killed before it could")
+    return codec.read(run_dir / "report.json", Report)
+
+
+def render_report(report: Report, *, run_dir: Path) -> str:
+    """The report of one run, for a terminal."""
+    lines = [
+        f"{run_dir}: {_ENDINGS[report.ending]} at step {report.step} of {report.num_steps}, "
+        f"{format_count(report.tokens)} tokens in {format_seconds(report.duration_s)}"
+        + (f", {report.attempts} attempts" if report.attempts > 1 else "")
+    ]
+    if report.error:
+        lines.append(f"  error: {report.error}")
+    if report.resumed_from_step is not None:
+        lines.append(f"  resumed from step {report.resumed_from_step}")
+    lines += [f"  incident: {incident}" for incident in report.incidents]
+    lines += _loss_lines(report)
+    lines += ["", *_comparison_lines(report.predicted, report.measured)]
+    lines += _engaged_lines(report)
+    lines += _sample_lines(report)
+    lines += [f"checkpoint: {run_dir / report.checkpoint}"] if report.checkpoint else []
+    lines += [f"model: {run_dir / report.export}"] if report.export else []
+    return "\n".join(lines)
+
+
+def _loss_lines(report: Report) -> list[str]:
+    lines = []
+    if report.final_loss is not None:
+        lines.append(f"  training loss {report.final_loss:.4f} at the last step")
+    if report.evaluations:
+        last = report.evaluations[-1]
+        line = f"  held-out loss {last.loss:.4f} (perplexity {last.perplexity:.1f}) over {last.num_tokens} tokens"
+        if last.unigram_entropy_nats is not None:
+            share = last.loss / last.unigram_entropy_nats
+            line += f"; unigram entropy of the same tokens {last.unigram_entropy_nats:.4f}, ratio {share:.2f}"
+        lines.append(line)
+    return lines
+
+
+def _comparison_lines(predicted: Figures, measured: Figures) -> list[str]:
+    rows = [("", "predicted", "measured", "difference")]
+    for label, name in (
+        ("peak allocated", "peak_allocated_bytes"),
+        ("steady allocated", "steady_allocated_bytes"),
+        ("peak reserved", "peak_reserved_bytes"),
+        ("device", "device_bytes"),
+        ("host", "host_bytes"),
+    ):
+        expected, found = getattr(predicted.memory, name), getattr(measured.memory, name)
+        if found is not None:
+            rows.append((label, _bytes(expected or None), _bytes(found), _difference(expected or None, found)))
+    expected_parts = grouped(predicted.memory.parts)
+    for name in dict.fromkeys((*expected_parts, *measured.memory.parts)):
+        expected, found = expected_parts.get(name), measured.memory.parts.get(name)
+        if not expected and not found:
+            continue
+        rows.append((f"  {name.replace('_', ' ')}", _bytes(expected), _bytes(found), _difference(expected, found)))
+    speed, speed_found = predicted.speed, measured.speed
+    rows.append(
+        (
+            "tokens/s per device",
+            _count(speed.tokens_per_s_per_gpu),
+            _count(speed_found.tokens_per_s_per_gpu),
+            _difference(speed.tokens_per_s_per_gpu, speed_found.tokens_per_s_per_gpu),
+        )
+    )
+    rows.append(
+        ("step", _seconds(speed.step_s), _seconds(speed_found.step_s), _difference(speed.step_s, speed_found.step_s))
+    )
+    if speed_found.mfu is not None:
+        rows.append(("MFU", _percent(speed.mfu), _percent(speed_found.mfu), ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return [
+        f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}".rstrip()
+        for row in rows
+    ]
+
+
+def _engaged_lines(report: Report) -> list[str]:
+    engaged = report.engaged
+    if engaged is None:
+        return []
+    ranks = "1 process" if engaged.world_size == 1 else f"{engaged.world_size} processes"
+    return [
+        "",
+        f"seen to run: {ranks}, {engaged.engine_class}, {engaged.optimizer_class}, {engaged.precision}, "
+        f"attention {engaged.attention}, loss {engaged.loss}, accumulation {engaged.accumulation}"
+        + (f", {engaged.sharded_parameters} sharded parameters" if engaged.sharded_parameters else ""),
+    ]
+
+
+def _sample_lines(report: Report) -> list[str]:
+    sample = report.sample
+    if sample is None:
+        return []
+    lines = ["", "sample:"]
+    for label, text in (("prompt", sample.prompt), ("before", sample.before), ("after", sample.after)):
+        if text is not None:
+            lines.append(f"  {label}: " + text.replace("\n", "\n          "))
+    return lines
+
+
+def _bytes(value: int | None) -> str:
+    return "-" if value is None else format_bytes(value)
+
+
+def _count(value: float | None) -> str:
+    return "-" if value is None else format_count(value)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else format_seconds(value)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _difference(predicted: float | None, measured: float | None) -> str:
+    if predicted is None or not measured:
+        return ""
+    return f"{predicted / measured - 1:+.1%}"

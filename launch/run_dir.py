@@ -1,0 +1,115 @@
+"""Names, makes and locks run directories.
+
+    <output>-<UTC time>/   job.yaml  hardware.json  plan.json (never rewritten)  metrics.jsonl  report.json
+        attempts/N/        plan.json  accelerate.yaml  ds_config.json  status.json  pids/  logs/  report.json
+        checkpoints/  export/
+
+A directory belongs to one supervisor at a time: it holds an advisory lock on `.lock` while it lives.
+"""
+
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+from trainer.spec.errors import EnvironmentFaultError, InputError
+
+_STAMP = "%Y%m%d-%H%M%S"
+_STAMPED = re.compile(r"-\d{8}-\d{6}(-\d+)?$")
+
+
+def output_base(output: str | None, name: str) -> Path:
+    """`output` of the job, else `runs/<name>`; the time is appended to it."""
+    return Path(output) if output else Path("runs") / name
+
+
+def make_run_dir(base: Path, *, now: datetime) -> Path:
+    """A new directory `<base>-<UTC time>`; two runs of one second get different names."""
+    stamped = base.with_name(f"{base.name}-{now.strftime(_STAMP)}")
+    for number in range(1, 100):
+        path = stamped if number == 1 else stamped.with_name(f"{stamped.name}-{number}")
+        if _make(path):
+            return path
+    raise EnvironmentFaultError(f"{stamped}: a hundred runs of this second exist already")
+
+
+def use_run_dir(path: Path) -> Path:
+    """`path` as a new run directory; one that holds anything is refused."""
+    if path.exists() and not path.is_dir():
+        raise InputError(f"--run-dir {path}: is a file, not a directory")
+    if path.is_dir() and any(entry.name != ".lock" for entry in path.iterdir()):
+        raise InputError(f"--run-dir {path}: is used already; add --resume to go on with it, or name another directory")
+    _make(path, may_exist=True)
+    return path
+
+
+def find_run_dir(base: Path) -> Path:
+    """The newest run directory of this name, for `--resume`."""
+    found = sorted(
+        path
+        for path in (base.parent.iterdir() if base.parent.is_dir() else ())
+        if path.is_dir() and _STAMPED.sub("", path.name) == base.name and _STAMPED.search(path.name)
+    )
+    with_plan = [path for path in found if (path / "plan.json").is_file()]
+    if not with_plan:
+        raise InputError(f"--resume: no run named {base}-<time> exists; start it without --resume")
+    return with_plan[-1]
+
+
+def committed_checkpoints(run_dir: Path) -> list[Path]:
+    """Checkpoint folders that were committed, oldest first; their content is verified by whoever loads one."""
+    folder = run_dir / "checkpoints"
+    if not folder.is_dir():
+        return []
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if re.fullmatch(r"step-\d{8}", path.name) and (path / "MANIFEST.json").is_file()
+    )
+
+
+def next_attempt(run_dir: Path) -> int:
+    """The number of the attempt to make: one more than the highest there is."""
+    folder = run_dir / "attempts"
+    numbers = [int(path.name) for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
+    return max(numbers, default=0) + 1
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Holds the run directory; another live holder is an error that names its process."""
+    path = run_dir / ".lock"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise EnvironmentFaultError(f"{run_dir}: cannot be written: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
+            raise EnvironmentFaultError(
+                f"{run_dir}: is in use by process {holder}; wait for it, or stop it with: kill -INT {holder}"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _make(path: Path, *, may_exist: bool = False) -> bool:
+    try:
+        path.mkdir(parents=True, exist_ok=may_exist)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise EnvironmentFaultError(
+            f"{path}: the run directory cannot be made: {error.strerror}; name another place with --run-dir or output"
+        ) from error
+    if not os.access(path, os.W_OK):
+        raise EnvironmentFaultError(f"{path}: no permission to write; name another place with --run-dir or output")
+    return True

@@ -1,0 +1,304 @@
+"""`shardwise train`: from a job file, or a plan, to a trained model and its report.
+
+Order: read and check everything that is cheap, prepare the data, plan, make the run directory, build operators, run
+the attempts, report. Whatever is wrong with the input shows before the run directory exists.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from launch import folders
+from launch import run_dir as run_dirs
+from launch.attempts import RunOutcome, prepare_attempt, run_attempts, stop_code
+from launch.calibration_store import append_calibration, record_of_run
+from launch.console import Console
+from launch.disk_check import check_disk
+from launch.job_layers import ResolvedJob, render_resolved
+from launch.operators import build_operators, extensions_dir, needed_operators
+from launch.plan_job import (
+    make_request,
+    plan_inputs,
+    prepared_tokenizer,
+    profile_data,
+    read_inputs,
+    with_weights,
+)
+from launch.prepare_data import prepare_data
+from launch.probe import read_hardware
+from launch.report_text import render_report
+from launch.supervisor import StopRequest
+from launch.torch_fit import check_torch
+from slurm.allocation import is_login_node, submit_line
+from trainer.planning.explain import explain_plan
+from trainer.planning.planner import take_candidate
+from trainer.spec import codec
+from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, InputProblemsError
+from trainer.spec.hardware import Hardware
+from trainer.spec.job_file import later_problems
+from trainer.spec.plan import Plan
+from trainer.spec.report import Ending, Report
+
+
+class TrainOptions(NamedTuple):
+    """The command line of `shardwise train`."""
+
+    job: Path
+    overrides: Sequence[str] = ()
+    gpus: tuple[int, ...] | None = None
+    vram_cap_bytes: int | None = None
+    run_dir: Path | None = None
+    resume: bool = False
+    dry_run: bool = False
+    take: int = 1
+    here: bool = False  # train on a Slurm login node all the same
+
+
+class Prepared(NamedTuple):
+    """A plan whose data is on this machine."""
+
+    plan: Plan
+    resolved: ResolvedJob | None  # None where a kept plan was given
+    cache: Path
+
+
+def train(options: TrainOptions, console: Console, *, environment: Mapping[str, str] = os.environ) -> RunOutcome:
+    """Trains, and returns how it ended; a ShardwiseError means that nothing was started."""
+    plan, resolved, cache = _prepare(options, console, environment)
+    run_dir, earlier = _find_run_dir(options, plan)
+    with run_dirs.locked(run_dir):
+        if earlier is None:
+            _write_run(run_dir, plan, resolved)
+        else:
+            finished = _finished_report(run_dir, plan, earlier)
+            if finished is not None:
+                console.line(render_report(finished, run_dir=run_dir))
+                return RunOutcome(ExitCode.DONE, finished, run_dir)
+            plan = _resumed_plan(plan, earlier, console)
+        if options.dry_run:
+            return _stop_before_launch(plan, run_dir, console, resume=earlier is not None)
+        return _run(plan, run_dir, console, environment, cache=cache, resume=earlier is not None)
+
+
+def _prepare(options: TrainOptions, console: Console, environment: Mapping[str, str]) -> Prepared:
+    if options.job.suffix == ".json":
+        return _prepare_kept_plan(options, console, environment)
+    inputs = read_inputs(
+        options.job,
+        options.overrides,
+        gpus=options.gpus,
+        vram_cap_bytes=options.vram_cap_bytes,
+        environment=environment,
+    )
+    plan_inputs(inputs, profile_data(inputs), environment=environment)  # whatever cannot fit is refused before any work
+    _refuse_login_node(options, inputs.hardware)
+    problems = later_problems(inputs.resolved.job)
+    if problems:
+        raise InputProblemsError(problems)
+    check_torch(inputs.hardware)
+    inputs = with_weights(inputs)
+    data = prepare_data(inputs.request, on_progress=console.line)
+    plan = take_candidate(plan_inputs(inputs, data, environment=environment), options.take)
+    console.line(explain_plan(plan))
+    console.line()
+    return Prepared(plan, inputs.resolved, inputs.cache)
+
+
+def _prepare_kept_plan(options: TrainOptions, console: Console, environment: Mapping[str, str]) -> Prepared:
+    if options.overrides:
+        raise InputError(
+            f"{options.job}: a plan cannot be overridden; give the job file to change {options.overrides[0]}"
+        )
+    plan = take_candidate(codec.read(options.job, Plan), options.take)
+    here = read_hardware()
+    _refuse_login_node(options, here)
+    check_torch(here)
+    problems = later_problems(plan.job)
+    if problems:
+        raise InputProblemsError(problems)
+    cache = folders.cache_home(environment)
+    return Prepared(_with_data(plan, console, cache), None, cache)
+
+
+def _with_data(plan: Plan, console: Console, cache: Path) -> Plan:
+    """A plan that was kept, with its data on this machine; its schedule and its candidates stay as they were."""
+    request = make_request(
+        plan.job,
+        shape=plan.model_shape,
+        tokenizer_path=plan.tokenizer_path,
+        cache_root=cache,
+    )
+    data = prepare_data(request, on_progress=console.line)
+    if plan.data.source == "prepared" and data.fingerprint != plan.data.fingerprint:
+        raise InputError(
+            f"data.train: the data changed since this plan was made: {plan.data.fingerprint} then, "
+            f"{data.fingerprint} now; make a new plan"
+        )
+    return msgspec.structs.replace(plan, data=data, tokenizer_path=prepared_tokenizer(data) or plan.tokenizer_path)
+
+
+def _refuse_login_node(options: TrainOptions, hardware: Hardware) -> None:
+    if options.here or not is_login_node(hardware):
+        return
+    raise EnvironmentFaultError(
+        "this is a Slurm login node: training belongs on a compute node. Submit it with:\n"
+        f"  {submit_line(str(options.job), options.overrides)}\n"
+        "to train here all the same, add --here"
+    )
+
+
+def _find_run_dir(options: TrainOptions, plan: Plan) -> tuple[Path, Plan | None]:
+    """The run directory, and the plan it was started with where this is a resumption."""
+    base = run_dirs.output_base(plan.job.output, plan.name)
+    if not options.resume:
+        check_disk(plan, options.run_dir or base)
+        if options.run_dir is not None:
+            return run_dirs.use_run_dir(options.run_dir), None
+        return run_dirs.make_run_dir(base, now=datetime.now(UTC)), None
+    run_dir = options.run_dir if options.run_dir is not None else run_dirs.find_run_dir(base)
+    if not (run_dir / "plan.json").is_file():
+        raise InputError(f"--resume: {run_dir} is not a run directory: it has no plan.json")
+    earlier = codec.read(run_dir / "plan.json", Plan)
+    _refuse_other_run(run_dir, plan, earlier)
+    if not run_dirs.committed_checkpoints(run_dir):
+        raise InputError(f"--resume: {run_dir} has no checkpoint to resume from; start it without --resume")
+    return run_dir, earlier
+
+
+def _refuse_other_run(run_dir: Path, plan: Plan, earlier: Plan) -> None:
+    changed = [
+        f"--resume: {run_dir} trained another {what}: {then!r}, this job has {now!r}; start it without --resume"
+        for what, then, now in (
+            ("model", _model_name(earlier), _model_name(plan)),
+            ("dataset", earlier.data.fingerprint, plan.data.fingerprint),
+        )
+        if then != now
+    ]
+    if not changed and earlier.model_config != plan.model_config:
+        keys = sorted(
+            key
+            for key in earlier.model_config.keys() | plan.model_config.keys()
+            if earlier.model_config.get(key) != plan.model_config.get(key)
+        )
+        changed = [
+            f"--resume: {run_dir} trained another model: {keys[0]} was {earlier.model_config.get(keys[0])!r}, "
+            f"this job has {plan.model_config.get(keys[0])!r}; start it without --resume"
+        ]
+    if changed:
+        raise InputError("\n".join(changed))
+
+
+def _model_name(plan: Plan) -> str:
+    return plan.job.model.name or plan.job.model.config or "unnamed"
+
+
+def _finished_report(run_dir: Path, plan: Plan, earlier: Plan) -> Report | None:
+    """The report of a run that has nothing left to do."""
+    path = run_dir / "report.json"
+    if not path.is_file():
+        return None
+    report = codec.read(path, Report)
+    is_done = report.ending is Ending.FINISHED and report.step >= plan.schedule.num_steps
+    return report if is_done and earlier.schedule == plan.schedule else None
+
+
+def _resumed_plan(plan: Plan, earlier: Plan, console: Console) -> Plan:
+    """The earlier plan while job and hardware are unchanged; otherwise the new one, and what changed."""
+    changes = describe_changes(plan, earlier)
+    if not changes:
+        return earlier
+    console.line("resuming with a new plan, because " + "; ".join(changes))
+    return plan
+
+
+def describe_changes(plan: Plan, earlier: Plan) -> list[str]:
+    """What differs between the job and the machine of two plans, in words; free memory is no difference."""
+    changes = [
+        f"{section} changed in the job"
+        for section in plan.job.__struct_fields__
+        if getattr(plan.job, section) != getattr(earlier.job, section)
+    ]
+    then, now = _machine_key(earlier.hardware), _machine_key(plan.hardware)
+    return changes + [f"{name} was {then[name]}, is {now[name]}" for name in then if then[name] != now[name]]
+
+
+def _machine_key(hardware: Hardware) -> dict[str, object]:
+    return {
+        "number of nodes": hardware.num_nodes,
+        "GPUs": ", ".join(gpu.name for gpu in hardware.gpus) or "none",
+        "number of CPU devices": hardware.num_cpu_devices,
+        "memory cap": hardware.vram_cap_bytes,
+        "RAM": hardware.host.ram_bytes,
+        "cores": hardware.host.num_cores,
+    }
+
+
+def _write_run(run_dir: Path, plan: Plan, resolved: ResolvedJob | None) -> None:
+    try:
+        if resolved is not None:
+            codec.write_bytes(run_dir / "job.yaml", render_resolved(resolved).encode())
+        codec.write(run_dir / "hardware.json", plan.hardware)
+        codec.write(run_dir / "plan.json", plan)
+    except OSError as error:
+        raise EnvironmentFaultError(f"{run_dir}: cannot be written: {error.strerror}") from error
+
+
+def _stop_before_launch(plan: Plan, run_dir: Path, console: Console, *, resume: bool) -> RunOutcome:
+    attempt_dir = prepare_attempt(plan, plan.chosen, run_dir=run_dir, resume=resume)
+    console.line(f"prepared, nothing started: {run_dir}")
+    console.line("by hand:")
+    console.line(f"  accelerate launch --config_file {attempt_dir}/accelerate.yaml -m trainer {attempt_dir}/plan.json")
+    return RunOutcome(ExitCode.DONE, None)
+
+
+def _run(
+    plan: Plan, run_dir: Path, console: Console, environment: Mapping[str, str], *, cache: Path, resume: bool
+) -> RunOutcome:
+    stop = StopRequest()
+    with stop.listening():
+        operators = extensions_dir(cache, plan.versions, plan.hardware.host.cpu_flags)
+        build_operators(
+            needed_operators(plan),
+            extensions_dir=operators,
+            on_progress=console.line,
+            should_stop=lambda: stop.kind is not None,
+        )
+        if stop.kind is not None:
+            console.line(f"stopped before the first step: nothing was trained ({run_dir})")
+            return RunOutcome(stop_code(stop), None, run_dir)
+        console.line(f"run directory: {run_dir}")
+        outcome = run_attempts(
+            plan,
+            run_dir=run_dir,
+            resume=resume,
+            extensions_dir=operators,
+            console=console,
+            stop=stop,
+            environment=environment,
+        )
+    if outcome.report is not None:
+        console.line()
+        console.line(render_report(outcome.report, run_dir=run_dir))
+        _keep_calibration(plan, outcome.report, environment)
+    return outcome
+
+
+def _keep_calibration(plan: Plan, report: Report, environment: Mapping[str, str]) -> None:
+    if report.ending is not Ending.FINISHED:
+        return
+    record = record_of_run(report, plan.hardware, torch=plan.versions.get("torch", "none"), now=datetime.now(UTC))
+    if record is not None:
+        append_calibration(folders.state_home(environment), record)
+
+
+def next_commands(run_dir: Path, job: str) -> list[str]:
+    """Three things worth trying after a finished run."""
+    return [
+        f"shardwise report {run_dir}",
+        f"shardwise export {run_dir} my-model",
+        f"shardwise plan {job} --hardware 1xRTX-4090 --hardware 8xH100-SXM5-80GB",
+    ]

@@ -1,0 +1,124 @@
+"""Checks of safetensors weights without loading them: headers against file sizes, the index against the headers.
+
+A safetensors file is 8 bytes of length, a JSON header of that length, and the tensors' bytes. A download that broke off
+shows as a file shorter than its header promises. Every InputError names the file and what would do.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.spec.errors import InputError
+from trainer.spec.units import format_bytes
+
+_LARGEST_HEADER_BYTES = 100_000_000  # the limit of the format's own library
+_DTYPE_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
+    "I32": 32, "U32": 32, "F32": 32, "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+_AGAIN = "download or save it again"
+
+TensorShapes = Mapping[str, tuple[int, ...]]
+
+
+def check_weights(folder: Path) -> TensorShapes:
+    """Shapes of the weights in a model folder, by name; InputError where they are missing, damaged or pickled."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return read_header(single)
+    if index.is_file():
+        return _read_sharded(index)
+    if (folder / "adapter_config.json").is_file():
+        raise InputError(f"{folder}: holds an adapter, not a model; merge it into its base model first")
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+        raise InputError(
+            f"{folder}: holds only pickled weights, which can run code when they are read; convert them with "
+            "transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+        )
+    raise InputError(f"{folder}: holds no model.safetensors and no model.safetensors.index.json")
+
+
+def has_weights(folder: Path) -> bool:
+    """True where a folder holds every weight file it names; the files are not checked."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        return True
+    return index.is_file() and all((folder / name).is_file() for name in set(_weight_map(index).values()))
+
+
+def read_header(path: Path) -> TensorShapes:
+    """Shapes of the tensors in one file, by name, after checking the header against the file's size."""
+    try:
+        with path.open("rb") as stream:
+            size_bytes = path.stat().st_size
+            header_bytes = int.from_bytes(stream.read(8), "little")
+            if size_bytes < 8 or header_bytes > min(size_bytes - 8, _LARGEST_HEADER_BYTES):
+                raise InputError(f"{path}: is truncated or no safetensors file; {_AGAIN}")
+            header = json.loads(stream.read(header_bytes))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: its safetensors header is damaged; {_AGAIN}") from error
+    return _check_tensors(path, header, data_bytes=size_bytes - 8 - header_bytes)
+
+
+def _check_tensors(path: Path, header: object, *, data_bytes: int) -> TensorShapes:
+    if not isinstance(header, dict):
+        raise InputError(f"{path}: its safetensors header is damaged; {_AGAIN}")
+    shapes: dict[str, tuple[int, ...]] = {}
+    end_bytes = 0
+    for name, tensor in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            shapes[name], tensor_end = _check_tensor(tensor)
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{path}: its safetensors header is damaged at {name}; {_AGAIN}") from error
+        end_bytes = max(end_bytes, tensor_end)
+    if end_bytes > data_bytes:
+        raise InputError(
+            f"{path}: is truncated: its header promises {format_bytes(end_bytes)} of tensors, the file holds "
+            f"{format_bytes(data_bytes)}; {_AGAIN}"
+        )
+    if end_bytes < data_bytes:
+        raise InputError(f"{path}: is damaged: {data_bytes - end_bytes} bytes belong to no tensor; {_AGAIN}")
+    return shapes
+
+
+def _check_tensor(tensor: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
+    """Shape and end of one entry; any of KeyError, TypeError, ValueError where it contradicts itself."""
+    shape = tuple(int(size) for size in tensor["shape"])
+    begin, end = tensor["data_offsets"]
+    if min(shape, default=0) < 0 or not 0 <= begin <= end:
+        raise ValueError("negative sizes")
+    if (end - begin) * 8 != math.prod(shape) * _DTYPE_BITS[tensor["dtype"]]:
+        raise ValueError("shape and offsets differ")
+    return shape, end
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputError(f"{index}: is damaged: it holds no weight_map; {_AGAIN}") from error
+    names = weight_map.values() if isinstance(weight_map, dict) else [None]
+    if not weight_map or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise InputError(f"{index}: is damaged: its weight_map does not name files beside it; {_AGAIN}")
+    return dict(weight_map)
+
+
+def _read_sharded(index: Path) -> TensorShapes:
+    weight_map = _weight_map(index)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in sorted(set(weight_map.values())):
+        file = index.parent / name
+        if not file.is_file():
+            raise InputError(f"{file}: is missing, but {index.name} names it; download the model again")
+        inside = read_header(file)
+        lost = sorted(tensor for tensor, place in weight_map.items() if place == name and tensor not in inside)
+        if lost:
+            raise InputError(f"{file}: lacks {lost[0]}, which {index.name} places there; download the model again")
+        shapes |= inside
+    return shapes

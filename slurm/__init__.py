@@ -1,0 +1,1 @@
+"""The cluster: allocations and batch scripts. Never imports torch."""

@@ -1,0 +1,222 @@
+"""Downloads from a hub that runs here: a real server, asked by the real library in a process of its own."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+TENSORS = b'{"model.embed_tokens.weight": {"dtype": "F32", "shape": [4, 2], "data_offsets": [0, 32]}}'
+FILES = {
+    "config.json": b'{"model_type": "llama", "vocab_size": 4}',
+    "tokenizer.json": b'{"model": {"vocab": {"a": 0}}}',
+    "model.safetensors": len(TENSORS).to_bytes(8, "little") + TENSORS + b"\0" * 32,
+    "pytorch_model.bin": b"pickled",
+    "original/consolidated.safetensors": b"a second copy",
+    "README.md": b"# A model",
+}
+REPOSITORIES = {"org/model": FILES, "org/shape": {name: FILES[name] for name in ("config.json", "tokenizer.json")}}
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from launch.model_files import download_model, read_model_config
+from trainer.spec.errors import ShardwiseError
+from trainer.spec.job_file import read_job
+
+model, wants_weights, home = json.loads(sys.argv[1]), sys.argv[2] == "weights", Path(sys.argv[3])
+job = read_job({"model": model, "data": {"train": "x"}}, origin="job.yaml")
+try:
+    files = read_model_config(job, cache_home=home)
+    files = download_model(job, files, cache_home=home) if wants_weights else files
+except ShardwiseError as error:
+    print(json.dumps([int(error.exit_code), str(error)]))
+else:
+    print(json.dumps([0, files.model_path, files.tokenizer_path, files.revision, files.needs_download]))
+"""
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    """The few addresses of the hub that a download asks for."""
+
+    asked: list[str] = []
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def log_message(self, *words: object) -> None:
+        """Says nothing."""
+
+    def _answer(self, *, with_body: bool) -> None:
+        path = self.path.partition("?")[0].strip("/")
+        self.asked.append(path)
+        parts = path.removeprefix("api/models/").split("/")
+        repository, rest = "/".join(parts[:2]), parts[2:]
+        if repository == "org/gated":
+            return self._send(403, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "gated"}, with_body)
+        if repository not in REPOSITORIES:
+            return self._send(404, b"", {"X-Error-Code": "RepoNotFound"}, with_body)
+        if "v9" in rest:
+            return self._send(404, b"", {"X-Error-Code": "RevisionNotFound"}, with_body)
+        files = REPOSITORIES[repository]
+        if path.startswith("api/"):
+            return self._send(200, json.dumps(_description(repository, rest, files)).encode(), {}, with_body)
+        name = "/".join(rest[2:])
+        if name not in files:
+            return self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, with_body)
+        headers = {"ETag": f'"{_digest(files[name])}"', "X-Repo-Commit": COMMIT}
+        return self._send(200, files[name], headers, with_body)
+
+    def _send(self, code: int, body: bytes, headers: dict[str, str], with_body: bool) -> None:
+        self.send_response(code)
+        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:40]
+
+
+def _description(repository: str, rest: list[str], files: dict[str, bytes]) -> object:
+    if rest[:1] == ["tree"]:
+        return [
+            {"type": "file", "path": name, "size": len(content), "oid": _digest(content)}
+            for name, content in files.items()
+        ]
+    siblings = [{"rfilename": name} for name in files]
+    return {"id": repository, "modelId": repository, "sha": COMMIT, "siblings": siblings, "tags": [], "private": False}
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    FakeHub.asked.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def ask(home: Path, model: dict[str, str], *, endpoint: str, weights: bool = False, **environment: str) -> list[object]:
+    """[exit code, words] or [0, model path, tokenizer path, revision, needs download]."""
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith("HF_") and "PROXY" not in name.upper()
+    }
+    answer = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(model), "weights" if weights else "", str(home)],
+        env={**kept, "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1", "HOME": str(home), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert answer.returncode == 0, answer.stderr
+    found = json.loads(answer.stdout.splitlines()[-1])
+    assert isinstance(found, list)
+    return found
+
+
+def downloaded(home: Path) -> set[str]:
+    return {path.name for path in home.rglob("snapshots/*/*")}
+
+
+def test_a_plan_downloads_the_small_files_only(tmp_path, hub):
+    code, model_path, tokenizer_path, revision, needs_download = ask(tmp_path, {"name": "org/model"}, endpoint=hub)
+    assert (code, model_path, revision, needs_download) == (0, "org/model", COMMIT, True)
+    assert str(tokenizer_path).endswith(COMMIT)
+    assert downloaded(tmp_path) == {"config.json", "tokenizer.json"}
+
+
+def test_training_downloads_the_weights_and_nothing_pickled_or_twice(tmp_path, hub):
+    code, model_path, _, _, needs_download = ask(tmp_path, {"name": "org/model"}, endpoint=hub, weights=True)
+    assert (code, needs_download) == (0, False)
+    assert str(model_path).endswith(COMMIT)
+    assert downloaded(tmp_path) == {"config.json", "tokenizer.json", "model.safetensors"}
+
+
+def test_what_was_downloaded_is_not_asked_for_again(tmp_path, hub):
+    first = ask(tmp_path, {"name": "org/model"}, endpoint=hub, weights=True)
+    FakeHub.asked.clear()
+    assert ask(tmp_path, {"name": "org/model"}, endpoint=hub, weights=True) == first
+    assert FakeHub.asked == []
+
+
+def test_a_snapshot_without_a_tokenizer_is_completed_where_that_is_possible(tmp_path, hub):
+    ask(tmp_path, {"name": "org/shape"}, endpoint=hub)
+    (snapshot,) = tmp_path.rglob("snapshots/*")
+    (snapshot / "tokenizer.json").unlink()
+    assert ask(tmp_path, {"name": "org/shape"}, endpoint="http://127.0.0.1:9")[2] is None
+    assert ask(tmp_path, {"name": "org/shape"}, endpoint=hub)[2] == str(snapshot)
+
+
+def test_a_repository_without_weights_is_refused_when_they_are_needed(tmp_path, hub):
+    assert ask(tmp_path, {"name": "org/shape"}, endpoint=hub)[0] == 0
+    code, words = ask(tmp_path, {"name": "org/shape"}, endpoint=hub, weights=True)
+    assert code == 2
+    assert "holds no model.safetensors" in str(words)
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "words"),
+    [
+        (
+            {"name": "org/gated"},
+            2,
+            "model.name: org/gated is gated; ask for access at https://huggingface.co/org/gated, then run: "
+            "hf auth login",
+        ),
+        (
+            {"name": "org/gone"},
+            2,
+            "model.name: org/gone is neither a folder here nor a model on the hub that you may see; check the name or, "
+            "for a private one, run: hf auth login",
+        ),
+        ({"name": "org/model", "revision": "v9"}, 2, "model.name: org/model has no revision v9"),
+        (
+            {"config": "org/gone", "tokenizer": "train"},
+            2,
+            "model.config: org/gone is neither a folder here nor a model on the hub that you may see; check the name "
+            "or, for a private one, run: hf auth login",
+        ),
+    ],
+)
+def test_each_refusal_of_the_hub_is_one_line_with_the_next_step(tmp_path, hub, model, code, words):
+    assert ask(tmp_path, model, endpoint=hub) == [code, words]
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path):
+    code, words = ask(tmp_path, {"name": "org/model"}, endpoint="http://127.0.0.1:9")
+    assert code == 4
+    assert words == (
+        f"model.name: org/model is neither a folder here nor in {tmp_path / 'hub'}, and the hub cannot be reached; "
+        "name a local folder"
+    )
+
+
+def test_offline_is_respected_and_named(tmp_path, hub):
+    code, words = ask(tmp_path, {"name": "org/model"}, endpoint=hub, HF_HUB_OFFLINE="1")
+    assert code == 4
+    assert "and HF_HUB_OFFLINE is set; name a local folder" in str(words)
+    assert FakeHub.asked == []
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, hub):
+    (tmp_path / "hub").write_text("a file where the cache should be")
+    code, words = ask(tmp_path, {"name": "org/model"}, endpoint=hub)
+    assert code == 4
+    assert str(words).startswith(f"model.name: org/model cannot be downloaded into {tmp_path / 'hub'}: ")

@@ -1,0 +1,71 @@
+"""`shardwise init` writes a job that reads, whatever the model and the data are called."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launch.init_job import job_template
+from launch.job_yaml import read_yaml
+from launch.model_files import preset_names, read_preset
+from trainer.spec.job import Job
+from trainer.spec.job_file import read_job
+
+
+def read(text: str) -> Job:
+    tree = read_yaml(text, origin="job.yaml")
+    assert isinstance(tree, dict)
+    return read_job(tree, origin="job.yaml")
+
+
+def test_the_template_is_five_commented_lines():
+    lines = [line for line in job_template(model="org/Model-8B", data="chats.jsonl").splitlines() if line[0] != "#"]
+    assert [line.split(":")[0] for line in lines] == ["model", "data", "train", "limits", "output"]
+    assert all("  # " in line for line in lines)
+    assert lines[4].startswith("output: runs/model-8b ")
+
+
+NAMES = [
+    "plain",
+    "it's",
+    'say "hi"',
+    "a: b",
+    "a #b",
+    "two\nlines",
+    "{brace",
+    "- dash",
+    "off",
+    "null",
+    "0123",
+    "ü/ñ ✓",
+    "%x",
+    "*a",
+    "a, b",
+]
+
+
+@pytest.mark.parametrize("model", NAMES)
+@pytest.mark.parametrize("data", NAMES)
+def test_any_name_is_quoted_so_that_it_reads_back(model, data):
+    job = read(job_template(model=model, data=data))
+    assert job.model.name == model
+    assert [entry.source for entry in job.data.train] == [data]
+
+
+@settings(deadline=None)  # a busy machine is no fault
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(lambda text: text.strip()))
+def test_any_text_is_quoted_so_that_it_reads_back(data):
+    assert read(job_template(model="org/model", data=data)).data.train[0].source == data
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_a_template_of_a_preset_is_a_job_within_its_positions(preset):
+    job = read(job_template(model=preset, data="text"))
+    assert job.train.seq_len <= read_preset(preset)["max_position_embeddings"]
+    is_ours = preset == "tiny-llama"
+    assert (job.model.config, job.model.name) == ((preset, None) if is_ours else (None, preset))
+    assert job.model.tokenizer == ("train" if is_ours else None)
+
+
+def test_a_config_file_starts_from_scratch():
+    job = read(job_template(model="shapes/mine.json", data="text"))
+    assert (job.model.config, job.model.tokenizer, job.output) == ("shapes/mine.json", "train", "runs/mine")

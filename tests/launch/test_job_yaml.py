@@ -1,0 +1,158 @@
+"""YAML as people mean it, and one line with its place for whatever is wrong."""
+
+import datetime
+import re
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launch.job_yaml import LARGEST_FILE_BYTES, read_yaml, read_yaml_file, write_scalar
+from trainer.spec.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("off", "off"),
+        ("no", "no"),
+        ("on", "on"),
+        ("true", True),
+        ("False", False),
+        ("1e-4", 1e-4),
+        ("1.5e3", 1500.0),
+        ("3E+2", 300.0),
+        (".5", 0.5),
+        ("2.", 2.0),
+        ("010", 10),
+        ("1_000", 1000),
+        ("-7", -7),
+        ("0x10", "0x10"),
+        ("0o17", "0o17"),
+        ("24:00:00", "24:00:00"),
+        ("2024-01-01", "2024-01-01"),
+        ("1%", "1%"),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("none", "none"),
+        (".inf", float("inf")),
+        ("1e5 steps", "1e5 steps"),
+        ("1e999999999", "1e999999999"),
+        ("9" * 40, "9" * 40),
+        ("'5'", "5"),
+        ("=", "="),
+    ],
+)
+def test_scalars_are_what_they_look_like(written, value):
+    found = read_yaml(written, origin="x")
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_merge_keys_and_anchors_work():
+    text = "base: &base {a: 1, b: 2}\nother: {<<: *base, b: 3}\n"
+    assert read_yaml(text, origin="x") == {"base": {"a": 1, "b": 2}, "other": {"a": 1, "b": 3}}
+
+
+WRONG = [
+    ("a: [1, 2", "line 1, column 9: expected ',' or ']', but got '<stream end>' while parsing a flow sequence"),
+    ("a: 1\nb: 2\na: 3\n", "line 3, column 1: 'a' stands twice"),
+    ("x: {a: 1, a: 1}", "line 1, column 11: 'a' stands twice"),
+    ("a: b: c", "line 1, column 5: mapping values are not allowed here"),
+    ("a:\n\t- b", "line 2, column 1: found character '\\t' that cannot start any token"),
+    ("a: *nowhere", "line 1, column 4: found undefined alias 'nowhere'"),
+    ("a: !!python/object:os.system x", "line 1, column 4: could not determine a constructor for the tag"),
+    ("a: !!int many", "line 1, column 4: 'many' is no number"),
+    ("a: !!float x", "line 1, column 4: 'x' is no number"),
+    ("--- a\n--- b", "line 2, column 1: but found another document expected a single document in the stream"),
+    ("{[1]: 2, ? [3] : 4}", "found unhashable key"),
+    ("a\0: 1", "line 1: holds a character that text does not have"),
+    ("ok: 1\nb: \x07", "line 2: holds a character that text does not have"),
+    ("[" * 1500, "is nested too deeply"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), WRONG, ids=[words[:50] for _, words in WRONG])
+def test_each_fault_is_one_line_with_its_place(text, words):
+    with pytest.raises(InputError) as caught:
+        read_yaml(text, origin="job.yaml")
+    assert str(caught.value).startswith("job.yaml: ")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_a_folder_and_other_bytes_are_one_line(tmp_path):
+    (tmp_path / "latin.yaml").write_bytes(b"a: 1\nb: caf\xe9\n")
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * (LARGEST_FILE_BYTES + 1))
+    cases = {
+        tmp_path / "gone.yaml": "gone.yaml: there is no such file",
+        tmp_path: f"{tmp_path.name}: is a folder, not a file",
+        tmp_path / "latin.yaml": "latin.yaml: line 2: is not UTF-8 text",
+        tmp_path / "model.safetensors": "model.safetensors: is larger than 1 MiB",
+        tmp_path / "latin.yaml" / "x": "x: cannot be read: Not a directory",
+        tmp_path / ("n" * 300): "cannot be read: File name too long",
+    }
+    for path, words in cases.items():
+        with pytest.raises(InputError, match=re.escape(words)):
+            read_yaml_file(path)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path):
+    (tmp_path / "job.yaml").write_bytes(b"\xef\xbb\xbfa: 1\n")
+    assert read_yaml_file(tmp_path / "job.yaml") == {"a": 1}
+
+
+@pytest.mark.parametrize("name", ["with space.yaml", "quote'\".yaml", "new\nline.yaml"])
+def test_a_file_of_any_name_is_named_on_one_line(tmp_path, name):
+    (tmp_path / name).write_text("a: [")
+    with pytest.raises(InputError) as caught:
+        read_yaml_file(tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+PLAIN = st.text(st.characters(codec="utf-8"), max_size=20)
+
+
+@settings(deadline=None)  # a busy machine is no fault
+@given(
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers(-(2**53), 2**53)
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | PLAIN,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(PLAIN, inner, max_size=3),
+        max_leaves=6,
+    )
+)
+def test_what_is_written_on_one_line_reads_back(value):
+    written = write_scalar(value)
+    assert "\n" not in written
+    assert read_yaml(f"key: {written}  # from: somewhere\n", origin="x") == {"key": value}
+
+
+@settings(deadline=None)  # a busy machine is no fault
+@given(PLAIN)
+def test_text_that_is_written_means_the_same_to_a_reader_of_yaml_1_1(value):
+    assert yaml.safe_load(write_scalar(value)) == value
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        ("runs/a-b", "runs/a-b"),
+        ("off", '"off"'),
+        ("1e-4", '"1e-4"'),
+        (str(datetime.date(2024, 1, 1)), '"2024-01-01"'),
+        ("500 steps", "500 steps"),
+        ("a #b", '"a #b"'),
+        ("", '""'),
+        (["a", "b c"], "[a, b c]"),
+        ({"source": "x", "weight": 1.0}, "{source: x, weight: 1.0}"),
+        (None, "null"),
+    ],
+)
+def test_quotes_are_written_only_where_they_are_needed(value, written):
+    assert write_scalar(value) == written

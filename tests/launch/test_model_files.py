@@ -1,0 +1,312 @@
+"""A job's model: found where the job says, checked before anything heavy, and every fault one line with a remedy."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.model_files import (
+    ModelFiles,
+    download_model,
+    preset_names,
+    read_model_config,
+    read_preset,
+    tokenizer_size,
+)
+from trainer.spec.errors import InputError
+from trainer.spec.job import Job
+from trainer.spec.job_file import read_job
+from trainer.spec.model_shape import read_model_shape
+
+CONFIG = {**read_preset("tiny-llama"), "vocab_size": 16, "hidden_size": 12}
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def job(**model: Any) -> Job:
+    """A job on this model; what starts from scratch has its tokenizer made, unless the test says otherwise."""
+    if "config" in model:
+        model = {"tokenizer": "train", **model}
+    return read_job({"model": model, "data": {"train": "text"}}, origin="job.yaml")
+
+
+def safetensors(rows: int = 16) -> bytes:
+    num_bytes = rows * 12 * 4
+    tensor = {"dtype": "F32", "shape": [rows, 12], "data_offsets": [0, num_bytes]}
+    header = json.dumps({"model.embed_tokens.weight": tensor}).encode()
+    return struct.pack("<Q", len(header)) + header + b"\0" * num_bytes
+
+
+def tokenizer(size: int, *, added: int = 0) -> str:
+    content = {
+        "model": {"type": "BPE", "vocab": {f"t{number}": number for number in range(size)}, "merges": []},
+        "added_tokens": [{"id": size + number, "content": f"<{number}>"} for number in range(added)],
+    }
+    return json.dumps(content)
+
+
+def write_model(
+    folder: Path, *, config: Any = CONFIG, rows: int | None = 16, tokens: str | None = tokenizer(16)
+) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    if config is not None:
+        (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    if rows is not None:
+        (folder / "model.safetensors").write_bytes(safetensors(rows))
+    if tokens is not None:
+        (folder / "tokenizer.json").write_text(tokens)
+    return folder
+
+
+def write_cached(home: Path, repository: str, *, revision: str = "main", **model: Any) -> Path:
+    """A snapshot in Hugging Face's cache, as huggingface_hub lays it out."""
+    root = home / "hub" / f"models--{repository.replace('/', '--')}"
+    (root / "refs").mkdir(parents=True)
+    (root / "refs" / revision).write_text(COMMIT)
+    return write_model(root / "snapshots" / COMMIT, **model)
+
+
+def refused(wanted: Job, home: Path | None = None) -> str:
+    with pytest.raises(InputError) as caught:
+        read_model_config(wanted, cache_home=home)
+    assert str(caught.value).isprintable()
+    return str(caught.value)
+
+
+# --- where a model is looked for
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_starts_from_scratch_and_describes_a_shape(name, tmp_path):
+    files = read_model_config(job(config=name), cache_home=tmp_path)
+    assert files == ModelFiles(
+        config=read_preset(name), config_origin=f"preset {name}", model_path=None, tokenizer_path=None
+    )
+    assert read_model_shape(files.config).num_parameters > 0
+
+
+@pytest.mark.parametrize("name", [name for name in preset_names() if name != "tiny-llama"])
+def test_every_preset_of_published_weights_plans_without_a_network(name, tmp_path):
+    files = read_model_config(job(name=name), cache_home=tmp_path)
+    repository = read_preset(name)["_name_or_path"]
+    assert files.needs_download
+    assert (files.model_path, files.tokenizer_path, files.repository) == (repository, repository, repository)
+    assert files.config == read_preset(name)
+
+
+def test_presets_hold_no_dtype_which_would_decide_the_precision():
+    assert not [name for name in preset_names() if {"dtype", "torch_dtype"} & set(read_preset(name))]
+
+
+def test_a_preset_without_weights_cannot_be_started_from():
+    assert refused(job(name="tiny-llama")) == (
+        "model.name: tiny-llama is a shape without weights; write model.config: tiny-llama"
+    )
+
+
+def test_a_folder_answers_with_absolute_paths(tmp_path, monkeypatch):
+    folder = write_model(tmp_path / "it's a model")
+    monkeypatch.chdir(tmp_path)
+    files = read_model_config(job(name="it's a model"))
+    assert (files.model_path, files.tokenizer_path) == (str(folder), str(folder))
+    assert files.config == CONFIG
+    assert not files.needs_download
+    assert download_model(job(name="it's a model"), files) is files
+
+
+def test_a_home_folder_is_understood(tmp_path, monkeypatch):
+    write_model(tmp_path / "model")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read_model_config(job(name="~/model")).model_path == str(tmp_path / "model")
+
+
+def test_a_folder_called_like_a_preset_needs_a_dot(tmp_path, monkeypatch):
+    write_model(tmp_path / "tiny-llama")
+    monkeypatch.chdir(tmp_path)
+    assert read_model_config(job(name="./tiny-llama")).config == CONFIG
+    assert read_model_config(job(config="tiny-llama")).config == read_preset("tiny-llama")
+
+
+def test_a_config_of_a_folder_or_file_needs_no_weights(tmp_path):
+    folder = write_model(tmp_path / "shape", rows=None)
+    from_folder = read_model_config(job(config=str(folder)))
+    from_file = read_model_config(job(config=str(folder / "config.json")))
+    assert from_folder.config == from_file.config == CONFIG
+    assert from_folder.config_origin == from_file.config_origin == str(folder / "config.json")
+    assert (from_folder.model_path, from_file.model_path) == (None, None)
+    assert from_folder.tokenizer_path is None  # the job says: train
+
+
+def test_a_hub_id_in_the_cache_needs_no_network(tmp_path):
+    snapshot = write_cached(tmp_path, "org/model")
+    files = read_model_config(job(name="org/model"), cache_home=tmp_path)
+    assert (files.model_path, files.tokenizer_path) == (str(snapshot), str(snapshot))
+    assert (files.repository, files.revision, files.needs_download) == ("org/model", COMMIT, False)
+    assert read_model_config(job(config="org/model"), cache_home=tmp_path).model_path is None
+
+
+@pytest.mark.parametrize("revision", ["v1", COMMIT])
+def test_a_revision_in_the_cache_is_found_by_its_name_or_its_commit(tmp_path, revision):
+    snapshot = write_cached(tmp_path, "org/model", revision="v1")
+    files = read_model_config(job(name="org/model", revision=revision), cache_home=tmp_path)
+    assert files.model_path == str(snapshot)
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"])
+def test_the_cache_is_where_the_environment_says(tmp_path, monkeypatch, variable):
+    for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    home = tmp_path / "huggingface"
+    snapshot = write_cached(home, "org/model")
+    monkeypatch.setenv(variable, str({"HF_HUB_CACHE": home / "hub", "HF_HOME": home}.get(variable, tmp_path)))
+    assert read_model_config(job(name="org/model")).model_path == str(snapshot)
+
+
+def test_a_snapshot_without_weights_plans_and_asks_for_a_download(tmp_path):
+    snapshot = write_cached(tmp_path, "org/model", rows=None)
+    files = read_model_config(job(name="org/model"), cache_home=tmp_path)
+    assert files.needs_download
+    assert (files.model_path, files.tokenizer_path) == ("org/model", str(snapshot))
+
+
+def test_a_preset_uses_the_weights_that_are_here(tmp_path):
+    snapshot = write_cached(tmp_path, "Qwen/Qwen2.5-0.5B")
+    files = read_model_config(job(name="qwen2.5-0.5b"), cache_home=tmp_path)
+    assert (files.model_path, files.config, files.needs_download) == (str(snapshot), CONFIG, False)
+
+
+def test_another_tokenizer_may_be_named(tmp_path):
+    folder = write_model(tmp_path / "words", config=None, rows=None)
+    files = read_model_config(job(config="tiny-llama", tokenizer=str(folder)))
+    assert files.tokenizer_path == str(folder)
+    write_cached(tmp_path, "org/words")
+    files = read_model_config(job(config="tiny-llama", tokenizer="org/words"), cache_home=tmp_path)
+    assert Path(files.tokenizer_path or "").name == COMMIT
+
+
+# --- what is refused
+
+
+def test_what_is_no_model_here_says_what_a_name_may_be():
+    assert refused(job(name="llama-3.1-8")) == (
+        "model.name: llama-3.1-8 is no folder here, no hub id (ORG/NAME) and no preset; did you mean llama-3.1-8b?"
+    )
+    assert "; presets: llama-2-7b, llama-3.1-70b" in refused(job(config="zzz"))
+    for name in ("../gone/model", "/gone", "a/b/c", "a b/c", "org/..", "x" * 300, "~nobody-at-all/model"):
+        assert name in refused(job(name=name))
+
+
+def test_a_file_is_no_folder_of_weights(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert "is a file; name the folder that holds config.json" in refused(job(name=str(tmp_path / "model.gguf")))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (None, "holds no config.json; name the folder of a Hugging Face model"),
+        ("", "config.json: is not JSON"),
+        ("{", "config.json: is not JSON"),
+        ("[]", "config.json: is not a JSON object"),
+        ("[" * 100_000, "config.json: is not JSON"),
+    ],
+)
+def test_a_folder_with_a_bad_config_is_refused(tmp_path, config, words):
+    folder = write_model(tmp_path / "model", config=config)
+    assert words in refused(job(name=str(folder)))
+    assert words in refused(job(config=str(folder)))
+
+
+def test_a_config_file_that_may_not_be_read_is_named(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    assert "holds no config.json" in refused(job(config=str(tmp_path)))
+
+
+def test_weights_of_another_vocabulary_than_the_config_are_refused(tmp_path):
+    folder = write_model(tmp_path / "model", rows=20, tokens=tokenizer(10))
+    assert refused(job(name=str(folder))) == (
+        f"{folder}: config.json says vocab_size 16, but model.embed_tokens.weight has 20 rows; "
+        "config.json and weights are not of one model"
+    )
+
+
+def test_damaged_and_pickled_weights_are_refused(tmp_path):
+    folder = write_model(tmp_path / "model", rows=None)
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    assert "holds only pickled weights" in refused(job(name=str(folder)))
+    (folder / "model.safetensors").write_bytes(safetensors()[:-1])
+    assert "model.safetensors: is truncated: its header promises 768 B of tensors, the file holds 767 B" in refused(
+        job(name=str(folder))
+    )
+
+
+@pytest.mark.parametrize(("size", "added"), [(17, 0), (16, 1), (2, 40)])
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_with_both_numbers(tmp_path, size, added):
+    folder = write_model(tmp_path / "model", tokens=tokenizer(size, added=added))
+    assert refused(job(name=str(folder))) == (
+        f"model.tokenizer: {folder} has {size + added} tokens, the model's vocab_size is 16; "
+        "give the model's own tokenizer"
+    )
+
+
+def test_a_larger_tokenizer_from_scratch_is_mended_in_the_config(tmp_path):
+    shape = write_model(tmp_path / "shape", rows=None, tokens=None)
+    words = write_model(tmp_path / "words", config=None, rows=None, tokens=tokenizer(30))
+    line = refused(job(config=str(shape), tokenizer=str(words)))
+    assert line.endswith(
+        f"has 30 tokens, the model's vocab_size is 16; write vocab_size 30 into {shape / 'config.json'}"
+    )
+
+
+@pytest.mark.parametrize(("size", "added"), [(16, 0), (10, 6), (0, 0)])
+def test_a_tokenizer_that_fits_is_taken(tmp_path, size, added):
+    folder = write_model(tmp_path / "model", tokens=tokenizer(size, added=added))
+    assert read_model_config(job(name=str(folder))).tokenizer_path == str(folder)
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", '{"model": 5}', '{"model": {"vocab": {"a": "b"}}}', '{"model": {"vocab": 5}}']
+)
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content):
+    folder = write_model(tmp_path / "model", tokens=content)
+    assert "tokenizer.json: is not a tokenizer of the tokenizers library" in refused(job(name=str(folder)))
+
+
+def test_the_size_of_a_tokenizer_of_either_kind_is_its_largest_id(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": [["a", 0.0], ["b", -1.0]]}}))
+    assert tokenizer_size(tmp_path) == 2
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 7}}, "added_tokens": None}))
+    assert tokenizer_size(tmp_path) == 8
+    (tmp_path / "tokenizer.json").unlink()
+    assert tokenizer_size(tmp_path) is None
+
+
+def test_a_tokenizer_of_the_library_has_the_size_it_says(tmp_path):
+    from tokenizers import Tokenizer, models, trainers
+
+    trained = Tokenizer(models.BPE())
+    trained.train_from_iterator(["to be or not to be"], trainers.BpeTrainer(vocab_size=30, special_tokens=["<s>"]))
+    trained.save(str(tmp_path / "tokenizer.json"))
+    assert tokenizer_size(tmp_path) == trained.get_vocab_size()
+
+
+def test_a_tokenizer_that_is_not_there_is_refused(tmp_path):
+    (tmp_path / "words").mkdir()
+    (tmp_path / "tokenizer.json").write_text(tokenizer(3))
+    assert "holds no tokenizer; expected one of tokenizer.json" in refused(
+        job(config="tiny-llama", tokenizer=str(tmp_path / "words"))
+    )
+    assert "is a file; name the folder it is in" in refused(
+        job(config="tiny-llama", tokenizer=str(tmp_path / "tokenizer.json"))
+    )
+    assert "model.tokenizer: gone is no folder here" in refused(job(config="tiny-llama", tokenizer="gone"))
+    write_cached(tmp_path, "org/mute", tokens=None)
+    assert "model.tokenizer: org/mute has no tokenizer" in refused(
+        job(config="tiny-llama", tokenizer="org/mute"), tmp_path
+    )
+
+
+def test_a_model_without_a_tokenizer_of_its_own_has_none(tmp_path):
+    folder = write_model(tmp_path / "model", tokens=None)
+    assert read_model_config(job(name=str(folder))).tokenizer_path is None

@@ -1,0 +1,53 @@
+"""The report says how it ended, and every prediction beside its measurement."""
+
+from pathlib import Path
+
+import pytest
+from report_factory import make_report
+
+from launch.report_text import read_run_report, render_report
+from trainer.spec import codec
+from trainer.spec.errors import InputError
+from trainer.spec.report import Ending
+
+
+def test_predicted_and_measured_stand_side_by_side_with_the_difference():
+    text = render_report(make_report(), run_dir=Path("runs/bot"))
+    assert "runs/bot: finished at step 10 of 10" in text
+    (peak,) = [line for line in text.splitlines() if line.startswith("peak allocated")]
+    assert peak.split() == ["peak", "allocated", "30", "MiB", "25", "MiB", "+20.0%"]
+    (gradients,) = [line for line in text.splitlines() if "gradients" in line]
+    assert gradients.split() == ["gradients", "0", "B", "3", "MiB", "-100.0%"]
+    assert "activations" not in text, "nothing predicted, nothing measured: no line"
+    assert "tokens/s per device" in text and "-20.0%" in text
+
+
+def test_the_held_out_loss_stands_beside_the_unigram_entropy():
+    text = render_report(make_report(), run_dir=Path("r"))
+    assert "held-out loss 4.0000" in text and "unigram entropy of the same tokens 6.0000, ratio 0.67" in text
+
+
+def test_what_was_seen_to_run_and_the_sample_are_shown():
+    text = render_report(make_report(), run_dir=Path("r"))
+    assert "seen to run: 1 process, LlamaForCausalLM, AdamW, fp32, attention sdpa, loss chunked" in text
+    assert "before: x x" in text and "after: main():\n              pass" in text
+
+
+def test_a_bad_ending_names_its_error_and_incidents():
+    report = make_report(
+        ending=Ending.FAILED, error="ValueError: no", incidents=("retried once",), attempts=2, resumed_from_step=4,
+        engaged=None, sample=None, evaluations=(), final_loss=None, export=None, checkpoint=None,
+    )  # fmt: skip
+    text = render_report(report, run_dir=Path("r"))
+    assert "r: failed at step 10" in text and "2 attempts" in text and "resumed from step 4" in text
+    assert "error: ValueError: no" in text and "incident: retried once" in text and "seen to run" not in text
+
+
+def test_a_folder_that_is_no_run_and_a_run_without_an_end_are_told_apart(tmp_path: Path):
+    with pytest.raises(InputError, match="not a run directory"):
+        read_run_report(tmp_path)
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(InputError, match="has no report yet"):
+        read_run_report(tmp_path)
+    codec.write(tmp_path / "report.json", make_report())
+    assert read_run_report(tmp_path) == make_report()
