@@ -1,0 +1,42 @@
+"""A workplace for each test, and one finished run that the tests share."""
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from workplace_factory import Workplace, make_workplace
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Workplace:
+    return make_workplace(tmp_path / "work place")  # with a space in every path
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[Workplace, Path, str]]:
+    """One finished run that the tests that only read it share; trained when the first of them asks."""
+    done: list[tuple[Workplace, Path, str]] = []
+
+    def train_once() -> tuple[Workplace, Path, str]:
+        if not done:
+            place = make_workplace(tmp_path_factory.mktemp("trained") / "work place")
+            output = place.run("train", "job.yaml").stdout
+            done.append((place, place.only_run(), output))
+        return done[0]
+
+    return train_once
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"mounting a small tmpfs needs root: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)

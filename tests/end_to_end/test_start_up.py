@@ -1,0 +1,50 @@
+"""What answers questions never loads what trains."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = ("torch", "transformers", "deepspeed", "accelerate", "datasets", "tokenizers", "peft", "numpy", "wandb")
+REPOSITORY = Path(__file__).parents[2]
+PROGRAM = """
+import sys
+from launch.cli import main
+code = main(sys.argv[2:])
+loaded = sorted(set(sys.argv[1].split(",")) & {name.partition(".")[0] for name in sys.modules})
+sys.stderr.write(f"code {code} loaded {loaded}")
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("plan", "examples/quickstart.yaml"),
+        ("plan", "examples/quickstart.yaml", "--json"),
+        ("plan", "examples/quickstart.yaml", "--hardware", "8xH100-SXM5-80GB", "--hardware", "1xRTX-4090"),
+        ("probe",),
+        ("schema",),
+    ],
+    ids=" ".join,
+)
+def test_it_imports_nothing_heavy(command):
+    answer = subprocess.run(
+        [sys.executable, "-c", PROGRAM, ",".join(HEAVY), *command],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.stderr.endswith("code 0 loaded []"), answer.stderr
+
+
+def test_report_imports_nothing_heavy(trained):
+    _, run_dir, _ = trained()
+    answer = subprocess.run(
+        [sys.executable, "-c", PROGRAM, ",".join(HEAVY), "report", str(run_dir)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.stderr.endswith("code 0 loaded []"), answer.stderr

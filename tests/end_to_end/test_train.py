@@ -1,0 +1,117 @@
+"""`shardwise train` from a job file to a model that loads."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from workplace_factory import read_metrics
+
+from trainer.spec import codec
+from trainer.spec.plan import Plan
+from trainer.spec.report import Ending, Report
+
+FILES = (
+    "job.yaml", "hardware.json", "plan.json", "metrics.jsonl", "report.json",
+    "attempts/1/plan.json", "attempts/1/accelerate.yaml", "attempts/1/pids", "attempts/1/report.json",
+    "attempts/1/logs/rank-0.log", "checkpoints/step-00000008/MANIFEST.json",
+    "export/config.json", "export/model.safetensors",
+)  # fmt: skip
+METRICS = {
+    "step", "epoch", "tokens", "loss", "lr", "grad_norm", "step_s", "data_s", "forward_s", "backward_s", "optimizer_s",
+    "tokens_per_s", "tokens_per_s_per_gpu", "memory_allocated_bytes", "memory_peak_bytes", "host_rss_bytes",
+}  # fmt: skip
+
+
+def test_a_run_leaves_everything_it_promises(trained):
+    _, run_dir, _ = trained()
+    for name in FILES:
+        assert (run_dir / name).exists(), name
+    report = codec.read(run_dir / "report.json", Report)
+    assert report.ending is Ending.FINISHED and report.exit_code == 0 and report.step == 8
+    assert report.engaged is not None and report.engaged.world_size == 1
+    assert report.predicted.memory.parts and report.measured.memory.peak_allocated_bytes
+    assert report.measured.speed.tokens_per_s_per_gpu
+
+
+def test_each_step_is_one_line_with_the_promised_names(trained):
+    _, run_dir, _ = trained()
+    metrics = read_metrics(run_dir)
+    assert sorted(metrics) == list(range(1, 9))
+    assert metrics[8].keys() >= METRICS
+    assert metrics[8]["loss"] < metrics[1]["loss"]
+    assert metrics[8]["tokens"] <= 8 * 256
+
+
+def test_the_terminal_tells_the_plan_the_course_and_the_next_commands(trained):
+    _, run_dir, output = trained()
+    for words in ("held-out loss", "unigram entropy", "peak allocated", "predicted", "measured", "tokens/s", "next:"):
+        assert words in output, output
+    assert f"shardwise report {run_dir.relative_to(run_dir.parent.parent)}" in output
+    assert "before:" in output and "after:" in output
+
+
+def test_the_exported_model_loads_and_generates(trained):
+    _, run_dir, _ = trained()
+    code = (
+        "import sys; from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
+        "tokens = AutoTokenizer.from_pretrained(sys.argv[1])\n"
+        "ids = tokens('the cat', return_tensors='pt').input_ids\n"
+        "print(tokens.decode(model.generate(ids, max_new_tokens=5, do_sample=False)[0]))"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code, str(run_dir / "export")], capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.startswith("the cat")
+
+
+def test_report_and_export_read_the_run(trained, tmp_path: Path):
+    place, run_dir, _ = trained()
+    assert "finished at step 8 of 8" in place.run("report", run_dir).stdout
+    assert json.loads(place.run("report", run_dir, "--json").stdout)["ending"] == "finished"
+    place.run("export", run_dir, tmp_path / "out")
+    exported, final = (folder / "model.safetensors" for folder in (tmp_path / "out", run_dir / "export"))
+    assert exported.read_bytes() == final.read_bytes()
+    refused = place.run("export", run_dir, tmp_path / "out", check=False)
+    assert refused.returncode == 2 and "exists already" in refused.stderr
+
+
+def test_a_plan_can_be_kept_and_run_as_it_is(trained):
+    place, first_run, _ = trained()
+    plan_text = place.run("plan", "job.yaml", "--json").stdout
+    (place.folder / "kept.json").write_text(plan_text)
+    place.run("train", "kept.json", "--run-dir", place.folder / "from-plan")
+    assert read_losses(place.folder / "from-plan") == read_losses(first_run)
+
+
+def test_by_hand_the_same_command_gives_the_same_losses_and_overwrites_nothing(trained):
+    place, run_dir, _ = trained()
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    attempt = run_dir / "attempts" / "1"
+    launcher = Path(sys.executable).with_name("accelerate")
+    answer = subprocess.run(
+        [launcher, "launch", "--config_file", attempt / "accelerate.yaml", "-m", "trainer", attempt / "plan.json"],
+        cwd=place.folder, env=place.environment, capture_output=True, text=True, check=False, timeout=240,
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    (again,) = attempt.glob("again-*")
+    assert read_losses(again) == read_losses(run_dir)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_finished_run_has_nothing_to_resume(trained):
+    place, run_dir, _ = trained()
+    assert "finished at step 8 of 8" in place.run("train", "job.yaml", "--resume", "--run-dir", run_dir).stdout
+    assert codec.read(run_dir / "plan.json", Plan).name == "job"
+
+
+def test_the_home_holds_only_what_the_readme_names(trained):
+    place, _, _ = trained()
+    written = {path.relative_to(place.folder / "home") for path in (place.folder / "home").rglob("*") if path.is_file()}
+    assert {str(path) for path in written} <= {".local/state/shardwise/calibration.jsonl"}
+
+
+def read_losses(run_dir: Path) -> list[float]:
+    return [row["loss"] for _, row in sorted(read_metrics(run_dir).items())]
