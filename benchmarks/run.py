@@ -1,21 +1,30 @@
-"""What `make bench` runs: each benchmark compares commands in turn, A B A B, in one run, and prints ratios of medians.
+"""What `make bench` runs. What is timed is timed in turn, A B A B, in one run, and told as ratios of medians.
 
     python benchmarks/run.py [NAME ...] [--write]      --write keeps the table under benchmarks/results/
 
 startup   how long `probe`, `plan`, `report` take cold, beside an empty Python and beside `import torch`
+estimate  cases a second and memory of `shardwise estimate`, for a few and for many cases
+accuracy  the predictions beside published measurements, and what other tools answer to the same (`accuracy.py`)
+
+A benchmark whose figures are asked for something says so in the column `verdict`; one MISSED ends the run with 1.
 """
 
 import argparse
 import json
 import platform
+import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from pathlib import Path
+
+from accuracy import run_accuracy, text_table
 
 ROOT = Path(__file__).resolve().parent.parent
 ROUNDS = 7
@@ -61,7 +70,44 @@ def bench_startup() -> list[dict[str, object]]:
     ]
 
 
-BENCHMARKS: dict[str, Callable[[], list[dict[str, object]]]] = {"startup": bench_startup}
+def bench_estimate() -> list[dict[str, object]]:
+    """A stream of different cases through one process: the published rows with other batches and sequences."""
+    return [_estimate(num_cases) for num_cases in (1000, 10_000, 30_000)]
+
+
+def _estimate(num_cases: int) -> dict[str, object]:
+    rows = [
+        json.loads(line)["case"] for line in (ROOT / "benchmarks" / "measured_public.jsonl").read_text().splitlines()
+    ]
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as cases:
+        for number in range(num_cases):
+            case = rows[number % len(rows)]
+            sizes = {"micro_batch": 1 + number % 32, "seq_len": 256 + number}
+            cases.write(json.dumps(case | {"id": str(number), "train": case["train"] | sizes}) + "\n")
+        cases.flush()
+        started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        argv = [sys.executable, "-P", "-c", _ESTIMATE, cases.name]
+        run = subprocess.run(argv, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    # One process without a pause: on an idle machine its processor time is the time that passes.
+    rate = num_cases / (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return {
+        "cases": num_cases,
+        "cases_per_s_of_cpu": round(rate),
+        "cases_per_s": round(num_cases / seconds),
+        "peak_rss_mib": round(int(run.stderr) / 1024, 1),
+        "asked": "2000 a second of processor time, start included",
+        "verdict": "met" if rate >= 2000 else "MISSED",
+    }
+
+
+_ESTIMATE = """
+import re, sys
+from pathlib import Path
+from launch.cli import main
+assert main(["estimate", sys.argv[1]]) == 0
+print(re.search("VmHWM:(.*)kB", Path("/proc/self/status").read_text())[1], file=sys.stderr)
+"""
 
 
 def machine() -> dict[str, object]:
@@ -81,32 +127,34 @@ def machine() -> dict[str, object]:
     }
 
 
-def table(rows: list[dict[str, object]]) -> str:
-    """Rows as aligned columns."""
-    names = list(rows[0])
-    cells = [names, *([str(row[name]) for name in names] for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+def run_table(name: str, bench: Callable[[], list[dict[str, object]]], *, write: bool) -> bool:
+    """Runs a benchmark of one table, prints it, keeps it with `write`; false where it missed what is asked of it."""
+    rows = bench()
+    print(f"\n{name}, {machine()['cpu']}")
+    print(text_table(rows))
+    if write:
+        now = datetime.now(UTC)
+        path = ROOT / "benchmarks" / "results" / f"{name}-{now:%Y-%m-%d}.json"
+        path.write_text(json.dumps({"machine": machine(), "date": f"{now:%Y-%m-%d}", "rows": rows}, indent=1) + "\n")
+        print(f"wrote {path.relative_to(ROOT)}")
+    return all(row.get("verdict") != "MISSED" for row in rows)
+
+
+BENCHMARKS: dict[str, Callable[..., bool]] = {
+    "startup": partial(run_table, "startup", bench_startup),
+    "estimate": partial(run_table, "estimate", bench_estimate),
+    "accuracy": run_accuracy,
+}
 
 
 def main() -> int:
-    """Runs the named benchmarks, or all of them."""
+    """Runs the named benchmarks, or all of them; 1 where one missed what is asked of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], help="default: all")
     parser.add_argument("--write", action="store_true", help="keep the figures under benchmarks/results/")
     options = parser.parse_args()
-    for name in options.names or BENCHMARKS:
-        rows = BENCHMARKS[name]()
-        print(f"\n{name}, {ROUNDS} rounds in turn, {machine()['cpu']}")
-        print(table(rows))
-        if options.write:
-            now = datetime.now(UTC)
-            path = ROOT / "benchmarks" / "results" / f"{name}-{now:%Y-%m-%d}.json"
-            path.write_text(
-                json.dumps({"machine": machine(), "date": f"{now:%Y-%m-%d}", "rows": rows}, indent=1) + "\n"
-            )
-            print(f"wrote {path.relative_to(ROOT)}")
-    return 0
+    verdicts = [BENCHMARKS[name](write=options.write) for name in options.names or BENCHMARKS]
+    return 0 if all(verdicts) else 1
 
 
 if __name__ == "__main__":

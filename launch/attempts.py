@@ -67,7 +67,8 @@ def run_attempts(
     incidents: list[str] = []
     started = time.monotonic()
     first_attempt = run_dirs.next_attempt(run_dir)
-    for number, candidate in enumerate((plan.chosen, *plan.fallbacks)):
+    candidates = (plan.chosen, *plan.fallbacks)
+    for number, candidate in enumerate(candidates):
         may_resume = resume or (number > 0 and bool(run_dirs.committed_checkpoints(run_dir)))
         attempt_dir = prepare_attempt(plan, candidate, run_dir=run_dir, resume=may_resume)
         on_attempt(attempt_dir)
@@ -76,18 +77,22 @@ def run_attempts(
         except AttemptCutShortError as cut:
             console.line(str(cut))
             return RunOutcome(stop_code(stop), None, run_dir)
+        report = _with_ending(report, stop)
+        is_out = report.ending is Ending.OUT_OF_MEMORY and stop.kind is None
+        told = report.incidents
+        if is_out:
+            told = (*told, _memory_incident(candidate, report, is_last=number == len(candidates) - 1))
         report = msgspec.structs.replace(
             report,
-            incidents=(*incidents, *report.incidents),
+            incidents=(*incidents, *told),
             attempts=run_dirs.next_attempt(run_dir) - first_attempt,
             duration_s=time.monotonic() - started,
         )
-        report = _with_ending(report, stop)
         codec.write(run_dir / "report.json", report)
-        if report.ending is not Ending.OUT_OF_MEMORY or stop.kind is not None:
+        if not is_out:
             return RunOutcome(ExitCode(report.exit_code), report, run_dir)
-        incidents.append(_memory_incident(candidate, report))
-        console.line(incidents[-1])
+        incidents.append(told[-1])
+        console.line(told[-1])
     return RunOutcome(ExitCode.OUT_OF_MEMORY, report, run_dir)
 
 
@@ -137,11 +142,12 @@ def stop_code(stop: StopRequest) -> ExitCode:
     return ExitCode.REQUEUE if stop.kind is StopKind.REQUEUE else ExitCode.INTERRUPTED
 
 
-def _memory_incident(candidate: Candidate, report: Report) -> str:
+def _memory_incident(candidate: Candidate, report: Report, *, is_last: bool) -> str:
     parts = candidate.memory.parts
     largest = max(parts, key=lambda name: parts[name]) if parts else "unknown"
     return (
         f"out of memory at step {report.step} with {candidate.strategy.name}, micro batch {candidate.micro_batch}: "
         f"predicted {format_bytes(candidate.memory.need_bytes)} of {format_bytes(candidate.memory.usable_bytes)}, "
-        f"largest part {largest.replace('_', ' ')}; going on with the next fallback at the same global batch"
+        f"largest part {largest.replace('_', ' ')}; "
+        + ("no fallback is left" if is_last else "going on with the next fallback at the same global batch")
     )

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Sets up shardwise in .venv and runs one target: install, train, test, test-long, check, bench, uninstall.
+# Sets up shardwise in .venv and runs one target: install, train, test, test-long, check, bench, golden, uninstall.
 # The same as make, for machines without make. Needs Python 3.11 to 3.13 and, for DeepSpeed's operators, a C++ compiler.
 #
 #   SHARDWISE_PYTHON=/path/to/python   the interpreter to build .venv with
@@ -23,6 +23,7 @@ test        everything that continuous integration runs
 test-long   full products and repeated kills; hours
 check       ruff, mypy, import-linter
 bench       benchmarks, as ratios measured side by side
+golden      runs every known dry run anew and writes tests/golden/dry_run.jsonl; half an hour
 uninstall   remove .venv, caches and compiled operators; runs are kept
 TEXT
 }
@@ -118,6 +119,7 @@ case $target in
         "$bin/lint-imports"
         ;;
     bench) install_dev; shift; exec "$bin/python" benchmarks/run.py "$@" ;;
+    golden) install_dev; shift; exec "$bin/python" -m trainer.simulation --golden tests/golden/dry_run.jsonl --all "$@" ;;
     uninstall) uninstall ;;
     *) say "bootstrap: unknown target '$target'"; usage >&2; exit 2 ;;
 esac

@@ -6,17 +6,24 @@ the next plan, never a condition of it.
 
 import fcntl
 import os
+import platform
 from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 
-from trainer.spec.calibration import Calibration, CalibrationRecord
+from trainer.planning.calibrate import NO_CORRECTIONS, rates_source
+from trainer.planning.candidates import candidate_of, setting_of
+from trainer.planning.padding import longest_row_decides
+from trainer.planning.planner import situation_of
+from trainer.spec.calibration import Calibration, CalibrationRecord, RecordSource
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.hardware import Hardware
+from trainer.spec.plan import Candidate, Plan
 from trainer.spec.report import Report
 
 FILE_NAME = "calibration.jsonl"
+MAX_RECORDS = 100  # of one device; they stand in every plan.json
 
 
 def device_key(hardware: Hardware) -> tuple[str, str | None]:
@@ -27,7 +34,7 @@ def device_key(hardware: Hardware) -> tuple[str, str | None]:
 
 
 def read_calibration(state_home: Path, hardware: Hardware, *, torch: str) -> Calibration:
-    """The records of this device, driver and torch, oldest first."""
+    """The newest records of this device, driver and torch, oldest first."""
     path = state_home / FILE_NAME
     if not path.is_file():
         return Calibration()
@@ -40,32 +47,59 @@ def read_calibration(state_home: Path, hardware: Hardware, *, torch: str) -> Cal
             continue
         if (record.device, record.driver, record.torch) == (device, driver, torch):
             records.append(record)
-    return Calibration(records=tuple(records))
+    return Calibration(records=tuple(records[-MAX_RECORDS:]))
 
 
-def record_of_run(report: Report, hardware: Hardware, *, torch: str, now: datetime) -> CalibrationRecord | None:
-    """What a finished run teaches; None where a figure was not measured."""
-    predicted, measured = report.predicted, report.measured
-    figures = (
-        predicted.memory.peak_allocated_bytes,
-        measured.memory.peak_allocated_bytes,
-        predicted.speed.step_s,
-        measured.speed.step_s,
-    )
-    if figures[0] is None or figures[1] is None or figures[2] is None or figures[3] is None:
+def record_of_run(
+    report: Report, plan: Plan, *, now: datetime, source: RecordSource = RecordSource.RUN
+) -> CalibrationRecord | None:
+    """What a run, or a trial, of `report.plan` teaches; None where a figure was not measured."""
+    measured, stated = report.measured, report.predicted
+    peak_bytes, step_s = measured.memory.peak_allocated_bytes, measured.speed.step_s
+    if peak_bytes is None or step_s is None:
         return None
-    device, driver = device_key(hardware)
+    ran = report.plan
+    predicted = _uncorrected(plan, ran)
+    device, driver = device_key(plan.hardware)
     return CalibrationRecord(
         device=device,
         driver=driver,
-        torch=torch,
-        strategy=report.plan.strategy.name,
-        predicted_peak_bytes=figures[0],
-        measured_peak_bytes=figures[1],
-        predicted_step_s=figures[2],
-        measured_step_s=figures[3],
+        torch=plan.versions.get("torch", "none"),
+        strategy=ran.strategy.name,
+        predicted_peak_bytes=predicted.memory.peak_allocated_bytes,
+        measured_peak_bytes=peak_bytes,
+        predicted_step_s=predicted.speed.step_s,
+        measured_step_s=step_s,
         finished_at=now.astimezone(UTC).isoformat(timespec="seconds"),
+        shardwise=plan.versions.get("shardwise"),
+        source=source,
+        rates=rates_source(plan.hardware),
+        host=platform.node() or None,
+        method=ran.method,
+        sharding=ran.strategy.sharding,
+        offload=ran.strategy.offload,
+        precision=ran.strategy.precision,
+        num_ranks=ran.num_ranks,
+        is_padded=longest_row_decides(plan.data),
+        micro_batch=ran.micro_batch,
+        seq_len=ran.seq_len,
+        tokens_per_step=plan.schedule.tokens_per_step,
+        model_type=plan.model_shape.model_type,
+        num_parameters=plan.model_shape.num_parameters,
+        peak_event=predicted.memory.peak_event,
+        predicted_reserved_bytes=predicted.memory.peak_reserved_bytes,
+        measured_reserved_bytes=measured.memory.peak_reserved_bytes,
+        predicted_device_bytes=predicted.memory.device_bytes,
+        measured_device_bytes=measured.memory.device_bytes,
+        stated_peak_bytes=stated.memory.peak_allocated_bytes,
+        stated_step_s=stated.speed.step_s,
     )
+
+
+def _uncorrected(plan: Plan, candidate: Candidate) -> Candidate:
+    """What the formulas alone say of a candidate: a correction must not be learned from its own results."""
+    situation = msgspec.structs.replace(situation_of(plan), corrections=NO_CORRECTIONS)
+    return candidate_of(situation, setting_of(situation, candidate))
 
 
 def append_calibration(state_home: Path, record: CalibrationRecord) -> None:

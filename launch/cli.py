@@ -13,7 +13,6 @@ from launch.console import Console, write_error
 from trainer.spec.errors import ExitCode, InputError, ShardwiseError
 
 LATER_COMMANDS = {
-    "estimate": "0.2",
     "chat": "0.4",
     "data": "0.4",
     "import": "0.5",
@@ -29,8 +28,8 @@ LATER_COMMANDS = {
     "cache": "0.7",
 }
 LATER_OPTIONS = {
-    "plan": {"simulate": "0.2", "trial": "0.2", "html": "0.2", "partition": "0.6", "nodes": "0.6"},
-    "train": {"trial": "0.2", "nodes": "0.6", "node_rank": "0.6", "head": "0.6"},
+    "plan": {"partition": "0.6", "nodes": "0.6"},
+    "train": {"nodes": "0.6", "node_rank": "0.6", "head": "0.6"},
     "report": {"html": "0.7"},
     "export": {"merge": "0.4", "push": "0.4"},
 }
@@ -108,6 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_init(commands.add_parser("init", help="write a commented job file"))
     _add_probe(commands.add_parser("probe", help="show what this machine offers"))
     _add_plan(commands.add_parser("plan", help="choose a strategy and say why; nothing is started"))
+    _add_estimate(commands.add_parser("estimate", help="memory and speed of cases that pin everything"))
     _add_train(commands.add_parser("train", help="plan, train, evaluate, export, report"))
     _add_report(commands.add_parser("report", help="predicted beside measured"))
     _add_export(commands.add_parser("export", help="write a Hugging Face folder from a run"))
@@ -147,13 +147,21 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--top", type=_positive, default=3, help="how many runners-up to show")
     parser.add_argument("--take", type=_positive, default=1, metavar="N", help="put the N-th candidate first")
-    parser.add_argument("--simulate", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--trial", type=_positive, help=argparse.SUPPRESS)
-    parser.add_argument("--html", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--simulate", action="store_true", help="check the choice by an exact dry run; loads torch")
+    parser.add_argument("--trial", type=_positive, metavar="N", help="run the N best for a few steps, take the fastest")
+    parser.add_argument("--longest-seq", action="store_true", help="the longest sequence that fits")
+    parser.add_argument("--largest-batch", action="store_true", help="the largest micro batch that fits")
+    parser.add_argument("--largest-model", action="store_true", help="the largest preset that fits")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="the plan as one page with charts")
     parser.add_argument("--partition", help=argparse.SUPPRESS)
     parser.add_argument("--nodes", type=_positive, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=_plan)
+
+
+def _add_estimate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("cases", type=Path, metavar="CASES.jsonl", help="one JSON object a line; - reads stdin")
+    parser.set_defaults(run=_estimate)
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
@@ -165,7 +173,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="write the run directory, start nothing")
     parser.add_argument("--take", type=_positive, default=1, metavar="N", help="run the N-th candidate of the plan")
     parser.add_argument("--here", action="store_true", help="train on a Slurm login node all the same")
-    parser.add_argument("--trial", type=_positive, help=argparse.SUPPRESS)
+    parser.add_argument("--trial", type=_positive, metavar="N", help="run the N best for a few steps, take the fastest")
     parser.add_argument("--nodes", type=_positive, help=argparse.SUPPRESS)
     parser.add_argument("--node-rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--head", help=argparse.SUPPRESS)
@@ -225,19 +233,33 @@ def _probe(options: argparse.Namespace) -> ExitCode:
 
 
 def _plan(options: argparse.Namespace) -> ExitCode:
-    from launch.plan_command import run_plan
+    from launch.plan_command import PlanOptions, run_plan
 
     return run_plan(
-        options.job,
-        options.overrides,
-        gpus=options.gpus,
-        vram_cap_bytes=options.vram,
-        specs=options.hardware or [],
-        take=options.take,
-        top=options.top,
-        as_json=options.json,
-        console=Console(),
+        PlanOptions(
+            job=options.job,
+            overrides=options.overrides,
+            gpus=options.gpus,
+            vram_cap_bytes=options.vram,
+            specs=options.hardware or [],
+            take=options.take,
+            top=options.top,
+            simulate=options.simulate,
+            trial=options.trial,
+            longest_seq=options.longest_seq,
+            largest_batch=options.largest_batch,
+            largest_model=options.largest_model,
+            html=options.html,
+            as_json=options.json,
+        ),
+        Console(),
     )
+
+
+def _estimate(options: argparse.Namespace) -> ExitCode:
+    from launch.estimate import run_estimate
+
+    return run_estimate(options.cases)
 
 
 def _train(options: argparse.Namespace) -> ExitCode:
@@ -255,6 +277,7 @@ def _train(options: argparse.Namespace) -> ExitCode:
             resume=options.resume,
             dry_run=options.dry_run,
             take=options.take,
+            trial=options.trial,
             here=options.here,
         ),
         console,

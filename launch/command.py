@@ -87,4 +87,6 @@ def _cuda(kept: Mapping[str, str], plan: Plan) -> dict[str, str]:
     if gpus is not None:
         ours["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order of nvidia-smi, where a card is named by its index
         ours["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    if plan.hardware.needs_p2p_disabled and plan.chosen.num_ranks > 1:
+        ours["NCCL_P2P_DISABLE"] = "1"  # whatever the shell says: these cards hang, or deliver other values
     return ours

@@ -125,6 +125,4 @@ def _limits(plan: Plan) -> dict[str, Any]:
 
 def _nvme_buffer_elements(plan: Plan) -> int:
     """A buffer holds the largest piece of a weight that one rank owns, or DeepSpeed stops at the first swap."""
-    shape = plan.model_shape
-    largest = max(shape.embedding_parameters, *(linear.num_inputs * linear.num_outputs for linear in shape.linears))
-    return -(-largest // plan.chosen.num_ranks)
+    return -(-plan.model_shape.largest_tensor // plan.chosen.num_ranks)

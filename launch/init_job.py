@@ -6,6 +6,7 @@ from pathlib import PurePath
 
 from launch.job_yaml import write_scalar
 from launch.model_files import preset_names, read_preset
+from trainer.spec.model_shape import read_model_shape
 
 
 def job_template(*, model: str, data: str) -> str:
@@ -37,7 +38,8 @@ def job_template(*, model: str, data: str) -> str:
 
 def _max_positions(model: str) -> int:
     """Longest row the model takes, where it is a preset; no limit otherwise."""
-    return int(read_preset(model)["max_position_embeddings"]) if model in preset_names() else sys.maxsize
+    positions = read_model_shape(read_preset(model)).max_positions if model in preset_names() else None
+    return positions or sys.maxsize
 
 
 def _run_name(model: str) -> str:

@@ -1,49 +1,63 @@
-"""Has the device measured in a subprocess, since its ceilings need torch and this package never imports it.
+"""Has this machine's devices and links measured, in subprocesses that are ended when they take too long.
 
-`python -m trainer.runtime.measure OUT.json DEVICE` sees exactly one of the chosen GPUs. Where it fails (no torch, no
-room on the card) the plan keeps datasheet figures and a note says why.
+    device   one of the chosen GPUs, or the CPU: products, attention, copies, the host's AdamW
+    peers    a copy from each GPU to each other one, and a look at what arrived            (two GPUs and more)
+    gather   an all-gather over all devices, by nccl or gloo                               (two devices and more)
+
+Where a figure fails (no torch, no room on the card) the plan keeps the datasheet's and a note says why. Links that hang
+or deliver other values are a finding: `launch.measure_links` judges them.
 """
 
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from launch.gpu_selection import visible_devices
+from msgspec.structs import replace
+
+from launch.measure_links import measure_gather, measure_peers
+from launch.measuring_process import measuring_environment, run_modules
 from trainer.spec import codec
 from trainer.spec.errors import InputError
-from trainer.spec.hardware import DeviceKind, Hardware, MeasuredRates
+from trainer.spec.hardware import DeviceKind, Hardware
+from trainer.spec.measurement import Measurement
 
-TIMEOUT_S = 120.0  # importing torch from a cold disk takes most of it; the measurement itself some ten seconds
+TIMEOUT_S = 120.0  # importing torch from a cold disk takes most of it; the measurement itself some fifteen seconds
 MODULE = "trainer.runtime.measure"
 
 
-def measure_rates(
-    hardware: Hardware, *, timeout_s: float = TIMEOUT_S, module: str = MODULE
-) -> tuple[MeasuredRates, tuple[str, ...]]:
-    """What one device of `hardware` reaches, or nothing and a note."""
-    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-    environment["CUDA_VISIBLE_DEVICES"] = visible_devices(hardware.gpus[:1])
-    if hardware.device_kind is DeviceKind.CPU and hardware.host.num_cores:
-        environment["OMP_NUM_THREADS"] = str(hardware.host.num_cores)
-    with tempfile.TemporaryDirectory(prefix="shardwise-measure-") as folder:
-        answer = Path(folder) / "rates.json"
+def measure_rates(hardware: Hardware) -> Measurement:
+    """What the devices of `hardware` and the links between them reach."""
+    device = measure_device(hardware)
+    peers = measure_peers(hardware)
+    gather = measure_gather(hardware)
+    rates = replace(
+        device.rates,
+        peer_copies=peers.rates.peer_copies,
+        all_gather_bytes_per_s=gather.rates.all_gather_bytes_per_s,
+        gathers_only_without_peers=gather.rates.gathers_only_without_peers,
+    )
+    return Measurement(rates=rates, notes=(*device.notes, *peers.notes, *gather.notes))
+
+
+def measure_device(hardware: Hardware, *, timeout_s: float = TIMEOUT_S, module: str = MODULE) -> Measurement:
+    """What one device of `hardware` reaches, as far as it was measured; a note says what is missing."""
+    is_cpu = hardware.device_kind is DeviceKind.CPU
+    environment = measuring_environment(hardware.gpus[:1], num_threads=hardware.host.num_cores if is_cpu else None)
+    with tempfile.TemporaryDirectory(prefix="shardwise-measure-") as name:
+        folder = Path(name)
+        answer = folder / "rates.json"
+        has_ended, error = run_modules(
+            module,
+            [[str(answer), hardware.device_kind]],
+            environment=environment,
+            folder=folder,
+            timeout_s=timeout_s,
+        )
         try:
-            ended = subprocess.run(
-                [sys.executable, "-m", module, str(answer), hardware.device_kind],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=timeout_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return MeasuredRates(), (f"the device was not measured: it took more than {timeout_s:g} s",)
-        try:
-            return codec.read(answer, MeasuredRates), ()
+            found = codec.read(answer, Measurement)
         except InputError:
-            last = (ended.stderr.strip().splitlines() or ["it wrote nothing"])[-1]
-            return MeasuredRates(), (f"the device was not measured: {last}",)
+            found = Measurement()
+    if not has_ended:
+        return replace(found, notes=(*found.notes, f"the device was not measured: it took more than {timeout_s:g} s"))
+    if error or found == Measurement():
+        return replace(found, notes=(*found.notes, f"the device was not measured: {error or 'it wrote nothing'}"))
+    return found

@@ -1,46 +1,127 @@
-"""`shardwise plan`: for this machine, or for one or several that are not here."""
+"""`shardwise plan`: for this machine, or for one or several that are not here; as text, as JSON, as one HTML page."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from launch.console import Console
-from launch.plan_job import plan_inputs, profile_data, read_inputs
-from trainer.planning.explain import compare_plans, explain_plan
+from launch.plan_ahead import plan_ahead
+from launch.plan_job import PlanInputs, profile_data, read_inputs
+from trainer.planning.explain import compare_plans, comparison_page, explain_plan, plan_page
 from trainer.planning.planner import take_candidate
 from trainer.spec import codec
-from trainer.spec.errors import ExitCode, NothingFitsError
+from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, NothingFitsError
 from trainer.spec.plan import Plan
 
+Answer = tuple[str, Plan | NothingFitsError]
 
-def run_plan(
-    job: Path,
-    overrides: Sequence[str],
-    *,
-    gpus: tuple[int, ...] | None,
-    vram_cap_bytes: int | None,
-    specs: Sequence[str],
-    take: int,
-    top: int,
-    as_json: bool,
-    console: Console,
-) -> ExitCode:
-    """Prints one explained plan, or several compared; with `as_json` one JSON plan a machine."""
-    answers: list[tuple[str, Plan | NothingFitsError]] = []
-    machines: Sequence[str | None] = specs or [None]
-    for spec in machines:
-        inputs = read_inputs(job, overrides, gpus=gpus, vram_cap_bytes=vram_cap_bytes, hardware_spec=spec)
-        try:
-            plan: Plan | NothingFitsError = take_candidate(plan_inputs(inputs, profile_data(inputs)), take)
-        except NothingFitsError as error:
-            if len(specs) < 2:
-                raise
-            plan = error
-        answers.append((spec or "this machine", plan))
-    for _, answer in answers:
-        if isinstance(answer, Plan):
-            console.line(codec.encode(answer).decode().rstrip() if as_json else explain_plan(answer, top=top))
-    if len(answers) > 1 and not as_json:
+
+class PlanOptions(NamedTuple):
+    """What the command line said."""
+
+    job: Path
+    overrides: Sequence[str]
+    gpus: tuple[int, ...] | None = None
+    vram_cap_bytes: int | None = None
+    specs: Sequence[str] = ()  # machines that are not here
+    take: int = 1
+    top: int = 3
+    simulate: bool = False
+    trial: int | None = None
+    longest_seq: bool = False
+    largest_batch: bool = False
+    largest_model: bool = False
+    html: Path | None = None
+    as_json: bool = False
+
+
+def run_plan(options: PlanOptions, console: Console) -> ExitCode:
+    """Prints one explained plan, or several compared; with `as_json` one JSON plan a machine.
+
+    A question on the machine's limits is answered instead, by `plan_limits`.
+    """
+    if options.longest_seq or options.largest_batch or options.largest_model:
+        from launch.plan_limits import run_limits
+
+        return run_limits(options, console)
+    answers = [_answer(spec, inputs, options) for spec, inputs in machines(options)]
+    dry_runs: dict[str, list[str]] = {}
+    if options.simulate:
+        from launch.plan_simulate import simulated_answers
+
+        answers, dry_runs = simulated_answers(answers, Console(sys.stderr))  # progress beside the answer, not in it
+    if options.html is not None:
+        _write_html(options.html, answers, top=options.top)
+    plans = [(spec, answer) for spec, answer in answers if isinstance(answer, Plan)]
+    for spec, plan in plans:
+        if options.as_json:
+            console.line(codec.encode(plan).decode().rstrip())
+            continue
+        console.line("\n".join((explain_plan(plan, top=options.top), *_section(dry_runs.get(spec, ())))))
+        if plan is not plans[-1][1]:
+            console.line()
+    if len(answers) > 1 and not options.as_json:
         console.line()
         console.line(compare_plans(answers))
-    fitting = [answer for _, answer in answers if isinstance(answer, Plan)]
-    return ExitCode.DONE if fitting else ExitCode.NOTHING_FITS
+    return ExitCode.DONE if plans else ExitCode.NOTHING_FITS
+
+
+def _section(lines: Sequence[str]) -> list[str]:
+    """Lines as a section of the text, the first its title."""
+    return ["", lines[0], *(f"  {line}" for line in lines[1:])] if lines else []
+
+
+def machines(options: PlanOptions) -> list[tuple[str, PlanInputs]]:
+    """The inputs for each machine that is asked about, by its name on the command line."""
+    specs: Sequence[str | None] = options.specs or [None]
+    return [
+        (
+            spec or "this machine",
+            read_inputs(
+                options.job,
+                options.overrides,
+                gpus=options.gpus,
+                vram_cap_bytes=options.vram_cap_bytes,
+                hardware_spec=spec,
+                describes_models=options.simulate,
+            ),
+        )
+        for spec in specs
+    ]
+
+
+def write_page(path: Path, html: str) -> None:
+    """InputError where the folder is not there, EnvironmentFaultError where it cannot be written."""
+    try:
+        path.write_text(html, encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise InputError(f"--html {path}: {error.strerror}; name a file in a folder that exists") from error
+    except OSError as error:
+        raise EnvironmentFaultError(f"--html {path}: cannot be written: {error.strerror}") from error
+
+
+def _answer(spec: str, inputs: PlanInputs, options: PlanOptions) -> Answer:
+    try:
+        return spec, take_candidate(_plan(inputs, options), options.take)
+    except NothingFitsError as error:
+        if len(options.specs) < 2:
+            raise
+        return spec, error
+
+
+def _plan(inputs: PlanInputs, options: PlanOptions) -> Plan:
+    if options.trial is None:
+        return plan_ahead(inputs, profile_data(inputs))
+    from launch.trials import tried_plan
+
+    return tried_plan(inputs, options.trial, console=Console(sys.stderr))  # progress beside the answer, not in it
+
+
+def _write_html(path: Path, answers: Sequence[Answer], *, top: int) -> None:
+    from trainer.planning.explain_html import pages_html
+
+    pages = [plan_page(answer, top=top) for _, answer in answers if isinstance(answer, Plan)]
+    if len(answers) > 1:
+        pages.insert(0, comparison_page(answers))
+    write_page(path, pages_html(pages, title=pages[0].title))

@@ -20,13 +20,14 @@ from launch.probe import read_hardware
 from trainer.planning.data_estimate import estimate_data
 from trainer.planning.gpu_specs import hardware_from_spec
 from trainer.planning.planner import make_plan
+from trainer.spec.calibration import Calibration
 from trainer.spec.data_profile import DataProfile
 from trainer.spec.data_request import PrepareRequest
 from trainer.spec.errors import InputError
 from trainer.spec.hardware import Hardware
 from trainer.spec.job import DataFormat, Job
-from trainer.spec.model_shape import ModelShape, read_model_shape
-from trainer.spec.plan import Plan
+from trainer.spec.model_shape import ModelShape, read_model_shape, supported_model_types, text_part
+from trainer.spec.plan import Plan, TrialResult
 
 RECORDED_LIBRARIES = (
     "torch", "accelerate", "transformers", "deepspeed", "peft", "bitsandbytes", "galore-torch", "flash-attn",
@@ -53,9 +54,13 @@ def read_inputs(
     gpus: tuple[int, ...] | None = None,
     vram_cap_bytes: int | None = None,
     hardware_spec: str | None = None,
+    describes_models: bool = False,
     environment: Mapping[str, str] = os.environ,
 ) -> PlanInputs:
-    """Reads the job, the model's config and the machine; every problem of the input shows here, before any work."""
+    """Reads the job, the model's config and the machine; every problem of the input shows here, before any work.
+
+    With `describes_models` an architecture that no reader knows is described from the model that transformers builds.
+    """
     resolved = read_job_layers(
         job_path,
         overrides,
@@ -66,12 +71,21 @@ def read_inputs(
     named_hub_home = resolved.folders.get("huggingface")
     hub_home = Path(named_hub_home) if named_hub_home else None
     model = read_model_config(job, cache_home=hub_home)
-    shape = read_model_shape(model.config, origin=model.config_origin)
+    shape = _read_shape(model, describes_models=describes_models)
     cache = folders.cache_home(environment, configured=resolved.folders.get("cache"))
     request = make_request(job, shape=shape, tokenizer_path=model.tokenizer_path, cache_root=cache)
     cap = vram_cap_bytes if vram_cap_bytes is not None else job.limits.vram
     hardware = read_machine(hardware_spec, gpus=gpus, vram_cap_bytes=cap)
     return PlanInputs(resolved, model, shape, hardware, request, cache, hub_home)
+
+
+def _read_shape(model: ModelFiles, *, describes_models: bool) -> ModelShape:
+    is_known = text_part(model.config).get("model_type") in supported_model_types()
+    if describes_models and not is_known:
+        from launch.plan_simulate import described_shape
+
+        return described_shape(model.config)
+    return read_model_shape(model.config, origin=model.config_origin)
 
 
 def with_weights(inputs: PlanInputs) -> PlanInputs:
@@ -151,26 +165,43 @@ def profile_data(inputs: PlanInputs) -> DataProfile:
         seq_len=inputs.request.seq_len,
         vocab_size=inputs.shape.vocab_size,
         eval_share=inputs.request.eval_share,
+        is_packed=inputs.request.packing is not False,
     )
 
 
-def plan_inputs(inputs: PlanInputs, data: DataProfile, *, environment: Mapping[str, str] = os.environ) -> Plan:
-    """The plan for these inputs."""
-    versions = recorded_versions()
+def plan_inputs(
+    inputs: PlanInputs,
+    data: DataProfile,
+    *,
+    environment: Mapping[str, str] = os.environ,
+    trials: tuple[TrialResult, ...] = (),
+    ignoring_version: bool = False,
+) -> Plan:
+    """The plan for these inputs; with `ignoring_version` one that a later version may have to train."""
+    calibration, versions = read_calibration_of(inputs, environment=environment)
     return make_plan(
         inputs.resolved.job,
         name=inputs.resolved.name,
         hardware=inputs.hardware,
         shape=inputs.shape,
-        model_config=inputs.model.config,
+        model_config=dict(text_part(inputs.model.config)),
         model_path=inputs.model.model_path,
         tokenizer_path=prepared_tokenizer(data) or inputs.model.tokenizer_path,
         data=data,
-        calibration=read_calibration(
-            folders.state_home(environment), inputs.hardware, torch=versions.get("torch", "none")
-        ),
+        calibration=calibration,
         versions=versions,
+        trials=trials,
+        ignoring_version=ignoring_version,
     )
+
+
+def read_calibration_of(
+    inputs: PlanInputs, *, environment: Mapping[str, str] = os.environ
+) -> tuple[Calibration, dict[str, str]]:
+    """What earlier runs on this machine measured, and the versions that a plan records."""
+    versions = recorded_versions()
+    home = folders.state_home(environment)
+    return read_calibration(home, inputs.hardware, torch=versions.get("torch", "none")), versions
 
 
 def prepared_tokenizer(data: DataProfile) -> str | None:

@@ -32,7 +32,7 @@ __all__ = ["find_prepared", "prepare_data", "source_bytes"]
 
 GRACE_S = 5.0
 RACY_NS = 2 * 10**9
-_INDEX_FORMAT = 1
+_INDEX_FORMAT = 2
 _ENVIRONMENT = {
     "PYTHONSAFEPATH": "1",  # a user's trainer.py in the working directory must not shadow ours
     "PYTHONUNBUFFERED": "1",

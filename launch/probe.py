@@ -56,7 +56,8 @@ def read_hardware(
     """This machine as a plan may use it.
 
     InputError for an index in `gpus` that does not exist; EnvironmentFaultError where a GPU is there and its driver
-    does not answer. `measure` adds the speed of disks and of the device, some 20 s.
+    does not answer. `measure` adds the speed of disks, of the device and of the links between devices: half a minute,
+    a few minutes at most where something hangs.
     """
     setting = environment.get("CUDA_VISIBLE_DEVICES")
     findings = read_gpus(root=root, environment=environment, timeout_s=smi_timeout_s)
@@ -119,14 +120,16 @@ def _with_measurements(hardware: Hardware) -> Hardware:
     import tempfile
 
     from launch.measure_disk import measure_disks
+    from launch.measure_links import judged_links
     from launch.measure_rates import measure_rates
 
     folders = [Path(tempfile.gettempdir()), Path.cwd(), Path.home()]
     disks, disk_notes = measure_disks(hardware.host.disks, folders)
-    rates, rate_notes = measure_rates(hardware)
+    found = measure_rates(hardware)
     return msgspec.structs.replace(
         hardware,
         host=msgspec.structs.replace(hardware.host, disks=disks),
-        rates=rates,
-        notes=(*hardware.notes, *disk_notes, *rate_notes),
+        links=judged_links(hardware.links, found.rates),
+        rates=found.rates,
+        notes=(*hardware.notes, *disk_notes, *found.notes),
     )

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 
 from launch.gpu_selection import name_holders
-from trainer.spec.hardware import Disk, Gpu, Hardware, Host, Link, MeasuredRates, NetworkInterface
+from trainer.planning.gpu_specs import GPU_SPECS, GpuSpec
+from trainer.spec.hardware import Disk, Gpu, Hardware, Host, Link, NetworkInterface, PeerCopy
+from trainer.spec.strategy import Precision
 from trainer.spec.units import format_bytes
 
 _LIBRARIES_PER_LINE = 5
@@ -17,7 +19,7 @@ def describe_hardware(hardware: Hardware) -> str:
         _section("host", _host_lines(hardware.host)),
         _section("disks", [_disk_line(disk) for disk in hardware.host.disks]),
         _section("network", [_interface_line(interface) for interface in hardware.host.interfaces]),
-        _section("measured", _rate_lines(hardware.rates)),
+        _section("measured", _rate_lines(hardware)),
         _section("libraries", _library_lines(hardware.libraries)),
         _section("left out", hardware.excluded),
         _section("notes", hardware.notes),
@@ -125,16 +127,66 @@ def _interface_line(interface: NetworkInterface) -> str:
     return _joined(interface.name, interface.address, f"{speed * 8 / 10**9:g} Gb/s" if speed is not None else None)
 
 
-def _rate_lines(rates: MeasuredRates) -> list[str]:
-    precision = f" in {rates.matmul_precision}" if rates.matmul_precision else ""
-    memory, copy = rates.memory_bytes_per_s, rates.host_to_device_bytes_per_s
-    matmul = rates.matmul_flops_per_s
-    line = _joined(
-        f"matrix products {matmul / 10**12:.3g} TFLOP/s{precision}" if matmul is not None else None,
-        f"memory {format_bytes(memory)}/s" if memory is not None else None,
-        f"host to device {format_bytes(copy)}/s" if copy is not None else None,
+def _rate_lines(hardware: Hardware) -> list[str]:
+    """What was measured, each with the datasheet's figure where there is one."""
+    rates = hardware.rates
+    spec = GPU_SPECS.get(hardware.gpus[0].spec_name or "") if hardware.gpus else None
+    native = {"bf16": Precision.BF16, "fp16": Precision.FP16_MIXED}.get(rates.matmul_precision or "", Precision.FP32)
+    products = _joined(
+        _flops(rates.matmul_precision or "products", rates.matmul_flops_per_s, spec, native),
+        _flops("fp32", rates.fp32_flops_per_s, spec, Precision.FP32),
+        _flops("fp8", rates.fp8_flops_per_s, spec, Precision.FP8),
     )
-    return [line] if line else []
+    attention = rates.attention_flops_per_s
+    return [
+        line
+        for line in (
+            f"matrix products in {products}" if products else "",
+            f"attention {attention / 10**12:.3g} TFLOP/s" if attention is not None else "",
+            _joined(
+                _rate("memory", rates.memory_bytes_per_s, spec.memory_bytes_per_s if spec else None),
+                _rate("host to device", rates.host_to_device_bytes_per_s, spec.pcie_bytes_per_s if spec else None),
+                _rate("device to host", rates.device_to_host_bytes_per_s, spec.pcie_bytes_per_s if spec else None),
+                _rate("AdamW on the host", rates.host_adam_bytes_per_s, None),
+            ),
+            _joined(
+                _rate("all-gather", rates.all_gather_bytes_per_s, _nominal_link(hardware)),
+                "only without peer access" if rates.gathers_only_without_peers else None,
+            ),
+            *_peer_lines(rates.peer_copies),
+        )
+        if line
+    ]
+
+
+def _flops(name: str, measured: int | None, spec: GpuSpec | None, precision: Precision) -> str | None:
+    if measured is None:
+        return None
+    nominal = spec.peak_flops_per_s(precision) if spec else None
+    beside = f" (datasheet {nominal / 10**12:.3g})" if nominal else ""
+    return f"{name} {measured / 10**12:.3g} TFLOP/s{beside}"
+
+
+def _rate(name: str, measured: int | None, nominal: int | None) -> str | None:
+    if measured is None:
+        return None
+    beside = f" (datasheet {format_bytes(nominal)}/s)" if nominal else ""
+    return f"{name} {format_bytes(measured)}/s{beside}"
+
+
+def _nominal_link(hardware: Hardware) -> int | None:
+    """Of the slowest link, which a ring waits for."""
+    return min((link.bytes_per_s for link in hardware.links if link.bytes_per_s is not None), default=None)
+
+
+def _peer_lines(copies: Sequence[PeerCopy]) -> list[str]:
+    """The range of the copies that work; those that do not are named in the notes."""
+    good = [copy.bytes_per_s for copy in copies if copy.is_correct and copy.bytes_per_s is not None]
+    if not good:
+        return []
+    slowest, fastest = format_bytes(min(good)), format_bytes(max(good))
+    spread = f"{slowest}/s" if slowest == fastest else f"{slowest}/s to {fastest}/s"
+    return [f"copies between GPUs {spread}, {len(good)} of {len(copies)} pairs right"]
 
 
 def _library_lines(libraries: dict[str, str]) -> list[str]:

@@ -33,8 +33,10 @@ from launch.probe import read_hardware
 from launch.report_text import render_report
 from launch.supervisor import StopRequest
 from launch.torch_fit import check_torch
+from launch.trials import plan_after_trials
 from slurm.allocation import is_login_node, submit_line
 from trainer.planning.explain import explain_plan
+from trainer.planning.not_yet import late_members
 from trainer.planning.planner import take_candidate
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, InputProblemsError
@@ -55,6 +57,7 @@ class TrainOptions(NamedTuple):
     resume: bool = False
     dry_run: bool = False
     take: int = 1
+    trial: int | None = None  # real steps for so many candidates, then the fastest
     here: bool = False  # train on a Slurm login node all the same
 
 
@@ -68,6 +71,7 @@ class Prepared(NamedTuple):
 
 def train(options: TrainOptions, console: Console, *, environment: Mapping[str, str] = os.environ) -> RunOutcome:
     """Trains, and returns how it ended; a ShardwiseError means that nothing was started."""
+    _check_trial(options)
     plan, resolved, cache = _prepare(options, console, environment)
     run_dir, earlier = _find_run_dir(options, plan)
     with run_dirs.locked(run_dir):
@@ -82,6 +86,18 @@ def train(options: TrainOptions, console: Console, *, environment: Mapping[str, 
         if options.dry_run:
             return _stop_before_launch(plan, run_dir, console, resume=earlier is not None)
         return _run(plan, run_dir, console, environment, cache=cache, resume=earlier is not None)
+
+
+def _check_trial(options: TrainOptions) -> None:
+    """InputError where --trial meets what leaves nothing to choose."""
+    if options.trial is None:
+        return
+    if options.dry_run:
+        raise InputError("--trial runs candidates, --dry-run runs nothing; leave out one of them")
+    if options.resume:
+        raise InputError("--trial chooses a plan, --resume goes on with one; leave out one of them")
+    if options.job.suffix == ".json":
+        raise InputError(f"--trial chooses a plan and {options.job} is one; give the job file")
 
 
 def _prepare(options: TrainOptions, console: Console, environment: Mapping[str, str]) -> Prepared:
@@ -102,7 +118,11 @@ def _prepare(options: TrainOptions, console: Console, environment: Mapping[str, 
     check_torch(inputs.hardware)
     inputs = with_weights(inputs)
     data = prepare_data(inputs.request, on_progress=console.line)
-    plan = take_candidate(plan_inputs(inputs, data, environment=environment), options.take)
+    if options.trial is None:
+        plan = plan_inputs(inputs, data, environment=environment)
+    else:
+        plan = plan_after_trials(inputs, data, options.trial, console=console, environment=environment)
+    plan = take_candidate(plan, options.take)
     console.line(explain_plan(plan))
     console.line()
     return Prepared(plan, inputs.resolved, inputs.cache)
@@ -114,6 +134,14 @@ def _prepare_kept_plan(options: TrainOptions, console: Console, environment: Map
             f"{options.job}: a plan cannot be overridden; give the job file to change {options.overrides[0]}"
         )
     plan = take_candidate(codec.read(options.job, Plan), options.take)
+    if plan.needs_version is not None:
+        raise InputError(
+            f"{options.job}: this plan trains from shardwise {plan.needs_version} on "
+            f"({', '.join(late_members(plan.chosen))}); --take N runs another candidate of it"
+        )
+    shape = plan.model_shape
+    if shape.loss_obstacle is not None:
+        raise InputError(f"{options.job}: {shape.model_type} cannot be trained: {shape.loss_obstacle}")
     here = read_hardware()
     _refuse_login_node(options, here)
     check_torch(here)
@@ -290,7 +318,7 @@ def _run(
 def _keep_calibration(plan: Plan, report: Report, environment: Mapping[str, str]) -> None:
     if report.ending is not Ending.FINISHED:
         return
-    record = record_of_run(report, plan.hardware, torch=plan.versions.get("torch", "none"), now=datetime.now(UTC))
+    record = record_of_run(report, plan, now=datetime.now(UTC))
     if record is not None:
         append_calibration(folders.state_home(environment), record)
 

@@ -129,3 +129,26 @@ def test_every_workaround_has_an_entry_and_a_canary():
     in_ledger = set(re.findall(r"^## (W\d+)\b", LEDGER.read_text(), re.MULTILINE))
     with_canary = {name.split("_")[1].upper() for name in globals() if re.match(r"test_w\d+_", name)}
     assert in_ledger == with_canary
+
+
+def test_w10_a_cpu_build_of_torch_aborts_on_tensors_of_a_device_that_is_not_there():
+    code = (
+        "import torch\n"
+        "from torch._subclasses.fake_tensor import FakeTensorMode\n"
+        "with FakeTensorMode():\n"
+        "    (torch.empty(4, device='cuda', requires_grad=True) * 2).sum().backward()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    is_cpu_build = torch.version.cuda is None
+    assert (done.returncode < 0) == is_cpu_build
+    assert ("not linked with support for cuda" in done.stderr) == is_cpu_build
+
+
+def test_w11_autocast_for_cuda_turns_itself_off_without_a_gpu():
+    code = (
+        "import torch, warnings\n"
+        "warnings.simplefilter('ignore')\n"
+        "with torch.autocast('cuda', dtype=torch.bfloat16):\n"
+        "    print(torch.is_autocast_enabled('cuda'))\n"
+    )
+    assert run_python(code, CUDA_VISIBLE_DEVICES="").strip() == "False"

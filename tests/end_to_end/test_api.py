@@ -10,6 +10,8 @@ def in_workplace(workplace, monkeypatch):
     monkeypatch.chdir(workplace.folder)
     for name in ("HOME", "SHARDWISE_CACHE"):
         monkeypatch.setenv(name, workplace.environment[name])
+    for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "SHARDWISE_SITE_CONFIG"):  # would lead out of that home
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_a_plan_is_a_value_with_reasons():

@@ -211,7 +211,7 @@ CASES = [
     Case("unknown option", nothing, ("plan", "job.yaml", "--fast"), 2, ("--fast",)),
     Case("unknown command", nothing, ("trian", "job.yaml"), 2, ("trian", "train")),
     Case("command of a later version", nothing, ("chat", "run"), 2, ("comes with shardwise",)),
-    Case("option of a later version", nothing, ("plan", "job.yaml", "--html", "x"), 2, ("comes with shardwise",)),
+    Case("option of a later version", nothing, ("plan", "job.yaml", "--partition", "x"), 2, ("comes with shardwise",)),
     Case(
         "setting of a later version",
         job(data={"format": "chat"}),

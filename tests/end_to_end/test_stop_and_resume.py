@@ -13,6 +13,7 @@ from workplace_factory import Workplace, make_workplace, read_metrics
 
 from launch.process_record import ProcessRecord, descendants, read_records, record_of
 from trainer.spec import codec
+from trainer.spec.plan import Plan
 from trainer.spec.report import Ending, Report
 
 STEPS = 60
@@ -111,24 +112,53 @@ def test_an_interrupt_while_libraries_load_trains_nothing_or_stops_in_order(long
     assert num_steps_done(long_job) <= 1
 
 
-def test_a_memory_cap_leads_to_a_fallback_at_the_same_global_batch_or_to_exit_code_5(workplace):
-    """A cap that the plan fits but the process does not: the data limit makes a real out-of-memory."""
-    workplace.write_job(
-        model={"config": "model", "tokenizer": "train"},
-        train={"steps": 4, "seq_len": 128, "tokens_per_step": 8192},
-        pin={"loss": "eager"},
-    )
-    plan = json.loads(workplace.run("plan", "job.yaml", "--json").stdout)
-    need = plan["candidates"][0]["memory"]["need_bytes"]
-    answer = workplace.run("train", "job.yaml", f"--vram={need + 2**20}", check=False)
-    assert answer.returncode in (0, 5), answer.stdout + answer.stderr
-    report = codec.read(workplace.only_run() / "report.json", Report)
-    if answer.returncode == 0:
-        attempts = sorted((workplace.only_run() / "attempts").iterdir())
-        batches = {
-            (candidate["micro_batch"] * candidate["accumulation"])
-            for candidate in (json.loads((path / "plan.json").read_text())["candidates"][0] for path in attempts)
-        }
-        assert len(batches) == 1 and report.attempts == len(attempts)
-    else:
-        assert report.ending is Ending.OUT_OF_MEMORY
+def keep_capped_plan(place: Workplace, *, cap_bytes: int, micro_batches: tuple[int, ...]) -> Path:
+    """A plan made for all the RAM there is, then run under a cap; of its fallbacks those of these micro batches."""
+    place.write_job(train={"steps": 2, "seq_len": 128, "tokens_per_step": 65536}, pin={"loss": "eager"})
+    plan = json.loads(place.run("plan", "job.yaml", "--json").stdout)
+    assert plan["candidates"][0]["micro_batch"] == 256
+    fallbacks = [fallback for fallback in plan["fallbacks"] if fallback["checkpointing"] == "none"]
+    plan["fallbacks"] = [fallback for fallback in fallbacks if fallback["micro_batch"] in micro_batches]
+    plan["hardware"]["vram_cap_bytes"] = cap_bytes
+    kept = place.folder / "kept.json"
+    kept.write_text(json.dumps(plan))
+    return kept
+
+
+def test_a_kept_plan_keeps_its_fallbacks(workplace):
+    kept = keep_capped_plan(workplace, cap_bytes=2**40, micro_batches=(64,))
+    workplace.run("train", kept, "--dry-run")
+    plan = codec.read(workplace.only_run() / "plan.json", Plan)
+    assert [fallback.micro_batch for fallback in plan.fallbacks] == [64]
+    assert plan.notes == codec.read(kept, Plan).notes
+
+
+@pytest.mark.parametrize(
+    ("cap_bytes", "micro_batches", "code"),
+    [
+        (2**20, (128, 64), 5),  # 271, 136 and 68 MiB of tensors
+        (160 * 2**20, (32,), 0),  # 34 MiB, and as much again for threads and the profile of a step
+    ],
+)
+def test_out_of_memory_leads_to_the_fallbacks_at_the_same_global_batch_then_to_exit_code_5(
+    workplace, cap_bytes, micro_batches, code
+):
+    """Real ones: a data limit on the process refuses what the plan thought was there."""
+    kept = keep_capped_plan(workplace, cap_bytes=cap_bytes, micro_batches=micro_batches)
+    answer = workplace.run("train", kept, check=False)
+    assert answer.returncode == code, answer.stdout + answer.stderr
+    run_dir = workplace.only_run()
+    ran = [
+        codec.read(run_dir / "attempts" / str(number) / "plan.json", Plan).chosen
+        for number in range(1, len(micro_batches) + 2)
+    ]
+    assert [candidate.micro_batch for candidate in ran] == [256, *micro_batches]
+    assert {candidate.micro_batch * candidate.accumulation for candidate in ran} == {512}
+    report = codec.read(run_dir / "report.json", Report)
+    assert report.attempts == len(ran) == len(list((run_dir / "attempts").iterdir()))
+    failed = ran if code else ran[:-1]
+    incidents = [incident for incident in report.incidents if incident.startswith("out of memory at step 0 ")]
+    assert [told.split("micro batch ")[1].split(":")[0] for told in incidents] == [str(c.micro_batch) for c in failed]
+    assert all("going on with the next fallback" in told for told in incidents[: len(ran) - 1])
+    assert report.ending is (Ending.OUT_OF_MEMORY if code else Ending.FINISHED)
+    assert ("no fallback is left" in incidents[-1]) is bool(code)

@@ -129,6 +129,7 @@ def plan_of(
     data: DataProfile | None = None,
     calibration: Calibration | None = None,
     trials: tuple[TrialResult, ...] = (),
+    ignoring_version: bool = False,
     **job_facts: Any,
 ) -> Plan:
     """The plan of a model on a machine, with everything else as it usually is."""
@@ -146,6 +147,7 @@ def plan_of(
         calibration=calibration or Calibration(),
         versions={"shardwise": "0"},
         trials=trials,
+        ignoring_version=ignoring_version,
     )
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,7 +14,8 @@ from engine_plan_factory import engine_plan, gpus
 from launch.accelerate_config import accelerate_config
 from launch.command import launch_command, launch_environment
 from launch.deepspeed_config import deepspeed_config
-from trainer.spec.hardware import DeviceKind, Hardware, Host
+from trainer.spec import codec
+from trainer.spec.hardware import DeviceKind, Hardware, Host, MeasuredRates, PeerCopy
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Sharding
 
@@ -108,6 +110,33 @@ def test_ranks_see_only_the_gpus_of_the_plan():
     found = environment({"CUDA_VISIBLE_DEVICES": "7"}, cuda_plan())
     assert found["CUDA_VISIBLE_DEVICES"] == "GPU-0,GPU-1"
     assert found["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+def hanging_machine(**rates: Any) -> Hardware:
+    host = Host(cpu_name=None, num_cores=8, ram_bytes=None, ram_available_bytes=None)
+    return Hardware(gpus=gpus(2), host=host, rates=MeasuredRates(**rates))
+
+
+@pytest.mark.parametrize(
+    ("rates", "num_ranks", "expected"),
+    [
+        ({"gathers_only_without_peers": True}, 2, "1"),
+        ({"peer_copies": (PeerCopy(a=0, b=1),)}, 2, "1"),
+        ({"peer_copies": (PeerCopy(a=0, b=1, bytes_per_s=9, is_correct=True),)}, 2, None),
+        ({"gathers_only_without_peers": True}, 1, None),
+        ({}, 2, None),
+    ],
+)
+def test_cards_that_cannot_copy_to_each_other_go_through_host_memory(
+    rates: dict[str, Any], num_ranks: int, expected: str | None
+):
+    hardware = hanging_machine(**rates)
+    plan = engine_plan(Sharding.DDP, num_ranks=num_ranks, kind=DeviceKind.CUDA, hardware=hardware)
+    assert environment({}, plan).get("NCCL_P2P_DISABLE") == expected
+    assert (
+        codec.decode(codec.encode(plan), Plan, origin="plan.json").hardware.needs_p2p_disabled
+        is hardware.needs_p2p_disabled
+    )
 
 
 def test_a_plan_for_the_cpu_says_nothing_about_gpus():

@@ -9,6 +9,7 @@ from launch.job_yaml import read_yaml
 from launch.model_files import preset_names, read_preset
 from trainer.spec.job import Job
 from trainer.spec.job_file import read_job
+from trainer.spec.model_shape import read_model_shape
 
 
 def read(text: str) -> Job:
@@ -60,10 +61,10 @@ def test_any_text_is_quoted_so_that_it_reads_back(data):
 @pytest.mark.parametrize("preset", preset_names())
 def test_a_template_of_a_preset_is_a_job_within_its_positions(preset):
     job = read(job_template(model=preset, data="text"))
-    assert job.train.seq_len <= read_preset(preset)["max_position_embeddings"]
-    is_ours = preset == "tiny-llama"
-    assert (job.model.config, job.model.name) == ((preset, None) if is_ours else (None, preset))
-    assert job.model.tokenizer == ("train" if is_ours else None)
+    assert job.train.seq_len <= read_model_shape(read_preset(preset)).max_positions
+    has_no_weights = preset in ("tiny-llama", "gemma-3-4b-text", "gemma-3-12b-text", "mpt-7b")
+    assert (job.model.config, job.model.name) == ((preset, None) if has_no_weights else (None, preset))
+    assert job.model.tokenizer == ("train" if has_no_weights else None)
 
 
 def test_a_config_file_starts_from_scratch():

@@ -8,6 +8,7 @@ import pytest
 from captured_machine import GPU_MACHINES, MACHINES, Machine, lay_out
 
 from launch.probe import LIBRARIES, describe_hardware, read_hardware, read_libraries
+from trainer.planning.gpu_specs import hardware_from_spec
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.hardware import (
@@ -20,6 +21,7 @@ from trainer.spec.hardware import (
     LinkKind,
     MeasuredRates,
     NetworkInterface,
+    PeerCopy,
     SlurmEnvironment,
 )
 from trainer.spec.units import GIB, MIB
@@ -262,6 +264,12 @@ def test_the_table_of_a_machine_with_everything():
             matmul_precision="bf16",
             memory_bytes_per_s=900 * GIB,
             host_to_device_bytes_per_s=24 * GIB,
+            fp32_flops_per_s=70 * 10**12,
+            attention_flops_per_s=120 * 10**12,
+            host_adam_bytes_per_s=90 * GIB,
+            all_gather_bytes_per_s=9 * GIB,
+            gathers_only_without_peers=True,
+            peer_copies=(PeerCopy(a=0, b=1, bytes_per_s=8 * GIB, is_correct=True), PeerCopy(a=1, b=0)),
         ),
     )
     assert describe_hardware(hardware) == (
@@ -277,11 +285,31 @@ def test_the_table_of_a_machine_with_everything():
         "           Windows Subsystem for Linux, Slurm job 17 on node1\n"
         "disks      / (ext4), 50 GiB free of 100 GiB, rotating, writes 1 GiB/s, reads 2 GiB/s\n"
         "network    eth0, 10.0.0.2, 10 Gb/s\n"
-        "measured   matrix products 150 TFLOP/s in bf16, memory 900 GiB/s, host to device 24 GiB/s\n"
+        "measured   matrix products in bf16 150 TFLOP/s, fp32 70 TFLOP/s\n"
+        "           attention 120 TFLOP/s\n"
+        "           memory 900 GiB/s, host to device 24 GiB/s, AdamW on the host 90 GiB/s\n"
+        "           all-gather 9 GiB/s (datasheet 16 GiB/s), only without peer access\n"
+        "           copies between GPUs 8 GiB/s, 1 of 2 pairs right\n"
         "libraries  torch 2.13.0\n"
         "left out   GPU 2: not in --gpus 0,1\n"
         "notes      a note"
     )
+
+
+def test_what_was_measured_stands_beside_the_datasheet():
+    hardware = hardware_from_spec(
+        "1xL40S", local_host=Host(cpu_name=None, num_cores=None, ram_bytes=None, ram_available_bytes=None)
+    )
+    rates = MeasuredRates(
+        matmul_flops_per_s=250 * 10**12,
+        matmul_precision="bf16",
+        fp8_flops_per_s=480 * 10**12,
+        memory_bytes_per_s=700 * GIB,
+        host_to_device_bytes_per_s=24 * GIB,
+    )
+    text = describe_hardware(msgspec.structs.replace(hardware, rates=rates))
+    assert "matrix products in bf16 250 TFLOP/s (datasheet 362), fp8 480 TFLOP/s (datasheet 733)\n" in text
+    assert "memory 700 GiB/s (datasheet 805 GiB/s), host to device 24 GiB/s (datasheet 29.8 GiB/s)" in text
 
 
 def test_the_table_of_a_machine_of_which_nothing_is_known():

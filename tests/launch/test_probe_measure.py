@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from launch.measure_disk import BLOCK_BYTES, measure_disks, measure_folder, writable_folder
-from launch.measure_rates import measure_rates
+from launch.measure_rates import measure_device
 from trainer.spec.hardware import Disk, Gpu, Hardware, Host, MeasuredRates
+from trainer.spec.measurement import Measurement
 from trainer.spec.units import GIB
 
 HOST = Host(cpu_name=None, num_cores=1, ram_bytes=None, ram_available_bytes=None)
@@ -57,50 +58,59 @@ def test_a_disk_that_cannot_be_measured_is_named(tmp_path):
     assert notes == ("disk /no/such/disk: not measured, no folder of it can be written with room to spare",)
 
 
-def run_module(tmp_path, monkeypatch, body, hardware, **changes):
-    """Has a module of the given body measure `hardware`; it stands in for the one that needs torch."""
+def run_module(tmp_path, monkeypatch, body, hardware, measuring=measure_device, **changes):
+    """Has a module of the given body measure `hardware`; it stands in for the one that needs torch and a GPU."""
     (tmp_path / "stand_in.py").write_text("import os, pathlib, sys, time\n" + body)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return measure_rates(hardware, module="stand_in", **changes)
+    return measuring(hardware, module="stand_in", **changes)
 
 
-ANSWER = "pathlib.Path(sys.argv[1]).write_text('{\"memory_bytes_per_s\": %s}')\n"
+def answer_of(memory_bytes_per_s):
+    return f'pathlib.Path(sys.argv[1]).write_text(\'{{"rates": {{"memory_bytes_per_s": {memory_bytes_per_s}}}}}\')\n'
 
 
 def test_the_subprocess_is_told_the_device_and_the_cores(tmp_path, monkeypatch):
-    body = "assert sys.argv[2] == 'cpu' and os.environ['CUDA_VISIBLE_DEVICES'] == ''\n" + ANSWER.replace(
-        "%s}'", "' + os.environ['OMP_NUM_THREADS'] + '}'"
+    body = (
+        "assert sys.argv[2] == 'cpu' and os.environ['CUDA_VISIBLE_DEVICES'] == ''\n"
+        "assert os.environ['OMP_NUM_THREADS'] == '1'\n" + answer_of(7)
     )
-    rates, notes = run_module(tmp_path, monkeypatch, body, Hardware(gpus=(), host=HOST))
-    assert notes == ()
-    assert rates == MeasuredRates(memory_bytes_per_s=1)
+    found = run_module(tmp_path, monkeypatch, body, Hardware(gpus=(), host=HOST))
+    assert found == Measurement(rates=MeasuredRates(memory_bytes_per_s=7))
+
+
+def cards(*indices, **fields):
+    return tuple(
+        Gpu(index=index, name="x", spec_name=None, memory_bytes=GIB, uuid=f"GPU-{index}", **fields) for index in indices
+    )
 
 
 def test_the_subprocess_sees_one_of_the_chosen_cards(tmp_path, monkeypatch):
-    gpus = tuple(Gpu(index=index, name="x", spec_name=None, memory_bytes=GIB, uuid=f"GPU-{index}") for index in (2, 3))
-    body = "assert sys.argv[2] == 'cuda' and os.environ['CUDA_VISIBLE_DEVICES'] == 'GPU-2'\n" + ANSWER % 7
-    rates, notes = run_module(tmp_path, monkeypatch, body, Hardware(gpus=gpus, host=HOST))
-    assert (rates.memory_bytes_per_s, notes) == (7, ())
+    body = "assert sys.argv[2] == 'cuda' and os.environ['CUDA_VISIBLE_DEVICES'] == 'GPU-2'\n" + answer_of(7)
+    found = run_module(tmp_path, monkeypatch, body, Hardware(gpus=cards(2, 3), host=HOST))
+    assert (found.rates.memory_bytes_per_s, found.notes) == (7, ())
 
 
 def test_a_subprocess_that_fails_is_a_note(tmp_path, monkeypatch):
     hardware = Hardware(gpus=(), host=HOST)
-    rates, notes = run_module(tmp_path, monkeypatch, "import no_such_library\n", hardware)
-    assert rates == MeasuredRates()
-    assert notes == ("the device was not measured: ModuleNotFoundError: No module named 'no_such_library'",)
-    assert run_module(tmp_path, monkeypatch, "", hardware)[1] == ("the device was not measured: it wrote nothing",)
+    found = run_module(tmp_path, monkeypatch, "import no_such_library\n", hardware)
+    assert found.rates == MeasuredRates()
+    assert found.notes == ("the device was not measured: ModuleNotFoundError: No module named 'no_such_library'",)
+    assert run_module(tmp_path, monkeypatch, "", hardware).notes == ("the device was not measured: it wrote nothing",)
+    killed = run_module(tmp_path, monkeypatch, "os.kill(os.getpid(), 11)\n", hardware)
+    assert killed.notes == ("the device was not measured: it ended with code -11",)
 
 
-def test_a_subprocess_that_takes_too_long_is_a_note(tmp_path, monkeypatch):
+def test_a_subprocess_that_takes_too_long_keeps_what_it_had(tmp_path, monkeypatch):
     hardware = Hardware(gpus=(), host=HOST)
-    _, notes = run_module(tmp_path, monkeypatch, "time.sleep(600)\n", hardware, timeout_s=0.5)
-    assert notes == ("the device was not measured: it took more than 0.5 s",)
+    found = run_module(tmp_path, monkeypatch, answer_of(7) + "time.sleep(600)\n", hardware, timeout_s=1.5)
+    assert found.notes == ("the device was not measured: it took more than 1.5 s",)
+    assert found.rates.memory_bytes_per_s == 7
 
 
 def test_a_file_of_the_same_name_in_the_working_folder_is_not_run(tmp_path, monkeypatch):
     (tmp_path / "trainer.py").write_text("import sys; sys.exit('the wrong trainer')\n")
     (tmp_path / "elsewhere.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    _, notes = measure_rates(Hardware(gpus=(), host=HOST), module="elsewhere")
-    assert "No module named elsewhere" in notes[0]
-    assert sys.executable in notes[0]
+    (note,) = measure_device(Hardware(gpus=(), host=HOST), module="elsewhere").notes
+    assert "No module named elsewhere" in note
+    assert sys.executable in note

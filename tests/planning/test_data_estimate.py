@@ -3,6 +3,7 @@
 import pytest
 
 from trainer.planning.data_estimate import bytes_per_token, estimate_data
+from trainer.planning.padding import longest_width, mean_width
 
 
 def test_tokens_follow_from_bytes_and_the_assumption_is_said() -> None:
@@ -11,6 +12,12 @@ def test_tokens_follow_from_bytes_and_the_assumption_is_said() -> None:
     assert (data.num_rows, data.num_eval_rows) == (990, 10)
     assert data.source == "estimated"
     assert data.notes == ("3900000 bytes of text are taken as 1000000 tokens, 3.9 bytes each",)
+
+
+def test_rows_that_will_be_padded_are_taken_to_be_full() -> None:
+    data = estimate_data(num_bytes=3_900_000, seq_len=1000, vocab_size=128256, eval_share=None, is_packed=False)
+    assert (data.is_packed, data.num_rows, data.longest_row) == (False, 1000, 1000)
+    assert longest_width(data, seq_len=1000) == mean_width(data, 8, seq_len=1000) == 1000
 
 
 def test_a_small_file_is_still_a_row() -> None:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from trainer.planning.device import device_of
 from trainer.planning.gpu_specs import GPU_SPECS, hardware_from_spec
 from trainer.spec.errors import InputError
-from trainer.spec.hardware import DeviceKind, Gpu, Hardware, Link, LinkKind, MeasuredRates
+from trainer.spec.hardware import DeviceKind, Disk, Gpu, Hardware, Link, LinkKind, MeasuredRates
 from trainer.spec.strategy import Precision
 from trainer.spec.units import GIB
 
@@ -74,6 +74,49 @@ def test_measured_rates_are_passed_on() -> None:
     device = device_of(machine("1xRTX-4090", rates=rates))
     assert (device.matmul_flops_per_s, device.measured_memory_bytes_per_s) == (10**14, 10**12)
     assert device.measured_pcie_bytes_per_s == 10**10
+
+
+MEASURED = [
+    ("fp32_flops_per_s", "measured_fp32_flops_per_s"),
+    ("fp8_flops_per_s", "measured_fp8_flops_per_s"),
+    ("attention_flops_per_s", "measured_attention_flops_per_s"),
+    ("host_adam_bytes_per_s", "measured_host_adam_bytes_per_s"),
+    ("all_gather_bytes_per_s", "measured_link_bytes_per_s"),
+]
+
+
+@pytest.mark.parametrize(("measured", "field"), MEASURED)
+def test_each_measured_rate_has_its_place(measured: str, field: str) -> None:
+    device = device_of(machine("2xRTX-4090", rates=MeasuredRates(**{measured: 12345})))
+    assert getattr(device, field) == 12345
+    assert getattr(device_of(machine("2xRTX-4090")), field) is None
+
+
+def test_ranks_of_a_cpu_share_its_attention_and_have_a_link() -> None:
+    rates = MeasuredRates(attention_flops_per_s=10**10, all_gather_bytes_per_s=10**9)
+    one, two = (device_of(machine(f"{ranks}xCPU", rates=rates)) for ranks in (1, 2))
+    assert (one.measured_attention_flops_per_s, one.measured_link_bytes_per_s) == (10**10, None)
+    assert (two.measured_attention_flops_per_s, two.measured_link_bytes_per_s) == (10**10 // 2, 10**9)
+
+
+def test_the_disk_is_the_fastest_that_was_measured_in_its_slower_direction() -> None:
+    def disk(read: int | None, write: int | None) -> Disk:
+        return Disk(
+            path="/", filesystem="ext4", total_bytes=GIB, free_bytes=GIB, read_bytes_per_s=read, write_bytes_per_s=write
+        )
+
+    disks = (disk(9, 2), disk(4, 5), disk(100, None))
+    host = replace(CPU_HOST, disks=disks)
+    assert device_of(machine("1xRTX-4090", host=host)).nvme_bytes_per_s == 4
+    assert device_of(machine("1xRTX-4090")).nvme_bytes_per_s is None
+
+
+def test_a_lowered_power_limit_is_kept_beside_the_rated_one() -> None:
+    whole = machine("1xRTX-3090")
+    capped = device_of(replace(whole, gpus=(replace(whole.gpus[0], power_limit_w=280.0),)))
+    assert (capped.board_watts, capped.rated_watts) == (280.0, 350)
+    assert capped.halves_fp32_sums
+    assert not device_of(machine("1xA10")).halves_fp32_sums
 
 
 def test_the_slowest_link_is_the_link() -> None:

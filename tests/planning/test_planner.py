@@ -11,22 +11,20 @@ from planning_factory import CONFIGS, data_of, job_of, machine, plan_of, situati
 
 from trainer.planning.budget import excess
 from trainer.planning.candidates import candidate_of, run_hours, setting_of
-from trainer.planning.catalogue import CATALOGUE
-from trainer.planning.choice import handicap
+from trainer.planning.catalogue import CATALOGUE, LAYOUTS
+from trainer.planning.choice import PAGED_HANDICAP, handicap
 from trainer.planning.fallbacks import fallbacks
+from trainer.planning.not_yet import late_members, version_needed
 from trainer.planning.planner import situation_of, take_candidate
 from trainer.planning.remedies import memory_remedy
 from trainer.planning.settings_choices import bucket_ladder, chunk_tokens, micro_batches
 from trainer.planning.settings_search import (
     EAGER_HANDICAP,
     SAME_SPEED,
-    SMALL_SLICE_HANDICAP,
     best_candidate,
     least_need,
-    time_class,
 )
 from trainer.spec import codec
-from trainer.spec.calibration import Calibration, CalibrationRecord
 from trainer.spec.errors import InputError, NothingFitsError
 from trainer.spec.hardware import DeviceKind, Disk
 from trainer.spec.job import Allowance, Limits, NvmeLimit
@@ -84,8 +82,21 @@ def test_every_candidate_fits(plan: Plan) -> None:
 
 
 def test_exact_rows_come_first_and_then_the_fastest(plan: Plan) -> None:
-    keys = [(not c.strategy.is_exact, time_class(c.speed.step_s * handicap(c))) for c in plan.candidates]
-    assert keys == sorted(keys)
+    situation = situation_of(plan)
+    for earlier, later in pairwise(plan.candidates):
+        assert earlier.strategy.is_exact >= later.strategy.is_exact
+        if earlier.strategy.is_exact == later.strategy.is_exact:
+            seconds = [candidate.speed.step_s * handicap(situation, candidate) for candidate in (earlier, later)]
+            assert seconds[0] <= seconds[1] * (1 + SAME_SPEED)
+
+
+def test_the_choice_has_the_least_machinery_of_those_as_fast_as_the_fastest(plan: Plan) -> None:
+    situation, exact = situation_of(plan), [c for c in plan.candidates if c.strategy.is_exact]
+    seconds = [candidate.speed.step_s * handicap(situation, candidate) for candidate in exact]
+    peers = [c for c, s in zip(exact, seconds, strict=True) if s <= min(seconds) * (1 + SAME_SPEED)]
+    layouts = [LAYOUTS.index((c.strategy.sharding, c.strategy.offload)) for c in peers]
+    assert plan.chosen in peers
+    assert LAYOUTS.index((plan.chosen.strategy.sharding, plan.chosen.strategy.offload)) == min(layouts)
 
 
 def test_fallbacks_fall_in_peak_and_never_change_more_of_the_update(plan: Plan) -> None:
@@ -200,10 +211,11 @@ def test_a_larger_card_never_makes_a_plan_worse(model: str, smaller: int, more: 
             plan = plan_of(model, machine(f"{num_gpus}xH100-SXM5-80GB", vram_bytes=gib * GIB))
         except NothingFitsError:
             return float("inf")
-        return run_hours(situation_of(plan), plan.chosen) * handicap(plan.chosen)
+        situation = situation_of(plan)
+        return run_hours(situation, plan.chosen) * handicap(situation, plan.chosen)
 
-    # Two ties of a class, and whole logits or small slices passed over.
-    worst_tie = (1 + SAME_SPEED) ** 2 * max(EAGER_HANDICAP, SMALL_SLICE_HANDICAP)
+    # Two ties of a class, and whole logits passed over.
+    worst_tie = (1 + SAME_SPEED) ** 2 * EAGER_HANDICAP
     assert hours_with(smaller + more) <= hours_with(smaller) * worst_tie
 
 
@@ -403,7 +415,7 @@ def test_the_length_that_is_offered_suffices_at_the_same_global_batch() -> None:
 
 
 def test_what_waits_for_a_later_version_is_said_to_fit() -> None:
-    with pytest.raises(NothingFitsError, match=r"what would fit: .*qlora .*; trains from shardwise 0.3 on"):
+    with pytest.raises(NothingFitsError, match=r"what would fit: .*qlora .*; from shardwise 0.3 on"):
         plan_of("8b", "1xRTX-3090", allow=())
 
 
@@ -472,6 +484,95 @@ def test_take_one_changes_nothing() -> None:
     assert take_candidate(plan, 1) == plan
 
 
+def test_take_one_keeps_fallbacks_that_were_changed_since() -> None:
+    plan = plan_of("8b", "4xA100-SXM4-80GB")
+    shortened = replace(plan, fallbacks=plan.fallbacks[-1:])
+    assert take_candidate(shortened, 1) is shortened
+
+
+# --- looking ahead ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [Method.GALORE, Method.LORA, Method.QLORA])
+def test_a_later_method_is_planned_ahead_and_says_so(method: Method) -> None:
+    plan = plan_of("1b", "1xRTX-4090", method=method, ignoring_version=True)
+    assert (plan.chosen.method, plan.needs_version) == (method, "0.3")
+    assert situation_of(plan).ignores_version
+
+
+@pytest.mark.parametrize(
+    ("pin", "version"),
+    [
+        ({"checkpointing": Checkpointing.SELECTIVE}, "0.3"),
+        ({"compile": True}, "0.3"),
+        ({"activation_offload": True}, "0.3"),
+        ({"optimizer": Optimizer.ADAMW_8BIT}, "0.3"),
+        ({"sharding": Sharding.HSDP}, "0.6"),
+        ({"sharding": Sharding.HSDP, "checkpointing": Checkpointing.SELECTIVE}, "0.6"),
+    ],
+)
+def test_a_plan_ahead_needs_the_latest_version_of_what_it_takes(pin: dict[str, Any], version: str) -> None:
+    plan = plan_of("8b", "2x8xH100-SXM5-80GB", pin=pin, ignoring_version=True)
+    assert plan.needs_version == version
+    axes = {axis: getattr(plan.chosen, axis, None) or getattr(plan.chosen.strategy, axis, None) for axis in pin}
+    assert axes == pin
+
+
+def test_a_plan_ahead_that_this_version_trains_needs_none() -> None:
+    plan = plan_of("tiny", "1xCPU", ignoring_version=True)
+    assert plan.needs_version is None
+
+
+def test_a_plan_of_this_version_takes_nothing_late(plan: Plan) -> None:
+    assert plan.needs_version is None
+    assert not any(late_members(candidate) for candidate in (*plan.candidates, *plan.fallbacks))
+
+
+def test_taking_another_candidate_says_what_that_one_needs() -> None:
+    plan = plan_of("1b", "1xRTX-4090", ignoring_version=True)
+    for number, candidate in enumerate(plan.candidates, start=1):
+        assert take_candidate(plan, number).needs_version == version_needed(candidate)
+
+
+def test_auto_ahead_takes_the_first_method_within_the_limits() -> None:
+    """8B on 24 GB: with state in host RAM while the clock allows it, else the next method that is fast enough."""
+    small = machine("1xRTX-4090", ram_bytes=64 * GIB)
+    assert plan_of("8b", small, ignoring_version=True).chosen.method is Method.LORA
+    large = machine("1xRTX-4090", ram_bytes=512 * GIB)
+    patient = plan_of("8b", large, ignoring_version=True)
+    assert patient.chosen.method is Method.FULL
+    hours = {row.method: row.hours for row in patient.methods if row.hours is not None}
+    limit = 0.99 * hours.pop(Method.FULL)
+    hurried = plan_of("8b", large, hours=limit, ignoring_version=True)
+    assert hurried.chosen.method is next(method for method in Method if hours.get(method, limit + 1) <= limit)
+    assert f"limits.hours is {limit:g}" in hurried.methods[0].verdict
+
+
+def test_paged_state_of_whole_weights_must_be_much_faster() -> None:
+    plan = plan_of("8b", "4xA100-SXM4-80GB", ignoring_version=True)
+    paged = next(c for c in plan.candidates if c.strategy.optimizer is Optimizer.PAGED_ADAMW)
+    whole = next(c for c in plan.candidates if c.strategy.sharding is paged.strategy.sharding)
+    situation = situation_of(plan)
+    assert handicap(situation, paged) == PAGED_HANDICAP * handicap(situation, whole)
+    assert plan.chosen.strategy.optimizer is Optimizer.ADAMW_FUSED
+
+
+def test_a_note_says_what_a_later_version_would_take() -> None:
+    """Volta trains in fp32 today and in fp16 from 0.3 on, which its tensor cores make several times as fast."""
+    notes = plan_of("1b", "1xV100-32GB").notes
+    ahead = [note for note in notes if note.startswith("from shardwise 0.3 on it would take")]
+    assert len(ahead) == 1
+    assert "fp16-mixed" in ahead[0]
+    assert not any("it would take" in note for note in plan_of("tiny", "1xCPU").notes)
+
+
+def test_fewer_cards_are_offered_where_host_ram_is_what_is_missing() -> None:
+    """Each rank loads the model: eight copies of 4.6 GiB and as many processes do not fit where four do."""
+    with pytest.raises(NothingFitsError, match=r"of RAM, or with 4 of the GPUs \(--gpus 0,1,2,3\)"):
+        plan_of("1b", machine("8xA100-SXM4-80GB", ram_bytes=40 * GIB))
+    assert plan_of("1b", machine("4xA100-SXM4-80GB", ram_bytes=40 * GIB)).chosen.strategy.is_exact
+
+
 def test_a_cap_on_the_card_is_named_as_the_limit() -> None:
     with pytest.raises(NothingFitsError, match=r"H100-SXM5-80GB has 8 GiB usable \(limits\.vram\)"):
         plan_of("8b", machine("1xH100-SXM5-80GB", vram_bytes=8 * GIB))
@@ -513,7 +614,7 @@ def test_the_table_shows_all_four_methods_and_takes_one() -> None:
     methods = plan_of("8b", "8xH100-SXM5-80GB").methods
     assert [row.method for row in methods] == list(Method)
     assert [row.verdict for row in methods if row.verdict == "taken"] == ["taken"]
-    assert all("trains from shardwise 0.3 on" in row.verdict for row in methods if row.method is not Method.FULL)
+    assert all("from shardwise 0.3 on" in row.verdict for row in methods if row.method is not Method.FULL)
     by_method = {row.method: row.memory_bytes or 0 for row in methods}
     assert by_method[Method.QLORA] > 0
     assert by_method[Method.GALORE] > by_method[Method.LORA]
@@ -555,24 +656,6 @@ def test_notes_say_what_a_reader_must_know(facts: dict[str, Any], words: str) ->
 def test_unknown_host_ram_is_a_note() -> None:
     plan = plan_of("8b", machine("8xH100-SXM5-80GB", ram_bytes=None))
     assert any(note.startswith("host RAM of the nodes is unknown; the plan needs") for note in plan.notes)
-
-
-def test_earlier_runs_on_the_device_are_quoted() -> None:
-    record = CalibrationRecord(
-        device="H100-SXM5-80GB",
-        driver=None,
-        torch="2.13.0",
-        strategy="none/bf16-mixed/adamw_fused",
-        predicted_peak_bytes=100,
-        measured_peak_bytes=110,
-        predicted_step_s=1.0,
-        measured_step_s=1.5,
-        finished_at="2026-01-01T00:00:00Z",
-    )
-    plan = plan_of("8b", "8xH100-SXM5-80GB", calibration=Calibration(records=(record,)))
-    assert any(
-        "1 earlier run on this device measured 1.10x the predicted peak and 1.50x" in note for note in plan.notes
-    )
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,13 @@ def test_the_length_of_a_run_follows_from_epochs_steps_or_tokens(train: dict[str
     assert schedule(**train).num_steps == num_steps
 
 
+def test_padding_is_not_counted_as_tokens_trained_on() -> None:
+    data = data_of(num_rows=1000, is_packed=False, num_tokens=512_000)  # a quarter of each row of 2,048
+    made = make_schedule(job_of(epochs=None, tokens=10_000_000), data, shape_of("8b"))
+    assert made.num_steps == 611  # 10,000,000 / (32 x 512)
+    assert made.tokens_per_step == 65536
+
+
 def test_whole_epochs_are_not_lost_to_rounding() -> None:
     assert schedule(num_rows=320, epochs=0.1 + 0.2).num_steps == 3  # 0.30000000000000004 x 320 / 32
 

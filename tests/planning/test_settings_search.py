@@ -5,24 +5,34 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from planning_factory import CONFIGS, situation_for
+from planning_factory import CONFIGS, data_of, situation_for
 
-from trainer.planning.candidates import candidate_of, with_micro_batch
+from trainer.planning.candidates import candidate_of, predicted_memory, predicted_speed, setting_of, with_micro_batch
 from trainer.planning.catalogue import CATALOGUE
-from trainer.planning.memory import estimate_memory
 from trainer.planning.setting import Setting
 from trainer.planning.settings_choices import (
     MIN_CHUNK_TOKENS,
+    activation_offloads,
     checkpointings,
     chunk_sizes,
+    compiles,
     first_setting,
     losses,
     micro_batches,
 )
-from trainer.planning.settings_search import best_candidate, fitting_settings, least_need
+from trainer.planning.settings_search import (
+    EAGER_HANDICAP,
+    SAME_SPEED,
+    best_candidate,
+    fitting_settings,
+    least_need,
+    time_class,
+)
 from trainer.planning.situation import Situation
+from trainer.spec.data_profile import BatchWidth, DataProfile
+from trainer.spec.job import Allowance
 from trainer.spec.plan import Candidate
-from trainer.spec.strategy import Checkpointing, Sharding, Strategy
+from trainer.spec.strategy import Checkpointing, LossHead, Sharding, Strategy
 from trainer.spec.units import GIB
 
 ROWS = {row.name: row for row in CATALOGUE}
@@ -39,8 +49,24 @@ CASES = [
 ]
 
 
+PADDED = data_of(
+    is_packed=False,
+    num_documents=10_000,
+    mean_document_tokens=100.0,
+    batch_widths=tuple(
+        BatchWidth(micro_batch=2**power, mean_width=100.0 * 2**power, mean_width_sorted=100.0) for power in range(8)
+    ),
+)
+
+
 def needs(situation: Situation, setting: Setting) -> int:
-    return estimate_memory(situation.shape, setting, situation.device).need_bytes
+    return predicted_memory(situation, setting).need_bytes
+
+
+def key_of(situation: Situation, setting: Setting) -> tuple[int, int]:
+    """What is minimised: the class of the handicapped time, then the micro batch."""
+    handicap = EAGER_HANDICAP if setting.loss is LossHead.EAGER else 1.0
+    return time_class(predicted_speed(situation, setting).step_s * handicap), setting.micro_batch
 
 
 def every_setting(situation: Situation, strategy: Strategy) -> list[Setting]:
@@ -88,6 +114,62 @@ def test_every_micro_batch_that_fits_is_found(model: str, spec: str, row: str, s
             all_sizes = [with_micro_batch(situation, start, micro_batch) for micro_batch in micro_batches(situation)]
             fitting = [each for each in all_sizes if needs(situation, each) <= situation.device.usable_bytes]
             assert fitting_settings(situation, start) == fitting
+
+
+@pytest.mark.parametrize("data", [None, PADDED], ids=["packed", "padded"])
+@pytest.mark.parametrize(("model", "spec", "row"), CASES)
+def test_nothing_that_fits_is_faster_than_what_is_taken(
+    model: str, spec: str, row: str, data: DataProfile | None
+) -> None:
+    """Branch and bound gives what trying everything gives, on a device that is cut to where most settings fit."""
+    whole = situation_for(model, spec)
+    by_need = sorted(needs(whole, setting) for setting in every_setting(whole, ROWS[row]))
+    situation = replace(with_usable(model, spec, by_need[int(0.7 * len(by_need))]), data=data)
+    keys = [
+        (key_of(situation, setting), setting)
+        for setting in every_setting(situation, ROWS[row])
+        if needs(situation, setting) <= situation.device.usable_bytes
+    ]
+    best = best_candidate(situation, ROWS[row])
+    assert best is not None
+    assert key_of(situation, replace(setting_of(situation, best), buckets=None)) == min(key for key, _ in keys)
+
+
+@pytest.mark.parametrize("model", ["1b", "8b"])
+def test_later_versions_choose_among_more_and_are_no_slower(model: str) -> None:
+    row = ROWS["none/bf16-mixed/adamw_fused"]
+    today = with_usable(model, "1xA100-SXM4-80GB", 160 * GIB, allow=(Allowance.COMPILE, Allowance.OFFLOAD_CPU))
+    later = replace(today, ignores_version=True)
+    assert set(checkpointings(today)) < set(checkpointings(later))
+    assert (compiles(today), compiles(later)) == ((False,), (False, True))
+    assert (activation_offloads(today), activation_offloads(later)) == ((False,), (False, True))
+    now, then = best_candidate(today, row), best_candidate(later, row)
+    assert now is not None
+    assert then is not None
+    assert then.speed.step_s <= now.speed.step_s * (1 + SAME_SPEED)
+
+
+def test_activations_leave_the_card_only_where_nothing_else_fits() -> None:
+    row, pin = ROWS["none/bf16-mixed/adamw_fused"], {"micro_batch": 1}
+    roomy = replace(with_usable("1b", "1xRTX-4090", 80 * GIB, pin=pin, seq_len=16384), ignores_version=True)
+    kept = best_candidate(roomy, row)
+    assert kept is not None
+    assert not kept.activation_offload
+    tight = replace(roomy, device=replace(roomy.device, usable_bytes=least_need(roomy, row).memory.need_bytes))
+    moved = best_candidate(tight, row)
+    assert moved is not None
+    assert moved.activation_offload
+
+
+@pytest.mark.parametrize(
+    "pin", [{"compile": True}, {"activation_offload": True}, {"optimizer_in_backward": True}], ids=str
+)
+def test_pinned_mechanisms_of_later_versions_are_kept(pin: dict[str, Any]) -> None:
+    situation = replace(situation_for("1b", "1xA100-SXM4-80GB", pin=pin), ignores_version=True)
+    best = best_candidate(situation, ROWS["none/bf16-mixed/adamw_fused"])
+    assert best is not None
+    ((axis, member),) = pin.items()
+    assert getattr(best, axis) is member
 
 
 @pytest.mark.parametrize(("model", "spec", "row"), CASES)

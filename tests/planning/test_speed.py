@@ -3,16 +3,20 @@
 from typing import Any
 
 import pytest
-from estimate_factory import LLAMA_8B, MISTRAL_7B, TINY, UNKNOWN_HOST, config, cpu, gpu, setting, shape_of
+from estimate_factory import LLAMA_2_7B, LLAMA_8B, MISTRAL_7B, TINY, UNKNOWN_HOST, cpu, gpu, setting
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from trainer.planning import speed_constants as constants
 from trainer.planning.device import Device, device_of
 from trainer.planning.gpu_specs import GPU_SPECS
-from trainer.planning.speed import estimate_speed, flops_per_token, speed_notes
+from trainer.planning.setting import RecipeChoices
+from trainer.planning.speed import estimate_speed, evaluation_seconds, flops_per_token, speed_notes
+from trainer.planning.speed_rates import rates_of
 from trainer.spec.hardware import Gpu, Hardware
-from trainer.spec.model_shape import ModelShape
+from trainer.spec.job import GaloreJob
+from trainer.spec.model_shape import Linear, ModelShape, Norm, Positions
 from trainer.spec.strategy import (
     Attention,
     Checkpointing,
@@ -26,6 +30,7 @@ from trainer.spec.strategy import (
 from trainer.spec.units import GIB
 
 P = 8_030_261_248
+FULL_AC = Checkpointing.FULL
 BF16 = Precision.BF16
 
 
@@ -39,29 +44,6 @@ def test_flops_of_a_token_follow_the_stated_convention() -> None:
     assert flops_per_token(LLAMA_8B, 8192, Method.FULL) == 6 * P + attention
     assert flops_per_token(LLAMA_8B, 8192, Method.GALORE) == 6 * P + attention
     assert flops_per_token(LLAMA_8B, 8192, Method.LORA) == 4 * P + attention
-
-
-LLAMA_2_13B = shape_of(config(32000, 5120, 13824, 40, 40, 40))
-FULL_AC = Checkpointing.FULL
-# Tokens a second and GPU that others measured. Their software is not ours, hence the tolerance: what is tested is that
-# the formulas, with datasheet rates and the fitted shares, land where real machines do.
-PUBLISHED: list[tuple[str, ModelShape, str, dict[str, Any], float]] = [
-    ("8B, one H200, bf16, recomputed (KempnerForge)", LLAMA_8B, "1xH200",
-     {"precision": BF16, "micro_batch": 8, "seq_len": 2048, "checkpointing": FULL_AC, "accumulation": 4}, 10_471),
-    ("8B, 8 H100, FSDP, bf16-mixed, 8192 tokens (torchtitan, 96 GB variant)", LLAMA_8B, "8xH100-96GB-HBM2e",
-     {"sharding": Sharding.FSDP, "num_ranks": 8, "micro_batch": 2, "seq_len": 8192, "compile": True,
-      "checkpointing": Checkpointing.SELECTIVE}, 6_667),
-    ("13B, 64 A100, FSDP, 4096 tokens (torchtitan, 61.1 % MFU)", LLAMA_2_13B, "8x8xA100-SXM4-80GB",
-     {"sharding": Sharding.FSDP, "num_ranks": 64, "micro_batch": 2, "seq_len": 4096, "compile": True}, 2_220),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("shape", "spec", "fields", "measured"), [row[1:] for row in PUBLISHED], ids=[row[0] for row in PUBLISHED]
-)
-def test_published_throughputs_are_met(shape: ModelShape, spec: str, fields: dict[str, Any], measured: float) -> None:
-    found = estimate_speed(shape, setting(**fields), gpu(spec))
-    assert found.tokens_per_s_per_gpu == pytest.approx(measured, rel=0.25)
 
 
 SETTINGS = st.builds(
@@ -196,4 +178,231 @@ def test_a_slow_link_is_paid_for_every_byte_that_a_sharding_moves(sharding: Shar
     slow = replace(gpu("2xA100-SXM4-80GB"), link_bytes_per_s=10**7)
     chosen = setting(sharding, num_ranks=2, accumulation=2, seq_len=128)
     seconds = estimate_speed(LLAMA_8B, chosen, slow).parts["communication_s"]
-    assert seconds == pytest.approx(per_parameter * P * (1 / 2) / (0.479 * 10**7), rel=0.01)
+    assert seconds == pytest.approx(per_parameter * P * (1 / 2) / (constants.LINK_SHARE * 10**7), rel=0.01)
+
+
+# --- architectures ----------------------------------------------------------------------------------------------------
+
+
+def seconds(shape: ModelShape, device: Device | None = None, /, **fields: Any) -> dict[str, float]:
+    sharding = fields.pop("sharding", Sharding.NONE)
+    return estimate_speed(shape, setting(sharding, **fields), device or gpu("1xA100-SXM4-80GB")).parts
+
+
+def test_a_token_pays_for_the_experts_it_is_sent_to_and_memory_for_all() -> None:
+    dense = replace(LLAMA_8B, linears=tuple(linear for linear in LLAMA_8B.linears if "proj" in linear.name))
+    pair = Linear(name="experts", num_inputs=4096, num_outputs=14336, num_copies=8, num_used=2)
+    both_used = replace(pair, num_copies=2)
+    experts = replace(dense, linears=(*dense.linears, pair), num_experts=8, experts_per_token=2)
+    only_used = replace(dense, linears=(*dense.linears, both_used), num_experts=2, experts_per_token=2)
+    all_used = replace(dense, linears=(*dense.linears, replace(pair, num_used=8)), num_experts=8, experts_per_token=8)
+    chosen = {"micro_batch": 4, "checkpointing": FULL_AC}
+    some, least, most = (seconds(shape, **chosen)["compute_s"] for shape in (experts, only_used, all_used))
+    assert least < some < 1.1 * least
+    assert most > 1.5 * some
+    flops = [flops_per_token(shape, 2048, Method.FULL) for shape in (experts, only_used)]
+    assert flops[0] == flops[1]
+
+
+def test_all_experts_are_read_where_tokens_are_few() -> None:
+    pair = Linear(name="experts", num_inputs=4096, num_outputs=14336, num_copies=8, num_used=2)
+    few, many = (
+        seconds(replace(LLAMA_8B, linears=(replace(pair, num_copies=copies),)), seq_len=128, precision=BF16)[
+            "compute_s"
+        ]
+        for copies in (8, 64)
+    )
+    read_s = 3 * 32 * 56 * 2 * 4096 * 14336 / (constants.MEMORY_SHARE * 2039e9)
+    assert many - few > 0.6 * read_s
+
+
+def test_norms_of_one_kernel_and_models_without_rotation_move_less() -> None:
+    layered = replace(LLAMA_8B, norm=Norm.LAYER)
+    still = replace(layered, positions=Positions.ALIBI)
+    compute = [seconds(shape)["compute_s"] for shape in (LLAMA_8B, layered, still)]
+    assert compute == sorted(compute, reverse=True)
+    assert len(set(compute)) == 3
+    hosts = [seconds(shape, micro_batch=1, seq_len=128)["host_s"] for shape in (LLAMA_8B, layered, still)]
+    assert hosts == sorted(hosts, reverse=True)
+
+
+def test_a_window_costs_its_keys() -> None:
+    windowed = replace(MISTRAL_7B, sliding_window=4096, num_sliding_layers=32)
+    device = gpu("1xA100-SXM4-80GB")
+    rate = constants.ATTENTION_SHARE * 312e12
+    for row in (4096, 32768):
+        chosen = setting(seq_len=row)
+        full, some = (estimate_speed(shape, chosen, device).parts["compute_s"] for shape in (MISTRAL_7B, windowed))
+        keys_saved = row / 2 - (4096 - 4096**2 / (2 * row))
+        assert full - some == pytest.approx(3.5 * 4 * row * keys_saved * 4096 * 32 / rate, rel=1e-6, abs=1e-9)
+
+
+# --- the head ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "per_weight"), [(Method.FULL, 18), (Method.LORA, 6)])
+def test_each_slice_of_logits_reads_the_head_and_adds_to_its_gradient(method: Method, per_weight: int) -> None:
+    device, table = gpu("1xA100-SXM4-80GB"), 128256 * 4096
+    base = setting(method=method, loss=LossHead.CHUNKED, micro_batch=4)
+    few, many = (
+        estimate_speed(LLAMA_8B, replace(base, loss_chunk_tokens=tokens), device).parts["compute_s"]
+        for tokens in (2048, 256)
+    )
+    memory = constants.MEMORY_SHARE * 2039e9
+    assert many - few == pytest.approx((32 - 4) * per_weight * table / memory, rel=1e-6)
+
+
+# --- padding and evaluation -------------------------------------------------------------------------------------------
+
+
+def test_padding_is_computed_and_not_counted() -> None:
+    device, packed = gpu("1xA100-SXM4-80GB"), setting(seq_len=1024, micro_batch=4)
+    padded = replace(packed, recipe=RecipeChoices(longest_seq=2048))
+    longer = setting(seq_len=2048, micro_batch=4)
+    found = estimate_speed(LLAMA_8B, padded, device)
+    assert found.parts == estimate_speed(LLAMA_8B, longer, device).parts
+    assert found.tokens_per_s_per_gpu * found.step_s == pytest.approx(4 * 1024)
+
+
+@pytest.mark.parametrize("method", [Method.FULL, Method.LORA])
+def test_an_evaluation_is_about_a_third_of_training_on_the_same_tokens(method: Method) -> None:
+    device, chosen = gpu("8xA100-SXM4-80GB"), setting(Sharding.FSDP, num_ranks=8, micro_batch=4, method=method)
+    trained = estimate_speed(LLAMA_8B, chosen, device)
+    evaluated = evaluation_seconds(LLAMA_8B, chosen, device, 8 * 4 * 2048)
+    assert 0.2 < evaluated / trained.step_s < 0.45
+    assert evaluation_seconds(LLAMA_8B, chosen, device, 80 * 4 * 2048) == pytest.approx(10 * evaluated)
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def test_projecting_gradients_takes_products_and_now_and_then_a_decomposition() -> None:
+    card = gpu("1xA100-SXM4-80GB")
+
+    def optimizer_s(gap: int, rank: int) -> float:
+        galore = GaloreJob(update_gap=gap, rank=rank)
+        chosen = setting(method=Method.GALORE, galore=galore, precision=BF16)
+        return estimate_speed(LLAMA_2_7B, chosen, card).parts["optimizer_s"]
+
+    # 7B: the decompositions of one update take minutes, as published
+    update_s = (optimizer_s(1, 256) - optimizer_s(10**9, 256)) / (1 - 1e-9)
+    assert 300 < update_s < 1200
+    assert optimizer_s(10**9, 512) - optimizer_s(10**9, 256) == pytest.approx(
+        4 * 256 * LLAMA_2_7B.num_layers * LLAMA_2_7B.linear_parameters_per_block / (constants.MATMUL_SHARE * 312e12)
+    )
+
+
+def test_muon_takes_five_rounds_of_products() -> None:
+    card = gpu("1xA100-SXM4-80GB")
+    plain, muon = (
+        estimate_speed(TINY, setting(optimizer=optimizer, precision=BF16), card).parts["optimizer_s"]
+        for optimizer in (Optimizer.SGD, Optimizer.MUON)
+    )
+    flops = sum(
+        4 * min(i, o) ** 2 * max(i, o) + 2 * min(i, o) ** 3
+        for i, o in ((linear.num_inputs, linear.num_outputs) for linear in TINY.linears)
+    )
+    passes = 2 * (9 - 4) * TINY.num_parameters / (constants.MEMORY_SHARE * 2039e9)
+    rounds = 5 * TINY.num_layers * flops / (constants.MATMUL_SHARE * 312e12)
+    assert muon - plain == pytest.approx(passes + rounds)
+
+
+def test_paged_state_crosses_pcie_only_where_it_does_not_fit() -> None:
+    def optimizer_s(spec: str, optimizer: Optimizer) -> float:
+        chosen = setting(optimizer=optimizer, precision=BF16, optimizer_in_backward=True)
+        return estimate_speed(LLAMA_8B, chosen, gpu(spec)).parts["optimizer_s"]
+
+    paged, plain = Optimizer.PAGED_ADAMW_8BIT, Optimizer.ADAMW_8BIT
+    assert optimizer_s("1xA100-SXM4-80GB", paged) == optimizer_s("1xA100-SXM4-80GB", plain)
+    card = GPU_SPECS["RTX-4090"]
+    over = 4 * P + card.context_bytes - card.usable_bytes
+    assert over < 2 * P
+    extra = optimizer_s("1xRTX-4090", paged) - optimizer_s("1xRTX-4090", plain)
+    assert extra == pytest.approx(2 * over / (constants.PCIE_SHARE * card.pcie_bytes_per_s))
+
+
+# --- offload ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_host_updates_what_is_offloaded_as_fast_as_its_software() -> None:
+    device = gpu("8xA100-SXM4-80GB")
+
+    def offload_s(sharding: Sharding, optimizer: Optimizer, offload: Offload = Offload.OPTIMIZER) -> float:
+        chosen = setting(sharding, num_ranks=8, offload=offload, optimizer=optimizer)
+        return estimate_speed(LLAMA_8B, chosen, device).parts["offload_s"]
+
+    fast = offload_s(Sharding.ZERO2, Optimizer.DEEPSPEED_CPU_ADAM)
+    assert fast > 28 * P / constants.HOST_ADAM_BYTES_PER_S
+    assert offload_s(Sharding.FSDP, Optimizer.ADAMW) > 5 * fast
+    on_disk = offload_s(Sharding.ZERO3, Optimizer.DEEPSPEED_CPU_ADAM, Offload.NVME_OPTIMIZER)
+    in_memory = offload_s(Sharding.ZERO3, Optimizer.DEEPSPEED_CPU_ADAM)
+    assert on_disk - in_memory == pytest.approx(24 * P / constants.NVME_BYTES_PER_S, rel=1e-3)
+
+
+# --- rates ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("measured", "part", "fields"),
+    [
+        ({"matmul_flops_per_s": 10**12}, "compute_s", {}),
+        ({"measured_fp32_flops_per_s": 10**11}, "compute_s", {"precision": Precision.FP32}),
+        ({"measured_fp8_flops_per_s": 10**12}, "compute_s", {"precision": Precision.FP8}),
+        ({"measured_attention_flops_per_s": 10**11}, "compute_s", {}),
+        ({"measured_memory_bytes_per_s": 10**9}, "optimizer_s", {}),
+        ({"measured_link_bytes_per_s": 10**8}, "communication_s", {"sharding": Sharding.FSDP}),
+        ({"measured_pcie_bytes_per_s": 10**8}, "offload_s", {"offload": Offload.OPTIMIZER}),
+        ({"measured_host_adam_bytes_per_s": 10**9}, "offload_s", {"offload": Offload.OPTIMIZER}),
+        ({"nvme_bytes_per_s": 10**8}, "offload_s", {"offload": Offload.NVME_OPTIMIZER}),
+    ],
+)
+def test_each_measured_rate_replaces_its_share_of_the_datasheet(
+    measured: dict[str, int], part: str, fields: dict[str, Any]
+) -> None:
+    device = gpu("2xH100-SXM5-80GB")
+    chosen = {"sharding": Sharding.ZERO3, "num_ranks": 2, **fields}
+    assert (
+        seconds(LLAMA_8B, replace(device, **measured), **chosen)[part] > 2 * seconds(LLAMA_8B, device, **chosen)[part]
+    )
+
+
+def test_a_capped_board_loses_less_than_in_proportion() -> None:
+    device = gpu("1xH100-SXM5-80GB")
+    full, capped = (rates_of(setting(), replace(device, board_watts=watts)).matmul for watts in (700.0, 350.0))
+    assert 0.5 < capped / full < 0.75
+    assert rates_of(setting(), replace(device, board_watts=None)).matmul >= full
+
+
+def test_cards_whose_peak_is_halved_come_nearer_to_it() -> None:
+    found = {card: rates_of(setting(), gpu(f"1x{card}")).matmul for card in ("RTX-4090", "A100-SXM4-80GB")}
+    assert found["RTX-4090"] == pytest.approx(constants.HALVED_MATMUL_SHARE * 165.2e12)
+    assert found["A100-SXM4-80GB"] == pytest.approx(constants.MATMUL_SHARE * 312e12)
+
+
+# --- stacks -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_old_attention_kernel_shows_on_long_rows() -> None:
+    chosen = setting(seq_len=32768, checkpointing=FULL_AC)
+    ours, theirs = (
+        estimate_speed(LLAMA_8B, replace(chosen, stack=stack), gpu("1xA100-SXM4-80GB")).parts["compute_s"]
+        for stack in ("shardwise", "llm-foundry")
+    )
+    assert theirs > 1.25 * ours
+
+
+def test_adapters_that_are_units_of_fsdp_keep_the_host_busy() -> None:
+    chosen = setting(Sharding.FSDP, num_ranks=2, method=Method.QLORA, seq_len=256)
+    ours, theirs = (
+        estimate_speed(LLAMA_8B, replace(chosen, stack=stack), gpu("2xA100-SXM4-80GB")).parts["host_s"]
+        for stack in ("shardwise", "hf-trainer")
+    )
+    assert theirs > 1.5 * ours
+
+
+def test_reducing_every_micro_batch_is_paid_for_every_micro_batch() -> None:
+    slow = replace(gpu("2xA100-SXM4-80GB"), link_bytes_per_s=10**7)
+    chosen = setting(Sharding.FSDP, num_ranks=2, accumulation=4, seq_len=128)
+    every = replace(chosen, recipe=RecipeChoices(reduces_every_micro_batch=True))
+    once, always = (estimate_speed(LLAMA_8B, each, slow).parts["communication_s"] for each in (chosen, every))
+    assert always - once == pytest.approx(3 * 4 * P / 2 / (constants.LINK_SHARE * 10**7), rel=0.01)

@@ -1,5 +1,7 @@
 """The memory figures against allocations whose size is known."""
 
+import resource
+
 import pytest
 import torch
 from torch import nn
@@ -45,6 +47,21 @@ def test_tied_weights_count_once():
     model = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False), nn.Linear(SIZE, SIZE, bias=False))
     model[1].weight = model[0].weight
     assert held_bytes(model, torch.optim.SGD(model.parameters()))[WEIGHTS] == WEIGHT_BYTES
+
+
+def test_what_a_profile_writes_down_is_no_part_of_a_cap():
+    """Or a run under a cap would end in the one step that is measured."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    cap = 2**40
+    model, optimizer = trained_linear()
+    profile = MemoryProfile(model, optimizer, CPU)
+    resource.setrlimit(resource.RLIMIT_DATA, (cap, before[1]))
+    try:
+        with profile.step():
+            assert resource.getrlimit(resource.RLIMIT_DATA) == (before[1], before[1])
+        assert cap <= resource.getrlimit(resource.RLIMIT_DATA)[0] < cap + 2**30
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 def test_the_peak_of_a_step_is_what_it_held_at_once():

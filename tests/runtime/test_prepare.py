@@ -15,7 +15,8 @@ import pytest
 from prepare_request_factory import listed_request, numbered_text
 from tokenizers import Tokenizer
 
-from trainer.runtime.prepare import length_histogram, main, prepare
+from trainer.runtime.lengths import length_histogram
+from trainer.runtime.prepare import main, prepare
 from trainer.runtime.token_rows import TokenRows
 from trainer.runtime.tokenizer import train_tokenizer, write_trained_tokenizer
 from trainer.spec import codec
@@ -486,15 +487,22 @@ def test_a_file_that_cannot_be_written_whole_is_an_environment_fault_and_leaves_
     assert cache_folders(request) == ["locks"]
 
 
-@pytest.mark.parametrize(
-    "lengths, edges, counts",
-    [
-        ([100] * 3, tuple(range(10, 101, 10)), (0,) * 9 + (3,)),
-        ([1, 10, 11, 20, 100], tuple(range(10, 101, 10)), (2, 2, 0, 0, 0, 0, 0, 0, 0, 1)),
-        ([2, 3], (1, 2, 3), (0, 1, 1)),
-        ([12, 12, 2], (2, 3, 4, 5, 6, 8, 9, 10, 11, 12), (1, 0, 0, 0, 0, 0, 0, 0, 0, 2)),
-    ],
-)
-def test_lengths_are_counted_up_to_and_with_the_edge(lengths, edges, counts):
-    histogram = length_histogram(np.array(lengths))
-    assert (histogram.edges, histogram.counts) == (edges, counts)
+def test_documents_are_counted_as_they_were_before_packing(request_of, tmp_path):
+    lengths = (3, 9, 30, 5)  # with the end that packing adds: 4, 10, 31, 6
+    path = jsonl(tmp_path / "a.jsonl", *({"tokens": [7] * length} for length in lengths))
+    plain, packed = (prepare(request_of(path, packing=packing), lambda line: None) for packing in (False, True))
+    assert (plain.num_documents, plain.mean_document_tokens) == (4, (3 + 9 + 30 + 5) / 4)
+    assert plain.mean_cut_tokens == packed.mean_cut_tokens == (3 + 9 + 16 + 5) / 4
+    assert plain.documents == length_histogram(np.array(lengths))
+    assert (plain.longest_row, packed.longest_row) == (16, 16)
+    assert packed.documents == plain.documents  # data that came without a tokenizer has no end to add
+    assert plain.batch_widths[0].mean_width == (8 + 16 + 16 + 8) / 4
+    assert packed.batch_widths == plain.batch_widths
+    assert [width.micro_batch for width in plain.batch_widths] == [1, 2, 4]
+
+
+def test_the_end_of_a_document_counts_and_what_is_held_out_does_not(request_of, tmp_path, tokenizer_folder):
+    path, other = (jsonl(tmp_path / f"{n}.jsonl", {"tokens": [7] * 3}, {"tokens": [8] * 5}) for n in "ab")
+    request = request_of(path, eval_source=str(other), packing=True, seq_len=4, tokenizer=str(tokenizer_folder))
+    profile = prepare(request, lambda line: None)
+    assert profile.documents == length_histogram(np.array([4, 6]))

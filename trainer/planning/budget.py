@@ -18,6 +18,7 @@ class Excess(Value, frozen=True, kw_only=True):
 
     reason: str
     remedy: str
+    is_host: bool = False  # host RAM, pinned or not
 
 
 def excess(situation: Situation, candidate: Candidate) -> Excess | None:
@@ -60,12 +61,14 @@ def _host_excess(situation: Situation, candidate: Candidate) -> Excess | None:
         return Excess(
             reason=f"needs {format_bytes(need)} of host RAM a node; {format_bytes(granted)} are granted",
             remedy=f"limits.host_ram: {whole_gib(need)}" if is_capped else f"nodes with {whole_gib(need)} of RAM",
+            is_host=True,
         )
     if host.pinned_limit_bytes is not None and memory.pinned_bytes > host.pinned_limit_bytes:
         return Excess(
             reason=f"needs {format_bytes(memory.pinned_bytes)} of pinned host RAM; the limit is "
             f"{format_bytes(host.pinned_limit_bytes)}",
             remedy=f"ulimit -l of {whole_gib(memory.pinned_bytes)}",
+            is_host=True,
         )
     return None
 

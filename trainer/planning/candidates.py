@@ -1,12 +1,19 @@
-"""From a setting to a candidate and back: a candidate is a setting with its predicted memory and speed."""
+"""From a setting to a candidate and back: a candidate is a setting with its predicted memory and speed.
+
+The one place where the closed forms meet what is known of this data and this device: rows that are padded need room
+for the longest and time for the average, and both figures are corrected by what earlier runs measured.
+"""
 
 import msgspec
+from msgspec.structs import replace
 
+from trainer.planning.calibrate import corrected_memory, corrected_speed
 from trainer.planning.memory import estimate_memory
+from trainer.planning.padding import longest_width, mean_width
 from trainer.planning.setting import Setting
 from trainer.planning.situation import Situation
 from trainer.planning.speed import estimate_speed
-from trainer.spec.plan import Candidate
+from trainer.spec.plan import Candidate, MemoryEstimate, SpeedEstimate
 
 _SHARED_FIELDS = tuple(
     field.name for field in msgspec.structs.fields(Setting) if field.name in Candidate.__struct_fields__
@@ -17,8 +24,41 @@ def candidate_of(situation: Situation, setting: Setting) -> Candidate:
     """A setting with what it needs and how fast it is predicted to be."""
     return Candidate(
         **{name: getattr(setting, name) for name in _SHARED_FIELDS},
-        memory=estimate_memory(situation.shape, setting, situation.device),
-        speed=estimate_speed(situation.shape, setting, situation.device),
+        memory=predicted_memory(situation, setting),
+        speed=predicted_speed(situation, setting),
+    )
+
+
+def predicted_memory(situation: Situation, setting: Setting) -> MemoryEstimate:
+    """Bytes at the worst event of a step whose micro batch has the longest row."""
+    widest = longest_width(situation.data, seq_len=setting.seq_len)
+    if widest < setting.seq_len:
+        setting = replace(setting, recipe=replace(setting.recipe, longest_seq=widest))
+    memory = estimate_memory(situation.shape, setting, situation.device)
+    return corrected_memory(memory, situation.corrections.of(setting.strategy, setting.method))
+
+
+def predicted_speed(situation: Situation, setting: Setting) -> SpeedEstimate:
+    """Seconds of a step as earlier runs correct it."""
+    speed = relative_speed(situation, setting)
+    return corrected_speed(speed, situation.corrections.of(setting.strategy, setting.method))
+
+
+def relative_speed(situation: Situation, setting: Setting) -> SpeedEstimate:
+    """Seconds of a step of average rows, uncorrected; its tokens are those that are no padding.
+
+    Settings of one row are compared by it: what was measured of a row never changes which of them is its best.
+    """
+    data, seq_len = situation.data, setting.seq_len
+    width = mean_width(data, setting.micro_batch, seq_len=seq_len)
+    if data is None or data.mean_cut_tokens is None or width >= seq_len:
+        return estimate_speed(situation.shape, setting, situation.device)
+    speed = estimate_speed(situation.shape, replace(setting, seq_len=round(width)), situation.device)
+    real = min(1.0, data.mean_cut_tokens / width)
+    return replace(
+        speed,
+        tokens_per_s_per_gpu=real * speed.tokens_per_s_per_gpu,
+        mfu=None if speed.mfu is None else real * speed.mfu,
     )
 
 
@@ -36,7 +76,7 @@ def with_micro_batch(situation: Situation, setting: Setting, micro_batch: int) -
     """Another micro batch at the same global batch: accumulation makes up for it."""
     rows_per_round = setting.num_ranks * micro_batch
     accumulation = -(-situation.schedule.sequences_per_step // rows_per_round)
-    return msgspec.structs.replace(setting, micro_batch=micro_batch, accumulation=accumulation)
+    return replace(setting, micro_batch=micro_batch, accumulation=accumulation)
 
 
 def run_hours(situation: Situation, candidate: Candidate) -> float:

@@ -1,87 +1,166 @@
 """The ranking of every row for one method: what can run, best first, and what cannot, with the number or the rule.
 
-Exact rows come before those that change the update, the faster before the slower, and of two that are as fast the
-one with less machinery (`catalogue.LAYOUTS`), then the one that needs less. A row whose runs this version cannot
-resume must be faster by `UNSAVED_HANDICAP` to be taken before one that it can: a killed run costs more than that. A
-trial that was run counts more than a prediction: what it measured ranks first, what ran out of memory in it is out.
+Exact rows come before those that change the update, and the faster before the slower. Of those within 1 % of the
+fastest that is left the one with the least machinery comes first (`catalogue.LAYOUTS`, state that is not paged), then
+the one that needs least. A trial that was run counts more than a prediction: what it measured ranks first, what ran
+out of memory in it is out.
+
+Some rows must be faster by a handicap to be taken: those whose runs this version cannot resume, since a killed run
+costs more than that, and those whose speed nobody has published a measurement of: offload, and paged state.
+
+Under `Situation.ignores_version` all of it is asked as if every later version's features were here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from msgspec.structs import replace
 
 from trainer.planning.budget import excess
 from trainer.planning.catalogue import CATALOGUE, LAYOUTS
 from trainer.planning.not_yet import version_that_trains
-from trainer.planning.remedies import memory_remedy
-from trainer.planning.rules import refuse
-from trainer.planning.settings_search import best_candidate, least_need, time_class
+from trainer.planning.remedies import remedy_for
+from trainer.planning.rules import PAGED, broken_rule, refuse
+from trainer.planning.settings_search import SAME_SPEED, best_candidate, least_need
 from trainer.planning.situation import Situation
 from trainer.spec.plan import Candidate, Rejection, TrialResult
-from trainer.spec.strategy import Strategy
+from trainer.spec.strategy import Offload, Sharding, Strategy
 from trainer.spec.value import Value
 
 UNSAVED_HANDICAP = 1.25
+OFFLOAD_HANDICAP = 1.10  # more than nine in ten predictions err where there are measurements to hold them against
+# The driver moves paged state page by page as it is touched, where a prediction takes the rate of the link. For
+# adapters the state is too small to matter.
+PAGED_HANDICAP = 1.5
 
 
 class Ranking(Value, frozen=True, kw_only=True):
     """Every row of the catalogue, once: a candidate or a rejection.
 
-    `smallest` holds the least setting of each row that the rules allow and a budget forbids.
+    `smallest` holds the least setting of each row that the rules allow and a number forbids, and `late` the rows that
+    only this version forbids.
     """
 
     candidates: tuple[Candidate, ...]
     rejections: tuple[Rejection, ...]
-    smallest: tuple[Candidate, ...]
+    smallest: dict[str, Candidate]
+    late: tuple[Strategy, ...]
 
 
-def rank(
-    situation: Situation, trials: Sequence[TrialResult] = (), *, ignoring_version: bool = False, remedies: bool = True
-) -> Ranking:
-    """All rows for the situation's method."""
+def rank(situation: Situation, trials: Sequence[TrialResult] = ()) -> Ranking:
+    """All rows for the situation's method; remedies are left to `with_remedies`."""
     candidates: list[Candidate] = []
     rejections: list[Rejection] = []
-    smallest: list[Candidate] = []
+    smallest: dict[str, Candidate] = {}
+    late: list[Strategy] = []
     for row in CATALOGUE:
-        refusal = refuse(situation, row, ignoring_version=ignoring_version)
+        refusal = refuse(situation, row, ignoring_version=situation.ignores_version)
         if refusal is not None:
             rejections.append(
                 Rejection(strategy=row.name, reason=refusal.reason, remedy=refusal.instead, rule=refusal.rule)
             )
+            if refusal.is_version and broken_rule(situation, row, ignoring_version=True) is None:
+                late.append(row)
             continue
-        candidate = best_candidate(situation, row)
-        rejection = _rejection(situation, row, candidate, trials, remedies=remedies)
-        if rejection is None and candidate is not None:
+        candidate = best_candidate(situation, row) or least_need(situation, row)
+        rejection = _rejection(situation, candidate, trials)
+        if rejection is None:
             candidates.append(candidate)
-        elif rejection is not None:
+        else:
             rejections.append(rejection)
-            smallest.append(candidate or least_need(situation, row))
-    candidates.sort(key=lambda candidate: _order(candidate, trials))
-    return Ranking(candidates=tuple(candidates), rejections=tuple(rejections), smallest=tuple(smallest))
+            smallest[row.name] = candidate
+    ordered = in_order(situation, candidates, trials)
+    return Ranking(candidates=ordered, rejections=tuple(rejections), smallest=smallest, late=tuple(late))
 
 
-def handicap(candidate: Candidate) -> float:
+def survey(situation: Situation) -> Ranking:
+    """The best row for the situation's method, where only that is asked: one row a layout, exact ones first."""
+    allowed = [
+        row for row in CATALOGUE if broken_rule(situation, row, ignoring_version=situation.ignores_version) is None
+    ]
+    smallest: dict[str, Candidate] = {}
+    for is_exact in (True, False):
+        found = [
+            best_candidate(situation, row) or least_need(situation, row)
+            for row in one_a_layout([row for row in allowed if row.is_exact is is_exact])
+        ]
+        candidates = [candidate for candidate in found if excess(situation, candidate) is None]
+        smallest |= {candidate.strategy.name: candidate for candidate in found if candidate not in candidates}
+        if candidates:
+            return Ranking(candidates=in_order(situation, candidates)[:1], rejections=(), smallest=smallest, late=())
+    return Ranking(candidates=(), rejections=(), smallest=smallest, late=())
+
+
+def with_remedies(situation: Situation, ranking: Ranking) -> tuple[Rejection, ...]:
+    """The rejections, each that memory decided with the smallest change that would make the row fit."""
+    return tuple(
+        rejection
+        if (smallest := ranking.smallest.get(rejection.strategy)) is None
+        else replace(rejection, remedy=remedy_for(situation, smallest) or rejection.remedy)
+        for rejection in ranking.rejections
+    )
+
+
+def handicap(situation: Situation, candidate: Candidate) -> float:
     """What a candidate's time is multiplied by when it is ranked."""
-    return UNSAVED_HANDICAP if version_that_trains("saved_sharding", candidate.strategy.sharding) else 1.0
+    is_unsaved = version_that_trains("saved_sharding", candidate.strategy.sharding) is not None
+    pages_much = candidate.strategy.optimizer in PAGED and not candidate.method.freezes_base
+    unsaved = UNSAVED_HANDICAP if is_unsaved and not situation.ignores_version else 1.0
+    paged = PAGED_HANDICAP if pages_much else 1.0
+    return unsaved * paged * (OFFLOAD_HANDICAP if candidate.strategy.offload is not Offload.NONE else 1.0)
 
 
-def _rejection(
-    situation: Situation,
-    row: Strategy,
-    candidate: Candidate | None,
-    trials: Sequence[TrialResult],
-    *,
-    remedies: bool,
-) -> Rejection | None:
-    tried = candidate or least_need(situation, row)
-    over = excess(situation, tried)
+def in_order(
+    situation: Situation, candidates: Iterable[Candidate], trials: Sequence[TrialResult] = ()
+) -> tuple[Candidate, ...]:
+    """Best first."""
+
+    def rank_of(candidate: Candidate) -> tuple[bool, bool, float]:
+        measured = [trial.step_s for trial in _trials_of(candidate, trials) if trial.step_s is not None]
+        seconds = min(measured, default=candidate.speed.step_s) * handicap(situation, candidate)
+        return not candidate.strategy.is_exact, not measured, seconds
+
+    left = sorted(((rank_of(candidate), candidate) for candidate in candidates), key=lambda ranked: ranked[0])
+    ordered: list[Candidate] = []
+    while left:
+        (*kind, seconds), _ = left[0]
+        peers = [
+            candidate
+            for (*its_kind, its_seconds), candidate in left
+            if its_kind == kind and its_seconds <= (1 + SAME_SPEED) * seconds
+        ]
+        ordered += sorted(peers, key=_machinery)
+        left = left[len(peers) :]
+    return tuple(ordered)
+
+
+def _machinery(candidate: Candidate) -> tuple[int, bool, int, int]:
+    row = candidate.strategy
+    return (
+        LAYOUTS.index((row.sharding, row.offload)),
+        row.optimizer in PAGED,
+        candidate.memory.need_bytes,
+        CATALOGUE.index(row),
+    )
+
+
+def one_a_layout(rows: Sequence[Strategy]) -> tuple[Strategy, ...]:
+    """The first exact and the first approximate row of each layout: the one the catalogue prefers."""
+    first: dict[tuple[Sharding, Offload, bool], Strategy] = {}
+    for row in rows:
+        first.setdefault((row.sharding, row.offload, row.is_exact), row)
+    return tuple(first.values())
+
+
+def _rejection(situation: Situation, candidate: Candidate, trials: Sequence[TrialResult]) -> Rejection | None:
+    name = candidate.strategy.name
+    over = excess(situation, candidate)
     if over is not None:
-        does_not_fit = not tried.memory.fits and remedies
-        remedy = memory_remedy(situation, tried) if does_not_fit else over.remedy
-        return Rejection(strategy=row.name, reason=over.reason, remedy=remedy)
-    if any(trial.ran_out_of_memory for trial in _trials_of(tried, trials)):
+        return Rejection(strategy=name, reason=over.reason, remedy=over.remedy)
+    if any(trial.ran_out_of_memory for trial in _trials_of(candidate, trials)):
         return Rejection(
-            strategy=row.name,
-            reason=f"ran out of memory in a trial at micro batch {tried.micro_batch}",
-            remedy=f"pin.micro_batch: {max(1, tried.micro_batch // 2)}",
+            strategy=name,
+            reason=f"ran out of memory in a trial at micro batch {candidate.micro_batch}",
+            remedy=f"pin.micro_batch: {max(1, candidate.micro_batch // 2)}",
         )
     return None
 
@@ -92,16 +171,3 @@ def _trials_of(candidate: Candidate, trials: Sequence[TrialResult]) -> list[Tria
         for trial in trials
         if trial.strategy == candidate.strategy.name and trial.micro_batch == candidate.micro_batch
     ]
-
-
-def _order(candidate: Candidate, trials: Sequence[TrialResult]) -> tuple[int, ...]:
-    row = candidate.strategy
-    measured = [trial.step_s for trial in _trials_of(candidate, trials) if trial.step_s is not None]
-    return (
-        not row.is_exact,
-        not measured,
-        time_class(min(measured, default=candidate.speed.step_s) * handicap(candidate)),
-        LAYOUTS.index((row.sharding, row.offload)),
-        candidate.memory.need_bytes,
-        CATALOGUE.index(row),
-    )

@@ -1,8 +1,9 @@
 """What the data probably is, from the size of its files alone, before anything was tokenised.
 
 Tokenisers trained on the text they cut make tokens of roughly the lengths below; English prose and code lie within
-about 20 % of them, other scripts and numbers can be far shorter. Rows are assumed packed. A plan made from this
-says so, and preparation replaces it.
+about 20 % of them, other scripts and numbers can be far shorter. How long the rows are is not known: they are taken to
+be full, which is right where they are packed and otherwise asks for memory and time that they may not need. A plan made
+from this says so, and preparation replaces it.
 """
 
 import math
@@ -20,7 +21,9 @@ def bytes_per_token(vocab_size: int) -> float:
     return next(length for largest, length in _BYTES_PER_TOKEN if vocab_size <= largest)
 
 
-def estimate_data(*, num_bytes: int, seq_len: int, vocab_size: int, eval_share: float | None) -> DataProfile:
+def estimate_data(
+    *, num_bytes: int, seq_len: int, vocab_size: int, eval_share: float | None, is_packed: bool = True
+) -> DataProfile:
     """A profile of `num_bytes` of text, `eval_share` of it held out."""
     length = bytes_per_token(vocab_size)
     num_tokens = int(num_bytes / length)
@@ -31,7 +34,7 @@ def estimate_data(*, num_bytes: int, seq_len: int, vocab_size: int, eval_share: 
         num_rows=max(1, num_train_tokens // seq_len),
         num_tokens=num_train_tokens,
         longest_row=seq_len,
-        is_packed=True,
+        is_packed=is_packed,
         fingerprint="estimated",
         vocab_size=vocab_size,
         num_eval_rows=-(-num_eval_tokens // seq_len),

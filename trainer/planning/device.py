@@ -6,9 +6,11 @@ its rates stay unknown (`speed_notes` says what that does to a ranking). A CPU i
 of the RAM that the cgroup grants.
 """
 
+from collections.abc import Sequence
+
 from trainer.planning.gpu_specs import GPU_SPECS, Generation, GpuSpec
 from trainer.spec.errors import InputError
-from trainer.spec.hardware import DeviceKind, Gpu, Hardware, Host, LinkKind
+from trainer.spec.hardware import DeviceKind, Disk, Gpu, Hardware, Host, LinkKind
 from trainer.spec.strategy import Precision
 from trainer.spec.units import MIB
 from trainer.spec.value import Value
@@ -39,18 +41,26 @@ class Device(Value, frozen=True, kw_only=True):
     num_cores: int | None = None  # of a node
     compute_capability: tuple[int, int] | None = None
     generation: Generation | None = None
-    board_watts: float | None = None
+    board_watts: float | None = None  # the limit that is set
+    rated_watts: float | None = None  # of the card as it is sold
     peak_flops_per_s: dict[Precision, int] = {}  # dense datasheet figures; absent: unknown, or no such unit
     matmul_flops_per_s: int | None = None  # measured, or assumed for a CPU
     is_matmul_assumed: bool = False
+    measured_fp32_flops_per_s: int | None = None
+    measured_fp8_flops_per_s: int | None = None
+    measured_attention_flops_per_s: int | None = None
+    halves_fp32_sums: bool = False  # products that sum in fp32 run at half the rate of those that sum in fp16
     memory_bytes_per_s: int | None = None  # datasheet
     measured_memory_bytes_per_s: int | None = None
     link_bytes_per_s: int | None = None  # to the other devices of the node
+    measured_link_bytes_per_s: int | None = None  # an all-gather over all of them, each way through one
     link_kind: LinkKind | None = None
     has_peer_access: bool | None = None
     network_bytes_per_s: int | None = None  # of a node, all adapters together
     pcie_bytes_per_s: int | None = None
     measured_pcie_bytes_per_s: int | None = None
+    measured_host_adam_bytes_per_s: int | None = None
+    nvme_bytes_per_s: int | None = None  # the fastest disk that was measured, in its slower direction
 
     @property
     def num_devices(self) -> int:
@@ -96,14 +106,22 @@ def _gpu_device(hardware: Hardware) -> Device:
         compute_capability=min(capabilities) if len(capabilities) == len(gpus) else None,
         generation=slowest.generation if slowest else None,
         board_watts=min(watts) if watts else (slowest.board_watts if slowest else None),
+        rated_watts=slowest.board_watts if slowest else None,
         peak_flops_per_s=_peaks(slowest),
         matmul_flops_per_s=rates.matmul_flops_per_s,
+        measured_fp32_flops_per_s=rates.fp32_flops_per_s,
+        measured_fp8_flops_per_s=rates.fp8_flops_per_s,
+        measured_attention_flops_per_s=rates.attention_flops_per_s,
+        halves_fp32_sums=bool(slowest and slowest.halves_fp32_sums),
         memory_bytes_per_s=min(spec.memory_bytes_per_s for spec in known) if slowest else None,
         measured_memory_bytes_per_s=rates.memory_bytes_per_s,
         pcie_bytes_per_s=min(spec.pcie_bytes_per_s for spec in known) if slowest else None,
         measured_pcie_bytes_per_s=rates.host_to_device_bytes_per_s,
+        measured_host_adam_bytes_per_s=rates.host_adam_bytes_per_s,
+        nvme_bytes_per_s=_fastest_disk(hardware.host.disks),
         network_bytes_per_s=min(spec.network_bytes_per_s for spec in known) if slowest else None,
         link_bytes_per_s=fabric.bytes_per_s,
+        measured_link_bytes_per_s=rates.all_gather_bytes_per_s,
         link_kind=fabric.kind,
         has_peer_access=fabric.has_peer_access,
     )
@@ -150,6 +168,15 @@ def _fabric(hardware: Hardware, spec: GpuSpec | None) -> _Fabric:
     return _Fabric(bytes_per_s=rate, kind=kind, has_peer_access=peers)
 
 
+def _fastest_disk(disks: Sequence[Disk]) -> int | None:
+    rates = [
+        min(disk.read_bytes_per_s, disk.write_bytes_per_s)
+        for disk in disks
+        if disk.read_bytes_per_s is not None and disk.write_bytes_per_s is not None
+    ]
+    return max(rates, default=None)
+
+
 def _cpu_device(hardware: Hardware) -> Device:
     host, num_ranks = hardware.host, hardware.num_cpu_devices
     cap = hardware.vram_cap_bytes
@@ -157,7 +184,7 @@ def _cpu_device(hardware: Hardware) -> Device:
         raise InputError("the RAM of this machine is not known; limits.vram (or --vram) says how much a rank may use")
     memory = (host.ram_bytes if host.ram_bytes is not None else num_ranks * (cap or 0)) // num_ranks
     free = memory if host.ram_available_bytes is None else min(memory, host.ram_available_bytes // num_ranks)
-    measured = hardware.rates.matmul_flops_per_s
+    measured, attention = hardware.rates.matmul_flops_per_s, hardware.rates.attention_flops_per_s
     cores = max(1, (host.num_cores or 1) // num_ranks)
     return Device(
         kind=DeviceKind.CPU,
@@ -171,9 +198,13 @@ def _cpu_device(hardware: Hardware) -> Device:
         num_cores=host.num_cores,
         matmul_flops_per_s=(measured // num_ranks) if measured else cores * _assumed_flops_per_core(host),
         is_matmul_assumed=not measured,
+        measured_attention_flops_per_s=attention // num_ranks if attention else None,
         measured_memory_bytes_per_s=hardware.rates.memory_bytes_per_s,
         memory_bytes_per_s=ASSUMED_CPU_MEMORY_BYTES_PER_S // num_ranks,
         link_bytes_per_s=ASSUMED_CPU_LINK_BYTES_PER_S if num_ranks > 1 else None,
+        measured_link_bytes_per_s=hardware.rates.all_gather_bytes_per_s if num_ranks > 1 else None,
+        measured_host_adam_bytes_per_s=hardware.rates.host_adam_bytes_per_s,
+        nvme_bytes_per_s=_fastest_disk(host.disks),
     )
 
 

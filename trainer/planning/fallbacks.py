@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from trainer.planning.budget import excess
 from trainer.planning.candidates import candidate_of, setting_of, with_micro_batch
 from trainer.planning.setting import Setting
-from trainer.planning.settings_choices import MIN_CHUNK_TOKENS, bucket_ladder
+from trainer.planning.settings_choices import MIN_CHUNK_TOKENS, smallest_buckets
 from trainer.planning.settings_search import least_need
 from trainer.planning.situation import Situation
 from trainer.spec.plan import Candidate
@@ -71,15 +71,15 @@ def _smaller_settings(situation: Situation, setting: Setting) -> Iterator[Settin
     while micro_batch > 1:  # the first halves may need more: gradients that add up take room of their own
         micro_batch //= 2
         yield with_micro_batch(situation, setting, micro_batch)
-    if setting.checkpointing is Checkpointing.NONE and pin.checkpointing is None:
+    if setting.checkpointing in (Checkpointing.NONE, Checkpointing.SELECTIVE) and pin.checkpointing is None:
         yield replace(setting, checkpointing=Checkpointing.FULL)
     if setting.loss is LossHead.EAGER and pin.loss is None:
         yield replace(setting, loss=LossHead.CHUNKED, loss_chunk_tokens=MIN_CHUNK_TOKENS)
     if setting.loss_chunk_tokens is not None and setting.loss_chunk_tokens > MIN_CHUNK_TOKENS:
         half = min(setting.loss_chunk_tokens, setting.tokens_per_micro_batch) // 2
         yield replace(setting, loss_chunk_tokens=max(MIN_CHUNK_TOKENS, half))
-    smallest_buckets = bucket_ladder(situation.shape, setting.strategy)[0]
-    if setting.buckets != smallest_buckets:
-        yield replace(setting, buckets=smallest_buckets)
+    least = smallest_buckets(situation.shape, setting.strategy)
+    if setting.buckets != least:
+        yield replace(setting, buckets=least)
     if setting.accumulation > 1 and pin.micro_batch is None:  # a share at once keeps no gradients beside its own
         yield with_micro_batch(situation, setting, situation.sequences_per_rank)

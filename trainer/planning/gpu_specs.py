@@ -4,7 +4,9 @@ Memory is what `nvidia-smi` reports as total (ECC already taken out), usable mem
 (CUDA context included), rates are per second and per direction. Peaks are dense (no sparsity) and accumulate in fp32,
 which GeForce cards do at half the headline figure; None means that the chip has no such unit (no bf16 before
 compute capability 8.0, no fp8 before 8.9). `network_bytes_per_s` is not of the card: it is what a node that carries
-this card usually has, all adapters together, used until a measurement replaces it.
+this card usually has, all adapters together, used until a measurement replaces it: for cards on a baseboard NVIDIA's
+own machines (DGX-1 with four adapters of 100 Gb/s, DGX A100 eight of 200, DGX H100 and B200 eight of 400). Clouds may
+have a quarter of it; a case can say so.
 
 Sources: each row names NVIDIA's datasheet or architecture whitepaper; usable memory is `total_memory` of
 `torch.cuda.get_device_properties` as people report it for the card, within about 1 %.
@@ -59,6 +61,7 @@ class GpuSpec(Value, frozen=True, kw_only=True):
     pcie_bytes_per_s: int  # to the host, each direction
     network_bytes_per_s: int  # of a typical node
     has_peer_access_over_pcie: bool
+    halves_fp32_sums: bool  # products that sum in fp32 run at half the rate of those that sum in fp16
     board_watts: int
     context_bytes: int  # CUDA context and kernels of one process
     source: str
@@ -175,6 +178,7 @@ def _row(
         pcie_bytes_per_s=pcie * GB_PER_S,
         network_bytes_per_s=network * GB_PER_S,
         has_peer_access_over_pcie=not is_geforce,  # GeForce drivers bounce copies between cards through host memory
+        halves_fp32_sums=is_geforce or name == "A10G",
         board_watts=watts,
         context_bytes=_CONTEXT_MIB[generation] * MIB,
         source=source,
@@ -218,9 +222,9 @@ _ROWS = (
     # name = names in nvidia-smi, generation, (MiB in nvidia-smi, usable GiB, GB/s),
     #      dense TFLOP/s (fp32, tf32, fp16, bf16, fp8), GB/s (NVLink, PCIe, network of a node), W, source
     _row("V100-16GB = V100-SXM2-16GB", _V, (16384, 15.77, 900),
-         (15.7, None, 125, None, None), (150, 16, 12), 300, _V100),
+         (15.7, None, 125, None, None), (150, 16, 50), 300, _V100),
     _row("V100-32GB = V100-SXM2-32GB = V100-SXM3-32GB", _V, (32768, 31.74, 900),
-         (15.7, None, 125, None, None), (150, 16, 12), 300, _V100),
+         (15.7, None, 125, None, None), (150, 16, 50), 300, _V100),
     _row("V100-PCIe-16GB = V100-PCIE-16GB", _V, (16384, 15.77, 900),
          (14, None, 112, None, None), (None, 16, 12), 250, _V100),
     _row("V100-PCIe-32GB = V100-PCIE-32GB", _V, (32768, 31.74, 900),
@@ -280,15 +284,15 @@ _ROWS = (
          (91.1, 182.1, 364.2, 364.2, 728.5), (None, 32, 12), 300,
          "NVIDIA RTX 6000 Ada Generation datasheet; " + _AD102),
     _row("A100-SXM4-40GB = A100-SXM4-40GB", _A, (40960, 39.39, 1555),
-         (19.5, 156, 312, 312, None), (300, 32, 50), 400, _A100),
+         (19.5, 156, 312, 312, None), (300, 32, 200), 400, _A100),
     _row("A100-SXM4-80GB = A100-SXM4-80GB = A100-SXM-80GB", _A, (81920, 79.15, 2039),
-         (19.5, 156, 312, 312, None), (300, 32, 100), 400, _A100),
+         (19.5, 156, 312, 312, None), (300, 32, 200), 400, _A100),
     _row("A100-PCIe-40GB = A100-PCIE-40GB = A100-PCIe-40GB", _A, (40960, 39.39, 1555),
          (19.5, 156, 312, 312, None), (None, 32, 50), 250, _A100),
     _row("A100-PCIe-80GB = A100 80GB PCIe = A100-PCIE-80GB", _A, (81920, 79.15, 1935),
          (19.5, 156, 312, 312, None), (None, 32, 50), 300, _A100),
     _row("A800-SXM4-80GB = A800-SXM4-80GB", _A, (81920, 79.15, 2039),
-         (19.5, 156, 312, 312, None), (200, 32, 100), 400, "NVIDIA A800 80GB datasheet (A100 with 400 GB/s NVLink)"),
+         (19.5, 156, 312, 312, None), (200, 32, 200), 400, "NVIDIA A800 80GB datasheet (A100 with 400 GB/s NVLink)"),
     _row("H100-SXM5-80GB = H100 80GB HBM3", _H, (81559, 79.11, 3350),
          (67, 494.5, 989.5, 989.5, 1979), (450, 64, 400), 700, _H100),
     _row("H100-PCIe-80GB = H100 PCIe", _H, (81559, 79.11, 2000),

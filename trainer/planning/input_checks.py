@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from trainer.planning.catalogue import CATALOGUE
 from trainer.planning.not_yet import version_that_trains
 from trainer.planning.rules import Refusal, refuse
-from trainer.planning.settings_choices import obstacle_to_flash
+from trainer.planning.settings_choices import attention_words, obstacle_to_flash
 from trainer.planning.situation import Situation
 from trainer.spec.data_profile import DataProfile
 from trainer.spec.errors import InputError, InputProblemsError
@@ -21,9 +21,11 @@ _ROW_AXES = ("sharding", "offload", "optimizer", "precision")
 _SETTING_AXES = ("checkpointing", "loss", "compile", "activation_offload", "optimizer_in_backward")
 
 
-def check_job(job: Job, shape: ModelShape, data: DataProfile) -> None:
+def check_job(job: Job, shape: ModelShape, data: DataProfile, *, ignoring_version: bool = False) -> None:
     """InputError for sequences, vocabularies and methods that cannot be."""
-    problems = [*_length_problems(job, shape), *_vocabulary_problems(shape, data), *_method_problems(job)]
+    problems = [*_length_problems(job, shape), *_vocabulary_problems(shape, data)]
+    if not ignoring_version:
+        problems += _method_problems(job)
     if problems:
         raise InputProblemsError(problems)
 
@@ -40,7 +42,8 @@ def check_pins(situation: Situation) -> None:
     rows = [row for row in CATALOGUE if all(getattr(row, axis) == member for axis, member in pins.items())]
     if not rows:
         raise InputError(f"{words}: there is no such strategy; {_what_there_is(pins)}")
-    refusals = [refusal for row in rows if (refusal := refuse(situation, row))]
+    ignores = situation.ignores_version
+    refusals = [refusal for row in rows if (refusal := refuse(situation, row, ignoring_version=ignores))]
     if len(refusals) == len(rows):
         refusal = most_telling(refusals)
         instead = f"; use {refusal.instead}" if refusal.instead else ""
@@ -82,7 +85,10 @@ def _setting_problems(situation: Situation) -> list[str]:
     pin = situation.job.pin
     late = [(axis, getattr(pin, axis), version_that_trains(axis, getattr(pin, axis))) for axis in _SETTING_AXES]
     problems = [f"pin.{axis}: {member} trains from shardwise {version} on" for axis, member, version in late if version]
-    if pin.attention is Attention.FLASH:
+    problems = [] if situation.ignores_version else problems
+    if pin.attention is not None and pin.attention not in situation.shape.attentions:
+        problems.append(f"pin.attention: {pin.attention} cannot be taken: {attention_words(situation.shape)}")
+    elif pin.attention is Attention.FLASH:
         obstacle = obstacle_to_flash(situation, pin.precision or Precision.BF16_MIXED)
         problems += [f"pin.attention: flash cannot be taken: {obstacle}; use sdpa"] if obstacle else []
     return problems

@@ -5,19 +5,24 @@
    budget is ranked (`choice`); the rest is rejected with the number or the rule.
 3. The method is the job's, or under `auto` the first of full, galore, lora, qlora that runs within the limits.
 4. The first candidate is taken; fallbacks and the table of methods are worked out around it.
+
+A plan takes what this version can train. With `ignoring_version` it takes what shardwise will train once every
+feature that is planned for is there; such a plan says which version its choice needs, and is not trained before.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
-from trainer.planning.choice import rank
+from trainer.planning.calibrate import after_trials, corrections_of
+from trainer.planning.choice import Ranking, rank, survey, with_remedies
 from trainer.planning.device import device_of
 from trainer.planning.fallbacks import fallbacks
 from trainer.planning.input_checks import check_job, check_pins
 from trainer.planning.methods import method_rows
-from trainer.planning.not_yet import version_that_trains
+from trainer.planning.not_yet import version_needed, version_that_trains
+from trainer.planning.prospects import prospect_notes
 from trainer.planning.reasons import notes, reasons
 from trainer.planning.remedies import nothing_fits
 from trainer.planning.schedule import make_schedule
@@ -45,27 +50,33 @@ def make_plan(
     calibration: Calibration,
     versions: dict[str, str],
     trials: tuple[TrialResult, ...] = (),
+    ignoring_version: bool = False,
 ) -> Plan:
     """The plan of `job` on `hardware`.
 
     InputError where job, model, data and pins cannot go together; NothingFitsError where no row stays within the
     machine and the limits.
     """
-    check_job(job, shape, data)
-    situations = {method: _situation(job, hardware, shape, data, method) for method in Method}
-    wanted = [job.train.method] if job.train.method else [m for m in Method if not version_that_trains("method", m)]
-    check_pins(situations[wanted[0]])
-    rankings = {
-        method: rank(situations[method], trials)
-        if method in wanted
-        else rank(situations[method], ignoring_version=True, remedies=False)
+    check_job(job, shape, data, ignoring_version=ignoring_version)
+    wanted = _methods(job, ignoring_version=ignoring_version)
+    learned = corrections_of(calibration, shape=shape, hardware=hardware, version=versions.get("shardwise"))
+    corrections = after_trials(learned, trials)
+    situations = {
+        # What the job does not ask for is predicted all the same, whatever version it takes.
+        method: replace(
+            _situation(job, hardware, shape, data, method, ignores=ignoring_version or method not in wanted),
+            corrections=corrections,
+        )
         for method in Method
     }
-    taken = next((method for method in wanted if rankings[method].candidates), None)
+    check_pins(situations[wanted[0]])
+    taken, rankings = _rank_methods(situations, wanted, trials)
     methods = method_rows(situations, rankings, taken)
     if taken is None:
-        raise nothing_fits(situations[wanted[0]], rankings[wanted[0]].smallest, methods)
+        first = wanted[0]
+        raise nothing_fits(situations[first], tuple(rankings[first].smallest.values()), methods)
     situation, ranking = situations[taken], rankings[taken]
+    chosen = ranking.candidates[0]
     return Plan(
         name=name,
         job=job,
@@ -78,12 +89,14 @@ def make_plan(
         device_kind=hardware.device_kind,
         schedule=situation.schedule,
         candidates=_explained(situation, ranking.candidates),
-        rejections=ranking.rejections,
+        rejections=with_remedies(situation, ranking),
         methods=methods,
         fallbacks=fallbacks(situation, ranking.candidates),
         calibration=calibration,
         versions=versions,
-        notes=notes(situation, data, calibration, ranking.candidates),
+        trials=trials,
+        notes=(*notes(situation, data, trials, ranking.candidates), *prospect_notes(situation, chosen, ranking.late)),
+        needs_version=version_needed(chosen),
     )
 
 
@@ -91,6 +104,8 @@ def take_candidate(plan: Plan, number: int) -> Plan:
     """The plan with its `number`-th candidate (from 1) first, and the fallbacks that follow from it."""
     if not 1 <= number <= len(plan.candidates):
         raise InputError(f"--take {number}: the plan has {len(plan.candidates)} candidates, counted from 1")
+    if number == 1:
+        return plan  # its fallbacks may be a trial's, or an earlier run's
     taken = plan.candidates[number - 1]
     others = (candidate for candidate in plan.candidates if candidate is not taken)
     situation = situation_of(plan)
@@ -99,16 +114,63 @@ def take_candidate(plan: Plan, number: int) -> Plan:
         plan,
         candidates=candidates,
         fallbacks=fallbacks(situation, candidates),
-        notes=notes(situation, plan.data, plan.calibration, candidates),
+        notes=notes(situation, plan.data, plan.trials, candidates),
+        needs_version=version_needed(taken),
     )
+
+
+def question_situations(
+    job: Job,
+    *,
+    hardware: Hardware,
+    shape: ModelShape,
+    data: DataProfile,
+    calibration: Calibration,
+    versions: dict[str, str],
+) -> dict[Method, Situation]:
+    """Each method that the job leaves open, for questions on what a machine can hold."""
+    check_job(job, shape, data, ignoring_version=True)
+    corrections = corrections_of(calibration, shape=shape, hardware=hardware, version=versions.get("shardwise"))
+    return {
+        method: replace(_situation(job, hardware, shape, data, method, ignores=True), corrections=corrections)
+        for method in _methods(job, ignoring_version=True)
+    }
 
 
 def situation_of(plan: Plan) -> Situation:
     """The situation a plan was made in."""
-    return _situation(plan.job, plan.hardware, plan.model_shape, plan.data, plan.chosen.method)
+    ignores = plan.needs_version is not None
+    situation = _situation(plan.job, plan.hardware, plan.model_shape, plan.data, plan.chosen.method, ignores=ignores)
+    learned = corrections_of(
+        plan.calibration, shape=plan.model_shape, hardware=plan.hardware, version=plan.versions.get("shardwise")
+    )
+    return replace(situation, corrections=after_trials(learned, plan.trials))
 
 
-def _situation(job: Job, hardware: Hardware, shape: ModelShape, data: DataProfile, method: Method) -> Situation:
+def _rank_methods(
+    situations: Mapping[Method, Situation], wanted: Sequence[Method], trials: Sequence[TrialResult]
+) -> tuple[Method | None, dict[Method, Ranking]]:
+    """The first wanted method that has a candidate, and a ranking of each: of those not taken only what is needed."""
+    taken: Method | None = None
+    rankings: dict[Method, Ranking] = {}
+    for method, situation in situations.items():
+        is_asked = taken is None and method in wanted
+        rankings[method] = rank(situation, trials) if is_asked else survey(situation)
+        if is_asked and rankings[method].candidates:
+            taken = method
+    return taken, rankings
+
+
+def _methods(job: Job, *, ignoring_version: bool) -> list[Method]:
+    """The methods that may be taken, the most faithful first."""
+    if job.train.method is not None:
+        return [job.train.method]
+    return [method for method in Method if ignoring_version or version_that_trains("method", method) is None]
+
+
+def _situation(
+    job: Job, hardware: Hardware, shape: ModelShape, data: DataProfile, method: Method, *, ignores: bool
+) -> Situation:
     return Situation(
         job=job,
         hardware=hardware,
@@ -117,10 +179,12 @@ def _situation(job: Job, hardware: Hardware, shape: ModelShape, data: DataProfil
         schedule=make_schedule(job, data, shape, method=method),
         method=method,
         num_eval_tokens=data.num_eval_tokens,
+        data=data,
+        ignores_version=ignores,
     )
 
 
 def _explained(situation: Situation, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """The candidates, the first with the reasons for its settings."""
-    first, *others = candidates
+    first, *others = (replace(candidate, reasons=()) if candidate.reasons else candidate for candidate in candidates)
     return (replace(first, reasons=reasons(situation, first)), *others)

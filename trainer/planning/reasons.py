@@ -1,20 +1,20 @@
 """Why the chosen setting is what it is, and what a reader must know beside it: sentences, each with its number."""
 
 from collections.abc import Iterator, Sequence
-from statistics import median
 
 from msgspec.structs import replace
 
 from trainer.planning.candidates import candidate_of, setting_of, with_micro_batch
+from trainer.planning.certainty import certainty_words, trial_words
+from trainer.planning.data_words import data_words
 from trainer.planning.not_yet import version_that_trains
 from trainer.planning.rules import capability_words
 from trainer.planning.settings_choices import attention, micro_batches
 from trainer.planning.settings_search import SAME_SPEED
 from trainer.planning.situation import Situation
 from trainer.planning.speed import speed_notes
-from trainer.spec.calibration import Calibration
 from trainer.spec.data_profile import DataProfile
-from trainer.spec.plan import Candidate
+from trainer.spec.plan import Candidate, TrialResult
 from trainer.spec.strategy import Checkpointing, LossHead, Precision, Sharding
 from trainer.spec.units import format_bytes
 
@@ -44,14 +44,15 @@ def reasons(situation: Situation, candidate: Candidate) -> tuple[str, ...]:
 
 
 def notes(
-    situation: Situation, data: DataProfile, calibration: Calibration, candidates: Sequence[Candidate]
+    situation: Situation, data: DataProfile, trials: Sequence[TrialResult], candidates: Sequence[Candidate]
 ) -> tuple[str, ...]:
     """What a reader must know before believing the plan that takes `candidates[0]`."""
     chosen = candidates[0]
     return (
         *_batch_notes(situation, chosen),
-        *_data_notes(data),
-        *_calibration_notes(calibration),
+        *_data_notes(data, chosen),
+        *trial_words(trials),
+        *certainty_words(situation.corrections, chosen, situation.device),
         *_engine_notes(candidates),
         *_host_notes(situation, chosen),
         *speed_notes(situation.device),
@@ -130,19 +131,11 @@ def _batch_notes(situation: Situation, chosen: Candidate) -> Iterator[str]:
         yield f"{empty} of {num_rows} rows of each step are padding: the global batch does not divide evenly"
 
 
-def _data_notes(data: DataProfile) -> Iterator[str]:
+def _data_notes(data: DataProfile, chosen: Candidate) -> Iterator[str]:
     yield from data.notes
+    yield from data_words(data, chosen.micro_batch)
     if data.source == "estimated":
         yield "the data was not read yet: steps and hours follow from an estimate of its tokens by file size"
-
-
-def _calibration_notes(calibration: Calibration) -> Iterator[str]:
-    records = calibration.records
-    if records:
-        memory = median(record.measured_peak_bytes / record.predicted_peak_bytes for record in records)
-        step = median(record.measured_step_s / record.predicted_step_s for record in records)
-        runs = "1 earlier run" if len(records) == 1 else f"{len(records)} earlier runs"
-        yield f"{runs} on this device measured {memory:.2f}x the predicted peak and {step:.2f}x the predicted step"
 
 
 def _host_notes(situation: Situation, chosen: Candidate) -> Iterator[str]:

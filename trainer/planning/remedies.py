@@ -27,6 +27,15 @@ _MAX_DEVICE_FACTOR = 64
 _ALLOWANCES = (Allowance.OFFLOAD_CPU, Allowance.BF16_WEIGHTS, Allowance.OPTIMIZER_8BIT, Allowance.OPTIMIZER_APPROX)
 
 
+def remedy_for(situation: Situation, smallest: Candidate) -> str | None:
+    """The smallest change that would let a row within the budget of memory that its smallest setting exceeds."""
+    if not smallest.memory.fits:
+        return memory_remedy(situation, smallest)
+    over = excess(situation, smallest)
+    fewer = _fewer_devices(situation, smallest) if over is not None and over.is_host else None
+    return f"{over.remedy}, or with {fewer}" if over is not None and fewer is not None else None
+
+
 def memory_remedy(situation: Situation, smallest: Candidate) -> str:
     """The smallest change that makes the smallest setting of a row fit its device."""
     for change in (_shorter_sequences, _more_devices):
@@ -47,7 +56,7 @@ def nothing_fits(situation: Situation, smallest: Sequence[Candidate], methods: S
         over = excess(situation, nearest)
         assert over is not None, "a row within every budget is a candidate"
         first = f"nothing fits: {model} ({nearest.strategy.name}) {over.reason}"
-        changes.append(over.remedy)
+        changes.append(remedy_for(situation, nearest) or over.remedy)
     else:
         nearest = min(smallest, key=lambda candidate: candidate.memory.need_bytes)
         need = format_bytes(nearest.memory.need_bytes)
@@ -88,6 +97,20 @@ def _more_devices(situation: Situation, strategy: Strategy) -> str | None:
         if least_need(more, strategy).memory.fits:
             return f"{more.num_ranks} such GPUs"
         factor *= 2
+    return None
+
+
+def _fewer_devices(situation: Situation, smallest: Candidate) -> str | None:
+    """Fewer ranks of one node: each loads the model into the host's RAM."""
+    if situation.hardware.num_nodes > 1:
+        return None
+    num_ranks = situation.num_ranks // 2
+    while num_ranks >= 2:
+        hardware = replace(situation.hardware, gpus=situation.hardware.gpus[:num_ranks])
+        fewer = replace(situation, hardware=hardware, device=replace(situation.device, devices_per_node=num_ranks))
+        if excess(fewer, least_need(fewer, smallest.strategy)) is None:
+            return f"{num_ranks} of the GPUs (--gpus {','.join(map(str, range(num_ranks)))})"
+        num_ranks //= 2
     return None
 
 

@@ -27,7 +27,7 @@ _APPROXIMATE = (
     Optimizer.LOMO,
     Optimizer.ADALOMO,
 )
-_PAGED = (Optimizer.PAGED_ADAMW, Optimizer.PAGED_ADAMW_8BIT)
+PAGED = (Optimizer.PAGED_ADAMW, Optimizer.PAGED_ADAMW_8BIT)
 _GALORE_INNER = (Optimizer.ADAMW, Optimizer.ADAMW_8BIT, Optimizer.ADAFACTOR)
 _BF16 = (Precision.BF16_MIXED, Precision.BF16, Precision.FP8)
 
@@ -42,6 +42,11 @@ class Rule(Value, frozen=True, kw_only=True):
     yields_to: str | None = None  # the pin that overrides it
     is_version: bool = False  # a limit of this version: set aside for the table of methods
 
+    @property
+    def asks_leave(self) -> bool:
+        """Whether an entry of `allow` would lift it."""
+        return self.name.endswith("_not_allowed")
+
 
 class Refusal(Value, frozen=True, kw_only=True):
     """A broken rule, in words."""
@@ -49,10 +54,21 @@ class Refusal(Value, frozen=True, kw_only=True):
     rule: str
     reason: str
     instead: str | None
+    is_version: bool = False
 
 
 def refuse(situation: Situation, strategy: Strategy, *, ignoring_version: bool = False) -> Refusal | None:
     """The first rule that `strategy` breaks, or None where it may be taken."""
+    rule = broken_rule(situation, strategy, ignoring_version=ignoring_version)
+    if rule is None:
+        return None
+    facts = _facts(situation, strategy)
+    instead = rule.instead.format(**facts) if rule.instead else None
+    return Refusal(rule=rule.name, reason=rule.reason.format(**facts), instead=instead, is_version=rule.is_version)
+
+
+def broken_rule(situation: Situation, strategy: Strategy, *, ignoring_version: bool = False) -> Rule | None:
+    """The first rule that `strategy` breaks, not yet in words."""
     pin = situation.job.pin
     for rule in RULES:
         if ignoring_version and rule.is_version:
@@ -60,9 +76,7 @@ def refuse(situation: Situation, strategy: Strategy, *, ignoring_version: bool =
         if rule.yields_to is not None and getattr(pin, rule.yields_to) == getattr(strategy, rule.yields_to):
             continue
         if rule.is_broken(situation, strategy):
-            facts = _facts(situation, strategy)
-            instead = rule.instead.format(**facts) if rule.instead else None
-            return Refusal(rule=rule.name, reason=rule.reason.format(**facts), instead=instead)
+            return rule
     return None
 
 
@@ -108,7 +122,8 @@ def _words(member: StrEnum | tuple[StrEnum, StrEnum]) -> str:
 def _differing(situation: Situation, strategy: Strategy) -> list[str]:
     pin = situation.job.pin
     axes = ("sharding", "offload", "optimizer", "precision")
-    return [axis for axis in axes if getattr(pin, axis) is not None and getattr(pin, axis) != getattr(strategy, axis)]
+    pinned = [(axis, member) for axis in axes if (member := getattr(pin, axis)) is not None]
+    return [axis for axis, member in pinned if member != getattr(strategy, axis)]
 
 
 def _lacks(allowance: Allowance) -> Callable[[Situation], bool]:
@@ -245,7 +260,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="paged_not_allowed",
-        is_broken=lambda s, row: row.optimizer in _PAGED and _needs_cpu_leave(s),
+        is_broken=lambda s, row: row.optimizer in PAGED and _needs_cpu_leave(s),
         reason="{optimizer} pages its state to host RAM, which the job does not allow",
         instead="allow: [offload_cpu]",
         yields_to="optimizer",
@@ -288,7 +303,7 @@ RULES: tuple[Rule, ...] = (
     # What would only be slower.
     Rule(
         name="offload_to_itself",
-        is_broken=lambda s, row: s.is_cpu and (row.offload is not Offload.NONE or row.optimizer in _PAGED),
+        is_broken=lambda s, row: s.is_cpu and (row.offload is not Offload.NONE or row.optimizer in PAGED),
         reason="host RAM is where everything lives already: the device is the CPU",
         instead="no offload",
         yields_to="offload",

@@ -92,9 +92,14 @@ def _num_steps(train: TrainJob, data: DataProfile, sequences: int) -> int:
     if train.steps is not None:
         return train.steps
     if train.tokens is not None:
-        return math.ceil(train.tokens / (sequences * train.seq_len))
+        return max(1, math.ceil(train.tokens / (sequences * _tokens_per_row(train, data)) - 1e-9))
     epochs = 1.0 if train.epochs is None else train.epochs
     return max(1, math.ceil(epochs * data.num_rows / sequences - 1e-9))
+
+
+def _tokens_per_row(train: TrainJob, data: DataProfile) -> float:
+    """Tokens that are learned from in an average row: padding is none."""
+    return float(train.seq_len) if data.is_packed or data.source == "estimated" else data.num_tokens / data.num_rows
 
 
 def _warmup_steps(train: TrainJob, num_steps: int) -> int:

@@ -5,6 +5,18 @@ from trainer.spec.plan import Buckets
 from trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Quant, Strategy
 from trainer.spec.value import Value
 
+OUR_STACK = "shardwise"
+
+
+class RecipeChoices(Value, frozen=True, kw_only=True):
+    """What a case may say about its software beyond the axes; None: as its stack does."""
+
+    longest_seq: int | None = None  # tokens of the longest row of a micro batch, where rows are padded to it
+    residual_bytes: int | None = None  # an element of the residual stream
+    adapter_bytes: int | None = None  # an element of an adapter
+    reduce_bytes: int | None = None  # an element of a gradient as ranks add it up
+    reduces_every_micro_batch: bool | None = None
+
 
 class Setting(Value, frozen=True, kw_only=True):
     """A strategy with everything that decides its memory and its speed for a given model and device."""
@@ -28,6 +40,8 @@ class Setting(Value, frozen=True, kw_only=True):
     lora: LoraJob = LoraJob()
     galore: GaloreJob = GaloreJob()
     quant: Quant = Quant.NF4_DQ
+    stack: str = OUR_STACK  # whose software: a row of `memory.stacks`
+    recipe: RecipeChoices = RecipeChoices()
 
     @property
     def tokens_per_micro_batch(self) -> int:

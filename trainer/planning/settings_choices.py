@@ -1,6 +1,7 @@
 """The values a setting may take for one row, from the least memory to the most where there is an order.
 
-A pin leaves one value. What this version cannot run is not offered; pinning it is an InputError of `input_checks`.
+A pin leaves one value. What this version cannot run is offered only where the situation ignores the version; pinning
+it is otherwise an InputError of `input_checks`.
 """
 
 import math
@@ -8,6 +9,7 @@ import math
 from trainer.planning.rules import capability_words
 from trainer.planning.setting import Setting
 from trainer.planning.situation import Situation
+from trainer.spec.job import Allowance
 from trainer.spec.model_shape import ModelShape
 from trainer.spec.plan import Buckets
 from trainer.spec.strategy import Attention, Checkpointing, LossHead, Precision, Strategy
@@ -30,9 +32,13 @@ def micro_batches(situation: Situation) -> tuple[int, ...]:
 
 
 def checkpointings(situation: Situation) -> tuple[Checkpointing, ...]:
-    """Recompute every block, or keep everything."""
+    """Recompute every block, or keep everything; some of it with a later version."""
     pinned = situation.job.pin.checkpointing
-    return (pinned,) if pinned is not None else (Checkpointing.FULL, Checkpointing.NONE)
+    if pinned is not None:
+        return (pinned,)
+    if situation.ignores_version:
+        return (Checkpointing.FULL, Checkpointing.SELECTIVE, Checkpointing.NONE)
+    return (Checkpointing.FULL, Checkpointing.NONE)
 
 
 def losses(situation: Situation) -> tuple[LossHead, ...]:
@@ -41,17 +47,45 @@ def losses(situation: Situation) -> tuple[LossHead, ...]:
     return (pinned,) if pinned is not None else (LossHead.CHUNKED, LossHead.EAGER)
 
 
+def compiles(situation: Situation) -> tuple[bool, ...]:
+    """Eager, or torch.compile where the job allows it."""
+    pinned = situation.job.pin.compile
+    if pinned is not None:
+        return (pinned,)
+    return (False, True) if situation.ignores_version and Allowance.COMPILE in situation.job.allow else (False,)
+
+
+def activation_offloads(situation: Situation) -> tuple[bool, ...]:
+    """Activations stay on the device; where nothing else helps they may go to host RAM, which `allow` must name."""
+    pinned = situation.job.pin.activation_offload
+    if pinned is not None:
+        return (pinned,)
+    is_allowed = Allowance.OFFLOAD_CPU in situation.job.allow and situation.host_ram_bytes is not None
+    return (False, True) if situation.ignores_version and is_allowed and not situation.is_cpu else (False,)
+
+
 def attention(situation: Situation, precision: Precision) -> tuple[Attention, str]:
-    """The best attention kernel there is, and why."""
-    pinned = situation.job.pin.attention
+    """The best attention kernel that there is for this model, and why."""
+    pinned, shape = situation.job.pin.attention, situation.shape
     if pinned is not None:
         return pinned, f"the job file says pin.attention: {pinned}"
     obstacle = obstacle_to_flash(situation, precision)
-    return (Attention.FLASH, "flash-attn is installed") if obstacle is None else (Attention.SDPA, obstacle)
+    if obstacle is None:
+        return Attention.FLASH, "flash-attn is installed"
+    if Attention.SDPA in shape.attentions:
+        return Attention.SDPA, obstacle
+    return Attention.EAGER, f"{attention_words(shape)}; {obstacle}"
+
+
+def attention_words(shape: ModelShape) -> str:
+    """What transformers has for a model."""
+    return f"transformers has {' and '.join(shape.attentions)} attention for {shape.model_type}"
 
 
 def obstacle_to_flash(situation: Situation, precision: Precision) -> str | None:
     """Why flash-attn cannot run, or None where it can."""
+    if Attention.FLASH not in situation.shape.attentions:
+        return "flash-attn cannot compute it"
     if situation.is_cpu:
         return "flash-attn needs a GPU"
     if (situation.device.compute_capability or (0, 0)) < (8, 0):
@@ -73,6 +107,11 @@ def chunk_sizes(shape: ModelShape, loss: LossHead) -> tuple[int | None, ...]:
         return (None,)
     standard = chunk_tokens(shape)
     return (standard,) if standard == MIN_CHUNK_TOKENS else (standard, MIN_CHUNK_TOKENS)
+
+
+def smallest_buckets(shape: ModelShape, strategy: Strategy) -> Buckets | None:
+    """The least that ZeRO works with; None for other engines."""
+    return _buckets(shape, strategy, MIN_BUCKET_ELEMENTS) if strategy.sharding.uses_deepspeed else None
 
 
 def bucket_ladder(shape: ModelShape, strategy: Strategy) -> tuple[Buckets | None, ...]:
@@ -122,7 +161,10 @@ def first_setting(situation: Situation, strategy: Strategy, *, checkpointing: Ch
         attention=attention(situation, strategy.precision)[0],
         loss=loss,
         loss_chunk_tokens=chunk_sizes(situation.shape, loss)[0],
-        buckets=bucket_ladder(situation.shape, strategy)[0],
+        buckets=smallest_buckets(situation.shape, strategy),
+        compile=compiles(situation)[0],
+        activation_offload=activation_offloads(situation)[0],
+        optimizer_in_backward=bool(situation.job.pin.optimizer_in_backward),
         lora=situation.job.train.lora,
         galore=situation.job.train.galore,
     )

@@ -11,31 +11,28 @@ and grow into half of what is left, so that the other half covers what a predict
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec.structs import replace
 
-from trainer.planning.candidates import candidate_of, with_micro_batch
-from trainer.planning.memory import estimate_memory
+from trainer.planning.candidates import candidate_of, predicted_memory, relative_speed, with_micro_batch
 from trainer.planning.setting import Setting
 from trainer.planning.settings_choices import (
+    activation_offloads,
     bucket_ladder,
     checkpointings,
     chunk_sizes,
+    compiles,
     first_setting,
     losses,
     micro_batches,
 )
 from trainer.planning.situation import Situation
-from trainer.planning.speed import estimate_speed
 from trainer.spec.plan import Candidate
 from trainer.spec.strategy import LossHead, Strategy
 
 SAME_SPEED = 0.01  # predictions that differ by less are one
 EAGER_HANDICAP = 1.10  # whole logits must be faster by more than nine predictions in ten err, to be worth their memory
-# Each slice reads the head's weight and adds to its fp32 gradient, which no prediction counts: in the smallest slices a
-# data-centre card waits for memory, not for products.
-SMALL_SLICE_HANDICAP = 1.25
 
 
 def time_class(seconds: float) -> int:
@@ -45,14 +42,11 @@ def time_class(seconds: float) -> int:
 
 def best_candidate(situation: Situation, strategy: Strategy) -> Candidate | None:
     """The fastest setting of a row that fits on the device; None where none does."""
-    best: tuple[tuple[int, int], Setting] | None = None
-    for start in _starts(situation, strategy):
-        for setting in fitting_settings(situation, start):
-            seconds = estimate_speed(situation.shape, setting, situation.device).step_s
-            key = (time_class(seconds * _handicap(situation, setting)), setting.micro_batch)
-            if best is None or key < best[0]:
-                best = key, setting
-    return None if best is None else _with_grown_buckets(situation, best[1])
+    for offloads in activation_offloads(situation):  # the second only where nothing fits under the first
+        best = _fastest(situation, _starts(situation, strategy, offloads=offloads))
+        if best is not None:
+            return _with_grown_buckets(situation, best)
+    return None
 
 
 def least_need(situation: Situation, strategy: Strategy) -> Candidate:
@@ -60,7 +54,8 @@ def least_need(situation: Situation, strategy: Strategy) -> Candidate:
     sizes = micro_batches(situation)
     settings = [
         with_micro_batch(situation, start, micro_batch)
-        for start in _starts(situation, strategy)
+        for offloads in activation_offloads(situation)
+        for start in _starts(situation, strategy, offloads=offloads)
         for micro_batch in sorted({sizes[0], sizes[-1]})
     ]
     return candidate_of(situation, min(settings, key=lambda setting: _need_bytes(situation, setting)))
@@ -78,20 +73,46 @@ def fitting_settings(situation: Situation, start: Setting) -> list[Setting]:
     ]
 
 
-def _starts(situation: Situation, strategy: Strategy) -> Iterator[Setting]:
+def _fastest(situation: Situation, starts: Iterable[Setting]) -> Setting | None:
+    """The fastest setting that fits, by branch and bound."""
+    bounds = [(_least_class(situation, start), start) for start in starts]
+    best: tuple[tuple[int, int], Setting] | None = None
+    for bound, start in sorted(bounds, key=lambda bounded: bounded[0]):
+        if best is not None and bound > best[0][0]:
+            break
+        for setting in fitting_settings(situation, start):
+            key = (_class_of(situation, setting), setting.micro_batch)
+            if best is None or key < best[0]:
+                best = key, setting
+    return None if best is None else best[1]
+
+
+def _least_class(situation: Situation, start: Setting) -> int:
+    """No micro batch is faster: the largest, which is a rank's whole share, but for rows padded to the longest."""
+    sizes = micro_batches(situation)
+    is_padded = situation.data is not None and not situation.data.is_packed
+    settings = [with_micro_batch(situation, start, size) for size in (sizes if is_padded else sizes[-1:])]
+    return min(_class_of(situation, setting) for setting in settings)
+
+
+def _class_of(situation: Situation, setting: Setting) -> int:
+    seconds = relative_speed(situation, setting).step_s
+    return time_class(seconds * _handicap(setting))
+
+
+def _starts(situation: Situation, strategy: Strategy, *, offloads: bool) -> Iterator[Setting]:
     """Each choice of checkpointing, loss head and slice, at the smallest micro batch and buffers."""
     for checkpointing in checkpointings(situation):
         for loss in losses(situation):
-            start = first_setting(situation, strategy, checkpointing=checkpointing, loss=loss)
+            first = first_setting(situation, strategy, checkpointing=checkpointing, loss=loss)
+            start = replace(first, activation_offload=offloads) if offloads else first
             for tokens in chunk_sizes(situation.shape, loss):
-                yield replace(start, loss_chunk_tokens=tokens)
+                for is_compiled in compiles(situation):
+                    yield replace(start, loss_chunk_tokens=tokens, compile=is_compiled)
 
 
-def _handicap(situation: Situation, setting: Setting) -> float:
-    if setting.loss is LossHead.EAGER:
-        return EAGER_HANDICAP
-    preferred, *_ = chunk_sizes(situation.shape, setting.loss)
-    return 1.0 if setting.loss_chunk_tokens == preferred else SMALL_SLICE_HANDICAP
+def _handicap(setting: Setting) -> float:
+    return EAGER_HANDICAP if setting.loss is LossHead.EAGER else 1.0
 
 
 def _with_grown_buckets(situation: Situation, setting: Setting) -> Candidate:
@@ -110,4 +131,4 @@ def _num_within(situation: Situation, settings: Sequence[Setting], budget: int) 
 
 
 def _need_bytes(situation: Situation, setting: Setting) -> int:
-    return estimate_memory(situation.shape, setting, situation.device).need_bytes
+    return predicted_memory(situation, setting).need_bytes

@@ -1,6 +1,8 @@
 """What every rule and every search is asked about: the job, the machine and the model, seen for one method."""
 
+from trainer.planning.calibrate import NO_CORRECTIONS, Corrections
 from trainer.planning.device import Device
+from trainer.spec.data_profile import DataProfile
 from trainer.spec.hardware import DeviceKind, Hardware
 from trainer.spec.job import Job
 from trainer.spec.model_shape import ModelShape
@@ -20,6 +22,9 @@ class Situation(Value, frozen=True, kw_only=True):
     schedule: Schedule
     method: Method
     num_eval_tokens: int = 0
+    data: DataProfile | None = None  # None: rows of seq_len tokens
+    corrections: Corrections = NO_CORRECTIONS  # what earlier runs teach of every row
+    ignores_version: bool = False  # as if every later version's features were here
 
     @property
     def num_ranks(self) -> int:

@@ -1,27 +1,21 @@
 """Rates a device reaches, as opposed to those on its datasheet.
 
-The shares are fitted on 177 published throughputs (A100, H100, H200; full, LoRA, QLoRA; FSDP and one GPU): median
-error 2.6 % on them, 7 to 11 % on a software stack that was left out of the fit, about 28 % on consumer cards over PCIe.
-A rate measured on the machine replaces its datasheet figure and the share with it. Where nothing is known a rate is so
-low that nothing is promised, and `speed_notes` says so.
+A rate that was measured on the machine replaces its datasheet figure and the share of it that is reached. A measured
+copy or collective had the machine to itself; in a step it shares memory with products, which the two `_BESIDE_PRODUCTS`
+take off. Where nothing is known a rate is so low that nothing is promised, and `speed_notes` says so.
 """
 
+from trainer.planning import speed_constants as constants
 from trainer.planning.device import Device
 from trainer.planning.gpu_specs import Generation
 from trainer.planning.setting import Setting
+from trainer.planning.speed_stacks import speed_stack_of
 from trainer.spec.hardware import DeviceKind, LinkKind
 from trainer.spec.strategy import Precision
 from trainer.spec.value import Value
 
-# Fitted.
-MATMUL_SHARE = 0.813  # of the dense peak, where power does not limit
-WATT_TFLOPS = 1.129  # 16-bit TFLOP/s that a Hopper board sustains per watt
-FP8_GAIN = 1.92  # fp8 against 16-bit products
-ATTENTION_SHARE = 0.618  # flash attention, of the dense peak
-ATTENTION_SHARE_HOPPER = 0.346  # the same kernels on Hopper and later
-MEMORY_SHARE = 0.749
-LINK_SHARE = 0.479
-# Not fitted: sustained 16-bit products per watt relative to Hopper; only Hopper and Ampere are pinned by data.
+# Sustained 16-bit products per watt relative to Hopper. Ampere's is above what limits an A100, so no row depends on
+# it; the others are ratios of dense peak to board power, rounded down, and matter where a board is capped.
 WATT_BY_GENERATION = {
     Generation.VOLTA: 0.5,
     Generation.TURING: 0.4,
@@ -32,14 +26,17 @@ WATT_BY_GENERATION = {
     Generation.BLACKWELL: 1.5,
     Generation.GB20X: 0.8,
 }
-NO_PEER_SHARE = 0.5  # copies between cards bounce through host memory
+GDDR_GENERATIONS = (Generation.TURING, Generation.GA10X, Generation.ADA, Generation.GB20X)
+# Watts of the board that a chip was made for; smaller boards of the same chip are capped. Others: their own.
+REFERENCE_WATTS = {Generation.AMPERE: 400.0, Generation.HOPPER: 700.0, Generation.BLACKWELL: 1000.0}
 EMULATED_SHARE = 0.25  # of the fp32 peak: 16-bit types without a unit are converted operation by operation
+COPY_BESIDE_PRODUCTS = 0.9  # a copy on H200 reaches 4.0 of 4.8 TB/s, elementwise kernels of a step 0.749 of it
+LINK_BESIDE_PRODUCTS = 0.62  # nccl-tests reach 231 of 300 GB/s on A100, collectives of a step 0.479 of it
 # For a GPU that is neither in the catalogue nor measured: below any data-centre card of the last ten years.
 UNKNOWN_FLOPS_PER_S = 5e12
 UNKNOWN_MEMORY_BYTES_PER_S = 200e9
 UNKNOWN_LINK_BYTES_PER_S = 4e9
 UNKNOWN_NETWORK_BYTES_PER_S = 1e9
-CPU_ATTENTION_SHARE = 0.3  # of the rate of its matrix products
 
 
 class Rates(Value, frozen=True, kw_only=True):
@@ -48,27 +45,32 @@ class Rates(Value, frozen=True, kw_only=True):
     matmul: float  # FLOP, in the computing type
     linear: float  # the same in linear layers: fp8 where it is on
     attention: float
+    fp32: float  # products in fp32, outside tensor units
     memory: float  # bytes
     link: float  # bytes each way through one device of a ring over all of them
     inner_link: float  # the same inside a node
     pcie: float
+    host_adam: float  # bytes of state, weight and gradient that the CPUs of a node update
+    nvme: float
 
 
 def rates_of(setting: Setting, device: Device) -> Rates:
     """The rates that the formulas of `speed` divide by."""
     precision = setting.strategy.precision
     matmul = _matmul_rate(device, precision)
-    has_fp8 = precision is Precision.FP8 and Precision.FP8 in device.peak_flops_per_s
     inner = _inner_link(device)
     spans_nodes = setting.num_ranks > setting.ranks_per_node
     return Rates(
         matmul=matmul,
-        linear=FP8_GAIN * matmul if has_fp8 else matmul,
-        attention=_attention_rate(device, matmul),
+        linear=_fp8_rate(device, matmul) if precision is Precision.FP8 else matmul,
+        attention=_attention_rate(device, matmul, speed_stack_of(setting.stack).flash_generation),
+        fp32=device.peak_flops_per_s.get(Precision.FP32) or matmul,
         memory=_memory_rate(device),
-        link=min(inner, LINK_SHARE * _network(device)) if spans_nodes else inner,
+        link=_ring(device, inner) if spans_nodes else inner,
         inner_link=inner,
         pcie=_pcie_rate(device),
+        host_adam=float(device.measured_host_adam_bytes_per_s or constants.HOST_ADAM_BYTES_PER_S),
+        nvme=float(device.nvme_bytes_per_s or constants.NVME_BYTES_PER_S),
     )
 
 
@@ -93,6 +95,8 @@ def speed_notes(device: Device) -> tuple[str, ...]:
 
 
 def _matmul_rate(device: Device, precision: Precision) -> float:
+    if precision is Precision.FP32 and device.measured_fp32_flops_per_s is not None:
+        return float(device.measured_fp32_flops_per_s)
     if device.matmul_flops_per_s is not None:
         return float(device.matmul_flops_per_s)
     # fp8 runs as 16-bit products with a gain, which the fit needs.
@@ -101,40 +105,76 @@ def _matmul_rate(device: Device, precision: Precision) -> float:
     if peak is None:
         fp32 = device.peak_flops_per_s.get(Precision.FP32)
         return UNKNOWN_FLOPS_PER_S if fp32 is None else EMULATED_SHARE * fp32
-    rate = MATMUL_SHARE * peak
-    if precision is not Precision.FP32 and device.generation and device.board_watts:
-        rate = min(rate, WATT_TFLOPS * 1e12 * WATT_BY_GENERATION[device.generation] * device.board_watts)
+    if precision is Precision.FP32:
+        return constants.MATMUL_SHARE * peak
+    rate = peak * (constants.HALVED_MATMUL_SHARE if device.halves_fp32_sums else constants.MATMUL_SHARE)
+    if device.generation and device.board_watts:
+        rate = min(rate, _power_limited_rate(device.generation, device.board_watts, device.rated_watts))
     return rate
 
 
-def _attention_rate(device: Device, matmul: float) -> float:
+def _power_limited_rate(generation: Generation, watts: float, rated_watts: float | None) -> float:
+    """What a board sustains under its power limit: less than in proportion is lost where a chip is capped."""
+    reference = REFERENCE_WATTS.get(generation) or rated_watts or watts
+    uncapped = constants.WATT_FLOPS * WATT_BY_GENERATION[generation] * reference
+    return float(uncapped * (watts / reference) ** constants.WATT_EXPONENT)
+
+
+def _fp8_rate(device: Device, matmul: float) -> float:
+    if device.measured_fp8_flops_per_s is not None:
+        return float(device.measured_fp8_flops_per_s)
+    return constants.FP8_GAIN * matmul if Precision.FP8 in device.peak_flops_per_s else matmul
+
+
+def _attention_rate(device: Device, matmul: float, flash_generation: int) -> float:
+    newest = _newest_attention_rate(device, matmul)
+    return constants.FLASH_1_SHARE * newest if flash_generation == 1 else newest
+
+
+def _newest_attention_rate(device: Device, matmul: float) -> float:
+    """Both shares are of the dense peak, and of no more than products reach.
+
+    A halved peak leaves the rest of the kernel, the softmax, the time it takes beside a full one: a unit of work takes
+    1 / share of which 1 / MATMUL_SHARE are products, and only those take twice as long.
+    """
+    if device.measured_attention_flops_per_s is not None:
+        return float(device.measured_attention_flops_per_s)
     if device.kind is DeviceKind.CPU:
-        return CPU_ATTENTION_SHARE * matmul
-    share = ATTENTION_SHARE_HOPPER if (device.compute_capability or (0, 0)) >= (9, 0) else ATTENTION_SHARE
-    if device.generation is Generation.GB20X:
-        share = ATTENTION_SHARE
-    return min(matmul, share / MATMUL_SHARE * matmul)
+        return constants.CPU_ATTENTION_SHARE * matmul
+    if device.halves_fp32_sums:
+        softmax = 1 / constants.ATTENTION_SHARE - 1 / constants.MATMUL_SHARE
+        return matmul / (1 + constants.HALVED_MATMUL_SHARE * softmax / 2)
+    is_filled = (device.compute_capability or (0, 0)) < (9, 0)
+    share = constants.ATTENTION_SHARE if is_filled else constants.ATTENTION_SHARE_HOPPER
+    return min(matmul, share / constants.MATMUL_SHARE * matmul)
 
 
 def _memory_rate(device: Device) -> float:
+    is_cpu = device.kind is DeviceKind.CPU
     if device.measured_memory_bytes_per_s is not None:
-        return float(device.measured_memory_bytes_per_s)
+        return device.measured_memory_bytes_per_s * (1.0 if is_cpu else COPY_BESIDE_PRODUCTS)
     if device.memory_bytes_per_s is None:
         return UNKNOWN_MEMORY_BYTES_PER_S
-    return device.memory_bytes_per_s * (1.0 if device.kind is DeviceKind.CPU else MEMORY_SHARE)
+    if is_cpu:
+        return float(device.memory_bytes_per_s)
+    gain = constants.GDDR_GAIN if device.generation in GDDR_GENERATIONS else 1.0
+    return device.memory_bytes_per_s * constants.MEMORY_SHARE * gain
 
 
 def _inner_link(device: Device) -> float:
+    if device.measured_link_bytes_per_s is not None:
+        return LINK_BESIDE_PRODUCTS * device.measured_link_bytes_per_s
     rate = device.link_bytes_per_s or UNKNOWN_LINK_BYTES_PER_S
     bounces = device.has_peer_access is False and device.link_kind is not LinkKind.NVLINK
-    return LINK_SHARE * rate * (NO_PEER_SHARE if bounces else 1.0)
+    return constants.LINK_SHARE * rate * (constants.NO_PEER_SHARE if bounces else 1.0)
 
 
-def _network(device: Device) -> float:
-    return float(device.network_bytes_per_s or UNKNOWN_NETWORK_BYTES_PER_S)
+def _ring(device: Device, inner: float) -> float:
+    """The slower of a node's fabric and its network, whose adapters serve one ring together."""
+    return min(inner, constants.LINK_SHARE * (device.network_bytes_per_s or UNKNOWN_NETWORK_BYTES_PER_S))
 
 
 def _pcie_rate(device: Device) -> float:
     if device.measured_pcie_bytes_per_s is not None:
         return float(device.measured_pcie_bytes_per_s)
-    return LINK_SHARE * (device.pcie_bytes_per_s or UNKNOWN_LINK_BYTES_PER_S)
+    return constants.PCIE_SHARE * (device.pcie_bytes_per_s or UNKNOWN_LINK_BYTES_PER_S)

@@ -1,20 +1,71 @@
 """Plain text for a terminal: aligned tables, wrapped paragraphs and a stacked bar, in ASCII."""
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from string import ascii_lowercase
 
+from trainer.planning.page import Bars, Block, Page, Section, Sentence, StackedBar, Table
+from trainer.spec.units import format_bytes
 
-def table(rows: Sequence[Sequence[str]], *, right: Iterable[int] = (), indent: str = "  ") -> list[str]:
-    """Columns two spaces apart; those in `right` are aligned to the right, the last is never padded."""
+
+def page_text(page: Page, *, width: int) -> str:
+    """The page in lines of at most `width` columns, sections a blank line apart."""
+    parts = [paragraph(page.title, width=width, indent="")]
+    parts += [_section(section, width) for section in page.sections]
+    return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def _section(section: Section, width: int) -> list[str]:
+    lines = paragraph(section.title, width=width, indent="")
+    for block in section.blocks:
+        lines += _block(block, width)
+    return lines
+
+
+def _block(block: Block, width: int) -> Iterable[str]:
+    if isinstance(block, Sentence):
+        return paragraph(block.text, width=width)
+    if isinstance(block, Table):
+        return table(block.rows, right=block.right, wide=block.wide, width=width)
+    if isinstance(block, StackedBar):
+        return _bar_with_legend(block, width)
+    assert isinstance(block, Bars)
+    return ()
+
+
+def table(
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Iterable[int] = (),
+    indent: str = "  ",
+    wide: int | None = None,
+    width: int | None = None,
+) -> list[str]:
+    """Columns two spaces apart; those in `right` are aligned to the right, the last is never padded.
+
+    Where that takes more than `width` columns, the cells of the column `wide` stand in lines of their own.
+    """
     if not rows:
         return []
-    right_columns = set(right)
+    lines = _aligned(rows, set(right), indent)
+    if width is None or wide is None or max(map(len, lines)) <= width:
+        return lines
+    others = [[cell for column, cell in enumerate(row) if column != wide] for row in rows]
+    right_others = {column - (column > wide) for column in right if column != wide}
+    lines = []
+    for number, (line, row) in enumerate(zip(_aligned(others, right_others, indent), rows, strict=True)):
+        lines.append(line)
+        if number and row[wide]:
+            lines += paragraph(row[wide], width=width, indent=indent + "      ")
+    return lines
+
+
+def _aligned(rows: Sequence[Sequence[str]], right: set[int], indent: str) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
         cells = [
-            cell.rjust(width) if column in right_columns else cell.ljust(width)
+            cell.rjust(width) if column in right else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append((indent + "  ".join(cells)).rstrip())
@@ -31,6 +82,16 @@ def paragraph(text: str, *, width: int, indent: str = "  ", hanging: str = "  ")
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def _bar_with_legend(bar: StackedBar, width: int) -> Iterator[str]:
+    sizes = list(bar.parts.values())
+    yield f"  {stacked_bar(sizes, total=bar.total, width=width - 4)}"
+    rows = [
+        (letter, name, format_bytes(size))
+        for letter, (name, size) in zip(letters(len(sizes)), bar.parts.items(), strict=True)
+    ]
+    yield from table([*rows, (".", "free", format_bytes(bar.free))], right=(2,), indent="    ")
 
 
 def letters(num_parts: int) -> str:

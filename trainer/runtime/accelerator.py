@@ -108,17 +108,29 @@ def _without_remap(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     return {**ds_config, "zero_force_ds_cpu_optimizer": False}
 
 
-def _with_fsdp(chosen: Candidate, kind: DeviceKind, block_class: str) -> Accelerator:
-    plugin = FullyShardedDataParallelPlugin(
+def fsdp_plugin(
+    *, sharding: Sharding, precision: Precision, block_class: str, keeps_shards_on_host: bool
+) -> FullyShardedDataParallelPlugin:
+    """What FSDP2 does under a sharding; the dry run wraps its model with the same."""
+    return FullyShardedDataParallelPlugin(
         fsdp_version=2,
-        reshard_after_forward=chosen.strategy.sharding is Sharding.FSDP,
+        reshard_after_forward=sharding is not Sharding.FSDP_GRAD_OP,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=[block_class],
-        cpu_offload=chosen.strategy.offload is not Offload.NONE,
+        cpu_offload=keeps_shards_on_host,
         state_dict_type="SHARDED_STATE_DICT",
-        mixed_precision_policy=_fsdp_types(chosen.strategy.precision),
+        mixed_precision_policy=_fsdp_types(precision),
         activation_checkpointing=False,  # done in activation_memory, the same way for every engine
         cpu_ram_efficient_loading=False,
+    )
+
+
+def _with_fsdp(chosen: Candidate, kind: DeviceKind, block_class: str) -> Accelerator:
+    plugin = fsdp_plugin(
+        sharding=chosen.strategy.sharding,
+        precision=chosen.strategy.precision,
+        block_class=block_class,
+        keeps_shards_on_host=chosen.strategy.offload is not Offload.NONE,
     )
     accelerator = Accelerator(
         cpu=kind is DeviceKind.CPU,

@@ -16,13 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.runtime.token_rows import TokenRows
+from trainer.runtime.token_rows import TokenRows, padded_width
 from trainer.spec.data_order import row_of_sequence
 
 __all__ = ["IGNORED_LABEL", "MicroBatch", "TokenRows", "eval_micro_batches", "step_micro_batches"]
 
 IGNORED_LABEL = -100
-WIDTH_MULTIPLE = 8
 
 
 class MicroBatch(NamedTuple):
@@ -84,7 +83,8 @@ def _slices(
 
 def _micro_batch(rows: TokenRows, numbers: Sequence[int | None]) -> MicroBatch:
     """The rows `numbers` side by side; None is a dummy row."""
-    width = _width(rows, [rows.length(number) for number in numbers if number is not None])
+    lengths = [rows.length(number) for number in numbers if number is not None]
+    width = padded_width(lengths, seq_len=rows.layout.seq_len)
     input_ids = torch.full((len(numbers), width), rows.layout.pad_id, dtype=torch.int64)
     labels = torch.full((len(numbers), width), IGNORED_LABEL, dtype=torch.int64)
     num_targets = 0
@@ -95,9 +95,3 @@ def _micro_batch(rows: TokenRows, numbers: Sequence[int | None]) -> MicroBatch:
             labels[place, : len(ids)] = ids
             num_targets += len(ids) - 1
     return MicroBatch(input_ids, labels, num_targets)
-
-
-def _width(rows: TokenRows, lengths: Sequence[int]) -> int:
-    """The longest length, rounded up to a multiple of 8 that is not above seq_len; 8 for dummies alone."""
-    longest = max(lengths, default=1)
-    return max(longest, min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, rows.layout.seq_len))

@@ -29,9 +29,10 @@ from trainer.spec.report import Ending, Evaluation
 def train(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunState, wants_stop: Callable[[], bool]) -> Ending:
     """Runs the plan to its end or to a stop; `state` is up to date whenever this raises."""
     session = build_session(plan, paths, writer, state)
-    _sample(session, is_before=True)
+    if not plan.is_trial:
+        _sample(session, is_before=True)
     ending = _run_steps(session, wants_stop)
-    if ending is Ending.FINISHED:
+    if ending is Ending.FINISHED and not plan.is_trial:
         _finish(session)
     session.ranks.barrier()  # a rank that leaves early would break what the others still do together
     return ending
@@ -43,7 +44,8 @@ def _run_steps(session: Session, wants_stop: Callable[[], bool]) -> Ending:
     with MetricsFile(session.paths.run_dir / "metrics.jsonl", is_writer=session.is_first) as metrics:
         while state.step < schedule.num_steps:
             if not session.ranks.all_agree(not wants_stop()):
-                save_state(session, "the stop")
+                if not session.plan.is_trial:
+                    save_state(session, "the stop")
                 return Ending.STOPPED
             line = _one_step(session)
             evaluation = _evaluate(session) if _is_due(state.step, schedule.eval_every_steps) else None

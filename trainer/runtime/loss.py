@@ -14,6 +14,9 @@ there, T x H x c more hold the gradient of the hidden states and V x H x 4 that 
 parameter's own gradient; under 16 bit V x H x c more hold one slice's part of it). It costs one more matrix product of
 the head per token. Small slices stay in a CPU's cache.
 
+A head may have a bias (Phi-2), and a model may cap its logits (Gemma 2: c x tanh(logits / c)); both heads then do, and
+the chunked one holds C x V x 4 bytes more in the backward for the slope of the cap.
+
 Both heads run inside the model's forward, `chunked` moreover inside the forward of `lm_head`, so that whatever
 gathers sharded weights around a module's forward and backward (ZeRO-3, FSDP2) has them there when they are read.
 `fused` and `fused_linear` come with shardwise 0.3.
@@ -21,7 +24,7 @@ gathers sharded weights around a module's forward and backward (ZeRO-3, FSDP2) h
 
 from collections.abc import Iterator
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,13 +48,22 @@ def install_loss_head(model: PreTrainedModel, head: LossHead, *, chunk_tokens: i
         raise InputError(f"pin.loss: {head} comes with shardwise 0.3; eager and chunked are there")
     seam: Any = model  # both modules get settings and a forward of their own below
     linear: Any = model.get_output_embeddings()
-    is_plain = isinstance(linear, nn.Linear) and getattr(linear, "bias", None) is None
+    config: Any = model.config.get_text_config()
+    is_plain = isinstance(linear, nn.Linear)
     if not is_plain:
         raise InputError(f"{type(model).__name__} has no plain lm_head; its loss cannot be computed here")
+    if getattr(config, "output_router_logits", False):
+        raise InputError(
+            "config.json: output_router_logits is true, which adds a loss that balances experts; shardwise computes "
+            "the loss of tokens only: set it to false"
+        )
+    softcap = getattr(config, "final_logit_softcapping", None)
     if head is LossHead.CHUNKED:
         linear.loss_chunk_tokens = chunk_tokens or DEFAULT_CHUNK_TOKENS
+        linear.loss_softcap = softcap
         linear.forward = MethodType(_linear_or_chunked_loss, linear)
     seam.shardwise_loss_head = head
+    seam.shardwise_softcap = softcap
     seam.shardwise_forward = model.forward
     seam.forward = MethodType(_loss_or_logits, model)
 
@@ -69,20 +81,22 @@ def _loss_or_logits(self: Any, input_ids: Tensor | None = None, labels: Tensor |
     linear = self.get_output_embeddings()
     if self.shardwise_loss_head is LossHead.CHUNKED:
         return linear(hidden, targets)
-    return _sum_of_token_losses(linear(hidden).float().flatten(0, 1), targets.flatten())
+    logits = _capped(linear(hidden), self.shardwise_softcap)
+    return _sum_of_token_losses(logits.float().flatten(0, 1), targets.flatten())
 
 
 def _linear_or_chunked_loss(self: nn.Linear, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+    weight: Tensor = self.weight
+    bias: Tensor | None = self.bias
     if targets is None:
-        return functional.linear(hidden, self.weight)
-    weight = self.weight
+        return functional.linear(hidden, weight, bias)
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    head = _Head(weight, bias, self.loss_softcap)  # type: ignore[arg-type]  # set by install_loss_head
     chunk_tokens: int = self.loss_chunk_tokens  # type: ignore[assignment]  # set by install_loss_head
-    loss = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]  # torch.autograd.Function.apply
-        hidden.flatten(0, 1), weight, targets.flatten(), chunk_tokens
-    )
+    loss = _ChunkedLoss.apply(hidden.flatten(0, 1), *head, targets.flatten(), chunk_tokens)  # type: ignore[no-untyped-call]  # torch's
     assert isinstance(loss, Tensor)
     return loss
 
@@ -91,59 +105,101 @@ def _sum_of_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
 
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Logits squeezed into (-softcap, softcap), as Gemma 2 does."""
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+class _Head(NamedTuple):
+    """What makes logits of hidden states [T, H]: weight [V, H], bias [V], and a cap on what comes out."""
+
+    weight: Tensor
+    bias: Tensor | None
+    softcap: float | None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Capped logits [T, V] in fp32; nobody else holds them."""
+        logits = functional.linear(hidden, self.weight, self.bias).float()
+        return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
+
+
+class _Gradients(NamedTuple):
+    """Sums over slices, in fp32; None for what is not trained."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
+        if self.weight is not None:
+            _add_product(self.weight, grad_logits, hidden)
+        if self.bias is not None:
+            self.bias.add_(grad_logits.sum(0, dtype=torch.float32))
+
+
 class _ChunkedLoss(torch.autograd.Function):
-    """Sum of token losses of hidden [T, H] under weight [V, H]; logits of one slice alive, computed again backwards.
+    """Sum of token losses of hidden [T, H] under a head; logits of one slice alive, computed again backwards.
 
     The forward keeps the log of each token's normaliser, so that the backward has the softmax in two passes over the
     logits. It is infinite for a token that is not learned: its softmax, and so its gradient, is then zero.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:  # noqa: ANN401  # torch's context
+    def forward(
+        ctx: Any,  # noqa: ANN401  # torch's context
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        softcap: float | None,
+        targets: Tensor,
+        chunk_tokens: int,
+    ) -> Tensor:
+        head = _Head(weight, bias, softcap)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         log_normalisers = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         for part in _slices(hidden.shape[0], chunk_tokens):
-            total += _slice_loss(hidden[part], weight, targets[part], log_normalisers[part])
+            total += _slice_loss(hidden[part], head, targets[part], log_normalisers[part])
         log_normalisers.masked_fill_(targets == IGNORED, float("inf"))
-        ctx.save_for_backward(hidden, weight, targets, log_normalisers)
-        ctx.chunk_tokens = chunk_tokens
+        ctx.save_for_backward(hidden, weight, bias, targets, log_normalisers)
+        ctx.softcap, ctx.chunk_tokens = softcap, chunk_tokens
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor | None, None, None]:  # noqa: ANN401  # torch's context
-        hidden, weight, targets, log_normalisers = ctx.saved_tensors
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # torch's context
+        hidden, weight, bias, targets, log_normalisers = ctx.saved_tensors
         (scale,) = grad_outputs
+        head = _Head(weight, bias, ctx.softcap)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        totals = _Gradients(
+            torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None,
+            torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None,
+        )
         for part in _slices(hidden.shape[0], ctx.chunk_tokens):
-            _slice_gradients(
-                hidden[part], weight, targets[part], log_normalisers[part], into=grad_hidden[part], total=grad_weight
-            )
+            grad_logits = _slice_gradient(hidden[part], head, targets[part], log_normalisers[part])
+            torch.mm(grad_logits, weight, out=grad_hidden[part])
+            totals.add(grad_logits, hidden[part])
+            del grad_logits  # before the next slice has its own
         grad_hidden *= scale
-        if grad_weight is None:
-            return grad_hidden, None, None, None
-        return grad_hidden, grad_weight.mul_(scale).to(weight.dtype), None, None
+        grads = (None if total is None else total.mul_(scale).to(weight.dtype) for total in totals)
+        return (grad_hidden, *grads, None, None, None)
 
 
-def _slice_loss(hidden: Tensor, weight: Tensor, targets: Tensor, log_normalisers: Tensor) -> Tensor:
+def _slice_loss(hidden: Tensor, head: _Head, targets: Tensor, log_normalisers: Tensor) -> Tensor:
     """Sum of token losses of one slice; fills in its normalisers. A function, so that its logits end with it."""
-    logits = functional.linear(hidden, weight).float()
+    logits = head.logits(hidden)
     log_shares = functional.log_softmax(logits, dim=-1)
     index = _index(targets)
     log_normalisers.copy_((logits.gather(-1, index) - log_shares.gather(-1, index)).squeeze(-1))
     return functional.nll_loss(log_shares, targets, ignore_index=IGNORED, reduction="sum")
 
 
-def _slice_gradients(
-    hidden: Tensor, weight: Tensor, targets: Tensor, log_normalisers: Tensor, *, into: Tensor, total: Tensor | None
-) -> None:
-    """Writes the gradient of a slice's hidden states `into` and adds that of the head to `total`."""
-    logits = functional.linear(hidden, weight).float()
-    grad_logits = _grad_of_logits(logits, targets, log_normalisers).to(weight.dtype)
-    del logits  # another tensor under 16 bit
-    torch.mm(grad_logits, weight, out=into)
-    if total is not None:
-        _add_product(total, grad_logits, hidden)
+def _slice_gradient(hidden: Tensor, head: _Head, targets: Tensor, log_normalisers: Tensor) -> Tensor:
+    """The gradient of a slice's logits [C, V] before the cap, in the head's type."""
+    logits = head.logits(hidden)
+    slope = None if head.softcap is None else (logits / head.softcap).square_().neg_().add_(1)  # of the cap
+    grad_logits = _grad_of_logits(logits, targets, log_normalisers)
+    if slope is not None:
+        grad_logits *= slope
+    return grad_logits.to(head.weight.dtype)
 
 
 def _slices(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:

@@ -56,9 +56,10 @@ class MemoryProfile:
                 gradients = sum(num_bytes for _, num_bytes in arrivals)
             else:
                 self._steady_bytes = sum(held.values())
-                with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-                    yield
-                rise, peak_ns = highest_rise(_memory_events(profiler))
+                with _room_for_a_profile():
+                    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+                        yield
+                    rise, peak_ns = highest_rise(_memory_events(profiler))
                 self._peak_bytes = self._steady_bytes + rise
                 gradients = sum(num_bytes for moment_ns, num_bytes in arrivals if moment_ns <= peak_ns)
         self._parts = self._split(held, gradients)
@@ -127,6 +128,22 @@ def lift_cap() -> None:
     """Takes a data limit away again, so that the end of a run can be told after the limit was met."""
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+@contextmanager
+def _room_for_a_profile() -> Iterator[None]:
+    """Takes a data limit away for a block, and adds to it what the block leaves: records are no part of the cap."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if soft == resource.RLIM_INFINITY:
+        yield
+        return
+    before = _status_bytes("VmData")
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+    try:
+        yield
+    finally:
+        left = max(0, _status_bytes("VmData") - before)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft + left if hard < 0 else min(hard, soft + left), hard))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -19,7 +19,7 @@ from trainer.runtime.loss import install_loss_head
 from trainer.runtime.precision import weight_type
 from trainer.spec.errors import InputError
 from trainer.spec.plan import Plan
-from trainer.spec.strategy import Attention
+from trainer.spec.strategy import Attention, Checkpointing, LossHead
 
 _ATTENTION_NAMES = {
     Attention.SDPA: "sdpa",
@@ -30,19 +30,46 @@ _ATTENTION_NAMES = {
 
 def build_model(plan: Plan) -> PreTrainedModel:
     """The model of the plan on the CPU, ready to be trained: loss head, checkpointing and attention as planned."""
-    chosen = plan.chosen
+    chosen, shape = plan.chosen, plan.model_shape
+    if shape.loss_obstacle is not None:
+        raise InputError(f"{shape.model_type} cannot be trained: {shape.loss_obstacle}")
     dtype = weight_type(chosen.strategy.precision)
-    attention = _ATTENTION_NAMES[chosen.attention]
-    model = (
-        _from_scratch(plan.model_config, seed=plan.job.train.seed, dtype=dtype, attention=attention)
-        if plan.model_path is None
-        else _from_weights(plan.model_path, dtype=dtype, attention=attention)
-    )
-    model.config.use_cache = False
-    apply_checkpointing(model, chosen.checkpointing)
-    install_loss_head(model, chosen.loss, chunk_tokens=chosen.loss_chunk_tokens)
-    model.train()
+    if plan.model_path is None:
+        torch.manual_seed(plan.job.train.seed)
+        model = model_from_config(plan.model_config, dtype=dtype, attention=chosen.attention)
+    else:
+        model = _from_weights(
+            plan.model_path,
+            model_type=plan.model_config["model_type"],
+            dtype=dtype,
+            attention=_ATTENTION_NAMES[chosen.attention],
+        )
+    make_trainable(model, chosen.checkpointing, chosen.loss, loss_chunk_tokens=chosen.loss_chunk_tokens)
     return model
+
+
+def model_from_config(config: dict[str, Any], *, dtype: torch.dtype, attention: Attention) -> PreTrainedModel:
+    """A model with new weights on torch's default device; on `meta`, one without any."""
+    fields = {name: value for name, value in config.items() if name not in ("model_type", "dtype", "torch_dtype")}
+    built = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(config["model_type"], **fields),
+        attn_implementation=_ATTENTION_NAMES[attention],
+        dtype=torch.float32,
+    )
+    assert isinstance(built, PreTrainedModel)
+    for parameter in built.parameters():
+        parameter.data = parameter.data.to(dtype)  # parameters only: in 16 bit, the rotary frequencies would be others
+    return built
+
+
+def make_trainable(
+    model: PreTrainedModel, checkpointing: Checkpointing, loss: LossHead, *, loss_chunk_tokens: int | None
+) -> None:
+    """Puts checkpointing and the loss head into a model that was built or loaded."""
+    model.config.use_cache = False
+    apply_checkpointing(model, checkpointing)
+    install_loss_head(model, loss, chunk_tokens=loss_chunk_tokens)
+    model.train()
 
 
 def attention_of(model: PreTrainedModel) -> str:
@@ -70,26 +97,35 @@ def plain_model(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
-def _from_scratch(config: dict[str, Any], *, seed: int, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    fields = {name: value for name, value in config.items() if name not in ("model_type", "dtype", "torch_dtype")}
-    torch.manual_seed(seed)
-    built = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(config["model_type"], **fields), attn_implementation=attention, dtype=torch.float32
-    )
-    assert isinstance(built, PreTrainedModel)
-    for parameter in built.parameters():
-        parameter.data = parameter.data.to(dtype)  # parameters only: in 16 bit, the rotary frequencies would be others
-    return built
+# The text part of a checkpoint with vision: what its tensors are called, and what the model without vision calls them.
+_TEXT_PART = {r"^(model\.)?language_model\.(model\.)?": "model."}
 
 
-def _from_weights(folder: str, *, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+def _from_weights(folder: str, *, model_type: str, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """The weights of a folder; of one with vision, whose type is another than the plan's, the text part."""
     if not any(Path(folder).glob("*.safetensors")):
         raise InputError(f"{folder}: holds no safetensors weights; pickled weights are not read")
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    is_part = config.model_type != model_type
+    part = {"config": config.get_text_config(), "key_mapping": _TEXT_PART} if is_part else {}
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=attention, use_safetensors=True, local_files_only=True
+        answer: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=attention,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            **part,
         )
     except SafetensorError as error:
         raise InputError(f"{folder}: its safetensors weights are damaged: {error}") from error
+    loaded, found = answer
     assert isinstance(loaded, PreTrainedModel)
+    missing = sorted(found["missing_keys"] - loaded.all_tied_weights_keys.keys())
+    if missing:
+        raise InputError(
+            f"{folder}: its weights lack {len(missing)} tensors of {type(loaded).__name__}, the first {missing[0]}; "
+            "they would start as random numbers"
+        )
     return loaded

@@ -21,11 +21,11 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from trainer.runtime.census import Census, Sources, SurveyedFile, survey_sources, take_census, units_of
 from trainer.runtime.data_cache import prepared_once
 from trainer.runtime.held_out import Unit, content_hash
+from trainer.runtime.lengths import batch_widths, length_histogram
 from trainer.runtime.row_writer import Rows, RowShape, RowWriter
 from trainer.runtime.text_sources import holds_rows
 from trainer.runtime.token_rows import CACHE_FORMAT, TokenLayout, TokenRows, unigram_entropy_nats
@@ -38,7 +38,7 @@ from trainer.runtime.tokenizer import (
     write_trained_tokenizer,
 )
 from trainer.spec import codec
-from trainer.spec.data_profile import DataProfile, LengthHistogram
+from trainer.spec.data_profile import DataProfile
 from trainer.spec.data_request import PrepareRequest
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
 from trainer.spec.job import DataFormat
@@ -46,7 +46,6 @@ from trainer.spec.job import DataFormat
 BATCH_CHARS = 2**20
 BATCH_UNITS = 1024
 TOKENIZER_TRAINING_CHARS = 100_000_000
-NUM_HISTOGRAM_BINS = 10
 _PR_SET_PDEATHSIG = 1
 T = TypeVar("T")
 
@@ -114,6 +113,7 @@ def _build(work: _Work) -> DataProfile:
     _check_enough(work.request, rows)
     has_eval = len(rows.held_out) > 0
     lengths = rows.train[:, 1]
+    cut = np.minimum(rows.documents, work.request.seq_len) if work.is_packed else lengths
     return DataProfile(
         source="prepared",
         num_rows=len(rows.train),
@@ -126,6 +126,11 @@ def _build(work: _Work) -> DataProfile:
         num_eval_tokens=int(rows.held_out[:, 1].sum()),
         eval_unigram_entropy_nats=unigram_entropy_nats(TokenRows.open(work.folder, "eval")) if has_eval else None,
         lengths=length_histogram(lengths),
+        num_documents=len(rows.documents),
+        mean_document_tokens=float(rows.documents.mean()),
+        mean_cut_tokens=float(cut.mean()),
+        documents=length_histogram(rows.documents),
+        batch_widths=batch_widths(cut, seq_len=work.request.seq_len),
         skipped_rows=census.num_bad_rows,
         cut_rows=rows.num_cut,
         dropped_tokens=rows.num_dropped_tokens,
@@ -261,14 +266,6 @@ def _notes(request: PrepareRequest, census: Census, rows: Rows) -> Iterator[str]
         yield f"{rows.num_cut} documents were longer than {request.seq_len} tokens and lost their end"
     if census.split.piece_chars:
         yield f"few documents: the held-out part is pieces of {census.split.piece_chars} characters out of them"
-
-
-def length_histogram(lengths: NDArray[np.int64]) -> LengthHistogram:
-    """Ten bins of equal width, or as many as there are lengths."""
-    longest = int(lengths.max())
-    edges = sorted({-(-longest * number // NUM_HISTOGRAM_BINS) for number in range(1, NUM_HISTOGRAM_BINS + 1)})
-    counts = np.bincount(np.searchsorted(edges, lengths, side="left"), minlength=len(edges))
-    return LengthHistogram(edges=tuple(edges), counts=tuple(int(count) for count in counts))
 
 
 def main(arguments: Sequence[str]) -> int:

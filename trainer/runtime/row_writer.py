@@ -34,6 +34,7 @@ class Rows(NamedTuple):
     num_tokens: int  # in the file
     num_cut: int
     num_dropped_tokens: int
+    documents: NDArray[np.int64]  # tokens of each training document, end included, before packing and cutting
 
 
 class RowWriter:
@@ -53,6 +54,7 @@ class RowWriter:
             self._end_document(side)
             side.last_id = None
             side.pending.extend(self._shape.document_prefix)
+            side.document_tokens = len(self._shape.document_prefix)
             side.has_open_document = True
         self._extend(side, ids)
 
@@ -70,6 +72,7 @@ class RowWriter:
             num_tokens=self._num_tokens,
             num_cut=sum(side.num_cut for side in self._sides.values()),
             num_dropped_tokens=sum(side.num_dropped for side in self._sides.values()),
+            documents=np.concatenate([np.asarray(side.documents, np.int64) for _, side in weighted] or [_no_lengths()]),
         )
 
     def _end_document(self, side: "_Side") -> None:
@@ -78,12 +81,14 @@ class RowWriter:
         side.has_open_document = False
         if self._shape.eos_id is not None and side.last_id != self._shape.eos_id:
             self._extend(side, (self._shape.eos_id,))
+        side.documents.append(side.document_tokens)
         if not self._shape.is_packed:
             self._end_row(side)
 
     def _extend(self, side: "_Side", ids: Sequence[int]) -> None:
         seq_len = self._shape.seq_len
         side.pending.extend(ids)
+        side.document_tokens += len(ids)
         side.last_id = ids[-1] if ids else side.last_id
         if self._shape.is_packed:
             num_rows = len(side.pending) // seq_len
@@ -121,6 +126,8 @@ class _Side:
         self.pending: array[int] = array("q")
         self.starts: array[int] = array("q")
         self.lengths: array[int] = array("q")
+        self.documents: array[int] = array("q")
+        self.document_tokens = 0
         self.has_open_document = False
         self.last_id: int | None = None
         self.row_is_cut = False
@@ -129,6 +136,10 @@ class _Side:
 
     def table(self) -> NDArray[np.int64]:
         return np.stack([np.asarray(self.starts, np.int64), np.asarray(self.lengths, np.int64)], axis=1)
+
+
+def _no_lengths() -> NDArray[np.int64]:
+    return np.zeros(0, np.int64)
 
 
 def _no_rows() -> NDArray[np.int64]:

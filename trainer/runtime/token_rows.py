@@ -11,6 +11,7 @@
 A row of n tokens has n - 1 targets: every token but its first is predicted from those before it.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +22,8 @@ from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.value import Value
 
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
+WIDTH_MULTIPLE = 8  # a batch is padded to its longest row, rounded up to this
 SplitName = Literal["train", "eval"]
 
 
@@ -71,6 +73,12 @@ class TokenRows:
     def length(self, number: int) -> int:
         """Tokens of one row, without reading them."""
         return int(self._rows[number, 1])
+
+
+def padded_width(lengths: Sequence[int], *, seq_len: int) -> int:
+    """Width of a batch of these rows: the longest, rounded up where `seq_len` allows; one multiple for no rows."""
+    longest = max(lengths, default=1)
+    return max(longest, min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, seq_len))
 
 
 def unigram_entropy_nats(rows: TokenRows) -> float:

@@ -13,6 +13,14 @@ class LengthHistogram(Value, frozen=True, kw_only=True):
     counts: tuple[int, ...]
 
 
+class BatchWidth(Value, frozen=True, kw_only=True):
+    """Mean tokens of a row of padded batches, each as wide as its longest document."""
+
+    micro_batch: int
+    mean_width: float  # documents in random order, as training draws them
+    mean_width_sorted: float  # documents of like length together
+
+
 class DataProfile(Value, frozen=True, kw_only=True):
     """The training data after tokenising, or an estimate of it."""
 
@@ -26,7 +34,12 @@ class DataProfile(Value, frozen=True, kw_only=True):
     num_eval_rows: int = 0
     num_eval_tokens: int = 0
     eval_unigram_entropy_nats: float | None = None
-    lengths: LengthHistogram | None = None
+    lengths: LengthHistogram | None = None  # of the rows: after packing, cutting and weights
+    num_documents: int = 0  # of the training side
+    mean_document_tokens: float | None = None  # of whole documents
+    mean_cut_tokens: float | None = None  # of documents cut at seq_len
+    documents: LengthHistogram | None = None  # before packing and cutting
+    batch_widths: tuple[BatchWidth, ...] = ()  # of documents cut at seq_len, ascending micro batches
     cache_dir: str | None = None  # holds tokens, rows and the tokenizer
     skipped_rows: int = 0  # bad rows left out under data.bad_rows=skip
     cut_rows: int = 0  # documents longer than seq_len that lost their end; only without packing

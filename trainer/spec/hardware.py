@@ -112,13 +112,30 @@ class Host(Value, frozen=True, kw_only=True):
     slurm: SlurmEnvironment | None = None
 
 
+class PeerCopy(Value, frozen=True, kw_only=True):
+    """What came of copying memory of GPU `a` to GPU `b` and looking at it there."""
+
+    a: int
+    b: int
+    bytes_per_s: int | None = None  # None: it did not end in time, or failed
+    is_correct: bool = False
+
+
 class MeasuredRates(Value, frozen=True, kw_only=True):
     """Ceilings measured on this machine by `probe --measure`; each replaces a datasheet figure."""
 
     matmul_flops_per_s: int | None = None  # in the precision a plan would train in on this device
     matmul_precision: str | None = None  # fp32, fp16 or bf16: what was measured, the fastest this device trains in
+    fp32_flops_per_s: int | None = None
+    fp8_flops_per_s: int | None = None
+    attention_flops_per_s: int | None = None  # a causal forward, masked scores not counted
     memory_bytes_per_s: int | None = None
     host_to_device_bytes_per_s: int | None = None
+    device_to_host_bytes_per_s: int | None = None
+    host_adam_bytes_per_s: int | None = None  # of state, weight and gradient, by all cores
+    all_gather_bytes_per_s: int | None = None  # each way through one device of a ring over all of them
+    gathers_only_without_peers: bool = False  # with peer access the all-gather hung, failed or delivered other values
+    peer_copies: tuple[PeerCopy, ...] = ()
 
 
 class Hardware(Value, frozen=True, kw_only=True):
@@ -147,6 +164,11 @@ class Hardware(Value, frozen=True, kw_only=True):
     @property
     def num_devices_per_node(self) -> int:
         return len(self.gpus) or self.num_cpu_devices
+
+    @property
+    def needs_p2p_disabled(self) -> bool:
+        """Whether GPUs of this machine were seen to hang or to deliver other values when they copy to each other."""
+        return self.rates.gathers_only_without_peers or any(not copy.is_correct for copy in self.rates.peer_copies)
 
     @property
     def num_devices(self) -> int:

@@ -114,6 +114,7 @@ class MethodRow(Value, frozen=True, kw_only=True):
     gpu_hours: float | None
     cost: float | None
     verdict: str  # taken, fits, or why not
+    kwh: float | None = None  # of the boards alone
 
 
 class Schedule(Value, frozen=True, kw_only=True):
@@ -129,6 +130,17 @@ class Schedule(Value, frozen=True, kw_only=True):
     checkpoint_every_steps: int | None
     checkpoint_every_s: float | None = None  # of the two that are set, whichever comes first
     eval_every_s: float | None = None
+
+
+class TrialResult(Value, frozen=True, kw_only=True):
+    """What a few real steps of a candidate measured."""
+
+    strategy: str
+    micro_batch: int
+    step_s: float | None
+    peak_allocated_bytes: int | None
+    ran_out_of_memory: bool = False
+    predicted_step_s: float | None = None  # by the plan that the trial was of
 
 
 class Plan(Value, frozen=True, kw_only=True):
@@ -151,19 +163,12 @@ class Plan(Value, frozen=True, kw_only=True):
     fallbacks: tuple[Candidate, ...]
     calibration: Calibration
     versions: dict[str, str]
+    trials: tuple[TrialResult, ...] = ()  # what --trial measured before the candidates were ranked
     notes: tuple[str, ...] = ()
+    needs_version: str | None = None  # the first version that trains the chosen candidate; None: this one does
     resume: bool = False  # set by the supervisor: go on from the newest committed checkpoint of the run
+    is_trial: bool = False  # set by the supervisor: measure a few steps, score, save and export nothing
 
     @property
     def chosen(self) -> Candidate:
         return self.candidates[0]
-
-
-class TrialResult(Value, frozen=True, kw_only=True):
-    """What a few real steps of a candidate measured."""
-
-    strategy: str
-    micro_batch: int
-    step_s: float | None
-    peak_allocated_bytes: int | None
-    ran_out_of_memory: bool = False

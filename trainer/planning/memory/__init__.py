@@ -1,50 +1,50 @@
 """The memory of one training step in closed form: no torch, microseconds, every byte with a name.
 
-    recipe           types of tensors, kernels, sizes of the model
-    states           weights, gradients, masters, optimizer state (with `optimizer_state`)
+    dims             sizes of the model, and how its blocks are built
+    stacks, recipe   types of tensors and kernels; ours, or another trainer's as a row of values
+    states           weights, gradients, masters, optimizer state (with `optimizer_state` and `shards`)
+    saved_tensors    what autograd saves in one block, operation by operation
     activations      what blocks keep for backward, and what their backward needs
     loss_head        logits and their gradients
     sharding         gathered parameters, buckets, gradients on their way
-    events           all of it at every event of a step; the largest is the peak
+    events           all of it at every event of a step (with `gradients`); the largest is the peak
     host, overheads  host RAM and NVMe; allocator, context, communicators, margins
+    ranges           low, likely and high of every counter
 
 What is covered, and how it was checked, is in docs/memory-model.md.
 """
 
 from trainer.planning.device import Device
 from trainer.planning.memory.activations import block_activations
-from trainer.planning.memory.events import StepMemory, resident_bytes, step_events
+from trainer.planning.memory.events import resident_bytes, step_events
 from trainer.planning.memory.host import host_memory
 from trainer.planning.memory.loss_head import head_memory
-from trainer.planning.memory.overheads import overheads
+from trainer.planning.memory.overheads import OVERHEADS, OverheadTable, overheads
 from trainer.planning.memory.recipe import dims_of, recipe_of
 from trainer.planning.memory.sharding import sharding_memory
 from trainer.planning.memory.states import model_states
+from trainer.planning.memory.step_memory import StepMemory
 from trainer.planning.setting import Setting
 from trainer.spec.model_shape import ModelShape
 from trainer.spec.plan import MemoryEstimate
 
 
-def estimate_memory(shape: ModelShape, setting: Setting, device: Device) -> MemoryEstimate:
+def estimate_memory(
+    shape: ModelShape, setting: Setting, device: Device, table: OverheadTable = OVERHEADS
+) -> MemoryEstimate:
     """Bytes of one device, and of its node's host, at the worst event of a step of `setting`."""
-    dims = dims_of(shape)
-    recipe = recipe_of(setting, device, dims)
-    step = StepMemory(
-        setting=setting,
-        recipe=recipe,
-        dims=dims,
-        states=model_states(setting, recipe, dims),
-        blocks=block_activations(setting, recipe, dims),
-        head=head_memory(setting, recipe, dims),
-        sharding=sharding_memory(setting, recipe, dims),
-    )
+    step = step_memory(shape, setting, device)
+    recipe = step.recipe
     resident = resident_bytes(step)
     events = step_events(step, resident)
     totals = {name: sum(event.values()) for name, event in events.items()}
     peak_event = max(totals, key=totals.__getitem__)
     steady = sum(resident.values())
-    around = overheads(recipe, device, events, totals, num_ranks=setting.num_ranks, steady=steady)
-    host = host_memory(setting, recipe, dims, step.states, activations=step.blocks.kept)
+    if recipe.stack.uses_fsdp1 and recipe.uses_fsdp and not recipe.updates_in_backward:
+        steady += step.states.gradients  # flat parameters keep their sharded gradients until the next backward
+    throughout = sum(resident.values()) + step.sharding.root
+    around = overheads(recipe, device, events, totals, num_ranks=setting.num_ranks, steady=throughout, table=table)
+    host = host_memory(setting, recipe, step.dims, step.states, activations=step.blocks.offloaded)
     return MemoryEstimate(
         parts={name: num_bytes for name, num_bytes in events[peak_event].items() if num_bytes},
         peak_event=peak_event,
@@ -60,4 +60,19 @@ def estimate_memory(shape: ModelShape, setting: Setting, device: Device) -> Memo
         pinned_bytes=host.pinned,
         host_bytes=host.pageable,
         nvme_bytes=host.nvme,
+    )
+
+
+def step_memory(shape: ModelShape, setting: Setting, device: Device) -> StepMemory:
+    """What the events of a step are put together from; `step_events` names every byte of every event."""
+    dims = dims_of(shape)
+    recipe = recipe_of(setting, device, dims)
+    return StepMemory(
+        setting=setting,
+        recipe=recipe,
+        dims=dims,
+        states=model_states(setting, recipe, dims),
+        blocks=block_activations(setting, recipe, dims),
+        head=head_memory(setting, recipe, dims),
+        sharding=sharding_memory(setting, recipe, dims),
     )

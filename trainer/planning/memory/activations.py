@@ -1,36 +1,31 @@
-"""What one block keeps for its backward pass, and what its backward needs besides.
+"""What the blocks keep between forward and backward, and what the backward of one needs besides.
 
-Counted operation by operation from transformers' Llama, Mistral and Qwen blocks: autograd saves what the backward of
-each operation reads. h hidden, q = heads x head_dim, k = kv_heads x head_dim, f ffn, c bytes of the computing type;
-bytes of one token in one block:
-
-    operation                      fp32      16-bit model     autocast (fp32 weights and residual stream)
-    RMSNorm, twice: input          4h        4h (fp32 copy)   4h
-                    normalised     4h        2h               4h
-    input of the linear layers     4h (x2)   2h (x2)          2h (x5: autocast casts for each layer)
-    RMSNorm: 1/rms, twice          8         8                8
-    rotated query, attention out   2cq       2cq              2cq
-    rotated key, value             2ck       2ck              2ck
-    log-sum-exp of each head       4 heads   4 heads          4 heads
-    gate, silu, up, product        4cf       4cf              4cf
-
-Autocast keeps a 16-bit copy of each weight besides. A frozen layer does not keep its input, and a frozen norm not its
-normalised input; an adapter keeps the input of its own two matrices (a 16-bit copy under autocast). Eager attention
-and PyTorch's unfused one keep the probabilities: sequence x heads x 4 bytes a token, and a 16-bit copy.
+Every block saves what `saved_tensors` counts; checkpointing keeps less and makes the rest again. Autocast keeps a
+16-bit copy of each weight besides. The input of a block is the fp32 residual that its first norm saves anyway, or a
+LayerNorm's input; an RMSNorm in a 16-bit model keeps an fp32 copy, and the input is one more.
 
 The most of a block's backward is alive at the backward of the product gate x up: the product is gone, the gradients of
 product, silu and up are there (+ 3cf - cf), with the gradient of the residual stream and the new gradient of down_proj;
 where f is small beside h, at the backward of the second RMSNorm.
 
-Not covered: workspaces that oneDNN and cuBLAS allocate inside an operation, dropout masks, padding masks, sparse
-blocks; `selective` is the published recipe (attention output and every second matrix product kept).
+Not covered: workspaces that oneDNN and cuBLAS allocate inside an operation, padding masks; `selective` is the published
+recipe (attention output and every second matrix product kept).
 """
 
-from trainer.planning.memory.recipe import Dims, Kernel, Recipe, adapted_linears, adapter_parameters
+from trainer.planning.memory.recipe import Dims, Kernel, Recipe, adapter_parameters, adapts_all
+from trainer.planning.memory.saved_tensors import (
+    SavedTensors,
+    keeps_input,
+    saved_tensors,
+    shares_product,
+    windowed_attention_bytes,
+)
+from trainer.planning.memory.stacks import AdapterInputs
 from trainer.planning.setting import Setting
 from trainer.spec.strategy import Checkpointing
 from trainer.spec.value import Value
 
+IN_FLIGHT = 2  # kept blocks on the device when the rest is in host RAM: one being copied, one being used
 NORM_BACKWARD_BYTES = 24  # an element of the hidden states, six fp32 arrays
 
 
@@ -40,9 +35,12 @@ class BlockActivations(Value, frozen=True, kw_only=True):
     boundary: int  # input of a block, what full checkpointing keeps
     whole: int  # everything one block saves, its share of cast weights included
     kept: int  # of all blocks together, between forward and backward
+    offloaded: int  # of those, in host RAM instead
     kept_by_one: int  # of those, the most that one block keeps
     recomputed: int  # what a block's backward makes again on top of what was kept
+    recomputed_beside_mlp: int  # of those, what is left when the feed-forward half is done
     temporaries: int  # gradients of activations at the worst moment of a block's backward
+    peaks_at_scores: bool  # that moment is attention's, when the feed-forward half has its gradients
     cast_weights: int  # autocast's copies of the weights of one block
 
 
@@ -51,13 +49,18 @@ def block_activations(setting: Setting, recipe: Recipe, dims: Dims) -> BlockActi
     tokens = recipe.tokens
     boundary = recipe.residual_bytes * dims.hidden * tokens
     cast_weights = _cast_weights(setting, recipe, dims)
-    attention = _attention_bytes(recipe, dims)
-    whole = (_norm_bytes(recipe, dims) + attention + _linear_input_bytes(setting, recipe, dims)) * tokens
-    whole += _mlp_bytes(recipe, dims) * tokens + cast_weights
-    # The input of a block is the fp32 residual that its first norm saves anyway; in a 16-bit model it is one more.
-    is_shared = recipe.residual_bytes == 4
+    saved = saved_tensors(setting, recipe, dims)
+    attention = saved.attention
+    whole = saved.total * tokens + cast_weights + _adapted_experts(setting, recipe, dims)
+    is_shared = keeps_input(recipe, dims)
     num_recomputed, kept_by_one = _kept(setting, recipe, dims, whole, boundary, attention * tokens)
     kept = num_recomputed * kept_by_one + (dims.layers - num_recomputed) * whole
+    if dims.windowed_layers:
+        by_mask = (windowed_attention_bytes(setting, recipe, dims) - attention) * tokens
+        whole += max(0, by_mask)
+        kept += by_mask * dims.windowed_layers * (dims.layers - num_recomputed) // dims.layers
+    largest = kept_by_one if num_recomputed == dims.layers else whole
+    offloaded = max(0, kept - IN_FLIGHT * largest) if setting.activation_offload else 0
     shared = boundary if is_shared else 0
     if setting.checkpointing is Checkpointing.NONE or not num_recomputed:
         recomputed = 0
@@ -65,74 +68,31 @@ def block_activations(setting: Setting, recipe: Recipe, dims: Dims) -> BlockActi
         recomputed = attention * tokens
     else:
         recomputed = whole - shared
+    in_mlp, at_scores = _temporaries(setting, recipe, dims, saved), _score_temporaries(recipe, dims, saved)
     return BlockActivations(
         boundary=boundary,
         whole=whole,
-        kept=kept,
-        kept_by_one=kept_by_one if num_recomputed == dims.layers else whole,
+        kept=kept - offloaded,
+        offloaded=offloaded,
+        kept_by_one=largest,
         recomputed=recomputed,
-        temporaries=_temporaries(setting, recipe, dims),
+        recomputed_beside_mlp=max(0, recomputed - saved.mlp * tokens),
+        temporaries=max(in_mlp, at_scores),
+        peaks_at_scores=at_scores > in_mlp,
         cast_weights=cast_weights,
     )
 
 
-def _norm_bytes(recipe: Recipe, dims: Dims) -> int:
-    """Both norms of a block with the inputs they hand to the linear layers, a token."""
-    h = dims.hidden
-    if recipe.is_frozen:
-        num_bytes = 2 * 4 * h
-    elif recipe.is_autocast:
-        num_bytes = 2 * (4 + 4) * h
-    else:
-        num_bytes = 2 * (4 + recipe.compute_bytes) * h
-    if dims.has_qk_norm:
-        normalised = 0 if recipe.is_frozen else recipe.compute_bytes
-        num_bytes += (4 + normalised) * (dims.query + dims.kv) + 4 * (dims.heads + dims.kv_heads)
-    return num_bytes + 8
-
-
-def _linear_input_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
-    """What the linear layers save of their inputs beyond what norm, attention and MLP save anyway, a token."""
-    c, h = recipe.compute_bytes, dims.hidden
-    num_from_norm = 5 if dims.is_gated else 4  # q, k, v, gate, up
-    if not recipe.is_frozen:
-        return num_from_norm * c * h if recipe.is_autocast else 2 * c * h
-    adapted = adapted_linears(setting, dims)
-    rank_bytes = setting.lora.rank * c * len(adapted)
-    if recipe.is_autocast:
-        return sum(c * num_inputs for _, num_inputs, _ in adapted) + rank_bytes
-    if recipe.compute_bytes != 4 and recipe.master_bytes == 4 and not recipe.uses_deepspeed and not recipe.uses_fsdp:
-        return sum(4 * num_inputs for _, num_inputs, _ in adapted) + 2 * rank_bytes
-    names = {name for name, _, _ in adapted}
-    from_first = c * h * bool(names & {"q_proj", "k_proj", "v_proj"})
-    from_second = c * h * bool(names & {"gate_proj", "up_proj"})
-    product = c * dims.ffn * ("down_proj" in names)
-    return from_first + from_second + product + rank_bytes
-
-
-def _attention_bytes(recipe: Recipe, dims: Dims) -> int:
-    """Rotated query and key, value, output and what the kernel keeps, a token."""
-    c, q, k = recipe.compute_bytes, dims.query, dims.kv
-    if recipe.kernel in (Kernel.FLASH, Kernel.EFFICIENT):
-        return 2 * c * q + 2 * c * k + 4 * dims.heads
-    probabilities = dims.heads * recipe.seq_len * (4 + (c if c != 4 else 0))
-    if recipe.kernel is Kernel.EAGER:
-        return 4 * c * q + probabilities
-    return 4 * 4 * q + probabilities + 4 * dims.heads
-
-
-def _mlp_bytes(recipe: Recipe, dims: Dims) -> int:
-    c, f = recipe.compute_bytes, dims.ffn
-    if not dims.is_gated:
-        return 2 * c * f
-    return (3 if recipe.is_frozen else 4) * c * f  # a frozen down_proj does not keep the product
-
-
 def _cast_weights(setting: Setting, recipe: Recipe, dims: Dims) -> int:
-    if not recipe.is_autocast:
-        return 0
+    if not recipe.is_autocast or (recipe.is_fp8 and not recipe.is_frozen):
+        return 0  # the fp8 copies are counted with the weights
     trained = adapter_parameters(setting, dims) if recipe.is_frozen else dims.linear
     return recipe.compute_bytes * trained
+
+
+def _adapted_experts(setting: Setting, recipe: Recipe, dims: Dims) -> int:
+    """Adapters on experts make each expert's weight anew, and its product keeps it."""
+    return recipe.compute_bytes * dims.bare_adapted_weights if recipe.is_frozen and adapts_all(setting) else 0
 
 
 def _kept(setting: Setting, recipe: Recipe, dims: Dims, whole: int, boundary: int, attention: int) -> tuple[int, int]:
@@ -152,18 +112,48 @@ def _kept(setting: Setting, recipe: Recipe, dims: Dims, whole: int, boundary: in
     return dims.layers, min(whole, kept)
 
 
-def _temporaries(setting: Setting, recipe: Recipe, dims: Dims) -> int:
+def _temporaries(setting: Setting, recipe: Recipe, dims: Dims, saved: SavedTensors) -> int:
     c, h, f, tokens = recipe.compute_bytes, dims.hidden, dims.ffn, recipe.tokens
-    if recipe.is_frozen:
-        return (3 * c * f + 5 * c * h) * tokens  # counted on a fake device: adapters cast their inputs and gradients
-    in_mlp = (2 if dims.is_gated else 1) * c * f
+    in_mlp = (2 if dims.is_gated else 1) * c * f + _activation_temporaries(recipe, dims) * f
     in_mlp += recipe.residual_bytes * h
+    if recipe.is_frozen:
+        in_mlp = max(in_mlp, _frozen_temporaries(setting, recipe, dims))
+    elif recipe.stack.keeps_block_output and recipe.is_checkpointed:
+        in_mlp += recipe.residual_bytes * h
     # RMSNorm after the MLP is done with: six fp32 arrays, its saved input counted already, its output gone.
-    in_norm = (NORM_BACKWARD_BYTES - 4 - 2 * c + recipe.residual_bytes) * h - _mlp_bytes(recipe, dims)
-    in_mlp = max(in_mlp, in_norm)
+    if not recipe.is_frozen:
+        in_norm = (NORM_BACKWARD_BYTES - 4 - 2 * c + recipe.residual_bytes) * h - saved.mlp
+        in_mlp = max(in_mlp, in_norm)
+    return in_mlp * tokens
+
+
+def _score_temporaries(recipe: Recipe, dims: Dims, saved: SavedTensors) -> int:
+    """Softmax backward: gradients of probabilities and scores, by when the second half of the block is gone."""
     if recipe.kernel in (Kernel.FLASH, Kernel.EFFICIENT):
-        return in_mlp * tokens
-    # Softmax backward: gradients of probabilities and scores in fp32, by when the second half of the block is gone.
-    gone = _mlp_bytes(recipe, dims) + _norm_bytes(recipe, dims) // 2 + c * dims.query + (2 * c * h)
-    scores = dims.heads * recipe.seq_len * (8 if c == 4 else 8 - c) + recipe.residual_bytes * h - gone
-    return max(in_mlp, scores) * tokens
+        return 0
+    c, h = recipe.compute_bytes, dims.hidden
+    gone = saved.mlp + saved.norms // 2 + c * dims.query + (2 * c * h)
+    in_16_bit = 0 if c == 4 else c if recipe.kernel is Kernel.MATH else -c
+    scores = dims.heads * recipe.seq_len * (8 + in_16_bit) + recipe.residual_bytes * h - gone
+    return max(0, scores) * recipe.tokens
+
+
+def _frozen_temporaries(setting: Setting, recipe: Recipe, dims: Dims) -> int:
+    """Adapters cast their inputs and the gradients of them; where they share the product, its gradient replaces it."""
+    c, h, f = recipe.compute_bytes, dims.hidden, dims.ffn
+    if recipe.has_fp32_products:
+        return (3 * 4 - c) * f + (4 + c) * h
+    if recipe.adapter_inputs is AdapterInputs.SHARED and shares_product(setting, dims):
+        return c * (2 * f + h)
+    if not dims.is_gated:
+        return c * (4 * f + 2 * h)
+    return c * (3 * f + recipe.stack.frozen_block_arrays * h)
+
+
+def _activation_temporaries(recipe: Recipe, dims: Dims) -> int:
+    """Gradients inside an activation function that is written out in Python, an element."""
+    if dims.activation != "gelu_new":
+        return 0
+    if recipe.is_autocast:
+        return 2 * 4 + (0 if recipe.is_frozen else recipe.compute_bytes)
+    return recipe.compute_bytes

@@ -6,49 +6,35 @@
     head_backward           backward of lm_head's matrix product, where that is a moment of its own
     norm_backward           backward of the last RMSNorm, a chain of fp32 operations
     block_backward_top      backward of the last block: all activations are kept, few gradients exist
+    block_backward_middle   of the one before, where the gradients of the last are being reduced meanwhile
     block_backward_bottom   backward of the first: few activations, nearly all gradients
     gradients_complete      backward of the embedding
     optimizer_step          states, gradients and the optimizer's temporaries
 
 Between top and bottom both change linearly with the block, so one of the two is the larger. The events are those of
-the second and later steps (the optimizer state exists) and of the last micro batch.
-
-A tied head: the gradient of lm_head waits in autograd's buffer for the embedding's. Both are summed in place, so two
-tables are alive at `gradients_complete` where one remains; out of place, three, where the waiting one is a view (the
-gradient of a plain linear layer is the transpose of a product). With accumulation the remaining one is separate.
+the second and later steps (the optimizer state exists) and of the last micro batch. `gradients` keeps their books.
 """
 
-from trainer.planning.memory.activations import NORM_BACKWARD_BYTES, BlockActivations
-from trainer.planning.memory.loss_head import TOKEN_BYTES, HeadMemory
-from trainer.planning.memory.recipe import Dims, Kernel, Recipe
-from trainer.planning.memory.sharding import ShardingMemory, accumulated_gradients
-from trainer.planning.memory.states import States
-from trainer.planning.setting import Setting
+from trainer.planning.memory.activations import NORM_BACKWARD_BYTES
+from trainer.planning.memory.gradients import (
+    block_gradient,
+    gradients_at_bottom,
+    gradients_at_end,
+    gradients_at_top,
+    gradients_of_block,
+    head_gradient,
+    table_gradients,
+)
+from trainer.planning.memory.loss_head import TOKEN_BYTES
+from trainer.planning.memory.recipe import Kernel, Recipe
+from trainer.planning.memory.sharding import accumulated_gradients
+from trainer.planning.memory.step_memory import Event, StepMemory
+from trainer.spec.model_shape import Norm
 from trainer.spec.strategy import Checkpointing, LossHead, Precision, Sharding
 from trainer.spec.units import MIB
-from trainer.spec.value import Value
 
-Event = dict[str, int]
 CUBLAS_WORKSPACE_BYTES = 8_519_680  # of one handle before Hopper; two threads own one each
 CUBLAS_WORKSPACE_BYTES_HOPPER = 32 * MIB
-
-
-class StepMemory(Value, frozen=True, kw_only=True):
-    """Everything that the events of a step are put together from."""
-
-    setting: Setting
-    recipe: Recipe
-    dims: Dims
-    states: States
-    blocks: BlockActivations
-    head: HeadMemory
-    sharding: ShardingMemory
-
-    @property
-    def holds_earlier_gradients(self) -> bool:
-        """Whether a new gradient is added to one that is there: DDP's bucket, or that of an earlier micro batch."""
-        is_accumulating = self.setting.accumulation > 1 and not self.setting.optimizer_in_backward
-        return is_accumulating or self.sharding.holds_gradients
 
 
 def step_events(step: StepMemory, resident: Event) -> dict[str, Event]:
@@ -67,7 +53,7 @@ def step_events(step: StepMemory, resident: Event) -> dict[str, Event]:
         **_block_backward(step, backward),
         "gradients_complete": _gradients_complete(step, backward),
     }
-    if not step.setting.optimizer_in_backward:
+    if not step.recipe.updates_in_backward:
         events["optimizer_step"] = _optimizer_step(step, resident)
     return events
 
@@ -84,12 +70,11 @@ def resident_bytes(step: StepMemory) -> Event:
         "communication_buffers": sharding.buffers,
         "gradients": states.gradients if sharding.holds_gradients else 0,
         "workspace": _workspace(recipe),
+        "mask": step.dims.mask_buffer,
     }
     if step.setting.strategy.precision is Precision.FP8:
         # An fp8 copy of each weight and its transpose, kept from micro batch to micro batch.
-        event["fp8_weights"] = (
-            2 * step.dims.layers * step.dims.linear // (recipe.shard_degree if recipe.uses_fsdp else 1)
-        )
+        event["fp8_weights"] = 2 * step.dims.block_linears // (recipe.shard_degree if recipe.uses_fsdp else 1)
     return {name: num_bytes for name, num_bytes in event.items() if num_bytes}
 
 
@@ -115,25 +100,30 @@ def _load(step: StepMemory, resident: Event) -> Event:
     event: Event = {name: num_bytes for name, num_bytes in resident.items() if name in kept}
     if recipe.uses_fsdp:
         # fully_shard moves a whole group to the device before it cuts its shard.
-        event["gathered_weights"] = recipe.weight_bytes * max(dims.block, dims.root)
+        group = dims.parameters if recipe.stack.loads_whole_model else max(dims.block, dims.root)
+        event["gathered_weights"] = recipe.weight_bytes * group
+    elif sharding is Sharding.DDP:
+        event["gradients"] = step.states.gradients  # the buckets
     elif sharding is Sharding.ZERO3:
         event["gathered_weights"] = recipe.weight_bytes * dims.largest_tensor
     elif recipe.uses_deepspeed and step.states.master_weights:
         # Zeros in the masters' type that initialise the optimizer's state.
-        event["gradients"] = -(-recipe.master_bytes * step.states.num_trained // recipe.shard_degree)
+        event["gradient_copies"] = -(-recipe.master_bytes * step.states.num_trained // recipe.shard_degree)
     return event
 
 
-def _kept(step: StepMemory, running: Event) -> Event:
+def _kept(step: StepMemory, running: Event, gathered: int) -> Event:
     """What is alive between the forward and the backward."""
     event = {**running, "activations": step.blocks.kept, "head_activations": step.head.kept}
-    if step.sharding.gathered_forward:
-        event["gathered_weights"] = step.sharding.gathered_forward
-    return event
+    return with_gathered(event, gathered)
+
+
+def with_gathered(event: Event, gathered: int) -> Event:
+    return {**event, "gathered_weights": gathered} if gathered else event
 
 
 def _forward_end(step: StepMemory, forward: Event) -> Event:
-    event = {**_kept(step, forward), "logits": step.head.forward_logits}
+    event = {**_kept(step, forward, step.sharding.gathered_forward), "logits": step.head.forward_logits}
     recipe, dims = step.recipe, step.dims
     if recipe.is_autocast:
         # The cache of cast weights lives until the forward ends; without checkpointing the blocks keep them anyway.
@@ -144,14 +134,38 @@ def _forward_end(step: StepMemory, forward: Event) -> Event:
 
 
 def _loss_backward(step: StepMemory, backward: Event) -> dict[str, Event]:
-    kept, head = _kept(step, backward), step.head
+    head, sharding = step.head, step.sharding
+    # A loss that is computed inside the head runs backwards with the head.
+    is_in_head = not head.gradient_logits or step.setting.loss is LossHead.CHUNKED
+    kept = _kept(step, backward, sharding.gathered_head if is_in_head else sharding.gathered_loss)
     events = {"loss_backward": {**kept, "logits": head.backward_logits, "head_temporaries": head.backward_extra}}
     if head.gradient_logits or head.gradient_extra:
+        kept = with_gathered(kept, sharding.gathered_head)
         events["head_backward"] = {**kept, "logits": head.gradient_logits, "head_temporaries": head.gradient_extra}
-    norm = NORM_BACKWARD_BYTES * step.dims.hidden * step.recipe.tokens
-    gradient = {"fresh_gradients": _head_gradient(step)}
-    events["norm_backward"] = {**kept, "head_activations": 0, "block_temporaries": norm, **gradient}
-    return events
+    return {**events, "norm_backward": _norm_backward(step, backward)}
+
+
+def _norm_backward(step: StepMemory, backward: Event) -> Event:
+    """The chain of fp32 operations of the last norm, or the reduction of the head's gradient right after it."""
+    recipe, dims, sharding = step.recipe, step.dims, step.sharding
+    kept = _kept(step, backward, sharding.gathered_head) | {"head_activations": 0}
+    chain = NORM_BACKWARD_BYTES if dims.norm is Norm.RMS else 2 * recipe.residual_bytes
+    event = {
+        **kept,
+        "block_temporaries": chain * dims.hidden * recipe.tokens,
+        "fresh_gradients": head_gradient(step),
+    }
+    if not sharding.reduce_head:
+        return event
+    is_added = step.waits_for_last_micro_batch
+    reduced = {
+        **with_gathered(kept, sharding.gathered_head - recipe.compute_bytes * (dims.head + dims.hidden)),
+        "block_temporaries": recipe.residual_bytes * dims.hidden * recipe.tokens,
+        "fresh_gradients": 0 if is_added else recipe.compute_bytes * dims.head,
+        "reduce_scatter": sharding.reduce_head,
+        **gradients_at_top(step, backward),
+    }
+    return max(event, reduced, key=_total)
 
 
 def _block_backward(step: StepMemory, backward: Event) -> dict[str, Event]:
@@ -161,85 +175,73 @@ def _block_backward(step: StepMemory, backward: Event) -> dict[str, Event]:
         **backward,
         "recomputed_block": blocks.recomputed,
         "block_temporaries": blocks.temporaries,
-        "fresh_gradients": _head_gradient(step) + _down_gradient(step),
+        "fresh_gradients": (0 if sharding.reduce_head else head_gradient(step)) + block_gradient(step),
     }
-    if sharding.reduce_block:
-        common["reduce_scatter"] = sharding.reduce_block
-    top = {**common, "activations": blocks.kept}
-    bottom = {**common, "activations": blocks.kept_by_one}
-    if sharding.gathered_top:
-        top["gathered_weights"], bottom["gathered_weights"] = sharding.gathered_top, sharding.gathered_bottom
-    if not step.holds_earlier_gradients and not step.setting.optimizer_in_backward:
-        bottom["gradients"] = (step.dims.layers - 1) * _gradients_of_block(step)
-    elif sharding.holds_gradients and "gradients" in bottom:
-        bottom["gradients"] = _gradients_beside_buckets(step, _gradients_of_block(step) + _table(step))
-    return {"block_backward_top": top, "block_backward_bottom": bottom}
+    top = with_gathered({**common, "activations": blocks.kept}, sharding.gathered_top)
+    bottom = with_gathered({**common, "activations": blocks.kept_by_one, **_retained(step)}, sharding.gathered_bottom)
+    top.update(gradients_at_top(step, backward))
+    bottom.update(gradients_at_bottom(step, backward))
+    if not sharding.reduce_block:
+        return {"block_backward_top": top, "block_backward_bottom": bottom}
+    middle = _middle(step, top, bottom)
+    top["reduce_scatter"], bottom["reduce_scatter"] = sharding.reduce_head, sharding.reduce_block
+    events = {"block_backward_top": top, "block_backward_middle": middle, "block_backward_bottom": bottom}
+    return {name: max(event, _mlp_finished(step, event), key=_total) for name, event in events.items()}
+
+
+def _middle(step: StepMemory, top: Event, bottom: Event) -> Event:
+    """The block after the last or the one before the first, while the gradients of its neighbour are being reduced."""
+    blocks, sharding, one = step.blocks, step.sharding, gradients_of_block(step)
+    given_up = step.recipe.reduce_bytes * step.dims.block if step.waits_for_last_micro_batch else 0
+    after_last = {
+        **with_gathered(top, sharding.gathered_top),
+        "activations": blocks.kept - blocks.kept_by_one,
+        "gradients": max(0, top.get("gradients", 0) - given_up) + one,
+        "reduce_scatter": sharding.reduce_block,
+    }
+    before_first = {
+        **with_gathered(bottom, sharding.gathered_top),
+        "activations": min(blocks.kept, 2 * blocks.kept_by_one),
+        "gradients": max(0, bottom.get("gradients", 0) - one),
+        "reduce_scatter": sharding.reduce_block,
+    }
+    return max(after_last, before_first, key=_total)
+
+
+def _mlp_finished(step: StepMemory, event: Event) -> Event:
+    """The same block when the gradients of its feed-forward half are there and the activations of that are gone."""
+    recipe, dims = step.recipe, step.dims
+    trained = 0 if recipe.is_frozen else recipe.compute_bytes * (dims.block - dims.attention)
+    # The gradient of a token comes back from each of its experts.
+    tokens = recipe.tokens * max(1, dims.experts_per_token)
+    fresh = event["fresh_gradients"] - block_gradient(step) + trained
+    return {
+        **event,
+        "recomputed_block": step.blocks.recomputed_beside_mlp,
+        "block_temporaries": recipe.compute_bytes * dims.hidden * tokens,
+        "fresh_gradients": fresh,
+    }
+
+
+def _total(event: Event) -> int:
+    return sum(event.values())
+
+
+def _retained(step: StepMemory) -> Event:
+    """What frozen blocks under FSDP1 hold until the backward ends: their inputs, and the gradients of those."""
+    recipe, blocks = step.recipe, step.blocks
+    retains = recipe.stack.retains_frozen_inputs and recipe.uses_fsdp and recipe.is_frozen and recipe.is_checkpointed
+    if not retains:
+        return {}
+    # One of the gradients is the output gradient of the block at work.
+    return {"activations": blocks.kept, "retained_gradients": max(0, step.dims.layers - 2) * blocks.boundary}
 
 
 def _gradients_complete(step: StepMemory, backward: Event) -> Event:
-    event = {**backward, "activations": step.blocks.boundary, "fresh_gradients": _table_gradients(step)}
-    if step.sharding.gathered_end:
-        event["gathered_weights"] = step.sharding.gathered_end
-    if not step.holds_earlier_gradients and not step.setting.optimizer_in_backward:
-        event["gradients"] = step.states.gradients
-    elif step.sharding.holds_gradients and "gradients" in event:
-        event["gradients"] = _gradients_beside_buckets(step, _table(step))
-    return event
-
-
-def _gradients_beside_buckets(step: StepMemory, not_yet_copied: int) -> int:
-    """DDP's buckets, and of the sums of earlier micro batches those that wait for their last share."""
-    is_accumulating = step.setting.accumulation > 1 and step.setting.strategy.sharding is Sharding.DDP
-    return step.states.gradients + (min(step.states.gradients, not_yet_copied) if is_accumulating else 0)
-
-
-def _table(step: StepMemory) -> int:
-    """The gradient of the embedding."""
-    return 0 if step.recipe.is_frozen else step.recipe.weight_bytes * step.dims.embedding
-
-
-def _head_gradient(step: StepMemory) -> int:
-    """The gradient of lm_head while the blocks run backwards, where it is not counted among earlier ones."""
-    recipe, dims = step.recipe, step.dims
-    if recipe.is_frozen or step.setting.optimizer_in_backward:
-        return 0
-    if recipe.uses_fsdp:
-        return recipe.compute_bytes * dims.embedding  # whole, until the root is reduced
-    is_added = step.holds_earlier_gradients and not dims.is_tied
-    return 0 if is_added else recipe.weight_bytes * dims.embedding
-
-
-def _down_gradient(step: StepMemory) -> int:
-    """The first gradient of a block, that of down_proj, where it is not added to an earlier one."""
-    recipe, dims = step.recipe, step.dims
-    if recipe.is_frozen:
-        return 0
-    if recipe.uses_fsdp:
-        return recipe.compute_bytes * dims.hidden * dims.ffn
-    return 0 if step.holds_earlier_gradients else recipe.weight_bytes * dims.hidden * dims.ffn
-
-
-def _gradients_of_block(step: StepMemory) -> int:
-    """Gradients that one finished block leaves behind on this rank."""
-    if step.recipe.is_frozen:
-        return step.states.gradients // step.dims.layers
-    return step.states.gradients * step.dims.block // step.dims.parameters
-
-
-def _table_gradients(step: StepMemory) -> int:
-    """Gradients of embedding and head beyond their place among the complete gradients."""
-    recipe, dims = step.recipe, step.dims
-    if recipe.is_frozen:
-        return 0
-    if recipe.uses_fsdp:
-        if not recipe.is_cuda:  # gloo's copy of the reduce-scatter's input, by when only the head's gradient is left
-            return 2 * recipe.master_bytes * dims.root + recipe.compute_bytes * dims.embedding
-        return (recipe.compute_bytes + recipe.master_bytes) * dims.root  # and the input of their reduce-scatter
-    table = _table(step)
-    if not dims.is_tied:
-        return table if step.holds_earlier_gradients or step.setting.optimizer_in_backward else 0
-    is_view = step.setting.loss is LossHead.EAGER and not recipe.is_autocast
-    return (step.holds_earlier_gradients + (2 if is_view else 1)) * table
+    is_split = bool(step.sharding.reduce_head)
+    event = {**backward, "activations": 0 if is_split else step.blocks.boundary}
+    event["fresh_gradients"] = table_gradients(step)
+    return {**with_gathered(event, step.sharding.gathered_end), **gradients_at_end(step, backward)}
 
 
 def _optimizer_step(step: StepMemory, resident: Event) -> Event:

@@ -1,13 +1,15 @@
 """Host RAM and NVMe of one node.
 
 Every rank builds the whole model in host memory in the type of its master weights before an engine shards it, so a
-node needs that many copies once, at the start, and the offloaded state for the rest of the run. On a CPU device the
-model itself is the device's memory and is not counted twice.
+node needs that many copies once, at the start, and the offloaded state for the rest of the run. QLoRA quantises each
+tensor as it is read from the file: a rank never holds more than one in 16 bit and one on its way, beside what it keeps.
+On a CPU device the model itself is the device's memory and is not counted twice.
 """
 
 from trainer.planning.memory.recipe import Dims, Recipe
 from trainer.planning.memory.states import States
 from trainer.planning.setting import Setting
+from trainer.spec.strategy import Method
 from trainer.spec.units import MIB
 from trainer.spec.value import Value
 
@@ -25,10 +27,16 @@ class HostMemory(Value, frozen=True, kw_only=True):
 def host_memory(setting: Setting, recipe: Recipe, dims: Dims, states: States, *, activations: int) -> HostMemory:
     """What the ranks of one node take of its RAM and of its NVMe disk."""
     num_ranks = min(setting.ranks_per_node, setting.num_ranks)
-    pinned = states.pinned + (activations if setting.activation_offload else 0)
+    pinned = states.pinned + activations
     if not recipe.is_cuda:
         return HostMemory(pinned=0, pageable=num_ranks * (pinned + states.pageable), nvme=num_ranks * states.nvme)
-    building = (recipe.compute_bytes if recipe.is_frozen else recipe.master_bytes) * dims.parameters
+    building = _building_bytes(setting, recipe, dims)
     # The built model is given back as it is sharded, before the offloaded state is complete.
     pageable = PROCESS_BYTES + states.managed + max(building, states.pageable)
     return HostMemory(pinned=num_ranks * pinned, pageable=num_ranks * pageable, nvme=num_ranks * states.nvme)
+
+
+def _building_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
+    if setting.method is Method.QLORA:
+        return 2 * recipe.compute_bytes * dims.largest_tensor
+    return (recipe.compute_bytes if recipe.is_frozen else recipe.master_bytes) * dims.parameters

@@ -2,7 +2,7 @@
 
 V vocabulary, T tokens of the micro batch, C = min(T, slice of `chunked`), c bytes of the computing type.
 
-    eager         forward 8 V T: fp32 logits and their log-softmax (the 16-bit logits are freed by then); 4 V T stay;
+    eager         forward 8 V T: fp32 logits and their log-softmax, and the 16-bit logits, 2 V T; 4 V T stay;
                   backward 12 V T: log-softmax, its gradient, the gradient of the logits; then the product with the
                   head's weight, from gradients of the logits in the computing type
     chunked       nothing of V x T. A slice: forward 8 V C, fp32 logits and their log-softmax; backward (4 + c) V C in
@@ -17,6 +17,7 @@ The final norm saves what the norms of a block do. Under autocast the head's wei
 
 from trainer.planning.memory.recipe import Dims, Recipe
 from trainer.planning.setting import Setting
+from trainer.spec.model_shape import Norm
 from trainer.spec.strategy import LossHead
 from trainer.spec.value import Value
 
@@ -45,13 +46,25 @@ def head_memory(setting: Setting, recipe: Recipe, dims: Dims) -> HeadMemory:
     cast_gradient = 0 if recipe.is_frozen else c * dims.embedding
     # Autocast hands the gradient of its cast weight on in fp32.
     gradient = cast_gradient + (recipe.weight_bytes * dims.embedding if recipe.is_autocast and cast_gradient else 0)
+    foreign = recipe.stack.logits.get(setting.loss)
+    if foreign is not None:
+        is_whole = setting.loss is not LossHead.FUSED_LINEAR
+        return HeadMemory(
+            kept=kept,
+            forward_logits=round(foreign.forward * logits),
+            backward_logits=round(foreign.backward * logits),
+            backward_extra=foreign.num_head_gradients * cast_gradient,
+            gradient_logits=c * logits if is_whole else 0,
+            gradient_extra=gradient + hidden if is_whole else 0,
+        )
     if setting.loss is LossHead.EAGER:
         # Autocast casts the weight's gradient to fp32 once the product has freed its inputs.
+        capped = c if dims.caps_logits else 0  # the tanh
         at_cast = gradient - cast_head - hidden - c * logits if recipe.is_autocast else 0
         return HeadMemory(
             kept=kept,
-            forward_logits=8 * logits,
-            backward_logits=12 * logits,
+            forward_logits=(8 + (0 if c == 4 else c) + capped) * logits,
+            backward_logits=(12 + capped) * logits,
             backward_extra=0,
             gradient_logits=c * logits,
             gradient_extra=max(cast_gradient, at_cast) + hidden,
@@ -77,7 +90,7 @@ def head_memory(setting: Setting, recipe: Recipe, dims: Dims) -> HeadMemory:
         )
     in_slice = min(tokens, setting.loss_chunk_tokens or DEFAULT_CHUNK_TOKENS)
     slice_logits, is_fp32 = dims.vocab * in_slice, c == 4
-    own = 4 if is_fp32 else 4 + c
+    own = (4 if is_fp32 else 4 + c) + (4 if dims.caps_logits else 0)  # the slope of a cap
     fp32_gradient = 0 if recipe.is_frozen else 4 * dims.embedding
     # In 16 bit each slice's product is a tensor of its own, which the CPU casts to fp32 before it adds it.
     product = 0 if is_fp32 or recipe.is_frozen else cast_gradient + (0 if recipe.is_cuda else fp32_gradient)
@@ -94,8 +107,12 @@ def head_memory(setting: Setting, recipe: Recipe, dims: Dims) -> HeadMemory:
 def _final_norm_bytes(recipe: Recipe, dims: Dims) -> int:
     """What the last norm and the head's input keep, a token."""
     c, h = recipe.compute_bytes, dims.hidden
+    if dims.norm is Norm.LAYER and not recipe.is_autocast:
+        return 2 * c * h + 8
+    if recipe.is_fused:
+        return 2 * c * h + 4
     if recipe.is_frozen:
-        return 4 * h + 4
+        return (4 + (c if recipe.stack.keeps_block_output else 0)) * h + 4
     if recipe.is_autocast:
         return (4 + 4 + c) * h + 4
     return (4 + 2 * c) * h + 4

@@ -7,10 +7,12 @@ matrices of the blocks and AdamW for the rest; LOMO none. GaLore (arXiv:2403.035
 matrix, m >= n, as 2 r m and a projector r n.
 
 Temporaries of the step: `adamw` (foreach) takes the square root of every second moment at once (w an element);
-`adamw_fused` none; Adafactor and Muon work matrix by matrix.
+`adamw_fused` none; Adafactor and Muon work matrix by matrix; GaLore decomposes one fp32 gradient at a time whenever it
+looks for a new projector (torch.linalg.svd of galore_torch). bitsandbytes updates 8-bit state in one kernel; torchao
+works on fp32 copies of one tensor's weight and state. transformers' Trainer keeps the embedding's state in fp32.
 """
 
-from trainer.planning.memory.recipe import Dims
+from trainer.planning.memory.recipe import Dims, Recipe
 from trainer.planning.setting import Setting
 from trainer.spec.strategy import Method, Optimizer
 from trainer.spec.value import Value
@@ -23,20 +25,23 @@ class OptimizerBytes(Value, frozen=True, kw_only=True):
 
     state: int
     temporaries: int
+    table_temporaries: int  # of the update of the embedding alone, where every gradient is used as it comes
     is_paged: bool  # lives in CUDA managed memory, outside torch's counters
 
 
-def optimizer_bytes(setting: Setting, dims: Dims, *, num_trained: int, width: int) -> OptimizerBytes:
-    """State and step temporaries of the optimizer over `num_trained` elements whose masters have `width` bytes."""
-    optimizer = setting.strategy.optimizer
+def optimizer_bytes(setting: Setting, recipe: Recipe, dims: Dims, *, num_trained: int) -> OptimizerBytes:
+    """State and step temporaries of the optimizer over `num_trained` elements."""
+    optimizer, width = setting.strategy.optimizer, recipe.trained_bytes
     if setting.method is Method.GALORE:
         low_rank = _galore_elements(setting, dims)
         per_moment = 1.0 if _is_8bit(optimizer) else float(width)
         state = round(low_rank[0] * per_moment) + low_rank[1] * width
-        return OptimizerBytes(state=state, temporaries=4 * dims.largest_tensor, is_paged=False)
+        return OptimizerBytes(state=state, temporaries=_projection_bytes(dims), table_temporaries=0, is_paged=False)
+    table = 0 if recipe.is_frozen else dims.embedding
     return OptimizerBytes(
-        state=_state_bytes(optimizer, dims, num_trained, width),
-        temporaries=_temporaries(optimizer, dims, num_trained, width),
+        state=_state_bytes(optimizer, recipe, dims, num_trained),
+        temporaries=_temporaries(optimizer, recipe, num_trained, min(num_trained, dims.largest_tensor)),
+        table_temporaries=_temporaries(optimizer, recipe, table, table),
         is_paged=optimizer in (Optimizer.PAGED_ADAMW, Optimizer.PAGED_ADAMW_8BIT),
     )
 
@@ -50,11 +55,12 @@ def _is_8bit(optimizer: Optimizer) -> bool:
     )
 
 
-def _state_bytes(optimizer: Optimizer, dims: Dims, num_trained: int, width: int) -> int:
-    if optimizer is Optimizer.LION_8BIT:
-        return round(EIGHT_BIT_BYTES * num_trained)
+def _state_bytes(optimizer: Optimizer, recipe: Recipe, dims: Dims, num_trained: int) -> int:
+    width = recipe.trained_bytes
     if _is_8bit(optimizer):
-        return round(2 * EIGHT_BIT_BYTES * num_trained)
+        num_moments = 1 if optimizer is Optimizer.LION_8BIT else 2
+        table = 0 if recipe.is_frozen or not recipe.stack.keeps_table_state else dims.embedding
+        return num_moments * 4 * table + round(num_moments * EIGHT_BIT_BYTES * (num_trained - table))
     if optimizer is Optimizer.LION:
         return width * num_trained
     if optimizer in (Optimizer.SGD, Optimizer.LOMO):
@@ -62,15 +68,17 @@ def _state_bytes(optimizer: Optimizer, dims: Dims, num_trained: int, width: int)
     if optimizer in (Optimizer.ADAFACTOR, Optimizer.ADALOMO):
         return min(4 * _rows_and_columns(dims), width * num_trained)
     if optimizer is Optimizer.MUON:
-        matrices = min(num_trained, dims.layers * dims.linear)
+        matrices = min(num_trained, dims.block_linears)
         return width * matrices + 2 * width * (num_trained - matrices)
     return 2 * width * num_trained
 
 
-def _temporaries(optimizer: Optimizer, dims: Dims, num_trained: int, width: int) -> int:
+def _temporaries(optimizer: Optimizer, recipe: Recipe, num_elements: int, largest: int) -> int:
+    """Of the update of `num_elements`, the largest of whose tensors has `largest`."""
     if optimizer is Optimizer.ADAMW:
-        return width * num_trained
-    largest = min(num_trained, dims.largest_tensor)
+        return 0 if recipe.stack.fuses_adamw else recipe.trained_bytes * num_elements
+    if _is_8bit(optimizer):
+        return 3 * 4 * largest if recipe.stack.dequantises_states else 0
     if optimizer in (Optimizer.ADAFACTOR, Optimizer.MUON):
         return 3 * 4 * largest
     if optimizer in (Optimizer.LION, Optimizer.ADALOMO):
@@ -78,8 +86,13 @@ def _temporaries(optimizer: Optimizer, dims: Dims, num_trained: int, width: int)
     return 0
 
 
+def _projection_bytes(dims: Dims) -> int:
+    """What a new projector takes: a gradient in fp32, as the decomposition works on it, and its two sets of vectors."""
+    return max(4 * (2 * i * o + min(i, o) * (min(i, o) + max(i, o))) for i, o, _ in dims.matrices)
+
+
 def _rows_and_columns(dims: Dims) -> int:
-    per_block = sum(i + o for _, i, o in dims.linears) + 2 * dims.hidden
+    per_block = sum(copies * (i + o) for i, o, copies in dims.matrices) + 2 * dims.hidden
     tables = (2 if dims.head else 1) * (dims.vocab + dims.hidden)
     return dims.layers * per_block + tables + dims.hidden
 
@@ -87,10 +100,10 @@ def _rows_and_columns(dims: Dims) -> int:
 def _galore_elements(setting: Setting, dims: Dims) -> tuple[int, int]:
     """(elements of all moments, elements of all projectors): low rank in the blocks' matrices, full elsewhere."""
     moments = projectors = 0
-    for _, num_inputs, num_outputs in dims.linears:
+    for num_inputs, num_outputs, copies in dims.matrices:
         long, short = max(num_inputs, num_outputs), min(num_inputs, num_outputs)
         rank = min(setting.galore.rank, short)
-        moments += 2 * rank * long
-        projectors += rank * short
-    outside = dims.parameters - dims.layers * dims.linear
+        moments += copies * 2 * rank * long
+        projectors += copies * rank * short
+    outside = dims.parameters - dims.block_linears
     return dims.layers * moments + 2 * outside, dims.layers * projectors

@@ -1,24 +1,73 @@
 """From live bytes to what a device must have: the allocator's cache, the context, communicators, and margins.
 
-On CUDA the shares are fitted on published rows that carry allocated, reserved and nvidia-smi bytes of one run (A100,
-torch 2.4, default allocator): buffers of the loss, of a block and of parameters do not reuse each other's segments.
-They are a range elsewhere. `need_bytes` is the smallest memory that still works, after the allocator has given every
-unused segment back; `high_bytes` is what it takes when it may.
+Every line of `OVERHEADS` has a low, a likely and a high value and a source; `estimate_memory` takes another table where
+a machine has been measured. In short:
+
+    allocated   predicted live bytes, with the range of `allocated`
+    reserved    the allocator keeps a segment for what may come back. Buffers of the loss, of a block and of parameters
+                are of different sizes and hardly reuse each other's segments, so what a step reserves is closer to the
+                sum of its phases than to the largest; near a full card it gives unused segments back
+    device      reserved, the context and the communicators: what nvidia-smi shows
+    need        the smallest memory that still works, after the allocator has given everything unused back; the margin
+                belongs to the event: the optimizer's step is made of few large tensors and packs best
 
 On CPU there is no caching allocator; the margin covers workspaces that oneDNN takes inside an operation.
 """
 
 from trainer.planning.device import Device
-from trainer.planning.memory.events import Event
 from trainer.planning.memory.recipe import Recipe
-from trainer.spec.units import MIB
+from trainer.spec.units import GIB, MIB
 from trainer.spec.value import Value
 
-NCCL_BYTES = 1331 * MIB  # communicators of a rank; 0.5 to 1.6 GiB published
-REUSE_ALONE, REUSE_SHARDED = 1.1, 0.35  # share of the loss's buffers that the blocks cannot reuse
-FRAGMENTATION_ALONE, FRAGMENTATION_SHARDED = 0.09, 0.155  # share of the transients lost to rounding and splitting
-PEAK_MARGIN, STEP_MARGIN, LOGITS_MARGIN, SHARDED_MARGIN = 0.04, 0.01, 0.19, 0.10
-CPU_MARGIN, CPU_HIGH, CPU_LOW = 0.05, 0.08, 0.05
+Event = dict[str, int]
+
+
+class Line(Value, frozen=True, kw_only=True):
+    """One overhead: a share of something, or bytes."""
+
+    low: float
+    likely: float
+    high: float
+    source: str
+
+
+_A100 = "published runs with allocated and nvidia-smi bytes (A100, torch 2.4, default allocator)"
+
+
+class OverheadTable(Value, frozen=True, kw_only=True):
+    """The named lines; replace one to override it."""
+
+    allocated: Line = Line(low=0.97, likely=1.0, high=1.03, source="closed form against simulated and measured steps")
+    context_bytes: Line | None = None  # None: of the device's row in the catalogue
+    communicator_bytes: Line = Line(
+        low=0.5 * GIB,
+        likely=1331 * MIB,
+        high=1.6 * GIB,
+        source=f"NCCL, one group of ranks: {_A100}; nccl issues 864, 964",
+    )
+    loss_not_reused_alone: Line = Line(low=0.7, likely=1.1, high=1.2, source=_A100)
+    loss_not_reused_sharded: Line = Line(low=0.0, likely=0.35, high=1.0, source=_A100)
+    loss_not_reused_frozen: Line = Line(low=0.0, likely=0.0, high=0.35, source=_A100)
+    fragmentation_alone: Line = Line(low=0.07, likely=0.09, high=0.11, source=f"of the transients; {_A100}")
+    fragmentation_sharded: Line = Line(low=0.14, likely=0.155, high=0.17, source=f"of the block's transients; {_A100}")
+    least_reserved: Line = Line(low=1.0, likely=1.02, high=1.1, source="rounding to segments of 2 and 20 MiB")
+    given_back: Line = Line(
+        low=0.95, likely=0.97, high=1.0, source="of the memory left for tensors on a full card; " + _A100
+    )
+    # What must be there beyond the peak for a step to work at all, as shares:
+    margin: Line = Line(
+        low=0.02, likely=0.04, high=0.06, source="measured successes and out-of-memory runs of the same"
+    )
+    step_margin: Line = Line(low=0.0, likely=0.01, high=0.02, source="optimizer steps at 99 % of a card that ran")
+    logits_margin: Line = Line(low=0.1, likely=0.19, high=0.25, source="measured out-of-memory runs, of the logits")
+    sharded_margin: Line = Line(
+        low=0.1, likely=0.2, high=0.25, source="the same under FSDP, of what the backward of a block takes anew"
+    )
+    cpu_margin: Line = Line(low=-0.05, likely=0.05, high=0.08, source="oneDNN's workspaces; profiler on CPU")
+
+
+OVERHEADS = OverheadTable()
+_BLOCKS = ("block_backward_top", "block_backward_middle", "block_backward_bottom")
 
 
 class Overheads(Value, frozen=True, kw_only=True):
@@ -32,40 +81,85 @@ class Overheads(Value, frozen=True, kw_only=True):
 
 
 def overheads(
-    recipe: Recipe, device: Device, events: dict[str, Event], totals: dict[str, int], *, num_ranks: int, steady: int
+    recipe: Recipe,
+    device: Device,
+    events: dict[str, Event],
+    totals: dict[str, int],
+    *,
+    num_ranks: int,
+    steady: int,
+    table: OverheadTable,
 ) -> Overheads:
-    """What surrounds the largest of `totals`."""
+    """What surrounds the largest of `totals`; `steady` is what stays on the device through a whole step."""
     peak = max(totals.values())
-    outside = device.context_bytes + (NCCL_BYTES if num_ranks > 1 and recipe.is_cuda else 0)
+    context = device.context_bytes if table.context_bytes is None else round(table.context_bytes.likely)
     if not recipe.is_cuda:
-        need = peak + round(CPU_MARGIN * peak) + outside
-        return Overheads(
-            reserved=peak,
-            device=peak + outside,
-            low=round((1 - CPU_LOW) * peak),
-            high=round((1 + CPU_HIGH) * peak),
-            need=need,
-        )
-    gathered = events["block_backward_top"].get("gathered_weights", 0)
-    block = max(totals["block_backward_top"], totals["block_backward_bottom"]) - steady
-    loss = totals["loss_backward"] - steady
-    logits = events["loss_backward"]["logits"]
-    is_sharded = recipe.uses_fsdp
-    reuse = 0.0 if recipe.is_frozen and is_sharded else REUSE_SHARDED if is_sharded else REUSE_ALONE
-    waste = FRAGMENTATION_SHARDED * block if is_sharded else FRAGMENTATION_ALONE * max(0, peak - steady)
-    disjoint = steady + max(0, block) + reuse * max(0, min(loss, block) - events["loss_backward"]["activations"])
-    limit = max(0, device.usable_bytes - outside)
-    reserved = round(max(1.02 * peak, min(max(disjoint, peak) + max(0.0, waste), 0.97 * limit)))
-    step = totals.get("optimizer_step", 0)
-    others = peak if step < peak else max(total for name, total in totals.items() if name != "optimizer_step")
-    margin = (
-        PEAK_MARGIN * others + LOGITS_MARGIN * logits + (SHARDED_MARGIN * max(0, block - gathered) if is_sharded else 0)
-    )
-    need = round(max(others + margin, (1 + STEP_MARGIN) * step)) + outside
+        return _on_cpu(peak, context, table)
+    outside = context + (round(table.communicator_bytes.likely) if num_ranks > 1 else 0)
+    block, loss = _block_bytes(totals, steady), _largest(totals, "forward_end", "loss_backward")
+    limit = table.given_back.likely * max(0, device.usable_bytes - outside)
+    disjoint = _disjoint(recipe, events, totals, table, steady=steady, block=block, loss=loss)
+    waste = table.fragmentation_sharded if recipe.uses_fsdp else table.fragmentation_alone
+    wasted = waste.likely * (block if recipe.uses_fsdp else max(0, peak - steady))
+    reserved = round(max(table.least_reserved.likely * peak, min(max(disjoint, peak) + wasted, limit)))
+    need = round(max(_needed(recipe, name, event, totals[name], steady, table) for name, event in events.items()))
     return Overheads(
         reserved=reserved,
         device=reserved + outside,
-        low=round(0.97 * peak),
-        high=max(reserved, round(1.1 * peak)),
-        need=need,
+        low=round(table.allocated.low * peak),
+        high=max(reserved, round(table.least_reserved.high * peak)),
+        need=need + outside,
     )
+
+
+def _on_cpu(peak: int, context: int, table: OverheadTable) -> Overheads:
+    margin = table.cpu_margin
+    return Overheads(
+        reserved=peak,
+        device=peak + context,
+        low=round((1 + margin.low) * peak),
+        high=round((1 + margin.high) * peak),
+        need=peak + round(margin.likely * peak) + context,
+    )
+
+
+def _largest(totals: dict[str, int], *names: str) -> str:
+    return max(names, key=totals.__getitem__)
+
+
+def _block_bytes(totals: dict[str, int], steady: int) -> int:
+    """What the backward of a block adds to what is there all the time, gathered parameters outside blocks included."""
+    return max(0, max(totals.get(name, 0) for name in _BLOCKS) - steady)
+
+
+def _needed(recipe: Recipe, name: str, event: Event, total: int, steady: int, table: OverheadTable) -> float:
+    """What an event needs after the allocator has given back what it can."""
+    if name == "optimizer_step":
+        return (1 + table.step_margin.likely) * total
+    needed = (1 + table.margin.likely) * total + table.logits_margin.likely * event.get("logits", 0)
+    if recipe.uses_fsdp and name in _BLOCKS:
+        kept = event["activations"] + event.get("retained_gradients", 0)
+        needed += table.sharded_margin.likely * max(0, total - steady - kept)
+    return needed
+
+
+def _disjoint(
+    recipe: Recipe,
+    events: dict[str, Event],
+    totals: dict[str, int],
+    table: OverheadTable,
+    *,
+    steady: int,
+    block: int,
+    loss: str,
+) -> float:
+    """The sum of a step's phases, each less what the phase before left that it can use."""
+    reuse = table.loss_not_reused_alone
+    if recipe.uses_fsdp:
+        reuse = table.loss_not_reused_frozen if recipe.is_frozen else table.loss_not_reused_sharded
+    beside = max(0, min(totals[loss] - steady, block) - events[loss]["activations"])
+    disjoint = steady + block + reuse.likely * beside
+    step = events.get("optimizer_step", {})
+    if recipe.uses_fsdp:
+        disjoint += step.get("gradients", 0) + step.get("optimizer_temporaries", 0)
+    return disjoint

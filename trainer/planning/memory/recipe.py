@@ -1,4 +1,6 @@
-"""What our runtime does that decides bytes: the type of every kind of tensor, the attention kernel, who casts what.
+"""What a runtime does that decides bytes: the type of every kind of tensor, the attention kernel, who casts what.
+
+Ours, unless the setting names another stack (`stacks`) or says a value itself:
 
     none, ddp    a Hugging Face model in the type of its master weights; torch.autocast in mixed precision, which casts
                  every weight once (and caches the cast until the forward ends) and every input of a linear layer anew;
@@ -12,14 +14,28 @@ A value of this module is a function of the setting and the device alone; everyt
 """
 
 from enum import StrEnum
-from functools import lru_cache
 
 from trainer.planning.device import Device
+from trainer.planning.memory.dims import Dims, adapted_linears, adapter_parameters, adapts_all, dims_of
+from trainer.planning.memory.stacks import AdapterInputs, Stack, stack_of
 from trainer.planning.setting import Setting
 from trainer.spec.hardware import DeviceKind
-from trainer.spec.model_shape import ModelShape
-from trainer.spec.strategy import Attention, Method, Precision, Sharding
+from trainer.spec.model_shape import Norm
+from trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Optimizer, Precision, Sharding
 from trainer.spec.value import Value
+
+__all__ = [
+    "Dims",
+    "Kernel",
+    "Recipe",
+    "adapted_linears",
+    "adapter_parameters",
+    "adapts_all",
+    "attention_kernel",
+    "dims_of",
+    "recipe_of",
+    "shard_degree",
+]
 
 
 class Kernel(StrEnum):
@@ -31,40 +47,27 @@ class Kernel(StrEnum):
     EAGER = "eager"  # transformers' own
 
 
-class Dims(Value, frozen=True, kw_only=True):
-    """The sizes of a model in elements, summed once for thousands of estimates."""
-
-    vocab: int
-    hidden: int
-    ffn: int
-    layers: int
-    heads: int
-    kv_heads: int
-    query: int
-    kv: int
-    is_tied: bool
-    is_gated: bool
-    has_qk_norm: bool
-    linear: int  # weights of the linear layers of a block
-    block: int
-    embedding: int
-    head: int  # 0 where tied
-    parameters: int
-    root: int  # parameters outside the blocks
-    largest_tensor: int
-    linears: tuple[tuple[str, int, int], ...]  # name, inputs, outputs
-
-
 class Recipe(Value, frozen=True, kw_only=True):
     """Bytes an element of each kind of tensor has in a setting, and the degrees it is spread over."""
 
+    stack: Stack
     tokens: int  # of a micro batch on a rank
-    seq_len: int
-    master_bytes: int  # as the optimizer sees it
+    seq_len: int  # of its longest row, which the others are padded to
+    master_bytes: int  # of a model weight, as the optimizer would see it
+    trained_bytes: int  # of a weight that is trained: an adapter, or any
+    reduce_bytes: int  # of a gradient while ranks add it up
     weight_bytes: int  # as the parameter is stored on the device
     compute_bytes: int  # input of a matrix product
     residual_bytes: int  # residual stream
+    adapter_inputs: AdapterInputs
+    replicates_adapters: bool
     is_autocast: bool
+    has_fp32_products: bool  # 4-bit layers answer in the type of their input, which autocast's LayerNorm makes fp32
+    is_fused: bool  # norms keep their input only: fused kernels, or torch.compile
+    is_compiled: bool
+    is_checkpointed: bool
+    updates_in_backward: bool  # each weight as soon as its gradient is there, which is then freed
+    is_fp8: bool
     is_frozen: bool  # base weights are not trained
     uses_deepspeed: bool
     uses_fsdp: bool
@@ -74,49 +77,49 @@ class Recipe(Value, frozen=True, kw_only=True):
     is_hopper_or_later: bool
 
 
-@lru_cache(maxsize=64)
-def dims_of(shape: ModelShape) -> Dims:
-    """The sizes that the formulas use."""
-    linears = tuple((linear.name, linear.num_inputs, linear.num_outputs) for linear in shape.linears)
-    return Dims(
-        vocab=shape.vocab_size,
-        hidden=shape.hidden_size,
-        ffn=shape.ffn_size,
-        layers=shape.num_layers,
-        heads=shape.num_heads,
-        kv_heads=shape.num_kv_heads,
-        query=shape.query_size,
-        kv=shape.kv_size,
-        is_tied=shape.is_tied,
-        is_gated=shape.is_gated,
-        has_qk_norm=shape.norm_parameters_per_block > 2 * shape.hidden_size,
-        linear=shape.linear_parameters_per_block,
-        block=shape.parameters_per_block,
-        embedding=shape.embedding_parameters,
-        head=shape.head_parameters,
-        parameters=shape.num_parameters,
-        root=shape.num_parameters - shape.num_layers * shape.parameters_per_block,
-        largest_tensor=max(shape.embedding_parameters, *(i * o for _, i, o in linears)),
-        linears=linears,
-    )
+_INSIDE_BACKWARD = (Optimizer.LOMO, Optimizer.ADALOMO)
 
 
 def recipe_of(setting: Setting, device: Device, dims: Dims) -> Recipe:
-    """The recipe of our runtime for a setting."""
+    """The recipe of a setting: as its stack does, unless the setting says otherwise."""
+    stack, choices = stack_of(setting.stack), setting.recipe
     sharding, precision = setting.strategy.sharding, setting.strategy.precision
-    compute = precision.compute_bytes
+    compute, master = precision.compute_bytes, precision.master_bytes
     is_frozen = setting.method.freezes_base
     uses_deepspeed, uses_fsdp = sharding.uses_deepspeed, sharding.uses_fsdp
     is_mixed = precision not in (Precision.FP32, Precision.BF16)
     is_autocast = is_mixed and not uses_deepspeed and not uses_fsdp
+    has_fp32_products = is_autocast and setting.method is Method.QLORA and dims.norm is Norm.LAYER
+    fuses_adapters = stack.fuses_adapters and setting.method is Method.QLORA and setting.loss is not LossHead.EAGER
+    replicates_adapters = fuses_adapters and uses_fsdp
+    trained = master
+    if is_frozen:
+        trained = choices.adapter_bytes or (compute if replicates_adapters else stack.adapter_bytes or master)
+    seq_len = choices.longest_seq or setting.seq_len
     return Recipe(
-        tokens=setting.micro_batch * setting.seq_len,
-        seq_len=setting.seq_len,
-        master_bytes=precision.master_bytes,
-        weight_bytes=compute if uses_deepspeed or is_frozen else precision.master_bytes,
+        stack=stack,
+        tokens=setting.micro_batch * seq_len,
+        seq_len=seq_len,
+        master_bytes=master,
+        trained_bytes=trained,
+        reduce_bytes=choices.reduce_bytes or stack.reduce_bytes or trained,
+        weight_bytes=compute if uses_deepspeed or is_frozen else master,
         compute_bytes=compute,
-        residual_bytes=4 if is_autocast and not is_frozen else compute,
+        residual_bytes=choices.residual_bytes
+        or (4 if is_autocast and (not is_frozen or has_fp32_products) else compute),
+        has_fp32_products=has_fp32_products,
+        adapter_inputs=AdapterInputs.FUSED
+        if fuses_adapters
+        else _adapter_inputs(
+            stack, setting, is_autocast=is_autocast and (setting.method is Method.LORA or has_fp32_products)
+        ),
+        replicates_adapters=replicates_adapters,
         is_autocast=is_autocast,
+        is_fused=setting.compile or (stack.has_fused_kernels and setting.loss is not LossHead.EAGER),
+        is_compiled=setting.compile,
+        is_checkpointed=setting.checkpointing is not Checkpointing.NONE,
+        updates_in_backward=_updates_in_backward(setting),
+        is_fp8=precision is Precision.FP8,
         is_frozen=is_frozen,
         uses_deepspeed=uses_deepspeed,
         uses_fsdp=uses_fsdp,
@@ -125,6 +128,19 @@ def recipe_of(setting: Setting, device: Device, dims: Dims) -> Recipe:
         is_cuda=device.kind is DeviceKind.CUDA,
         is_hopper_or_later=(device.compute_capability or (0, 0)) >= (9, 0),
     )
+
+
+def _updates_in_backward(setting: Setting) -> bool:
+    is_layerwise = setting.method is Method.GALORE and setting.galore.layerwise
+    return setting.optimizer_in_backward or is_layerwise or setting.strategy.optimizer in _INSIDE_BACKWARD
+
+
+def _adapter_inputs(stack: Stack, setting: Setting, *, is_autocast: bool) -> AdapterInputs:
+    strategy = setting.strategy
+    if strategy.sharding.uses_fsdp and strategy.precision is Precision.BF16 and stack.adapter_inputs_pure_fsdp:
+        return stack.adapter_inputs_pure_fsdp
+    # A 4-bit layer does not cast its adapter's input, which is 16 bit already unless a LayerNorm made it fp32.
+    return stack.adapter_inputs or (AdapterInputs.AUTOCAST if is_autocast else AdapterInputs.SHARED)
 
 
 def shard_degree(setting: Setting) -> int:
@@ -145,22 +161,9 @@ def attention_kernel(setting: Setting, device: Device, dims: Dims) -> Kernel:
         return Kernel.EAGER
     if device.kind is DeviceKind.CPU:
         return Kernel.FLASH
+    if dims.broadcasts_heads and setting.attention is Attention.SDPA:
+        return Kernel.MATH
     is_16_bit = setting.strategy.precision is not Precision.FP32
     if is_16_bit and (device.compute_capability is None or device.compute_capability >= (8, 0)):
         return Kernel.FLASH
     return Kernel.EFFICIENT if dims.kv_heads == dims.heads else Kernel.MATH
-
-
-def adapter_parameters(setting: Setting, dims: Dims) -> int:
-    """Elements of the low-rank adapters of one block; 0 where the method has none."""
-    if setting.method not in (Method.LORA, Method.QLORA):
-        return 0
-    return sum(setting.lora.rank * (i + o) for _, i, o in adapted_linears(setting, dims))
-
-
-def adapted_linears(setting: Setting, dims: Dims) -> tuple[tuple[str, int, int], ...]:
-    """The linear layers of a block that carry an adapter."""
-    targets = setting.lora.targets
-    if targets == ("all-linear",):
-        return dims.linears
-    return tuple(linear for linear in dims.linears if linear[0] in targets)

@@ -1,11 +1,15 @@
 """What a sharding engine holds besides its states: gathered parameters, gradients on their way, buckets.
 
-FSDP2 (`fully_shard` on every block and on the root): the root (embedding, head, last norm) is gathered from the start
-of the forward until the end of the backward; during the loss the last block still is; in backward two blocks are, the
-one at work and the one prefetched. A block's gradients are copied into one reduce-scatter input in the reduce type.
-Without synchronisation (accumulation) whole gradients wait in the reduce type for the last micro batch: that is what
-the training step asks for. `fsdp_grad_op` keeps all blocks gathered from forward to backward. gloo copies the input
-of a reduce-scatter.
+FSDP2, as Accelerate applies it: `fully_shard` on every block, on the embedding, and on the last norm with lm_head. A
+group is gathered for its forward and again for its backward, while its neighbour is gathered already: two blocks are
+there in backward, the first block beside the embedding. The head stays from its forward to its backward; when the
+forward ends, the buffer it was gathered into is there as well. A tied head is one group with the embedding and stays
+for the whole step, and so does the root of a stack that does not split its tables. The gradients of a group are copied
+into one reduce-scatter input in the reduce type, which lives until the next group is done. Without synchronisation
+(accumulation) whole gradients wait in the reduce type for the last micro batch. `fsdp_grad_op` keeps everything
+gathered from forward to backward. gloo copies the input of a reduce-scatter.
+
+FSDP1 keeps one flat parameter a group: no copies around a reduction, no block gathered at the loss, none ahead.
 
 DeepSpeed: ZeRO-1 and 2 allocate two buckets of `reduce_bucket_size` elements for each backward (overlap_comm) and
 convert one to fp32 for the reduction; ZeRO-3 owns one fp32 bucket and a flat buffer of its gradient partition for the
@@ -16,26 +20,29 @@ DDP's buckets are the gradients (`gradient_as_bucket_view`), so they stay betwee
 synchronised add up beside them, and each sum is freed when the last micro batch copies it into its bucket.
 """
 
-from trainer.planning.memory.recipe import Dims, Recipe
+from trainer.planning.memory.recipe import Dims, Recipe, adapter_parameters
+from trainer.planning.memory.shards import block_shard
 from trainer.planning.setting import Setting
 from trainer.spec.plan import Buckets
 from trainer.spec.strategy import Method, Offload, Sharding
 from trainer.spec.value import Value
 
-FSDP_PREFETCHED_BLOCKS = 1  # gathered in backward besides the one at work
-
 
 class ShardingMemory(Value, frozen=True, kw_only=True):
     """Bytes on one rank."""
 
-    gathered_forward: int
-    gathered_top: int  # backward of the last block
-    gathered_bottom: int  # backward of the first
-    gathered_end: int
-    buffers: int  # for the whole run
-    buffers_backward: int  # from the head's backward to the end of backward
-    reduce_block: int  # a block's gradients being reduced
-    holds_gradients: bool  # from step to step
+    root: int = 0  # gathered parameters outside the blocks that stay for the whole step
+    gathered_forward: int = 0  # when the forward ends
+    gathered_loss: int = 0  # backward of cross-entropy
+    gathered_head: int = 0  # backward of lm_head
+    gathered_top: int = 0  # backward of the last block
+    gathered_bottom: int = 0  # backward of the first
+    gathered_end: int = 0
+    buffers: int = 0  # for the whole run
+    buffers_backward: int = 0  # from the head's backward to the end of backward
+    reduce_head: int = 0  # what the head's gradient is copied into to be reduced, before the blocks run backwards
+    reduce_block: int = 0  # the same for a block's gradients
+    holds_gradients: bool = False  # from step to step
 
 
 def default_buckets(dims: Dims) -> Buckets:
@@ -64,54 +71,75 @@ def sharding_memory(setting: Setting, recipe: Recipe, dims: Dims) -> ShardingMem
         largest = recipe.compute_bytes * dims.largest_tensor  # one gradient being copied into a bucket
         if setting.strategy.offload is not Offload.NONE:
             largest += 4 * dims.largest_tensor  # fp32 copy on its way to the host
-        return _no_gathering(buffers_backward=2 * recipe.compute_bytes * elements + to_fp32 + largest)
-    return _no_gathering(holds_gradients=sharding is Sharding.DDP)
+        return ShardingMemory(buffers_backward=2 * recipe.compute_bytes * elements + to_fp32 + largest)
+    return ShardingMemory(holds_gradients=sharding is Sharding.DDP)
 
 
 def accumulated_gradients(setting: Setting, recipe: Recipe, num_trained: int, gradients: int) -> int:
     """Gradients of earlier micro batches, alive in every forward and backward but the first."""
-    if setting.accumulation == 1 or setting.optimizer_in_backward:
+    if setting.accumulation == 1 or recipe.updates_in_backward:
         return 0
     if recipe.uses_fsdp:
-        return recipe.master_bytes * num_trained
+        return gradients if reduces_every_micro_batch(setting, recipe) else recipe.reduce_bytes * num_trained
     return (2 if setting.strategy.sharding is Sharding.DDP else 1) * gradients
 
 
-def _no_gathering(*, buffers_backward: int = 0, holds_gradients: bool = False) -> ShardingMemory:
-    return ShardingMemory(
-        gathered_forward=0,
-        gathered_top=0,
-        gathered_bottom=0,
-        gathered_end=0,
-        buffers=0,
-        buffers_backward=buffers_backward,
-        reduce_block=0,
-        holds_gradients=holds_gradients,
-    )
+def reduces_every_micro_batch(setting: Setting, recipe: Recipe) -> bool:
+    """Whether gradients are reduced before the last micro batch, so that no rank holds whole ones."""
+    chosen = setting.recipe.reduces_every_micro_batch
+    return recipe.stack.reduces_every_micro_batch if chosen is None else chosen
 
 
 def _gathered_block(setting: Setting, recipe: Recipe, dims: Dims) -> int:
+    adapters = recipe.compute_bytes * adapter_parameters(setting, dims)
     if setting.method is Method.QLORA:
-        return dims.linear // 2 + recipe.compute_bytes * (dims.block - dims.linear)
-    return recipe.compute_bytes * dims.block
+        return dims.linear // 2 + recipe.compute_bytes * (dims.block - dims.linear) + adapters
+    padded = recipe.shard_degree * block_shard(dims, recipe.shard_degree) if recipe.uses_fsdp else dims.block
+    return recipe.compute_bytes * max(padded, dims.block) + adapters
 
 
 def _fsdp(setting: Setting, recipe: Recipe, dims: Dims) -> ShardingMemory:
-    c, degree = recipe.compute_bytes, recipe.shard_degree
-    root, block = c * dims.root, _gathered_block(setting, recipe, dims)
-    in_backward = min(dims.layers, 1 + FSDP_PREFETCHED_BLOCKS) * block
-    stays = setting.strategy.sharding is Sharding.FSDP_GRAD_OP
-    whole = dims.layers * block
-    reduce_input = 0 if recipe.is_frozen else recipe.master_bytes * dims.block
+    """fully_shard or FSDP1; gathers and reductions of neighbouring groups overlap, so two are alive at a time."""
+    c, stack, block = recipe.compute_bytes, recipe.stack, _gathered_block(setting, recipe, dims)
+    root = c * dims.root
+    whole = dims.layers * block if setting.strategy.sharding is Sharding.FSDP_GRAD_OP else 0
+    prefetched = min(dims.layers - 1, stack.prefetched_blocks) * block
+    degree = recipe.shard_degree
+    trained = adapter_parameters(setting, dims) if recipe.is_frozen else degree * block_shard(dims, degree)
+    reduce_block = recipe.reduce_bytes * trained
+    if stack.uses_fsdp1:
+        return ShardingMemory(
+            root=root,
+            gathered_forward=root + whole,
+            gathered_loss=root + whole,
+            gathered_head=root + whole,
+            gathered_top=root + (whole or block + prefetched),
+            gathered_bottom=root + block,
+            gathered_end=root,
+        )
+    if dims.is_tied or not stack.splits_tables:
+        return ShardingMemory(
+            root=root,
+            gathered_forward=root + (whole or block),  # what the last block was gathered into stays for a moment
+            gathered_loss=root + whole,
+            gathered_head=root + (whole or block),
+            gathered_top=root + (whole or block + prefetched),
+            gathered_bottom=root + block,
+            reduce_block=reduce_block,
+        )
+    head, embedding = c * (dims.head + dims.hidden), c * dims.embedding
+    rest = root - head - embedding
+    stays = whole + embedding if whole else 0
     return ShardingMemory(
-        gathered_forward=root + (whole if stays else block),
-        gathered_top=root + (whole if stays else in_backward),
-        gathered_bottom=root + block,
-        gathered_end=0,  # the root is resharded before its gradients are reduced
-        buffers=0,
-        buffers_backward=0,
-        reduce_block=reduce_input + -(-reduce_input // degree),
-        holds_gradients=False,
+        root=rest,
+        gathered_forward=rest + 2 * head + stays,  # the group and the buffer it was gathered into
+        gathered_loss=rest + head + stays,
+        gathered_head=rest + head + (stays or block),
+        gathered_top=rest + (stays or block + prefetched),
+        gathered_bottom=rest + block + embedding,
+        gathered_end=rest,
+        reduce_head=0 if recipe.is_frozen else recipe.reduce_bytes * dims.head,
+        reduce_block=reduce_block,
     )
 
 
@@ -126,11 +154,12 @@ def _zero3(setting: Setting, recipe: Recipe, dims: Dims) -> ShardingMemory:
     largest = 4 * dims.largest_tensor if setting.strategy.offload is not Offload.NONE else 0
     return ShardingMemory(
         gathered_forward=gathered,
+        gathered_loss=gathered,
+        gathered_head=gathered,
         gathered_top=gathered,
         gathered_bottom=gathered,
         gathered_end=min(gathered, head + block),
         buffers=4 * buckets.reduce_elements,
         buffers_backward=c * dims.largest_tensor + largest,
-        reduce_block=0,
         holds_gradients=setting.strategy.offload is Offload.NONE,
     )

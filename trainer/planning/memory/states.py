@@ -18,6 +18,7 @@ RAM. DeepSpeed and FSDP2 pin host RAM; FSDP2's optimizer state is created by tor
 
 from trainer.planning.memory.optimizer_state import optimizer_bytes
 from trainer.planning.memory.recipe import Dims, Recipe, adapter_parameters
+from trainer.planning.memory.shards import largest_shard
 from trainer.planning.setting import Setting
 from trainer.spec.strategy import Method, Offload, Quant, Sharding
 from trainer.spec.units import MIB
@@ -39,6 +40,7 @@ class States(Value, frozen=True, kw_only=True):
     gradients: int  # complete, at the end of the last backward
     optimizer_state: int
     optimizer_temporaries: int
+    table_temporaries: int  # of the embedding's update, under optimizer_in_backward
     managed: int  # paged optimizer state: CUDA managed memory
     pinned: int
     pageable: int
@@ -53,7 +55,8 @@ class States(Value, frozen=True, kw_only=True):
 def model_states(setting: Setting, recipe: Recipe, dims: Dims) -> States:
     """The states of one rank in the setting."""
     sharding, offload = setting.strategy.sharding, setting.strategy.offload
-    degree, width = recipe.shard_degree, recipe.master_bytes
+    degree, width = recipe.shard_degree, recipe.trained_bytes
+    trained_degree = 1 if recipe.replicates_adapters else degree
     adapter_elements = dims.layers * adapter_parameters(setting, dims)
     trained = adapter_elements if recipe.is_frozen else dims.parameters
     shards_weights = sharding.shards_weights
@@ -62,14 +65,19 @@ def model_states(setting: Setting, recipe: Recipe, dims: Dims) -> States:
     adapters = 0
     if recipe.is_frozen:
         adapter_width = recipe.compute_bytes if recipe.uses_deepspeed else width
-        adapters = _share(adapter_width * trained, weight_degree)
+        adapters = _share(adapter_width * trained, 1 if recipe.replicates_adapters else weight_degree)
     masters = _share(width * trained, degree) if recipe.uses_deepspeed else 0
-    optimizer = optimizer_bytes(setting, dims, num_trained=trained, width=width)
-    state, temporaries = _share(optimizer.state, degree), _share(optimizer.temporaries, degree)
+    optimizer = optimizer_bytes(setting, recipe, dims, num_trained=trained)
+    state, temporaries = _share(optimizer.state, trained_degree), _share(optimizer.temporaries, trained_degree)
     managed = 0
     if optimizer.is_paged:
         managed, state = state, 0
-    gradients = _gradients(sharding, recipe, trained)
+    gradients = _gradients(sharding, recipe, trained, trained_degree)
+    if recipe.uses_fsdp and not recipe.is_frozen and not recipe.stack.uses_fsdp1:
+        held = largest_shard(dims, degree)
+        weights, gradients = recipe.weight_bytes * held, width * held
+        state, temporaries = (-(-num_bytes * held // trained) for num_bytes in (optimizer.state, optimizer.temporaries))
+        managed, state = (state, 0) if optimizer.is_paged else (0, state)
     if offload is Offload.NONE:
         return States(
             num_trained=trained,
@@ -80,6 +88,7 @@ def model_states(setting: Setting, recipe: Recipe, dims: Dims) -> States:
             gradients=gradients,
             optimizer_state=state,
             optimizer_temporaries=temporaries,
+            table_temporaries=_share(optimizer.table_temporaries, degree),
             managed=managed,
             pinned=0,
             pageable=0,
@@ -104,6 +113,7 @@ def model_states(setting: Setting, recipe: Recipe, dims: Dims) -> States:
         gradients=0 if sharding is not Sharding.ZERO1 else gradients,
         optimizer_state=0,
         optimizer_temporaries=0,
+        table_temporaries=0,
         managed=0,
         pinned=pinned,
         pageable=pageable,
@@ -120,16 +130,18 @@ def _base_weights(setting: Setting, recipe: Recipe, dims: Dims, degree: int) -> 
     """(weights, quantisation scales) of the base model on one rank."""
     if setting.method is not Method.QLORA:
         return _share(recipe.weight_bytes * dims.parameters, degree), 0
-    quantised = dims.layers * dims.linear
+    quantised = dims.block_linears
     packed = round(NF4_WEIGHT_BYTES * quantised)
-    scales = round(NF4_SCALE_BYTES[setting.quant] * quantised)  # replicated: they are not parameters
+    scales = round(
+        NF4_SCALE_BYTES[recipe.stack.quant or setting.quant] * quantised
+    )  # replicated: they are not parameters
     return _share(packed + recipe.compute_bytes * (dims.parameters - quantised), degree), scales
 
 
-def _gradients(sharding: Sharding, recipe: Recipe, trained: int) -> int:
+def _gradients(sharding: Sharding, recipe: Recipe, trained: int, degree: int) -> int:
     """Gradients at the end of the last backward, as the optimizer step finds them."""
     if sharding is Sharding.ZERO1:
         return recipe.compute_bytes * trained
     if recipe.uses_deepspeed:
-        return _share(recipe.compute_bytes * trained, recipe.shard_degree)
-    return _share(recipe.master_bytes * trained, recipe.shard_degree)
+        return _share(recipe.compute_bytes * trained, degree)
+    return _share(recipe.trained_bytes * trained, degree)

@@ -1,0 +1,282 @@
+"""How far the predictions are from 195 published measurements, beside what is asked of them.
+
+    python benchmarks/accuracy.py [--rows] [--ours | --write]
+    make bench runs the same as `accuracy`
+
+--rows lists every row; --ours leaves the other tools out, which load torch; --write renews the tables of
+docs/accuracy.md and keeps the figures under benchmarks/results/. It ends with 1 where a figure misses what is asked of
+it.
+
+Each row is scored on the counters that its source measured and on no other: torch's peak, steady and reserved bytes,
+what nvidia-smi showed, tokens a second, and whether the run went out of memory. An error is prediction / measurement
+- 1; 90 % of the absolute errors are at most the 90th percentile. docs/accuracy.md says what the figures mean and what
+no row measures. `accuracy_tools` answers the same rows as two other tools do.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS = ROOT / "benchmarks" / "measured_public.jsonl"
+GIB = 2**30
+# Two runs whose measured speeds differ by less are as fast.
+SAME_SPEED = 0.05
+
+
+class Row(NamedTuple):
+    """A published measurement beside the answer to its case."""
+
+    id: str
+    stack: str
+    case: dict[str, Any]
+    truth: dict[str, Any]
+    answer: dict[str, Any]
+
+
+class Score(NamedTuple):
+    """One figure over `num_rows`, and what is asked of it: `at_most` or `at_least`, None where nothing is."""
+
+    name: str
+    value: float
+    num_rows: int
+    at_most: float | None = None
+    at_least: float | None = None
+    is_share: bool = True
+
+    @property
+    def is_met(self) -> bool:
+        above = self.at_most is not None and self.value > self.at_most
+        below = self.at_least is not None and self.value < self.at_least
+        return not (above or below)
+
+
+def read_rows(path: Path = ROWS) -> list[Row]:
+    """Every measurement with its answer."""
+    from trainer.planning.cases import answer_case
+
+    rows = (json.loads(line) for line in path.read_text().splitlines())
+    return [Row(row["id"], row["case"]["stack"], row["case"], row["truth"], answer_case(row["case"])) for row in rows]
+
+
+def errors(rows: Iterable[Row], counter: str) -> list[tuple[Row, float]]:
+    """The signed relative error of each row that measured `counter`, a key of `truth`."""
+    return [
+        (row, predicted(row, counter) / row.truth[counter] - 1)
+        for row in rows
+        if counter in row.truth and "error" not in row.answer
+    ]
+
+
+def predicted(row: Row, counter: str) -> float:
+    """The prediction of a counter, in the counter's unit."""
+    if counter == "tokens_per_s_per_gpu":
+        return float(row.answer["speed"][counter])
+    return float(row.answer["memory"][counter.replace("_gib", "_bytes")]) / GIB
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that `share` of the values do not exceed, between neighbours in proportion; 0 of none."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def score_counter(
+    rows: Sequence[Row],
+    counter: str,
+    name: str,
+    *,
+    median: float | None = None,
+    p90: float | None = None,
+    stack_median: float | None = None,
+) -> list[Score]:
+    """Median and 90th percentile of the absolute errors of a counter over all rows, then the median of each stack."""
+    by_stack: dict[str, list[float]] = defaultdict(list)
+    for row, error in errors(rows, counter):
+        by_stack[row.stack].append(abs(error))
+    every = [error for values in by_stack.values() for error in values]
+    scores = [
+        Score(f"{name}, median", percentile(every, 0.5), len(every), at_most=median),
+        Score(f"{name}, 90th percentile", percentile(every, 0.9), len(every), at_most=p90),
+    ]
+    for stack, values in sorted(by_stack.items()):
+        scores.append(Score(f"{name}, median of {stack}", statistics.median(values), len(values), at_most=stack_median))
+    return scores
+
+
+def score_fits(rows: Sequence[Row]) -> list[Score]:
+    """How often the verdict is wrong: the costly mistake first."""
+    answered = [row for row in rows if "error" not in row.answer]
+    crashed = [row for row in answered if row.truth.get("oom")]
+    ran = [row for row in answered if not row.truth.get("oom")]
+    missed = sum(row.answer["fits"] for row in crashed)
+    refused = sum(not row.answer["fits"] for row in ran)
+    return [
+        Score("measured OOM called fitting", missed, len(crashed), at_most=0, is_share=False),
+        Score("measured success called not fitting", refused / max(1, len(ran)), len(ran), at_most=0.05),
+    ]
+
+
+def score_order(rows: Sequence[Row]) -> Score:
+    """Of two runs of one stack, model and machine that differ in measured speed, how often the right one is faster."""
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        if "tokens_per_s_per_gpu" in row.truth and "error" not in row.answer:
+            key = (row.stack, row.case["model"], row.case["hardware"])
+            groups[json.dumps(key, sort_keys=True)].append(row)
+    right = pairs = 0
+    for group in groups.values():
+        for one, other in itertools.combinations(group, 2):
+            slow, fast = sorted((one, other), key=lambda row: row.truth["tokens_per_s_per_gpu"])
+            if fast.truth["tokens_per_s_per_gpu"] > (1 + SAME_SPEED) * slow.truth["tokens_per_s_per_gpu"]:
+                pairs += 1
+                right += predicted(fast, "tokens_per_s_per_gpu") > predicted(slow, "tokens_per_s_per_gpu")
+    return Score("pairs ordered right by tokens/s", right / pairs if pairs else 1.0, pairs, at_least=0.96)
+
+
+def constants_behind(rows: Sequence[Row]) -> tuple[str, ...]:
+    """The constants of the speed model that a predicted speed of the rows rests on: changing one changes the speed."""
+    from trainer.planning import speed_constants
+
+    cases = [row.case for row in rows if "tokens_per_s_per_gpu" in row.truth and "error" not in row.answer]
+    names = [name for name in vars(speed_constants) if name.isupper()]
+    assert names, "trainer/planning/speed_constants.py has lost its table"
+    plain = _speeds(cases)
+    return tuple(name for name in names if _speeds_with(name, cases) != plain)
+
+
+def _speeds(cases: Sequence[dict[str, Any]]) -> list[float]:
+    from trainer.planning.cases import answer_case
+
+    return [answer_case(case)["speed"]["tokens_per_s_per_gpu"] for case in cases]
+
+
+def _speeds_with(name: str, cases: Sequence[dict[str, Any]]) -> list[float]:
+    """The same with one constant a tenth larger, in every module that imported it."""
+    holders = [module for module in list(sys.modules.values()) if _is_speed_module(module) and hasattr(module, name)]
+    value = getattr(holders[0], name)
+    try:
+        for module in holders:
+            setattr(module, name, 1.1 * value)
+        return _speeds(cases)
+    finally:
+        for module in holders:
+            setattr(module, name, value)
+
+
+def _is_speed_module(module: object) -> bool:
+    return getattr(module, "__name__", "").startswith("trainer.planning.speed")
+
+
+def score_constants(rows: Sequence[Row]) -> list[Score]:
+    """A model with a constant for every few rows would predict them and nothing else."""
+    from trainer.planning import speed_constants
+
+    num_all = sum(name.isupper() for name in vars(speed_constants))
+    behind = constants_behind(rows)
+    return [
+        Score("physical constants behind these speeds", len(behind), 0, at_most=15, is_share=False),
+        Score("constants that no row reads (offload, SVD, CPU, ...)", num_all - len(behind), 0, is_share=False),
+    ]
+
+
+def score_rows(rows: Sequence[Row]) -> list[Score]:
+    """Every figure that docs/accuracy.md shows."""
+    return [
+        *score_counter(rows, "peak_allocated_gib", "peak allocated", median=0.02, p90=0.08, stack_median=0.08),
+        *score_counter(rows, "steady_allocated_gib", "steady allocated", median=0.01),
+        *score_counter(rows, "peak_reserved_gib", "peak reserved"),
+        *score_counter(rows, "device_gib", "device", median=0.06),
+        *score_fits(rows),
+        *score_counter(rows, "tokens_per_s_per_gpu", "tokens/s", median=0.05, p90=0.15),
+        score_order(rows),
+        *score_constants(rows),
+    ]
+
+
+def figure(score: Score) -> dict[str, object]:
+    """A score as a row of a table."""
+    write = "{:.2%}" if score.is_share else "{:g}"
+    limit, sign = (score.at_most, "at most") if score.at_least is None else (score.at_least, "at least")
+    is_empty = score.is_share and not score.num_rows
+    return {
+        "figure": score.name,
+        "rows": score.num_rows if score.num_rows or is_empty else "",
+        "value": "not measured" if is_empty else write.format(score.value),
+        "asked": "" if limit is None else f"{sign} {limit:.0%}" if score.is_share else f"{sign} {limit:g}",
+        "verdict": "" if limit is None else "met" if score.is_met else "MISSED",
+    }
+
+
+def row_line(row: Row) -> str:
+    """A row: what was measured, and by how much the prediction is off."""
+    if "error" in row.answer:
+        return f"{row.id} {row.stack}: {row.answer['error']}"
+    off = [
+        f"{counter} {row.truth[counter]:g} {predicted(row, counter) / row.truth[counter] - 1:+.1%}"
+        for counter in row.truth
+        if counter != "oom"
+    ]
+    verdict = f"fits {row.answer['fits']}{', measured OOM' if row.truth.get('oom') else ''}"
+    train = row.case["train"]
+    what = f"{train['method']} {train['sharding']} {train['micro_batch']}x{train['seq_len']}"
+    return f"{row.id} {row.stack} {what} {row.answer['memory']['peak_event']}: {'; '.join([*off, verdict])}"
+
+
+def text_table(rows: Sequence[dict[str, object]]) -> str:
+    """Rows as aligned columns."""
+    names = list(rows[0])
+    cells = [names, *([str(row[name]) for name in names] for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def run_accuracy(*, write: bool, list_rows: bool = False, only_ours: bool = False) -> bool:
+    """Prints our scores and those of the other tools; false where one of ours is missed."""
+    rows = read_rows()
+    if list_rows:
+        print(*map(row_line, rows), sep="\n")
+    scores, unanswered = score_rows(rows), [row for row in rows if "error" in row.answer]
+    print(f"\naccuracy, {len(rows)} published measurements, {len(unanswered)} not answered")
+    print(text_table([figure(score) for score in scores]))
+    if not only_ours:
+        _compare(rows, scores, write=write)
+    return not unanswered and all(score.is_met for score in scores)
+
+
+def _compare(rows: Sequence[Row], scores: Sequence[Score], *, write: bool) -> None:
+    from accuracy_page import write_page, write_results
+    from accuracy_tools import score_tools, tool_versions
+
+    tools = score_tools(rows)
+    print(f"\n{text_table(tools)}")
+    if write:
+        write_page(scores, tools, versions=tool_versions())
+        write_results(scores, tools)
+
+
+def main() -> int:
+    """Scores every row; 1 where a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", action="store_true", help="list every row")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--ours", action="store_true", help="leave the other tools out, which load torch")
+    group.add_argument("--write", action="store_true", help="renew docs/accuracy.md and keep the figures")
+    options = parser.parse_args()
+    return 0 if run_accuracy(write=options.write, list_rows=options.rows, only_ours=options.ours) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

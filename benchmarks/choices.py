@@ -1,0 +1,149 @@
+"""What the planner takes for the jobs that docs/choices.md argues about; the tables there are written by this command.
+
+    python benchmarks/choices.py            prints the tables
+    python benchmarks/choices.py --write    puts them into docs/choices.md
+    python benchmarks/choices.py --check    says whether docs/choices.md is up to date (exit code 1 where it is not)
+
+Every row is a job file under examples/ on a machine from the catalogue, planned twice: with what this version trains,
+and as if every later version's features were here. No figure depends on the machine this runs on.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from launch.plan_job import plan_inputs, profile_data, read_inputs  # noqa: E402  (the path comes first)
+from trainer.planning.candidates import run_hours  # noqa: E402
+from trainer.planning.planner import situation_of  # noqa: E402
+from trainer.spec.errors import InputError, NothingFitsError  # noqa: E402
+from trainer.spec.plan import Plan  # noqa: E402
+from trainer.spec.units import format_bytes, format_seconds  # noqa: E402
+
+DOCUMENT = ROOT / "docs" / "choices.md"
+NOBODY = {"HOME": "/nonexistent"}  # no personal settings, no earlier runs
+
+
+class Case(NamedTuple):
+    """A job on a machine."""
+
+    words: str
+    example: str
+    hardware: str
+    overrides: tuple[str, ...] = ()
+
+    def plan(self, *overrides: str, ignoring_version: bool) -> Plan:
+        """What is taken; NothingFitsError or InputError where nothing can be."""
+        inputs = read_inputs(
+            ROOT / "examples" / self.example,
+            (*self.overrides, *overrides),
+            hardware_spec=self.hardware,
+            environment=NOBODY,
+        )
+        return plan_inputs(inputs, profile_data(inputs), environment=NOBODY, ignoring_version=ignoring_version)
+
+
+GOLDEN = (
+    Case("8B SFT, one 8 GB card, 32 GB RAM", "8b-sft.yaml", "1xRTX-4060-8GB", ("limits.host_ram=32GiB",)),
+    Case("8B SFT, two 24 GB cards, 64 GB RAM", "8b-sft.yaml", "2xRTX-3090", ("limits.host_ram=64GiB",)),
+    Case("8B SFT, four A100 80 GB", "8b-sft.yaml", "4xA100-SXM4-80GB", ("limits.host_ram=512GiB",)),
+    Case("8B SFT, eight H100", "8b-sft.yaml", "8xH100-SXM5-80GB", ("limits.host_ram=1TiB",)),
+    Case("8B SFT, four nodes of eight H100", "8b-sft.yaml", "4x8xH100-SXM5-80GB", ("limits.host_ram=1TiB",)),
+    Case("70B QLoRA, two 24 GB cards, 64 GB RAM", "2x24gb-70b-qlora.yaml", "2xRTX-3090", ("limits.host_ram=64GiB",)),
+    Case("... and 320 GB RAM", "2x24gb-70b-qlora.yaml", "2xRTX-3090", ("limits.host_ram=320GiB",)),
+)
+COMBINATIONS = (
+    Case("8 GB: 1B, LoRA rank 8", "8gb-1b-lora.yaml", "1xRTX-4060-8GB"),
+    Case("16 GB: 3B, LoRA rank 16", "16gb-3b-lora.yaml", "1xRTX-4080"),
+    Case("24 GB: 7B, LoRA rank 16", "24gb-7b-lora.yaml", "1xRTX-4090"),
+    Case("40 GB: 13B, LoRA rank 32", "40gb-13b-lora.yaml", "1xA100-SXM4-40GB"),
+    Case("80 GB: 7B, all parameters", "80gb-7b-full.yaml", "1xA100-SXM4-80GB"),
+    Case("8 x 80 GB: 70B, ZeRO-3 or FSDP", "8x80gb-70b-full.yaml", "8xH100-SXM5-80GB"),
+)
+WITHIN_8_GB = (
+    Case("7B within 8 GB: state on NVMe", "8gb-7b-full.yaml", "1xRTX-4060-8GB"),
+    Case("... with 256 GB RAM instead", "8gb-7b-full.yaml", "1xRTX-4060-8GB", ("limits.host_ram=256GiB",)),
+)
+
+
+def tables() -> dict[str, str]:
+    """The tables of docs/choices.md by the name of their place."""
+    return {
+        "golden": _table(
+            ("job and machine", "this version takes", "shardwise takes once all is there"),
+            [(case.words, _answer(case, ignoring_version=False), _answer(case)) for case in GOLDEN],
+        ),
+        "combinations": _table(
+            ("row of the table", "as the row says", "the planner's own choice (`train.method: auto`)"),
+            [(case.words, _answer(case), _answer(case, "train.method=auto")) for case in COMBINATIONS],
+        ),
+        "within-8-gb": _table(
+            ("job", "takes", "beside the card"), [(case.words, _answer(case), _beside(case)) for case in WITHIN_8_GB]
+        ),
+    }
+
+
+def replaced(document: str) -> str:
+    """`document` with every table in its place."""
+    for name, table in tables().items():
+        place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        document, count = place.subn(rf"\g<1>{table}\g<2>", document)
+        assert count == 1, f"docs/choices.md has no place for the table {name}"
+    return document
+
+
+def _answer(case: Case, *overrides: str, ignoring_version: bool = True) -> str:
+    try:
+        plan = case.plan(*overrides, ignoring_version=ignoring_version)
+    except InputError as error:
+        return str(error).splitlines()[0].partition("; ")[0]
+    except NothingFitsError as error:
+        first, *_ = str(error).splitlines()
+        return f"nothing fits: needs {first.partition(' needs ')[2]}"
+    chosen = plan.chosen
+    hours = run_hours(situation_of(plan), chosen)
+    kept = ", kept in host RAM" if chosen.activation_offload else ""
+    return (
+        f"{chosen.method}, `{chosen.strategy.name}`, {chosen.micro_batch} x {chosen.accumulation}, recompute "
+        f"{chosen.checkpointing}{kept}; {format_bytes(chosen.memory.need_bytes)}, {format_seconds(hours * 3600)}"
+    )
+
+
+def _beside(case: Case) -> str:
+    memory = case.plan(ignoring_version=True).chosen.memory
+    nvme = f", {format_bytes(memory.nvme_bytes)} on NVMe" if memory.nvme_bytes else ""
+    return f"{format_bytes(memory.pinned_bytes + memory.host_bytes)} of host RAM{nvme}"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def main() -> int:
+    """Prints, writes or checks."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    if not options.write and not options.check:
+        sys.stdout.write("\n".join(tables().values()))
+        return 0
+    document = DOCUMENT.read_text(encoding="utf-8")
+    current = replaced(document)
+    if options.write:
+        DOCUMENT.write_text(current, encoding="utf-8")
+    elif current != document:
+        sys.stderr.write("docs/choices.md is not what the planner takes now: python benchmarks/choices.py --write\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

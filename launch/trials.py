@@ -1,0 +1,232 @@
+"""`--trial N`: the best N candidates run a few real steps each, and the measured winner is taken.
+
+A trial is an attempt like any other, started by `accelerate launch` and watched by the supervisor, in a scratch folder
+of the cache: what a few steps cost is what the run will cost. Nothing is scored, saved or exported. What they measured
+ranks before what was predicted (`trainer.planning.choice`) and joins the calibration of the device.
+
+A candidate that cannot run is told in one line and the others go on; what ran out of memory is out of the plan.
+"""
+
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from launch import folders
+from launch.attempts import run_attempts, stop_code
+from launch.calibration_store import append_calibration, record_of_run
+from launch.console import Console
+from launch.operators import build_operators, extensions_dir, needed_operators
+from launch.plan_job import PlanInputs, plan_inputs, with_weights
+from launch.prepare_data import prepare_data
+from launch.supervisor import StopRequest
+from launch.torch_fit import check_torch
+from slurm.allocation import is_login_node
+from trainer.spec.calibration import RecordSource
+from trainer.spec.data_profile import DataProfile
+from trainer.spec.errors import EnvironmentFaultError, InputError, InputProblemsError, ShardwiseError
+from trainer.spec.hardware import Hardware
+from trainer.spec.job_file import later_problems
+from trainer.spec.plan import Candidate, Plan, TrialResult
+from trainer.spec.report import Ending, Report
+from trainer.spec.units import format_bytes, format_seconds
+
+# As a rank counts them: two that allocate and warm up, one whose memory is measured, and the three that are timed.
+TRIAL_STEPS = 6
+
+
+class Trial(NamedTuple):
+    """One candidate after its steps; `report` is None where it could not run."""
+
+    candidate: Candidate
+    report: Report | None
+
+    @property
+    def result(self) -> TrialResult | None:
+        """What the planner is told; None where nothing was learned."""
+        if self.report is None:
+            return None
+        measured = self.report.measured
+        return TrialResult(
+            strategy=self.candidate.strategy.name,
+            micro_batch=self.candidate.micro_batch,
+            step_s=measured.speed.step_s,
+            peak_allocated_bytes=measured.memory.peak_allocated_bytes,
+            ran_out_of_memory=self.report.ending is Ending.OUT_OF_MEMORY,
+            predicted_step_s=self.candidate.speed.step_s,
+        )
+
+
+class TrialsStoppedError(ShardwiseError):
+    """A stop was asked for: nothing is left running, and nothing was decided."""
+
+    def __init__(self, stop: StopRequest) -> None:
+        super().__init__("stopped in a trial: nothing was trained")
+        self.exit_code = stop_code(stop)
+
+
+def check_trials_can_run(hardware: Hardware) -> None:
+    """InputError for a machine that is not this one, EnvironmentFaultError for a login node."""
+    if hardware.source != "probe":
+        raise InputError(f"--trial runs on this machine, --hardware names another ({hardware.source}); leave out one")
+    if is_login_node(hardware):
+        raise EnvironmentFaultError("this is a Slurm login node: --trial belongs on a compute node")
+
+
+def tried_plan(inputs: PlanInputs, num: int, *, console: Console, environment: Mapping[str, str] = os.environ) -> Plan:
+    """The plan of a job after trials of its best `num` candidates; prepares the data they need."""
+    check_trials_can_run(inputs.hardware)
+    problems = later_problems(inputs.resolved.job)
+    if problems:
+        raise InputProblemsError(problems)
+    check_torch(inputs.hardware)
+    inputs = with_weights(inputs)
+    data = prepare_data(inputs.request, on_progress=console.line)
+    return plan_after_trials(inputs, data, num, console=console, environment=environment)
+
+
+def plan_after_trials(
+    inputs: PlanInputs, data: DataProfile, num: int, *, console: Console, environment: Mapping[str, str] = os.environ
+) -> Plan:
+    """The plan made again with what its best `num` candidates measured; keeps that for the plans to come.
+
+    EnvironmentFaultError where none of them could run, TrialsStoppedError after Ctrl-C.
+    """
+    plan = plan_inputs(inputs, data, environment=environment)
+    trials = run_trials(plan, num, cache=inputs.cache, console=console, environment=environment)
+    results = tuple(trial.result for trial in trials if trial.result is not None)
+    if not results:
+        raise EnvironmentFaultError(f"--trial: none of {len(trials)} candidates could run")
+    decided = plan_inputs(inputs, data, environment=environment, trials=results)
+    _keep(plan, trials, environment)  # only now: the same predictions have to be ranked with and without the trials
+    return decided
+
+
+def run_trials(
+    plan: Plan, num: int, *, cache: Path, console: Console, environment: Mapping[str, str] = os.environ
+) -> tuple[Trial, ...]:
+    """Runs the first `num` candidates of `plan` one after the other."""
+    candidates = plan.candidates[:num]
+    stop = StopRequest()
+    trials = []
+    with stop.listening(), _scratch(cache) as scratch:
+        for number, candidate in enumerate(candidates, start=1):
+            head = (
+                f"trial {number} of {len(candidates)}: {candidate.strategy.name}, micro batch {candidate.micro_batch}"
+            )
+            console.line(f"{head} ...")
+            run_dir = scratch / str(number)
+            report, words = _run_trial(
+                trial_plan(plan, candidate), run_dir, cache=cache, console=console, stop=stop, environment=environment
+            )
+            if stop.kind is not None:
+                raise TrialsStoppedError(stop)
+            console.line(f"{head}: {words}")
+            trials.append(Trial(candidate, report))
+            if report is not None:
+                shutil.rmtree(run_dir)
+    return tuple(trials)
+
+
+def trial_plan(plan: Plan, candidate: Candidate) -> Plan:
+    """`plan` cut down to a few steps of one candidate, with nothing to score, save or decode."""
+    schedule = replace(
+        plan.schedule,
+        num_steps=TRIAL_STEPS,
+        warmup_steps=min(plan.schedule.warmup_steps, TRIAL_STEPS - 1),
+        eval_every_steps=None,
+        eval_every_s=None,
+        checkpoint_every_steps=None,
+        checkpoint_every_s=None,
+    )
+    data = replace(plan.data, num_eval_rows=0, num_eval_tokens=0)
+    return replace(
+        plan, candidates=(candidate,), fallbacks=(), schedule=schedule, data=data, tokenizer_path=None, is_trial=True
+    )
+
+
+def _run_trial(
+    plan: Plan,
+    run_dir: Path,
+    *,
+    cache: Path,
+    console: Console,
+    stop: StopRequest,
+    environment: Mapping[str, str],
+) -> tuple[Report | None, str]:
+    """The report of a candidate that ran, or ran out of memory, and how it went in words."""
+    operators = extensions_dir(cache, plan.versions, plan.hardware.host.cpu_flags)
+    run_dir.mkdir()
+    try:
+        build_operators(
+            needed_operators(plan),
+            extensions_dir=operators,
+            on_progress=console.line,
+            should_stop=lambda: stop.kind is not None,
+        )
+        if stop.kind is not None:
+            return None, "stopped"
+        report = run_attempts(
+            plan,
+            run_dir=run_dir,
+            resume=False,
+            extensions_dir=operators,
+            console=Console(io.StringIO()),  # its progress is of no interest
+            stop=stop,
+            environment=environment,
+        ).report
+    except EnvironmentFaultError as error:
+        return None, f"failed: {_last_words(str(error))} (logs: {run_dir})"
+    if report is None or report.ending not in (Ending.FINISHED, Ending.OUT_OF_MEMORY):
+        return None, f"failed: {(report.error if report else None) or 'no report'} (logs: {run_dir})"
+    return report, _words(report)
+
+
+def _words(report: Report) -> str:
+    if report.ending is Ending.OUT_OF_MEMORY:
+        return "ran out of memory"
+    measured, predicted = report.measured, report.predicted
+    step, peak = measured.speed.step_s, measured.memory.peak_allocated_bytes
+    assert step is not None and peak is not None, "a trial that finished has timed its last steps"
+    expected = f"predicted {format_seconds(predicted.speed.step_s or 0)}"
+    return f"{format_seconds(step)} a step ({expected}), peak {format_bytes(peak)}"
+
+
+def _last_words(error: str) -> str:
+    """The one line of an error that says most."""
+    lines = [line.removeprefix("last words: ") for line in error.splitlines() if line.startswith("last words: ")]
+    return (lines or error.splitlines() or ["no message"])[0]
+
+
+def _keep(plan: Plan, trials: tuple[Trial, ...], environment: Mapping[str, str]) -> None:
+    now = datetime.now(UTC)
+    for trial in trials:
+        if trial.report is not None and trial.report.ending is Ending.FINISHED:
+            record = record_of_run(trial.report, plan, now=now, source=RecordSource.TRIAL)
+            if record is not None:
+                append_calibration(folders.state_home(environment), record)
+
+
+@contextmanager
+def _scratch(cache: Path) -> Iterator[Path]:
+    """A folder under the cache that goes when the block ends, unless a trial that failed left its logs in it."""
+    root = cache / "trials"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=root))
+    except OSError as error:
+        raise EnvironmentFaultError(f"{root}: cannot be written: {error.strerror}") from error
+    try:
+        yield folder
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    if not any(folder.iterdir()):
+        folder.rmdir()

@@ -1,0 +1,126 @@
+"""`--trial N`: candidates really run, the measured winner is taken, and nothing is left behind."""
+
+import io
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+from workplace_factory import Workplace
+
+from launch.console import Console
+from launch.process_record import descendants
+from launch.trials import Trial, run_trials
+from trainer.spec import codec
+from trainer.spec.calibration import CalibrationRecord, RecordSource
+from trainer.spec.plan import Plan
+from trainer.spec.report import Ending, Report
+from trainer.spec.strategy import Attention
+
+
+def records(place: Workplace) -> list[CalibrationRecord]:
+    path = place.folder / "home" / ".local" / "state" / "shardwise" / "calibration.jsonl"
+    return [msgspec.json.decode(line, type=CalibrationRecord) for line in path.read_bytes().splitlines()]
+
+
+def scratch(place: Workplace) -> list[Path]:
+    return list((place.folder / "cache" / "trials").iterdir())
+
+
+def test_two_candidates_run_and_the_faster_one_trains(workplace):
+    output = workplace.run("train", "job.yaml", "train.steps=2", "--trial", "2").stdout
+    run_dir = workplace.only_run()
+    plan, report = codec.read(run_dir / "plan.json", Plan), codec.read(run_dir / "report.json", Report)
+    measured = {trial.strategy: trial.step_s for trial in plan.trials}
+    assert len(measured) == 2
+    assert None not in measured.values()
+    assert plan.chosen.strategy.name == report.plan.strategy.name == min(measured, key=measured.get)
+    assert plan.chosen.speed.step_s == pytest.approx(measured[plan.chosen.strategy.name])
+    assert [note for note in plan.notes if note.startswith("trial: ")]
+    for number, name in enumerate(measured, start=1):
+        assert f"trial {number} of 2: {name}, micro batch 8: " in output
+    assert report.ending is Ending.FINISHED
+    tried = [record for record in records(workplace) if record.source is RecordSource.TRIAL]
+    assert {record.strategy: record.measured_step_s for record in tried} == measured
+    assert [record.source for record in records(workplace)][2:] in ([], [RecordSource.RUN])  # two steps: none is timed
+    assert scratch(workplace) == []
+
+
+def test_a_plan_can_be_tried_without_being_trained(workplace):
+    answer = workplace.run("plan", "job.yaml", "--trial", "1", "--json")
+    plan = codec.decode(answer.stdout.encode(), Plan, origin="stdout")
+    (trial,) = plan.trials
+    assert (plan.chosen.strategy.name, plan.chosen.speed.step_s) == (trial.strategy, pytest.approx(trial.step_s))
+    assert not (workplace.folder / "runs").exists()
+    assert plan.schedule.num_steps == 8  # the job's, not the trial's
+
+
+def prepared_plan(place: Workplace) -> Plan:
+    place.run("train", "job.yaml", "--dry-run")
+    return codec.read(place.only_run() / "plan.json", Plan)
+
+
+def trials_of(plan: Plan, place: Workplace) -> tuple[list[Trial], list[str]]:
+    told = io.StringIO()
+    cache = place.folder / "cache"
+    trials = run_trials(plan, 2, cache=cache, console=Console(told), environment=place.environment)
+    return list(trials), told.getvalue().splitlines()
+
+
+def test_a_candidate_that_cannot_run_is_told_in_one_line_and_the_others_go_on(workplace):
+    plan = prepared_plan(workplace)
+    broken = replace(plan.candidates[0], attention=Attention.FLASH)  # which no CPU has
+    trials, told = trials_of(replace(plan, candidates=(broken, *plan.candidates[1:])), workplace)
+    assert trials[0].report is None and trials[0].result is None
+    assert trials[1].result is not None and trials[1].result.step_s
+    done = trials[1].report
+    assert done is not None
+    assert (done.checkpoint, done.export, done.evaluations, done.sample) == (None, None, (), None)
+    assert told[1].startswith(f"trial 1 of 2: {broken.strategy.name}, micro batch 8: failed: ")
+    assert " a step (predicted " in told[3]
+    (logs,) = scratch(workplace)
+    assert str(logs) in told[1] and (logs / "1" / "attempts" / "1" / "logs").is_dir()
+
+
+def test_what_runs_out_of_memory_in_a_trial_is_out_of_the_plan(workplace):
+    """A real one: a data limit on the process refuses what the plan thought was there."""
+    workplace.write_job(train={"steps": 2, "seq_len": 128, "tokens_per_step": 65536}, pin={"loss": "eager"})
+    plan = prepared_plan(workplace)
+    capped = replace(plan, hardware=replace(plan.hardware, vram_cap_bytes=2**20), candidates=plan.candidates[:1])
+    (trial,), told = trials_of(capped, workplace)
+    assert trial.result is not None and trial.result.ran_out_of_memory and trial.result.step_s is None
+    assert told[-1].endswith(": ran out of memory")
+    assert scratch(workplace) == []
+
+
+def test_an_interrupt_in_a_trial_leaves_nothing_running_and_nothing_behind(workplace):
+    process = workplace.start("train", "job.yaml", "--trial", "2")
+    deadline = time.monotonic() + 120
+    while not list(workplace.folder.glob("cache/trials/*/1/attempts/1/pids/rank-0.json")):
+        assert time.monotonic() < deadline and process.poll() is None, "no rank of a trial was seen"
+        time.sleep(0.02)
+    family = descendants(process.pid)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 130, output
+    assert "stopped in a trial: nothing was trained" in output
+    assert family and not any(member.is_alive for member in family)
+    assert scratch(workplace) == [] and not (workplace.folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (("plan", "job.yaml", "--trial", "2", "--hardware", "8xH100-SXM5-80GB"), "--trial runs on this machine"),
+        (("train", "job.yaml", "--trial", "2", "--resume"), "--resume goes on with one"),
+        (("train", "job.yaml", "--trial", "2", "--dry-run"), "--dry-run runs nothing"),
+        (("train", "kept.json", "--trial", "2"), "give the job file"),
+    ],
+)
+def test_a_trial_that_could_decide_nothing_is_refused(workplace, command, words):
+    answer = workplace.run(*command, check=False)
+    assert answer.returncode == 2
+    assert words in answer.stderr
+    assert len(answer.stderr.splitlines()) == 1

@@ -1,0 +1,113 @@
+"""A tiny config.json of every architecture, with dimensions that all differ, and of their variants."""
+
+from typing import Any
+
+_SIZES = {
+    "vocab_size": 200,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_WITHOUT_GROUPS = {name: value for name, value in _SIZES.items() if name != "num_key_value_heads"}
+_GPT = {
+    "vocab_size": 200,
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 96,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_SHARED = {**_SIZES, **_EXPERTS, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 56}
+_QWEN3_MOE = {**_SIZES, **_EXPERTS, "model_type": "qwen3_moe", "head_dim": 24}
+_FALCON = {**_WITHOUT_GROUPS, "model_type": "falcon"}
+del _FALCON["intermediate_size"]
+
+TINY: dict[str, dict[str, Any]] = {
+    "llama": {**_SIZES, "model_type": "llama"},
+    "mistral": {**_SIZES, "model_type": "mistral", "sliding_window": 16},
+    "qwen2": {**_SIZES, "model_type": "qwen2"},
+    "qwen3": {**_SIZES, "model_type": "qwen3", "head_dim": 24},
+    "gemma2": {**_SIZES, "model_type": "gemma2", "head_dim": 24, "sliding_window": 16},
+    "gemma3_text": {**_SIZES, "model_type": "gemma3_text", "head_dim": 24, "sliding_window": 16},
+    "phi3": {**_SIZES, "model_type": "phi3"},
+    "phi": {**_WITHOUT_GROUPS, "model_type": "phi"},
+    "stablelm": {**_SIZES, "model_type": "stablelm"},
+    "gpt2": {**_GPT, "model_type": "gpt2"},
+    "gpt_bigcode": {**_GPT, "model_type": "gpt_bigcode"},
+    "gpt_neox": {**_WITHOUT_GROUPS, "model_type": "gpt_neox"},
+    "falcon": _FALCON,
+    "mpt": {"model_type": "mpt", "vocab_size": 200, "d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 96},
+    "mixtral": {**_SIZES, "model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2},
+    "qwen2_moe": _SHARED,
+    "qwen3_moe": _QWEN3_MOE,
+}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama with biases": {**TINY["llama"], "attention_bias": True, "mlp_bias": True},
+    "llama, tied, wide heads": {**TINY["llama"], "tie_word_embeddings": True, "head_dim": 20},
+    "llama without grouped queries": {**_WITHOUT_GROUPS, "model_type": "llama", "head_dim": None},
+    "mistral without window": {**TINY["mistral"], "sliding_window": None},
+    "qwen2 with windows in the last blocks": {
+        **TINY["qwen2"],
+        "use_sliding_window": True,
+        "sliding_window": 16,
+        "max_window_layers": 1,
+    },
+    "qwen3 with biases": {**TINY["qwen3"], "attention_bias": True},
+    "gemma2 with biases, uncapped": {**TINY["gemma2"], "attention_bias": True, "final_logit_softcapping": None},
+    "gemma3 with a capped head": {**TINY["gemma3_text"], "final_logit_softcapping": 5.0, "sliding_window_pattern": 2},
+    "gemma3 with layer types": {
+        **TINY["gemma3_text"],
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
+    "phi3 partly rotated and tied": {**TINY["phi3"], "partial_rotary_factor": 0.75, "tie_word_embeddings": True},
+    "phi3 with a window": {**TINY["phi3"], "sliding_window": 16},
+    "phi with norms and groups": {**TINY["phi"], "qk_layernorm": True, "num_key_value_heads": 2},
+    "stablelm with everything": {
+        **TINY["stablelm"],
+        "use_qkv_bias": True,
+        "qk_layernorm": True,
+        "use_parallel_residual": True,
+        "partial_rotary_factor": 0.5,
+    },
+    "gpt2 with other fields' names and a narrow MLP": {
+        **{name: value for name, value in _WITHOUT_GROUPS.items() if name != "intermediate_size"},
+        "model_type": "gpt2",
+        "n_inner": 40,
+    },
+    "gpt_bigcode with all heads": {**TINY["gpt_bigcode"], "multi_query": False},
+    "gpt_neox in sequence, without biases": {
+        **TINY["gpt_neox"],
+        "use_parallel_residual": False,
+        "attention_bias": False,
+        "rotary_pct": 0.5,
+        "tie_word_embeddings": True,
+    },
+    "falcon 40b": {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False},
+    "falcon 11b": {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    "falcon rw": {**_FALCON, "alibi": True, "bias": True, "multi_query": False, "parallel_attn": False},
+    "mpt, untied": {**TINY["mpt"], "tie_word_embeddings": False, "attn_config": {"attn_pdrop": 0, "alibi": True}},
+    "mixtral with the other name of its experts": {**TINY["mixtral"], "num_local_experts": None, "num_experts": 5},
+    "qwen2_moe with every second block dense": {**_SHARED, "decoder_sparse_step": 2, "qkv_bias": False},
+    "qwen2_moe with windows": {
+        **_SHARED,
+        "use_sliding_window": True,
+        "sliding_window": 16,
+        "max_window_layers": 2,
+    },
+    "qwen3_moe with a dense block": {**_QWEN3_MOE, "mlp_only_layers": [1], "attention_bias": True},
+    "qwen3_moe, every block dense": {**_QWEN3_MOE, "mlp_only_layers": [0, 1, 2]},
+    "qwen3_moe as transformers saves it": {
+        **{name: value for name, value in _QWEN3_MOE.items() if name != "num_experts"},
+        "num_local_experts": 5,
+    },
+}
+del VARIANTS["mixtral with the other name of its experts"]["num_local_experts"]

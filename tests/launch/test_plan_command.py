@@ -1,0 +1,193 @@
+"""`shardwise plan` as it is typed: one machine or several, questions on limits, text, JSON and a page, exit codes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from launch.cli import main
+from trainer.spec import codec
+from trainer.spec.errors import ExitCode
+from trainer.spec.plan import Plan
+
+JOB = """\
+model: {{name: llama-3.2-1b}}
+data: {{train: {data}, eval: none}}
+train: {{seq_len: 1024, tokens_per_step: 16384, tokens: 2M}}
+"""
+
+
+class Answer(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Answer]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`shardwise COMMAND job.yaml WORDS` in an empty home."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("SHARDWISE_CACHE", "SHARDWISE_SITE_CONFIG", "XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "rows.txt").write_text("a row of text\n" * 1000)
+    job = tmp_path / "job.yaml"
+    job.write_text(JOB.format(data=tmp_path / "rows.txt"))
+
+    def typed(command: str, *words: str, job: Path = job) -> Answer:
+        code = main([command, str(job), *words])
+        out, err = capsys.readouterr()
+        return Answer(code, out, err)
+
+    return typed
+
+
+def test_a_machine_that_is_not_here_is_planned_for(run: Run) -> None:
+    code, out, err = run("plan", "--hardware", "1xRTX-4090")
+    assert (code, err) == (ExitCode.DONE, "")
+    assert out.startswith("job: full training of llama, 1.24B parameters, on 1 x RTX-4090\n\ntakes ")
+
+
+def test_json_is_a_plan_that_reads_back(run: Run) -> None:
+    code, out, _ = run("plan", "--hardware", "1xRTX-4090", "--json")
+    plan = codec.decode(out.encode(), Plan, origin="stdout")
+    assert code == ExitCode.DONE
+    assert plan.needs_version is None
+
+
+# --- looking ahead ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("train.method=qlora",), ("pin.compile=true",), ("pin.offload=optimizer+params", "limits.host_ram=256GiB")],
+)
+def test_what_a_later_version_trains_is_planned_and_marked(run: Run, words: tuple[str, ...]) -> None:
+    code, out, err = run("plan", *words, "--hardware", "1xRTX-4090")
+    assert (code, err) == (ExitCode.DONE, "")
+    assert out.split("\n\n")[1].startswith("not trained by this version: ")
+    _, told, _ = run("plan", *words, "--hardware", "1xRTX-4090", "--json")
+    assert codec.decode(told.encode(), Plan, origin="stdout").needs_version == "0.3"
+
+
+def test_where_nothing_fits_today_the_plan_of_a_later_version_stands(run: Run) -> None:
+    words = ("model.name=llama-3.1-8b", "limits.host_ram=32GiB", "--hardware", "1xRTX-4060-8GB")
+    code, out, _ = run("plan", *words)
+    assert code == ExitCode.DONE
+    assert out.startswith("job: qlora training of llama, 8.03B parameters")
+    assert "from shardwise 0.3 on" in out.split("\n\n")[1]
+
+
+def test_where_nothing_will_ever_fit_the_error_stands(run: Run) -> None:
+    code, out, err = run("plan", "model.name=llama-3.1-70b", "--hardware", "1xRTX-4060-8GB")
+    assert (code, out) == (ExitCode.NOTHING_FITS, "")
+    assert err.startswith("shardwise: nothing fits: full training of 70.6B parameters")
+
+
+def test_what_no_version_can_train_is_wrong_input(run: Run) -> None:
+    code, _, err = run("plan", "train.method=qlora", "pin.sharding=none", "--hardware", "2xRTX-4090")
+    assert code == ExitCode.INPUT
+    assert "would train 2 different models on 2 ranks" in err
+
+
+def test_train_refuses_a_job_that_was_planned_ahead(run: Run) -> None:
+    code, _, err = run("train", "train.method=qlora")
+    assert code == ExitCode.INPUT
+    assert "train.method: qlora trains from shardwise 0.3 on" in err
+
+
+def test_train_refuses_a_plan_that_was_made_ahead(run: Run, tmp_path: Path) -> None:
+    words = ("model.name=llama-3.1-8b", "limits.host_ram=32GiB", "--hardware", "1xRTX-4060-8GB", "--json")
+    (tmp_path / "plan.json").write_text(run("plan", *words).out)
+    code, _, err = run("train", job=tmp_path / "plan.json")
+    assert code == ExitCode.INPUT
+    assert "plan.json: this plan trains from shardwise 0.3 on (qlora" in err
+
+
+# --- several machines -------------------------------------------------------------------------------------------
+
+
+def test_several_machines_are_explained_and_compared(run: Run) -> None:
+    code, out, _ = run("plan", "price_per_gpu_hour=2", "--hardware", "1xRTX-4090", "--hardware", "2xH100-SXM5-80GB")
+    assert code == ExitCode.DONE
+    assert out.count("\ntakes ") == 2
+    compared = out.rpartition("\n\n")[2]
+    assert compared.startswith("machines compared\n")
+    assert "fastest: 2xH100-SXM5-80GB" in compared
+    assert "cheapest: " in compared
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_one_machine_that_fits_is_enough(run: Run) -> None:
+    words = ("model.name=llama-3.1-70b", "--hardware", "1xRTX-4060-8GB", "--hardware", "8xH100-SXM5-80GB")
+    code, out, _ = run("plan", *words)
+    assert code == ExitCode.DONE
+    assert "nothing fits" in out
+    assert run("plan", *words[:3])[0] == ExitCode.NOTHING_FITS
+
+
+# --- questions --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "question", "size"),
+    [
+        ("--longest-seq", "longest_seq", "seq_len"),
+        ("--largest-batch", "largest_batch", "micro_batch"),
+        ("--largest-model", "largest_model", "num_parameters"),
+    ],
+)
+def test_a_question_is_answered_in_text_and_in_json(run: Run, option: str, question: str, size: str) -> None:
+    code, out, _ = run("plan", "--hardware", "1xRTX-4090", option)
+    assert code == ExitCode.DONE
+    assert f"the {question.split('_')[0]}" in out
+    assert "takes " not in out
+    code, out, _ = run("plan", "--hardware", "1xRTX-4090", "--hardware", "1xL4", option, "--json")
+    told: list[dict[str, Any]] = [json.loads(line) for line in out.splitlines()]
+    assert code == ExitCode.DONE
+    assert [answer["machine"] for answer in told] == ["1 x RTX-4090", "1 x L4"]
+    for answer in told:
+        assert answer["question"] == question
+        assert {row["method"] for row in answer["answers"]} >= {"lora", "qlora"}
+        assert all(row[size] > 0 for row in answer["answers"])
+
+
+def test_questions_may_be_asked_together_and_of_several_machines(run: Run) -> None:
+    _, out, _ = run("plan", "--hardware", "1xRTX-4090", "--hardware", "1xL4", "--longest-seq", "--largest-batch")
+    assert out.count("the longest sequence that fits") == out.count("the largest micro batch that fits") == 2
+
+
+def test_a_machine_that_holds_nothing_answers_so(run: Run) -> None:
+    words = ("model.name=llama-3.1-70b", "--hardware", "1xRTX-4060-8GB", "--longest-seq")
+    code, out, _ = run("plan", *words)
+    assert code == ExitCode.NOTHING_FITS
+    assert "nothing fits, by no method that may be taken" in out
+
+
+# --- the page ---------------------------------------------------------------------------------------------------
+
+
+def test_the_page_holds_every_machine_and_the_comparison(run: Run, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    code, out, _ = run("plan", "--hardware", "1xRTX-4090", "--hardware", "1xL4", "--html", str(page))
+    html = page.read_text()
+    assert code == ExitCode.DONE
+    assert "takes " in out
+    assert html.count("<h1>") == 3
+    assert "machines compared" in html
+
+
+def test_the_page_answers_questions_too(run: Run, tmp_path: Path) -> None:
+    page = tmp_path / "limits.html"
+    assert run("plan", "--hardware", "1xRTX-4090", "--longest-seq", "--html", str(page)).code == ExitCode.DONE
+    assert "the longest sequence that fits" in page.read_text()
+
+
+def test_a_page_in_a_folder_that_is_not_there_is_wrong_input(run: Run, tmp_path: Path) -> None:
+    code, _, err = run("plan", "--hardware", "1xRTX-4090", "--html", str(tmp_path / "none" / "plan.html"))
+    assert code == ExitCode.INPUT
+    assert "name a file in a folder that exists" in err

@@ -1,0 +1,278 @@
+"""What earlier runs teach: never more than they agree on, never from runs that are not alike, and bytes that add up."""
+
+import math
+from typing import Any
+
+import pytest
+from calibration_factory import calibration_of, record_of
+from planning_factory import job_of, machine, plan_of, shape_of
+
+from trainer.planning.calibrate import (
+    NO_CORRECTION,
+    Correction,
+    Corrections,
+    Factor,
+    corrected_memory,
+    corrections_of,
+    factor_of,
+)
+from trainer.spec.calibration import CalibrationRecord, RatesSource
+from trainer.spec.hardware import Hardware, MeasuredRates
+from trainer.spec.plan import Candidate, MemoryEstimate, TrialResult
+from trainer.spec.strategy import Method, Offload, Precision, Sharding, Strategy
+
+H100S = "8xH100-SXM5-80GB"
+
+
+def learned(*records: CalibrationRecord, model: str = "8b", hardware: Hardware | None = None) -> Corrections:
+    return corrections_of(
+        calibration_of(*records), shape=shape_of(model), hardware=hardware or machine(H100S), version="0"
+    )
+
+
+def row(sharding: Sharding = Sharding.FSDP, precision: Precision = Precision.BF16_MIXED) -> Strategy:
+    optimizer = next(c.strategy.optimizer for c in plan_of("8b", H100S).candidates)
+    return Strategy(
+        name="a row",
+        sharding=sharding,
+        offload=Offload.NONE,
+        optimizer=optimizer,
+        precision=precision,
+        is_exact=True,
+    )
+
+
+def correction(*records: CalibrationRecord, strategy: Strategy | None = None, **facts: Any) -> Correction:
+    return learned(*records, **facts).of(strategy or row(), Method.FULL)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "value"),
+    [
+        ([], 1.0),
+        ([0.81], 0.9),  # one run counts half: the square root
+        ([0.81] * 3, 0.81**0.75),
+        ([1.21] * 9, 1.21**0.9),
+        ([0.5, 2.0], 1.0),  # the median is no correction
+        ([0.7, 1.05, 1.3], 1.0),  # a median of 1.05 that is less than its standard error
+    ],
+)
+def test_a_factor_is_the_median_drawn_toward_none(ratios: list[float], value: float) -> None:
+    assert factor_of(ratios).value == pytest.approx(value)
+
+
+def test_runs_that_scatter_correct_less_than_runs_that_agree() -> None:
+    agreeing, scattering = factor_of([0.79, 0.8, 0.81] * 3), factor_of([0.7, 0.8, 0.64 / 0.7] * 3)
+    assert agreeing.measured == pytest.approx(scattering.measured)
+    assert agreeing.value == pytest.approx(0.8**0.9)
+    assert scattering.value == pytest.approx(math.exp(math.log(0.8) + scattering.spread / 3))  # type: ignore[operator]
+
+
+def test_one_run_on_a_busy_machine_does_not_move_the_median() -> None:
+    assert factor_of([0.9, 0.9, 0.9, 5.0]).measured == pytest.approx(0.9)
+
+
+def test_only_the_newest_runs_count() -> None:
+    assert factor_of([2.0] * 30 + [0.9] * 20).measured == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"shardwise": "another"},
+        {"shardwise": None, "precision": None},  # a line of an earlier version
+        {"num_parameters": 1_000_000_000},
+        {"num_parameters": 70_000_000_000},
+        {"precision": Precision.FP32},
+    ],
+)
+def test_runs_that_cannot_be_compared_correct_nothing(facts: dict[str, Any]) -> None:
+    assert correction(record_of(0.5, 0.5, **facts)) == NO_CORRECTION
+
+
+def test_a_step_time_predicted_from_other_ceilings_teaches_memory_only() -> None:
+    """Once the machine's own ceilings are measured, what datasheets missed must not be corrected a second time."""
+    measured = machine(H100S).__class__(gpus=machine(H100S).gpus, host=machine(H100S).host, rates=_rates())
+    before, after = record_of(1.4, 1.1), record_of(1.05, 1.1, rates=RatesSource.MEASURED)
+    assert correction(before).step.measured == pytest.approx(1.4)
+    on_measured = correction(before, after, hardware=measured)
+    assert (on_measured.step.num_runs, on_measured.peak.num_runs) == (1, 2)
+    assert on_measured.step.measured == pytest.approx(1.05)
+
+
+def _rates() -> MeasuredRates:
+    return MeasuredRates(matmul_flops_per_s=10**14)
+
+
+def test_a_step_of_average_rows_says_nothing_of_the_peak_of_the_longest() -> None:
+    learned_of_padded = correction(record_of(1.4, 0.7, is_padded=True))
+    assert (learned_of_padded.step.num_runs, learned_of_padded.peak.num_runs) == (1, 0)
+
+
+def test_other_rows_of_a_precision_follow_in_time_and_not_in_bytes() -> None:
+    """Or one measured row would be ranked before or behind all others for no better reason."""
+    other = correction(record_of(1.4, 1.1), strategy=row(Sharding.DDP))
+    own = correction(record_of(1.4, 1.1))
+    assert other.step == own.step
+    assert (other.peak.num_runs, own.peak.num_runs) == (0, 1)
+    assert (other.is_of_class, own.is_of_class) == (False, True)
+
+
+def test_runs_of_its_own_class_count_before_those_of_others() -> None:
+    records = (record_of(1.4), record_of(1.4), record_of(0.9, sharding=Sharding.DDP))
+    assert correction(*records, strategy=row(Sharding.DDP)).step.measured == pytest.approx(0.9)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chosen() -> Candidate:
+    return plan_of("8b", H100S, pin={"sharding": Sharding.FSDP}).chosen
+
+
+@pytest.mark.parametrize("peak", [0.3, 0.9, 0.999, 1.001, 1.1, 3.0])
+def test_parts_still_sum_to_the_peak_and_the_peak_is_still_the_largest_event(chosen: Candidate, peak: float) -> None:
+    before = chosen.memory
+    after = corrected_memory(before, Correction(peak=factor_of([peak] * 9)))
+    assert sum(after.parts.values()) == after.peak_allocated_bytes == max(after.events.values())
+    assert after.events[after.peak_event] == after.peak_allocated_bytes >= after.steady_allocated_bytes
+    assert (after.peak_allocated_bytes > before.peak_allocated_bytes) is (peak > 1)
+    exact = {"weights", "optimizer_state", "gradients"}
+    assert {name: after.parts.get(name) for name in exact} == {name: before.parts.get(name) for name in exact}
+    assert after.low_bytes <= after.peak_allocated_bytes <= after.high_bytes
+
+
+def test_the_corrected_peak_is_the_factor_times_the_prediction(chosen: Candidate) -> None:
+    factor = Factor(value=1.04, num_runs=5, measured=1.05, spread=0.002)
+    after = corrected_memory(chosen.memory, Correction(peak=factor))
+    assert after.peak_allocated_bytes == pytest.approx(1.04 * chosen.memory.peak_allocated_bytes, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "is_lower"),
+    [([0.9], False), ([0.9, 0.9], False), ([0.9, 0.9, 0.9], True), ([0.85, 0.9, 0.95], False)],
+)
+def test_a_plan_asks_for_less_only_after_runs_that_agree(
+    chosen: Candidate, ratios: list[float], *, is_lower: bool
+) -> None:
+    after = corrected_memory(chosen.memory, Correction(peak=factor_of(ratios)))
+    assert (after.need_bytes < chosen.memory.need_bytes) is is_lower
+
+
+def test_a_plan_asks_for_more_after_one_run_that_took_more(chosen: Candidate) -> None:
+    after = corrected_memory(chosen.memory, Correction(peak=factor_of([1.1])))
+    risen = after.peak_allocated_bytes - chosen.memory.peak_allocated_bytes
+    assert after.need_bytes - chosen.memory.need_bytes == risen > 0
+
+
+def test_the_range_narrows_to_what_runs_scatter(chosen: Candidate) -> None:
+    def width(memory: MemoryEstimate) -> float:
+        return (memory.peak_allocated_bytes - memory.low_bytes) / memory.peak_allocated_bytes
+
+    firm = corrected_memory(chosen.memory, Correction(peak=factor_of([1.0, 1.001, 0.999])))
+    assert width(firm) == pytest.approx(0.01, abs=0.001)
+    assert width(firm) < width(chosen.memory)
+    assert corrected_memory(chosen.memory, NO_CORRECTION) == chosen.memory
+
+
+def test_reserved_and_device_bytes_have_factors_of_their_own(chosen: Candidate) -> None:
+    records = [
+        record_of(
+            predicted_reserved_bytes=60, measured_reserved_bytes=66, predicted_device_bytes=70, measured_device_bytes=63
+        )
+    ] * 3
+    after = corrected_memory(chosen.memory, correction(*records))
+    before = chosen.memory
+    assert after.peak_reserved_bytes == pytest.approx(1.1**0.75 * before.peak_reserved_bytes, abs=2)
+    assert after.device_bytes == pytest.approx(0.9**0.75 * before.device_bytes, abs=2)
+
+
+# --- in a plan --------------------------------------------------------------------------------------------------
+
+
+def plan_after(*records: CalibrationRecord, **facts: Any):
+    return plan_of("8b", H100S, calibration=calibration_of(*records), **facts)
+
+
+def test_a_plan_is_as_much_slower_as_its_runs_were_and_says_so() -> None:
+    before = plan_of("8b", H100S, pin={"sharding": Sharding.FSDP})
+    after = plan_after(*[record_of(1.2)] * 9, pin={"sharding": Sharding.FSDP})
+    speed, was = after.chosen.speed, before.chosen.speed
+    factor = 1.2**0.9
+    assert speed.step_s == pytest.approx(factor * was.step_s)
+    assert sum(speed.parts.values()) == pytest.approx(speed.step_s)
+    assert speed.tokens_per_s_per_gpu == pytest.approx(was.tokens_per_s_per_gpu / factor)
+    assert speed.mfu == pytest.approx(was.mfu / factor)  # type: ignore[operator]
+    assert (
+        "step time corrected by 1.18 from 9 runs like this one on this device (spread 0.0%), "
+        "which measured 1.2 of what was predicted" in after.notes
+    )
+
+
+def test_runs_of_one_row_do_not_turn_the_ranking_around() -> None:
+    before, after = plan_of("8b", H100S), plan_after(*[record_of(2.0)] * 3)
+    assert [c.strategy.name for c in after.candidates] == [c.strategy.name for c in before.candidates]
+
+
+def test_a_setting_that_runs_show_not_to_fit_is_no_longer_taken() -> None:
+    records = [record_of(1.0, 1.5)] * 3
+    plain = plan_of("8b", "4xA100-SXM4-80GB", pin={"sharding": Sharding.FSDP}).chosen
+    careful = plan_of(
+        "8b", "4xA100-SXM4-80GB", pin={"sharding": Sharding.FSDP}, calibration=calibration_of(*records)
+    ).chosen
+    assert plain.memory.fits
+    assert not corrected_memory(plain.memory, correction(*records)).fits
+    assert careful.memory.fits
+
+
+@pytest.mark.parametrize(
+    ("model", "spec", "words"),
+    [
+        ("8b", H100S, "no run on this device yet: expect tokens/s within +-15 %, peak memory within 2 %"),
+        ("1b", "1xRTX-4090", "no run on this device yet: expect tokens/s within +-50 %, peak memory within 2 %"),
+        ("tiny", "1xCPU", "no run on this device yet: expect tokens/s within a factor of 2, peak memory within 2 %"),
+    ],
+)
+def test_without_a_run_a_plan_says_what_to_expect(model: str, spec: str, words: str) -> None:
+    assert words in plan_of(model, spec).notes
+
+
+def test_runs_that_are_not_used_are_counted() -> None:
+    notes = plan_after(record_of(shardwise=None, precision=None), record_of(num_parameters=10**6)).notes
+    assert "no run like this one on this device yet: expect tokens/s within +-15 %, peak memory within 2 %" in notes
+    assert "2 runs on this device not used: another version, or a model of another size" in notes
+
+
+def test_after_a_trial_a_row_takes_the_time_it_took_and_the_others_follow() -> None:
+    before = plan_of("8b", H100S)
+    first, second = before.candidates[:2]
+    trials = tuple(
+        TrialResult(
+            strategy=candidate.strategy.name,
+            micro_batch=candidate.micro_batch,
+            step_s=step_s,
+            peak_allocated_bytes=None,
+            predicted_step_s=candidate.speed.step_s,
+        )
+        for candidate, step_s in ((first, 9.0), (second, 8.0))
+    )
+    after = plan_of("8b", H100S, trials=trials)
+    times = {candidate.strategy.name: candidate.speed.step_s for candidate in after.candidates}
+    assert after.chosen.strategy == second.strategy
+    assert (times[first.strategy.name], times[second.strategy.name]) == (pytest.approx(9.0), pytest.approx(8.0))
+    ratios = [trial.step_s / trial.predicted_step_s for trial in trials]  # type: ignore[operator]
+    third = next(candidate for candidate in before.candidates[2:])
+    assert times[third.strategy.name] == pytest.approx(factor_of(ratios).value * third.speed.step_s)
+    settings = [{(c.strategy.name, c.micro_batch) for c in plan.candidates} for plan in (before, after)]
+    assert settings[0] == settings[1]
+    assert any(note.startswith("trial: ") and "9 s" in note and "8 s" in note for note in after.notes)
+    assert not any("no run on this device" in note for note in after.notes)
+
+
+def test_a_job_of_another_size_is_another_plan() -> None:
+    job = job_of(seq_len=512, tokens_per_step=8192)
+    before, after = (
+        plan_of("1b", H100S, job=job, **facts) for facts in ({}, {"calibration": calibration_of(record_of(3))})
+    )
+    assert after.chosen == before.chosen

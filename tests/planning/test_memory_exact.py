@@ -1,0 +1,221 @@
+"""State of one rank in bytes, worked out by hand: every sharding, offload, optimizer and method for one model.
+
+Llama-3.1-8B: P parameters, L of them in the linear layers of its 32 blocks, A in adapters of rank 16 on all of those.
+A row says what each rank of N holds on the device, pinned and pageable in host RAM, and on NVMe. An expression that
+is wrong in the code and wrong here in the same way is what the dry runs are for.
+"""
+
+from typing import Any, NamedTuple
+
+import pytest
+from estimate_factory import CUBLAS_BYTES, LLAMA_8B, gpu, setting
+
+from trainer.planning.memory import estimate_memory
+from trainer.planning.memory.recipe import dims_of, recipe_of
+from trainer.planning.memory.states import States, model_states
+from trainer.planning.setting import Setting
+from trainer.spec.job import GaloreJob, LoraJob
+from trainer.spec.strategy import Method, Offload, Optimizer, Precision, Quant, Sharding
+
+P, L, V, H, F, KV = 8_030_261_248, 6_979_321_856, 128_256, 4096, 14_336, 1024
+A = 32 * 16 * (2 * (H + H) + 2 * (H + KV) + 3 * (H + F))
+TABLES = 2 * V * H
+FULL, LORA, QLORA, GALORE = Method.FULL, Method.LORA, Method.QLORA, Method.GALORE
+BF16, FP32 = Precision.BF16, Precision.FP32
+CPU_ADAM = Optimizer.DEEPSPEED_CPU_ADAM
+
+
+class Row(NamedTuple):
+    """Bytes of one rank; what is not named is zero."""
+
+    chosen: dict[str, Any]
+    weights: float
+    gradients: float
+    optimizer_state: float
+    master_weights: float = 0
+    quant_state: float = 0
+    adapters: float = 0
+    managed: float = 0
+    pinned: float = 0
+    pageable: float = 0
+    nvme: float = 0
+
+
+def at(sharding: Sharding = Sharding.NONE, num_ranks: int = 1, **more: Any) -> dict[str, Any]:
+    return {"sharding": sharding, "num_ranks": num_ranks, **more}
+
+
+MOMENTS = 2 * (1 + 4 / 256)  # two 8-bit states with an fp32 scale for each 256
+NF4 = L / 2 + 2 * (P - L)
+GALORE_MOMENTS = 32 * 128 * 2 * (4 * H + 3 * F) + 2 * (P - L)
+GALORE_PROJECTORS = 32 * 128 * (2 * H + 2 * KV + 3 * H)
+ROWS_AND_COLUMNS = 32 * (4 * H + 2 * (H + KV) + 3 * (H + F) + 2 * H) + 2 * (V + H) + H
+
+ROWS: dict[str, Row] = {
+    # sharding
+    "none": Row(at(), 4 * P, 4 * P, 8 * P),
+    "none bf16": Row(at(precision=BF16), 2 * P, 2 * P, 4 * P),
+    "none fp32": Row(at(precision=FP32), 4 * P, 4 * P, 8 * P),
+    "ddp": Row(at(Sharding.DDP, 8), 4 * P, 4 * P, 8 * P),
+    "zero1": Row(at(Sharding.ZERO1, 8), 2 * P, 2 * P, 8 * P / 8, 4 * P / 8),
+    "zero2": Row(at(Sharding.ZERO2, 8), 2 * P, 2 * P / 8, 8 * P / 8, 4 * P / 8),
+    "zero3": Row(at(Sharding.ZERO3, 8), 2 * P / 8, 2 * P / 8, 8 * P / 8, 4 * P / 8),
+    "zero3 bf16": Row(at(Sharding.ZERO3, 4, precision=BF16), 2 * P / 4, 2 * P / 4, 4 * P / 4, 2 * P / 4),
+    "fsdp": Row(at(Sharding.FSDP, 8), 4 * P / 8, 4 * P / 8, 8 * P / 8),
+    "fsdp bf16": Row(at(Sharding.FSDP, 8, precision=BF16), 2 * P / 8, 2 * P / 8, 4 * P / 8),
+    "fsdp_grad_op": Row(at(Sharding.FSDP_GRAD_OP, 8), 4 * P / 8, 4 * P / 8, 8 * P / 8),
+    "hsdp in nodes of 8": Row(at(Sharding.HSDP, 64), 4 * P / 8, 4 * P / 8, 8 * P / 8),
+    # offload
+    "zero1 optimizer": Row(
+        at(Sharding.ZERO1, 8, offload=Offload.OPTIMIZER, optimizer=CPU_ADAM),
+        *(2 * P, 2 * P, 0),
+        pinned=(4 + 8 + 4 + 2) * P / 8,
+    ),
+    "zero2 optimizer": Row(
+        at(Sharding.ZERO2, 8, offload=Offload.OPTIMIZER, optimizer=CPU_ADAM),
+        *(2 * P, 0, 0),
+        pinned=(4 + 8 + 4 + 2) * P / 8,
+    ),
+    "zero3 optimizer": Row(
+        at(Sharding.ZERO3, 8, offload=Offload.OPTIMIZER, optimizer=CPU_ADAM),
+        *(2 * P / 8, 0, 0),
+        pinned=(4 + 8 + 4 + 2) * P / 8,
+    ),
+    "zero3 optimizer+params": Row(
+        at(Sharding.ZERO3, 8, offload=Offload.OPTIMIZER_PARAMS, optimizer=CPU_ADAM),
+        *(0, 0, 0),
+        pinned=(4 + 8 + 4 + 2 + 2) * P / 8,
+    ),
+    "zero3 nvme_optimizer": Row(
+        at(Sharding.ZERO3, 8, offload=Offload.NVME_OPTIMIZER, optimizer=CPU_ADAM),
+        *(2 * P / 8, 0, 0),
+        pinned=5 * 400 * 2**20 + 4 * P / 8,
+        nvme=(4 + 8 + 4) * P / 8,
+    ),
+    "zero3 nvme_all": Row(
+        at(Sharding.ZERO3, 8, offload=Offload.NVME_ALL, optimizer=CPU_ADAM),
+        *(0, 0, 0),
+        pinned=5 * 400 * 2**20 + 4 * P / 8,
+        nvme=(4 + 8 + 4 + 2) * P / 8,
+    ),
+    "fsdp optimizer+params": Row(
+        at(Sharding.FSDP, 8, offload=Offload.OPTIMIZER_PARAMS),
+        *(0, 0, 0),
+        pinned=(4 + 4) * P / 8,
+        pageable=8 * P / 8,
+    ),
+    # optimizers
+    "adamw": Row(at(optimizer=Optimizer.ADAMW), 4 * P, 4 * P, 8 * P),
+    "adamw_fused": Row(at(optimizer=Optimizer.ADAMW_FUSED), 4 * P, 4 * P, 8 * P),
+    "adamw_8bit": Row(at(optimizer=Optimizer.ADAMW_8BIT), 4 * P, 4 * P, MOMENTS * P),
+    "adamw_8bit under fsdp": Row(
+        at(Sharding.FSDP, 8, optimizer=Optimizer.ADAMW_8BIT), 4 * P / 8, 4 * P / 8, MOMENTS * P / 8
+    ),
+    "hf-trainer keeps the embedding's moments in fp32": Row(
+        at(optimizer=Optimizer.ADAMW_8BIT, stack="hf-trainer"), 4 * P, 4 * P, MOMENTS * (P - V * H) + 8 * V * H
+    ),
+    "paged_adamw": Row(at(optimizer=Optimizer.PAGED_ADAMW), 4 * P, 4 * P, 0, managed=8 * P),
+    "paged_adamw_8bit": Row(at(optimizer=Optimizer.PAGED_ADAMW_8BIT), 4 * P, 4 * P, 0, managed=MOMENTS * P),
+    "lion": Row(at(optimizer=Optimizer.LION), 4 * P, 4 * P, 4 * P),
+    "lion_8bit": Row(at(optimizer=Optimizer.LION_8BIT), 4 * P, 4 * P, MOMENTS * P / 2),
+    "lamb_8bit": Row(at(optimizer=Optimizer.LAMB_8BIT), 4 * P, 4 * P, MOMENTS * P),
+    "adafactor": Row(at(optimizer=Optimizer.ADAFACTOR), 4 * P, 4 * P, 4 * ROWS_AND_COLUMNS),
+    "adalomo": Row(at(optimizer=Optimizer.ADALOMO), 4 * P, 4 * P, 4 * ROWS_AND_COLUMNS),
+    "muon": Row(at(optimizer=Optimizer.MUON), 4 * P, 4 * P, 4 * L + 8 * (P - L)),
+    "lomo": Row(at(optimizer=Optimizer.LOMO), 4 * P, 4 * P, 0),
+    "sgd": Row(at(optimizer=Optimizer.SGD), 4 * P, 4 * P, 0),
+    # methods
+    "lora": Row(at(method=LORA), 2 * P, 4 * A, 8 * A, adapters=4 * A),
+    "lora bf16": Row(at(method=LORA, precision=BF16), 2 * P, 2 * A, 4 * A, adapters=2 * A),
+    "lora zero3": Row(at(Sharding.ZERO3, 8, method=LORA), 2 * P / 8, 2 * A / 8, 8 * A / 8, 4 * A / 8, 0, 2 * A / 8),
+    "lora fsdp": Row(at(Sharding.FSDP, 8, method=LORA), 2 * P / 8, 4 * A / 8, 8 * A / 8, adapters=4 * A / 8),
+    "qlora nf4": Row(at(method=QLORA, quant=Quant.NF4), NF4, 4 * A, 8 * A, quant_state=4 / 64 * L, adapters=4 * A),
+    "qlora nf4-dq": Row(at(method=QLORA), NF4, 4 * A, 8 * A, quant_state=(1 / 64 + 4 / 16384) * L, adapters=4 * A),
+    "qlora fsdp keeps its scales on every rank": Row(
+        at(Sharding.FSDP, 8, method=QLORA),
+        *(NF4 / 8, 4 * A / 8, 8 * A / 8),
+        quant_state=(1 / 64 + 4 / 16384) * L,
+        adapters=4 * A / 8,
+    ),
+    "galore": Row(
+        at(method=GALORE, galore=GaloreJob(rank=128)), 4 * P, 4 * P, 4 * (GALORE_MOMENTS + GALORE_PROJECTORS)
+    ),
+    "galore 8-bit": Row(
+        at(method=GALORE, galore=GaloreJob(rank=128), optimizer=Optimizer.ADAMW_8BIT),
+        *(4 * P, 4 * P),
+        optimizer_state=GALORE_MOMENTS + 4 * GALORE_PROJECTORS,
+    ),
+}
+
+
+def chosen_of(row: Row) -> Setting:
+    fields = {"lora": LoraJob(rank=16), **row.chosen}
+    chosen: Setting = setting(fields.pop("sharding"), **fields)
+    return chosen
+
+
+def states(chosen: Setting) -> States:
+    dims = dims_of(LLAMA_8B)
+    return model_states(chosen, recipe_of(chosen, gpu(), dims), dims)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_state_of_one_rank(name: str) -> None:
+    row = ROWS[name]
+    found = states(chosen_of(row))
+    for part in Row._fields[1:]:
+        assert getattr(found, part) == pytest.approx(getattr(row, part), abs=3), part
+
+
+def test_every_member_of_each_axis_has_a_row() -> None:
+    chosen = [chosen_of(row) for row in ROWS.values()]
+    assert {each.strategy.sharding for each in chosen} == set(Sharding)
+    assert {each.strategy.offload for each in chosen} == set(Offload)
+    assert {each.strategy.optimizer for each in chosen} == set(Optimizer)
+    assert {each.method for each in chosen} == set(Method)
+
+
+# What a step needs beside the states: (setting, event, what it is more than without, bytes)
+STEP_TEMPORARIES = [
+    (Optimizer.ADAMW, 4 * P),  # foreach: the square roots of all second moments
+    (Optimizer.ADAMW_FUSED, 0),
+    (Optimizer.ADAMW_8BIT, 0),
+    (Optimizer.LION, 4 * V * H),
+    (Optimizer.ADAFACTOR, 3 * 4 * V * H),
+    (Optimizer.MUON, 3 * 4 * V * H),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "num_bytes"), STEP_TEMPORARIES)
+def test_temporaries_of_an_optimizer_step(optimizer: Optimizer, num_bytes: int) -> None:
+    found = states(setting(optimizer=optimizer))
+    assert found.optimizer_temporaries == num_bytes
+
+
+def test_a_new_projector_of_galore_works_on_one_fp32_matrix_at_a_time() -> None:
+    found = states(setting(method=GALORE))
+    assert found.optimizer_temporaries == 4 * (3 * F * H + H * H)  # gradient, its copy, both sets of vectors
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"optimizer": Optimizer.LOMO},
+        {"optimizer": Optimizer.ADALOMO},
+        {"optimizer_in_backward": True},
+        {"method": GALORE, "galore": GaloreJob(layerwise=True)},
+    ],
+)
+def test_updates_inside_the_backward_leave_no_gradients_to_a_step(more: dict[str, Any]) -> None:
+    plain, inside = (estimate_memory(LLAMA_8B, setting(**each), gpu()) for each in ({}, more))
+    assert "optimizer_step" in plain.events
+    assert "optimizer_step" not in inside.events
+    assert inside.events["gradients_complete"] - inside.steady_allocated_bytes < 4 * P / 4
+
+
+def test_steady_bytes_are_the_states_and_the_workspaces() -> None:
+    for name in ("none", "zero1", "fsdp", "lora", "qlora nf4-dq", "paged_adamw"):
+        row = ROWS[name]
+        held = row.weights + row.optimizer_state + row.master_weights + row.quant_state + row.adapters
+        found = estimate_memory(LLAMA_8B, chosen_of(row), gpu())
+        assert found.steady_allocated_bytes == pytest.approx(held + CUBLAS_BYTES, abs=3), name

@@ -1,0 +1,179 @@
+"""Published measurements of other trainers: the same formulas with another row of recipe values.
+
+The rows of benchmarks/measured_public.jsonl name their sources. Peak and steady allocated bytes are held to what the
+accuracy benchmark prints; which runs ended out of memory is held to the decision what fits.
+"""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import pytest
+from estimate_factory import LLAMA_8B, MISTRAL_7B, gpu, setting
+from msgspec.structs import replace
+
+from trainer.planning.cases import read_case
+from trainer.planning.memory import estimate_memory
+from trainer.planning.memory.overheads import OVERHEADS, Line
+from trainer.planning.memory.ranges import memory_ranges
+from trainer.planning.memory.recipe import dims_of, recipe_of
+from trainer.planning.memory.stacks import STACKS, stack_of
+from trainer.planning.setting import OUR_STACK, RecipeChoices
+from trainer.spec.plan import MemoryEstimate
+from trainer.spec.strategy import Checkpointing, LossHead, Method, Optimizer, Precision, Sharding
+from trainer.spec.units import GIB
+
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "measured_public.jsonl"
+FULL = Checkpointing.FULL
+
+
+def rows() -> list[tuple[dict[str, Any], dict[str, float], MemoryEstimate]]:
+    found = []
+    for line in MEASURED.read_text().splitlines():
+        row = json.loads(line)
+        case = read_case(row["case"])
+        found.append((row["case"], row["truth"], estimate_memory(case.shape, case.setting, case.device)))
+    return found
+
+
+ROWS = rows()
+
+
+def errors(counter: str, predicted: str) -> dict[str, list[float]]:
+    """Relative errors of each stack, and of all together."""
+    found = defaultdict(list)
+    for case, truth, estimate in ROWS:
+        if counter in truth:
+            error = abs(getattr(estimate, predicted) / GIB / truth[counter] - 1)
+            found[case["stack"]].append(error)
+            found["all"].append(error)
+    return found
+
+
+def test_peak_allocated_bytes_of_published_runs() -> None:
+    found = errors("peak_allocated_gib", "peak_allocated_bytes")
+    assert median(found["all"]) <= 0.02
+    assert quantiles(found["all"], n=10)[-1] <= 0.08
+    assert max(median(each) for each in found.values()) <= 0.08
+
+
+def test_steady_allocated_bytes_of_published_runs() -> None:
+    assert median(errors("steady_allocated_gib", "steady_allocated_bytes")["all"]) <= 0.001
+
+
+def test_device_bytes_of_published_runs() -> None:
+    assert median(errors("device_gib", "device_bytes")["all"]) <= 0.06
+
+
+def test_no_run_that_ran_out_of_memory_is_called_fitting() -> None:
+    ran_out = [estimate for _, truth, estimate in ROWS if truth.get("oom")]
+    assert len(ran_out) >= 19
+    assert not any(estimate.fits for estimate in ran_out)
+
+
+def test_runs_that_worked_are_called_fitting() -> None:
+    worked = [estimate for _, truth, estimate in ROWS if not truth.get("oom")]
+    assert sum(not estimate.fits for estimate in worked) <= 0.05 * len(worked)
+
+
+def test_every_stack_that_was_measured_has_a_row() -> None:
+    assert {case["stack"] for case, _, _ in ROWS} <= set(STACKS)
+
+
+def test_a_stack_without_a_row_answers_as_ours() -> None:
+    chosen = setting(Sharding.FSDP, num_ranks=8, checkpointing=FULL)
+    ours = estimate_memory(LLAMA_8B, chosen, gpu())
+    assert estimate_memory(LLAMA_8B, replace(chosen, stack="a trainer that nobody knows"), gpu()) == ours
+    assert stack_of("a trainer that nobody knows") is STACKS[OUR_STACK]
+
+
+@pytest.mark.parametrize("name", [name for name in STACKS if name != OUR_STACK])
+def test_a_row_names_its_source_and_changes_something(name: str) -> None:
+    ours, stack = STACKS[OUR_STACK], STACKS[name]
+    assert len(stack.source) > len("trainer/runtime")
+    assert replace(stack, name=ours.name, source=ours.source) != ours
+
+
+def peak(chosen: Any) -> int:
+    return estimate_memory(MISTRAL_7B, chosen, gpu()).peak_allocated_bytes
+
+
+LORA = setting(
+    method=Method.LORA, precision=Precision.BF16, checkpointing=FULL, seq_len=4096, micro_batch=4, stack="hf-trainer"
+)
+
+
+def test_an_fp32_residual_stream_keeps_twice_the_boundaries() -> None:
+    """A k-bit preparation that casts norms to fp32 does that: 2 h L more a token were measured, to the byte."""
+    wide = replace(LORA, recipe=RecipeChoices(residual_bytes=4))
+    before, after = (estimate_memory(MISTRAL_7B, each, gpu()).events["forward_end"] for each in (LORA, wide))
+    tokens = 4 * 4096
+    rotary = 2 * 2 * 4096 * 128  # its cosines and sines
+    assert after - before == 2 * 4096 * 32 * tokens + rotary
+
+
+def test_the_longest_row_sets_the_peak_where_rows_are_padded_to_it() -> None:
+    padded = replace(LORA, seq_len=512, recipe=RecipeChoices(longest_seq=4096))
+    assert peak(padded) == peak(LORA)
+
+
+def test_adapters_in_16_bit_halve_their_state() -> None:
+    dims = dims_of(MISTRAL_7B)
+    narrow = replace(LORA, recipe=RecipeChoices(adapter_bytes=2))
+    assert recipe_of(LORA, gpu(), dims).trained_bytes == 4
+    steady = [estimate_memory(MISTRAL_7B, each, gpu()).steady_allocated_bytes for each in (LORA, narrow)]
+    adapters = 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+    assert steady[0] - steady[1] == (12 - 6) * adapters
+
+
+def test_reducing_every_micro_batch_leaves_no_whole_gradients() -> None:
+    chosen = setting(Sharding.FSDP, num_ranks=8, checkpointing=FULL, accumulation=4)
+    reduced = replace(chosen, recipe=RecipeChoices(reduces_every_micro_batch=True))
+    whole, sharded = (estimate_memory(LLAMA_8B, each, gpu()).events["forward_end"] for each in (chosen, reduced))
+    assert whole - sharded == 4 * LLAMA_8B.num_parameters - 4 * LLAMA_8B.num_parameters // 8
+
+
+def test_fsdp1_keeps_sharded_gradients_between_steps() -> None:
+    fields: dict[str, Any] = {"num_ranks": 4, "checkpointing": FULL, "optimizer": Optimizer.ADAMW}
+    ours, theirs = (setting(Sharding.FSDP, stack=stack, **fields) for stack in (OUR_STACK, "hf-trainer"))
+    steady = [estimate_memory(MISTRAL_7B, each, gpu()).steady_allocated_bytes for each in (ours, theirs)]
+    assert steady[1] - steady[0] == MISTRAL_7B.num_parameters * 4 // 4
+
+
+def test_frozen_blocks_under_fsdp1_are_retained_until_the_backward_ends() -> None:
+    """2 h L of inputs and 2 h (L - 2) of their gradients, where one boundary would do."""
+    chosen = replace(LORA, strategy=replace(LORA.strategy, sharding=Sharding.FSDP), num_ranks=4, ranks_per_node=4)
+    found = estimate_memory(MISTRAL_7B, chosen, gpu())
+    boundary = 2 * 4096 * 4 * 4096
+    assert found.peak_event == "block_backward_bottom"
+    assert (found.parts["activations"], found.parts["retained_gradients"]) == (32 * boundary, 30 * boundary)
+
+
+def test_an_overhead_can_be_replaced() -> None:
+    chosen = setting(Sharding.FSDP, num_ranks=8, checkpointing=FULL)
+    measured = replace(
+        OVERHEADS, communicator_bytes=Line(low=GIB, likely=2 * GIB, high=3 * GIB, source="measured here")
+    )
+    before, after = (estimate_memory(LLAMA_8B, chosen, gpu(), table).device_bytes for table in (OVERHEADS, measured))
+    assert after - before == 2 * GIB - OVERHEADS.communicator_bytes.likely
+
+
+@pytest.mark.parametrize("sharding", [Sharding.NONE, Sharding.FSDP])
+@pytest.mark.parametrize("method", [Method.FULL, Method.LORA])
+def test_each_counter_has_a_range_around_what_is_likely(sharding: Sharding, method: Method) -> None:
+    chosen = setting(
+        sharding,
+        num_ranks=1 if sharding is Sharding.NONE else 8,
+        method=method,
+        checkpointing=FULL,
+        loss=LossHead.EAGER,
+    )
+    found, ranges = estimate_memory(LLAMA_8B, chosen, gpu()), memory_ranges(LLAMA_8B, chosen, gpu())
+    assert ranges.allocated.likely == found.peak_allocated_bytes
+    assert ranges.reserved.likely == found.peak_reserved_bytes
+    assert ranges.device.likely == found.device_bytes
+    for counter in (ranges.allocated, ranges.reserved, ranges.device):
+        assert counter.low <= counter.likely <= counter.high
+        assert counter.low < counter.high

@@ -1,0 +1,86 @@
+"""Every architecture trains: both loss heads are transformers' loss, and recomputing blocks changes no gradient."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from architecture_factory import TINY, VARIANTS
+from rank_factory import rank_plan
+
+from trainer.runtime.activation_memory import count_checkpointed_blocks
+from trainer.runtime.loss import IGNORED, install_loss_head, shift
+from trainer.runtime.model import build_model
+from trainer.spec.errors import InputError
+from trainer.spec.model_shape import read_model_shape
+from trainer.spec.strategy import Attention, Checkpointing, LossHead
+
+_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_OTHERS = (
+    "falcon 40b",
+    "falcon rw",
+    "phi with norms and groups",
+    "stablelm with everything",
+    "gemma3 with a capped head",
+)
+CONFIGS = {**TINY, **{name: VARIANTS[name] for name in _OTHERS}, "gpt2": {**TINY["gpt2"], **_NO_DROPOUT}}
+CONFIGS["gpt_bigcode"] = {**TINY["gpt_bigcode"], **_NO_DROPOUT}
+EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+IDS = torch.randint(0, 200, (2, 40), generator=torch.Generator().manual_seed(1))
+LABELS = IDS.masked_fill(torch.arange(40) > 30, IGNORED)
+
+
+def build(config: dict[str, object], loss: LossHead, checkpointing: Checkpointing = Checkpointing.NONE):
+    attentions = read_model_shape(config).attentions
+    model = build_model(
+        rank_plan(
+            Path("nowhere"),
+            model_config={**config, "initializer_range": 0.2},  # large enough for logits that a cap changes
+            loss=loss,
+            loss_chunk_tokens=17,
+            checkpointing=checkpointing,
+            attention=Attention.SDPA if Attention.SDPA in attentions else Attention.EAGER,
+        )
+    )
+    noise = torch.Generator().manual_seed(2)
+    for weight in model.parameters():
+        if weight.ndim == 1:  # new biases are zero, and a bias left out would not show
+            weight.data += 0.2 * torch.randn(weight.shape, generator=noise)
+    return model
+
+
+def loss_and_gradients(model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = model(input_ids=IDS, labels=LABELS)
+    loss.backward()
+    return loss.detach(), {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+@EACH
+def test_the_chunked_loss_is_the_eager_one_and_that_of_transformers(config):
+    eager = build(config, LossHead.EAGER)
+    with torch.no_grad():
+        theirs = eager.shardwise_forward(input_ids=IDS, labels=LABELS, use_cache=False).loss
+    expected, expected_gradients = loss_and_gradients(eager)
+    loss, gradients = loss_and_gradients(build(config, LossHead.CHUNKED))
+    torch.testing.assert_close(expected, theirs * (shift(LABELS) != IGNORED).sum(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in expected_gradients.items():
+        close = 1e-5 * max(1.0, float(gradient.abs().max()))
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-3, atol=close, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@EACH
+def test_every_block_recomputes_and_the_gradients_stay(config):
+    _, expected = loss_and_gradients(build(config, LossHead.CHUNKED))
+    model = build(config, LossHead.CHUNKED, Checkpointing.FULL)
+    _, gradients = loss_and_gradients(model)
+    assert count_checkpointed_blocks(model) == read_model_shape(config).num_layers
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_loss_that_balances_experts_is_refused_rather_than_left_out():
+    model = build({**TINY["mixtral"]}, LossHead.EAGER)
+    model.config.output_router_logits = True
+    with pytest.raises(InputError, match="output_router_logits is true"):
+        install_loss_head(model, LossHead.EAGER, chunk_tokens=None)

@@ -1,0 +1,69 @@
+"""Dry runs with one precaution taken away each: prints a JSON object of what each of them said."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+import transformers.masking_utils
+from torch.nn import functional
+
+from trainer.simulation import dry_run, kernels
+from trainer.simulation.fake_device import replaced
+from trainer.spec.errors import ShardwiseError
+from trainer.spec.simulation import SimulationRequest
+
+REQUEST = SimulationRequest(
+    model_config={
+        "model_type": "llama",
+        "vocab_size": 1024,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    seq_len=512,
+)
+_is_amp_missing = torch.cuda.amp.common.amp_definitely_not_available
+_silu, _attention = functional.silu, functional.scaled_dot_product_attention
+_is_tracing = transformers.masking_utils.is_tracing
+_find_packed = transformers.masking_utils.find_packed_sequence_indices
+
+
+@contextmanager
+def without(owner: object, **attributes: object) -> Iterator[None]:
+    """Runs the block with the libraries' own `attributes` of `owner` where the dry run would put others."""
+
+    class Undone(kernels.Kernels):
+        @contextmanager
+        def installed(self) -> Iterator[None]:
+            with super().installed(), replaced(owner, **attributes):
+                yield
+
+    with replaced(dry_run, Kernels=Undone):
+        yield
+
+
+BREAKS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "nothing": nullcontext,
+    "masks": lambda: without(
+        transformers.masking_utils, is_tracing=_is_tracing, find_packed_sequence_indices=_find_packed
+    ),
+    "silu": lambda: without(functional, silu=_silu),
+    "attention": lambda: without(functional, scaled_dot_product_attention=_attention),
+    "autocast": lambda: without(torch.cuda.amp.common, amp_definitely_not_available=_is_amp_missing),
+}
+
+
+def said(what: str) -> str:
+    with BREAKS[what]():
+        try:
+            return "\n".join(dry_run.simulate(REQUEST).checks)
+        except ShardwiseError as error:
+            return f"{type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    json.dump({what: said(what) for what in BREAKS}, sys.stdout)

@@ -1,0 +1,63 @@
+"""Each precaution of the dry run taken away once: the run says so, instead of answering with wrong bytes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from estimate_factory import config
+from msgspec.structs import replace
+
+from trainer.simulation.checks import check_supported
+from trainer.spec.errors import InputError
+from trainer.spec.hardware import DeviceKind
+from trainer.spec.simulation import SimulationRequest
+from trainer.spec.strategy import Attention, Method, Precision, Sharding
+
+WORKER = Path(__file__).with_name("broken_worker.py")
+SUPPORTED = SimulationRequest(model_config=config(64, 16, 32, 1, 2, 1))
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    ended = subprocess.run([sys.executable, str(WORKER)], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    answers: dict[str, str] = json.loads(ended.stdout)
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ("nothing", "matrix products in torch.bfloat16\nattention: flash"),
+        ("masks", "a mask was built for 4 attention calls that need none"),
+        ("silu", "4 sigmoids in a backward whose forward has none"),
+        ("attention", "the model never called scaled_dot_product_attention"),
+        ("autocast", "matrix products in torch.float32, torch.bfloat16 was expected"),
+    ],
+)
+def test_a_precaution_that_is_missing_is_noticed(said: dict[str, str], what: str, sentence: str) -> None:
+    assert sentence in said[what]
+    is_refused = said[what].startswith("ShardwiseError: the dry run took a path that no device takes")
+    assert is_refused == (what != "nothing")
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (replace(SUPPORTED, sharding=Sharding.ZERO3, num_ranks=8), "DeepSpeed"),
+        (replace(SUPPORTED, method=Method.GALORE), "galore"),
+        (replace(SUPPORTED, precision=Precision.FP8), "fp8"),
+        (replace(SUPPORTED, attention=Attention.FLASH), "sdpa runs the same kernel"),
+        (replace(SUPPORTED, method=Method.QLORA, sharding=Sharding.FSDP, num_ranks=8), "qlora under fsdp"),
+        (replace(SUPPORTED, device_kind=DeviceKind.CPU, sharding=Sharding.DDP, num_ranks=2), "ddp on CPU"),
+        (replace(SUPPORTED, num_ranks=2), "one rank, the request has 2"),
+        (replace(SUPPORTED, sharding=Sharding.FSDP), "2 ranks or more, the request has 1"),
+        (replace(SUPPORTED, sharding=Sharding.HSDP, num_ranks=12), "12 ranks, 8 in a node"),
+    ],
+)
+def test_what_has_no_dry_run_is_refused(request_: SimulationRequest, words: str) -> None:
+    check_supported(SUPPORTED)
+    with pytest.raises(InputError, match=words):
+        check_supported(request_)

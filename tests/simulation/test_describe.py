@@ -1,0 +1,107 @@
+"""A shape described from the model itself is the one that a reader finds, and says which losses are not ours."""
+
+from collections import Counter
+
+import pytest
+from architecture_factory import TINY, VARIANTS
+
+from trainer.simulation.describe import describe
+from trainer.spec.errors import InputError
+from trainer.spec.model_shape import Linear, read_model_shape
+from trainer.spec.strategy import Attention
+
+_SIZES = {
+    "vocab_size": 200,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_KNOWN = {
+    **TINY,
+    **{name: VARIANTS[name] for name in ("falcon rw", "qwen3_moe with a dense block", "gemma3 with a capped head")},
+}
+_SAME = (
+    "num_parameters", "model_type", "block_class", "vocab_size", "hidden_size", "ffn_size", "num_layers",
+    "num_dense_layers", "num_heads", "head_dim", "is_tied", "norm", "norm_parameters_per_block", "is_gated",
+    "num_sliding_layers", "positions", "rotary_dim", "position_parameters", "head_bias_parameters", "has_qk_norm",
+    "num_experts", "experts_per_token", "hidden_dropout", "attention_dropout", "logit_softcap", "attentions",
+    "used_linear_parameters", "block_parameters", "loss_obstacle", "other_parameters",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("config", _KNOWN.values(), ids=_KNOWN)
+def test_a_described_shape_is_the_one_that_a_reader_finds(config):
+    described, expected = describe(config), read_model_shape(config)
+    assert described.is_described
+    assert {name: getattr(described, name) for name in _SAME} == {name: getattr(expected, name) for name in _SAME}
+    assert _layers(described.linears) == _layers(expected.linears)
+    assert _layers(described.dense_linears) == _layers(expected.dense_linears)
+
+
+def _layers(linears: tuple[Linear, ...]) -> Counter:
+    """Linear layers without what peft makes of experts, which the model does not show."""
+    return Counter(
+        (one.name, one.num_inputs, one.num_outputs, one.has_bias, one.num_copies, one.num_used, one.is_linear_module)
+        for one in linears
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "block_class", "num_parameters"),
+    [
+        ({**_SIZES, "model_type": "olmo2"}, "Olmo2DecoderLayer", 109_280),
+        ({**_SIZES, "model_type": "starcoder2"}, "Starcoder2DecoderLayer", 82_288),
+        (
+            {"model_type": "opt", "vocab_size": 200, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 80}
+            | {"num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 96},
+            "OPTDecoderLayer",
+            101_040,
+        ),
+        (
+            {"model_type": "bloom", "vocab_size": 200, "hidden_size": 64, "n_layer": 3, "n_head": 4},
+            "BloomBlock",
+            163_008,
+        ),
+    ],
+    ids=["olmo2", "starcoder2", "opt", "bloom"],
+)
+def test_an_architecture_without_a_reader_is_described_in_full(config, block_class, num_parameters):
+    shape = describe(config)
+    assert (shape.block_class, shape.num_layers, shape.num_parameters) == (block_class, 3, num_parameters)
+    assert abs(shape.other_parameters) <= 2 * shape.hidden_size
+    assert shape.loss_obstacle is None
+
+
+@pytest.mark.parametrize(
+    ("change", "operation"),
+    [
+        ({"model_type": "granite", "logits_scaling": 8.0}, "div"),
+        ({"model_type": "cohere", "logit_scale": 0.0625}, "mul"),
+    ],
+    ids=["granite", "cohere"],
+)
+def test_a_model_whose_loss_is_another_is_named_as_one_that_is_not_trained(change, operation):
+    obstacle = describe({**_SIZES, **change}).loss_obstacle
+    assert obstacle == f"its loss is not just the cross-entropy of its hidden states times its head ({operation})"
+
+
+def test_attention_is_what_the_class_of_the_model_supports():
+    assert describe({**_SIZES, "model_type": "gemma2"}).attentions == (Attention.FLASH, Attention.EAGER)
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"model_type": "no_such_model"}, r"model config \(no_such_model\)"),
+        ({**_SIZES, "model_type": "olmo2", "hidden_size": "wide"}, r"model config \(olmo2\)"),
+    ],
+)
+def test_a_config_that_transformers_cannot_build_is_refused(config, sentence):
+    with pytest.raises(InputError, match=sentence):
+        describe(config)

@@ -1,0 +1,170 @@
+"""A tiny model on a CUDA device that is not there, in every engine that has a dry run."""
+
+from typing import Any
+
+import pytest
+from dry_run_factory import run_dry
+from estimate_factory import config
+from msgspec.structs import replace
+
+from trainer.spec.job import LoraJob
+from trainer.spec.simulation import GoldenAnswer, SimulationRequest
+from trainer.spec.strategy import Checkpointing, LossHead, Method, Optimizer, Precision, Sharding
+
+VOCAB, HIDDEN, FFN, LAYERS = 4096, 256, 512, 3
+LLAMA = config(VOCAB, HIDDEN, FFN, LAYERS, 8, 4)
+BASE = SimulationRequest(model_config=LLAMA, micro_batch=2, seq_len=512, loss=LossHead.CHUNKED)
+BLOCK = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 2 + 3 * HIDDEN * FFN + 2 * HIDDEN
+PARAMETERS = LAYERS * BLOCK + 2 * VOCAB * HIDDEN + HIDDEN
+ROUNDING = 512  # bytes a tensor may be larger by
+BF16, FULL = Precision.BF16, Checkpointing.FULL
+
+
+def fsdp(num_ranks: int, **changes: Any) -> SimulationRequest:
+    return replace(BASE, sharding=Sharding.FSDP, num_ranks=num_ranks, **changes)
+
+
+REQUESTS = {
+    "none": BASE,
+    "bf16": replace(BASE, precision=BF16),
+    "fused": replace(BASE, optimizer=Optimizer.ADAMW_FUSED),
+    "accumulating": replace(BASE, accumulation=2),
+    "checkpointed": replace(BASE, checkpointing=FULL),
+    "eager loss": replace(BASE, loss=LossHead.EAGER),
+    "tied": replace(BASE, model_config={**LLAMA, "tie_word_embeddings": True}),
+    "ddp": replace(BASE, sharding=Sharding.DDP, num_ranks=4),
+    "lora": replace(BASE, method=Method.LORA, lora=LoraJob(rank=8)),
+    "lora bf16": replace(BASE, method=Method.LORA, lora=LoraJob(rank=8), precision=BF16),
+    "lora of two": replace(BASE, method=Method.LORA, lora=LoraJob(rank=8, targets=("q_proj", "v_proj"))),
+    "qlora": replace(BASE, method=Method.QLORA, lora=LoraJob(rank=8)),
+    "fsdp 2": fsdp(2, checkpointing=FULL),
+    "fsdp 8": fsdp(8, checkpointing=FULL),
+    "fsdp 512": fsdp(512, checkpointing=FULL),
+    "fsdp accumulating": fsdp(8, checkpointing=FULL, accumulation=2),
+    "fsdp_grad_op": replace(fsdp(8, checkpointing=FULL), sharding=Sharding.FSDP_GRAD_OP),
+    "hsdp": replace(fsdp(16, checkpointing=FULL), sharding=Sharding.HSDP, ranks_per_node=8),
+    "falcon": replace(
+        BASE,
+        seq_len=128,
+        precision=BF16,
+        checkpointing=FULL,
+        model_config={"model_type": "falcon", "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 2}
+        | {"num_attention_heads": 4, "alibi": False, "new_decoder_architecture": False, "bias": False},
+    ),
+    "mixture": replace(
+        BASE,
+        model_config={**config(VOCAB, HIDDEN, FFN, 2, 8, 4, model_type="mixtral"), "num_local_experts": 4},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GoldenAnswer]:
+    return run_dry(tmp_path_factory.mktemp("dry-runs"), REQUESTS)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_the_parts_sum_to_the_peak_which_is_the_largest_event(answers: dict[str, GoldenAnswer], name: str) -> None:
+    answer = answers[name]
+    assert sum(answer.parts.values()) == answer.peak_allocated_bytes
+    assert answer.peak_allocated_bytes == max(num for event, num in answer.events.items() if event != "load")
+    assert answer.events[answer.peak_event] == answer.peak_allocated_bytes
+    assert answer.peak_allocated_bytes <= answer.min_capacity_bytes <= answer.peak_reserved_bytes
+
+
+def test_every_event_of_a_step_is_seen_in_order(answers: dict[str, GoldenAnswer]) -> None:
+    assert list(answers["eager loss"].events) == [
+        "load",
+        "forward_end",
+        "loss_backward",
+        "head_backward",
+        "norm_backward",
+        "block_backward_top",
+        "block_backward_middle",
+        "block_backward_bottom",
+        "gradients_complete",
+        "clip",
+        "optimizer_step",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_each"),
+    [("none", 4 * 3), ("bf16", 2 * 3), ("fused", 4 * 3), ("ddp", 4 * 4)],  # DDP keeps its buckets
+)
+def test_between_steps_there_are_weights_and_two_moments(
+    answers: dict[str, GoldenAnswer], name: str, bytes_each: int
+) -> None:
+    answer = answers[name]
+    assert answer.num_parameters == PARAMETERS
+    slack = 6 * 40 * ROUNDING  # step counters, too
+    assert 0 <= answer.steady_allocated_bytes - bytes_each * PARAMETERS < slack
+
+
+@pytest.mark.parametrize("name", ["none", "bf16"])
+def test_foreach_makes_one_more_copy_in_the_step_than_fused(answers: dict[str, GoldenAnswer], name: str) -> None:
+    width = 2 if name == "bf16" else 4
+    step = answers[name].events["optimizer_step"]
+    assert step - answers[name].steady_allocated_bytes == pytest.approx(2 * width * PARAMETERS, rel=0.01)
+    fused = answers["fused"]
+    assert fused.events["optimizer_step"] - fused.steady_allocated_bytes == pytest.approx(4 * PARAMETERS, rel=0.01)
+
+
+def test_accumulation_carries_the_gradients_into_the_next_forward(answers: dict[str, GoldenAnswer]) -> None:
+    once, twice = answers["none"], answers["accumulating"]
+    more = twice.events["forward_end"] - once.events["forward_end"]
+    assert more == pytest.approx(4 * PARAMETERS, rel=0.01)
+    assert twice.events["optimizer_step"] == once.events["optimizer_step"]
+
+
+def test_a_tied_head_is_counted_once(answers: dict[str, GoldenAnswer]) -> None:
+    assert answers["none"].num_parameters - answers["tied"].num_parameters == VOCAB * HIDDEN
+
+
+def test_adapters_are_fp32_except_where_all_is_bf16(answers: dict[str, GoldenAnswer]) -> None:
+    linears = [(HIDDEN, HIDDEN)] * 2 + [(HIDDEN, HIDDEN // 2)] * 2 + [(HIDDEN, FFN)] * 2 + [(FFN, HIDDEN)]
+    trained = LAYERS * 8 * sum(inputs + outputs for inputs, outputs in linears)
+    assert {answers[name].num_trained_parameters for name in ("lora", "lora bf16", "qlora")} == {trained}
+    of_two = LAYERS * 8 * (2 * HIDDEN + HIDDEN + HIDDEN // 2)
+    assert answers["lora of two"].num_trained_parameters == of_two
+    difference = answers["lora"].steady_allocated_bytes - answers["lora bf16"].steady_allocated_bytes
+    assert difference == pytest.approx(3 * 2 * trained, rel=0.02)
+
+
+def test_nf4_holds_half_a_byte_a_weight_and_its_scales(answers: dict[str, GoldenAnswer]) -> None:
+    linear = LAYERS * (BLOCK - 2 * HIDDEN)
+    saved = answers["lora"].events["load"] - answers["qlora"].events["load"]
+    scales = linear / 64 + 4 * linear / 64 / 256
+    tables = LAYERS * 7 * (2 + 3) * ROUNDING
+    assert 0 <= 2 * linear - linear / 2 - scales - saved < tables
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8, 512])
+def test_fsdp_divides_what_lasts_by_the_ranks(answers: dict[str, GoldenAnswer], num_ranks: int) -> None:
+    steady = answers[f"fsdp {num_ranks}"].steady_allocated_bytes
+    assert 0 <= steady - 12 * PARAMETERS / num_ranks < 8 * 40 * ROUNDING
+
+
+def test_hsdp_divides_by_the_ranks_of_a_node_only(answers: dict[str, GoldenAnswer]) -> None:
+    assert answers["hsdp"].steady_allocated_bytes == pytest.approx(answers["fsdp 8"].steady_allocated_bytes, rel=0.001)
+
+
+def test_more_ranks_need_less_each(answers: dict[str, GoldenAnswer]) -> None:
+    peaks = [answers[f"fsdp {ranks}"].peak_allocated_bytes for ranks in (2, 8, 512)]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_fsdp_moves_a_group_to_the_device_before_it_is_cut(answers: dict[str, GoldenAnswer]) -> None:
+    """Accelerate refers to the whole embedding until the head is there; every block is cut by then."""
+    whole = 4 * (2 * VOCAB * HIDDEN + HIDDEN)
+    assert 0 <= answers["fsdp 512"].events["load"] - whole <= 4 * PARAMETERS / 512 + 80 * ROUNDING
+
+
+def test_grad_op_keeps_every_block_gathered_until_the_backward(answers: dict[str, GoldenAnswer]) -> None:
+    difference = answers["fsdp_grad_op"].events["norm_backward"] - answers["fsdp 8"].events["norm_backward"]
+    assert difference >= (LAYERS - 1) * 2 * BLOCK
+
+
+def test_without_synchronisation_fsdp_keeps_whole_gradients_in_fp32(answers: dict[str, GoldenAnswer]) -> None:
+    more = answers["fsdp accumulating"].events["forward_end"] - answers["fsdp 8"].events["forward_end"]
+    assert more == pytest.approx(4 * PARAMETERS, rel=0.02)

@@ -1,0 +1,58 @@
+"""The file of known dry runs: what it covers, and that a run of today still says the same."""
+
+from pathlib import Path
+
+import pytest
+from dry_run_factory import run_dry
+from msgspec.structs import replace
+
+from trainer.simulation.golden import read_golden
+from trainer.spec.simulation import GoldenAnswer, GoldenRow
+from trainer.spec.strategy import Checkpointing, LossHead, Method, Optimizer, Precision, Sharding
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "dry_run.jsonl"
+ROWS = read_golden(GOLDEN)
+AGAIN = (  # small models that take a second or two each
+    "qwen2.5-0.5b lora r8-q_proj+v_proj bf16-mixed chunked b4 s1024",
+    "gpt2 bf16 eager b8 s1024 ckpt-full adamw_fused",
+    "pythia-1b bf16-mixed chunked b4 s2048",
+)
+
+
+def answer_of(row: GoldenRow) -> GoldenAnswer:
+    assert row.answer is not None, f"{row.name} has no answer: make golden"
+    return row.answer
+
+
+def test_names_are_unique_and_every_row_is_answered() -> None:
+    assert len({row.name for row in ROWS}) == len(ROWS) >= 70
+    for row in ROWS:
+        answer = answer_of(row)
+        assert sum(answer.parts.values()) == answer.peak_allocated_bytes
+
+
+def test_every_axis_of_the_dry_run_is_covered() -> None:
+    requests = [row.request for row in ROWS]
+    assert len({request.model_config["model_type"] for request in requests}) >= 8
+    assert {request.method for request in requests} == {Method.FULL, Method.LORA, Method.QLORA}
+    assert {request.precision for request in requests} == set(Precision) - {Precision.FP8}
+    assert {request.loss for request in requests} == {LossHead.EAGER, LossHead.CHUNKED}
+    assert {request.checkpointing for request in requests} == {Checkpointing.NONE, Checkpointing.FULL}
+    assert {request.optimizer for request in requests} == {Optimizer.ADAMW, Optimizer.ADAMW_FUSED, Optimizer.SGD}
+    assert {request.sharding for request in requests} >= {each for each in Sharding if not each.uses_deepspeed}
+    sharded = {(request.num_ranks, request.accumulation) for request in requests if request.sharding.uses_fsdp}
+    assert {ranks for ranks, _ in sharded} >= {8, 64, 512}
+    assert {(ranks, 2) for ranks in (8, 64, 512)} <= sharded
+
+
+@pytest.fixture(scope="module")
+def again(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GoldenAnswer]:
+    requests = {row.name: row.request for row in ROWS if row.name in AGAIN}
+    return run_dry(tmp_path_factory.mktemp("golden"), requests)
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_a_known_dry_run_comes_out_again(again: dict[str, GoldenAnswer], name: str) -> None:
+    """To the byte: nothing in it depends on the machine."""
+    known = next(answer_of(row) for row in ROWS if row.name == name)
+    assert again[name] == replace(known, versions=again[name].versions)

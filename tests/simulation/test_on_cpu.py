@@ -1,0 +1,103 @@
+"""The dry run on a CPU that is not there, against the allocator of the one that is: a steady step of a tiny model."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from estimate_factory import config
+from transformers import PreTrainedModel
+
+from trainer.runtime.memory_profile import MemoryProfile
+from trainer.runtime.model import make_trainable, model_from_config
+from trainer.runtime.optimizers import build_optimizer
+from trainer.runtime.precision import weight_type
+from trainer.simulation.dry_run import simulate
+from trainer.spec.hardware import DeviceKind
+from trainer.spec.report import MemoryFigures
+from trainer.spec.simulation import SimulationRequest
+from trainer.spec.strategy import Attention, Checkpointing, LossHead, Optimizer, Precision
+
+VOCAB = 4096
+TOLERANCE = 0.0005
+FULL, EAGER, CHUNKED = Checkpointing.FULL, LossHead.EAGER, LossHead.CHUNKED
+FUSED = Optimizer.ADAMW_FUSED
+FP32, MIXED, BF16 = Precision.FP32, Precision.BF16_MIXED, Precision.BF16
+
+
+class Case(NamedTuple):
+    precision: Precision = FP32
+    checkpointing: Checkpointing = Checkpointing.NONE
+    loss: LossHead = CHUNKED
+    optimizer: Optimizer = Optimizer.ADAMW
+    accumulation: int = 1
+    is_tied: bool = True
+    model_type: str = "llama"
+    attention: Attention = Attention.SDPA
+
+
+CASES = [
+    Case(),
+    Case(accumulation=2, optimizer=FUSED, loss=EAGER, is_tied=False),
+    Case(MIXED, checkpointing=FULL, loss=EAGER),
+    Case(MIXED, accumulation=2, is_tied=False),
+    Case(BF16, optimizer=FUSED, model_type="qwen2"),
+    Case(attention=Attention.EAGER, checkpointing=FULL, model_type="qwen3"),
+]
+
+
+def request_of(case: Case) -> SimulationRequest:
+    return SimulationRequest(
+        model_config=config(VOCAB, 192, 512, 2, 6, 2, is_tied=case.is_tied, model_type=case.model_type, head_dim=32),
+        precision=case.precision,
+        optimizer=case.optimizer,
+        micro_batch=4,
+        seq_len=128,
+        accumulation=case.accumulation,
+        checkpointing=case.checkpointing,
+        attention=case.attention,
+        loss=case.loss,
+        device_kind=DeviceKind.CPU,
+    )
+
+
+def measured(request: SimulationRequest) -> MemoryFigures:
+    """The second step, under torch's profiler."""
+    torch.manual_seed(0)
+    dtype = weight_type(request.precision)
+    model = model_from_config(request.model_config, dtype=dtype, attention=request.attention)
+    make_trainable(model, request.checkpointing, request.loss, loss_chunk_tokens=request.loss_chunk_tokens)
+    optimizer = build_optimizer(request.optimizer, model, lr=1e-4, weight_decay=0.1)
+    batches = [torch.randint(0, VOCAB, (request.micro_batch, request.seq_len)) for _ in range(request.accumulation)]
+    _step(model, optimizer, batches, request.precision)
+    profile = MemoryProfile(model, optimizer, torch.device("cpu"))
+    with profile.step():
+        _step(model, optimizer, batches, request.precision)
+    return profile.figures()
+
+
+def _step(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, batches: list[torch.Tensor], precision: Precision
+) -> None:
+    for ids in batches:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision is MIXED):
+            loss = model(input_ids=ids, labels=ids)
+        loss.backward()
+        del loss
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def name_of(case: Case) -> str:
+    """What differs from the first case."""
+    return "-".join(str(value) for value, usual in zip(case, Case(), strict=True) if value != usual) or "plain"
+
+
+# transformers renamed the method that `activation_memory` calls, and still has the old name.
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_the_dry_run_sees_what_the_allocator_sees(case: Case) -> None:
+    request = request_of(case)
+    figures, simulation = measured(request), simulate(request)
+    assert simulation.steady_allocated_bytes == pytest.approx(figures.steady_allocated_bytes, rel=TOLERANCE)
+    assert simulation.peak_allocated_bytes == pytest.approx(figures.peak_allocated_bytes, rel=TOLERANCE)

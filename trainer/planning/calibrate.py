@@ -1,0 +1,285 @@
+"""What earlier runs on this device teach about the next prediction: a factor for each figure, and how sure it is.
+
+A figure's factor comes from the ratios measured / predicted of comparable runs: the same class of precision, sharding,
+offload and frozen base, and a model of at most four times or at least a quarter the size. Of their logarithms the
+median is taken (one run on a busy machine does not move it) and drawn toward no correction by whichever is more: its
+share 1 / (n + 1), so that one run counts half and nine count nine tenths, or the standard error that their spread
+leaves. Ratios that scatter around one correct nothing.
+
+Step times of a row without runs of its own class follow the runs of the other classes in its precision: what a machine
+is slower at in one row it mostly is in the others, and a correction for one row alone would turn a ranking around for
+no better reason than that it was measured. Bytes are arithmetic: they are corrected for the class that ran only.
+
+Only runs that the same version predicted count, and for the step time only those predicted from the same kind of
+ceilings: `probe --measure` corrects what a device can do, these factors correct what is left, and neither twice.
+
+A factor is the same for every setting of a row, so it never changes which setting is the row's best; it changes what
+fits, how long the run is said to take, and which row is taken.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from statistics import median
+
+from msgspec.structs import replace
+
+from trainer.spec.calibration import Calibration, CalibrationRecord, RatesSource
+from trainer.spec.hardware import Hardware, MeasuredRates
+from trainer.spec.model_shape import ModelShape
+from trainer.spec.plan import MemoryEstimate, SpeedEstimate, TrialResult
+from trainer.spec.strategy import Method, Offload, Precision, Sharding, Strategy
+from trainer.spec.value import Value
+
+COMPARABLE_SIZE = 4.0  # ratio of parameters
+MAX_RECORDS = 20  # the newest count
+FIRM_RUNS, FIRM_SPREAD = 3, 0.01  # so many runs that agree this well may lower what a plan asks for
+LEAST_RANGE = 0.01  # of the peak; a range is never drawn narrower
+_MAD_TO_SIGMA = 1.4826  # of a normal distribution
+# Parts whose bytes follow from the model alone: a run that measured another peak measured other activations or buffers.
+_EXACT_PARTS = frozenset({
+    "weights", "master_weights", "quant_state", "adapters", "optimizer_state", "gradients", "fp8_weights", "workspace",
+})  # fmt: skip
+
+
+class Factor(Value, frozen=True, kw_only=True):
+    """What a predicted figure is multiplied by, and the runs that say so."""
+
+    value: float = 1.0
+    num_runs: int = 0
+    measured: float = 1.0  # the median ratio itself
+    spread: float | None = None  # of the ratios, one sigma as a share; None for fewer than two
+
+    @property
+    def is_firm(self) -> bool:
+        """True where enough runs agree closely."""
+        return self.num_runs >= FIRM_RUNS and self.spread is not None and self.spread <= FIRM_SPREAD
+
+    def times(self, factor: float) -> "Factor":
+        """The factor after another one."""
+        return replace(self, value=self.value * factor)
+
+
+NO_FACTOR = Factor()
+
+
+class Correction(Value, frozen=True, kw_only=True):
+    """The factors of one class of rows."""
+
+    step: Factor = NO_FACTOR
+    peak: Factor = NO_FACTOR
+    reserved: Factor = NO_FACTOR
+    device: Factor = NO_FACTOR
+    is_of_class: bool = False  # the step time's factor is from runs of this very class
+
+
+NO_CORRECTION = Correction()
+
+
+class Corrections(Value, frozen=True, kw_only=True):
+    """What the runs on a device say of every row for one model."""
+
+    by_class: dict[str, Correction] = {}
+    by_precision: dict[str, Correction] = {}  # for rows whose class has not run
+    num_unused: int = 0  # runs on this device that cannot be compared
+    tried: dict[str, float] = {}  # rows that a trial of this very job timed: what else their step time is multiplied by
+    untried: float = 1.0  # the same for the other rows
+
+    def of(self, strategy: Strategy, method: Method) -> Correction:
+        """The factors for one row."""
+        learned = self._learned(strategy, method)
+        factor = self.tried.get(strategy.name, self.untried)
+        return learned if factor == 1 else replace(learned, step=learned.step.times(factor))
+
+    def _learned(self, strategy: Strategy, method: Method) -> Correction:
+        if not self.by_class and not self.by_precision:
+            return NO_CORRECTION
+        key = _class_of(strategy.precision, strategy.sharding, strategy.offload, is_frozen=method.freezes_base)
+        return self.by_class.get(key) or self.by_precision.get(strategy.precision, NO_CORRECTION)
+
+
+NO_CORRECTIONS = Corrections()
+
+
+def corrections_of(
+    calibration: Calibration, *, shape: ModelShape, hardware: Hardware, version: str | None
+) -> Corrections:
+    """The factors that the records of a device give for a model."""
+    if not calibration.records:
+        return NO_CORRECTIONS
+    usable = [record for record in calibration.records if _is_usable(record, shape, version)]
+    rates = rates_source(hardware)
+    of_speed = [record for record in usable if record.rates is rates]
+    by_precision = _grouped(of_speed, lambda record: str(record.precision))
+    corrections = {precision: Correction(step=_step(records)) for precision, records in by_precision.items()}
+    by_class = {}
+    for key, records in _grouped(usable, _class_of_record).items():
+        timed = [record for record in records if record.rates is rates]
+        elsewhere = corrections.get(str(records[0].precision), NO_CORRECTION).step
+        full = [record for record in records if not record.is_padded]
+        by_class[key] = Correction(
+            step=_step(timed) if timed else elsewhere,
+            peak=factor_of(_ratios(full, "peak")),
+            reserved=factor_of(_ratios(full, "reserved")),
+            device=factor_of(_ratios(full, "device")),
+            is_of_class=bool(timed),
+        )
+    return Corrections(by_class=by_class, by_precision=corrections, num_unused=len(calibration.records) - len(usable))
+
+
+def after_trials(corrections: Corrections, trials: Sequence[TrialResult]) -> Corrections:
+    """The factors after a trial: a row that ran takes the time it took, the others follow as they do after runs."""
+    tried = {
+        trial.strategy: trial.step_s / trial.predicted_step_s
+        for trial in trials
+        if trial.step_s is not None and trial.predicted_step_s is not None
+    }
+    return replace(corrections, tried=tried, untried=factor_of(tried.values()).value)
+
+
+def rates_source(hardware: Hardware) -> RatesSource:
+    """Where the ceilings of predictions for this hardware come from."""
+    return RatesSource.DATASHEET if hardware.rates == MeasuredRates() else RatesSource.MEASURED
+
+
+def factor_of(ratios: Iterable[float]) -> Factor:
+    """The factor that ratios measured / predicted, oldest first, support."""
+    logs = [math.log(ratio) for ratio in ratios][-MAX_RECORDS:]
+    if not logs:
+        return NO_FACTOR
+    middle, number = median(logs), len(logs)
+    spread = _spread(logs, middle)
+    drawn = abs(middle) * number / (number + 1)
+    if spread is not None:
+        drawn = min(drawn, max(0.0, abs(middle) - spread / math.sqrt(number)))
+    return Factor(
+        value=math.exp(math.copysign(drawn, middle)), num_runs=number, measured=math.exp(middle), spread=spread
+    )
+
+
+def corrected_speed(speed: SpeedEstimate, correction: Correction) -> SpeedEstimate:
+    """The estimate with its step time, and what follows from it, multiplied."""
+    factor = correction.step.value
+    if factor == 1:
+        return speed
+    return replace(
+        speed,
+        parts={name: seconds * factor for name, seconds in speed.parts.items()},
+        step_s=speed.step_s * factor,
+        tokens_per_s_per_gpu=speed.tokens_per_s_per_gpu / factor,
+        mfu=None if speed.mfu is None else speed.mfu / factor,
+    )
+
+
+def corrected_memory(memory: MemoryEstimate, correction: Correction) -> MemoryEstimate:
+    """The estimate with its peak, and what follows from it, moved to where runs measured it; parts sum to it still.
+
+    What a plan asks for rises with the peak, and falls with it only where the runs are firm. The range around the
+    peak narrows to what they scatter.
+    """
+    peak = correction.peak
+    if not peak.num_runs:
+        return memory
+    delta = _movable_bytes(memory, round((peak.value - 1) * memory.peak_allocated_bytes))
+    top = memory.peak_allocated_bytes + delta
+    reserved = max(top, round((memory.peak_reserved_bytes + delta) * correction.reserved.value))
+    low, high = _range(memory, peak, top=top, reserved=reserved, delta=delta)
+    return replace(
+        memory,
+        parts=_moved_parts(memory.parts, delta),
+        events=_moved_events(memory, delta),
+        peak_allocated_bytes=top,
+        peak_reserved_bytes=reserved,
+        device_bytes=max(top, round((memory.device_bytes + delta) * correction.device.value)),
+        low_bytes=low,
+        high_bytes=high,
+        need_bytes=memory.need_bytes + (delta if delta > 0 or peak.is_firm else 0),
+    )
+
+
+def _range(memory: MemoryEstimate, peak: Factor, *, top: int, reserved: int, delta: int) -> tuple[int, int]:
+    low, high = memory.low_bytes + delta, max(reserved, memory.high_bytes + delta)
+    if peak.num_runs < FIRM_RUNS or peak.spread is None:
+        return low, high
+    width = max(LEAST_RANGE, 2 * peak.spread)
+    return max(low, round((1 - width) * top)), max(reserved, min(high, round((1 + width) * top)))
+
+
+def _movable_bytes(memory: MemoryEstimate, delta: int) -> int:
+    """As much of `delta` as parts that are no exact arithmetic can take: they may fall to a tenth."""
+    movable = sum(num_bytes for name, num_bytes in memory.parts.items() if name not in _EXACT_PARTS)
+    if memory.peak_allocated_bytes <= memory.steady_allocated_bytes or not movable:
+        return 0
+    floor = max(-9 * movable // 10, memory.steady_allocated_bytes - memory.peak_allocated_bytes)
+    return max(delta, floor)
+
+
+def _moved_parts(parts: dict[str, int], delta: int) -> dict[str, int]:
+    """Parts that sum to `delta` more, each inexact one by its share; the largest takes what rounding leaves."""
+    if not delta:
+        return parts
+    inexact = {name: num_bytes for name, num_bytes in parts.items() if name not in _EXACT_PARTS}
+    total = sum(inexact.values())
+    moved = {name: num_bytes + delta * num_bytes // total for name, num_bytes in inexact.items()}
+    largest = max(moved, key=moved.__getitem__)
+    moved[largest] += total + delta - sum(moved.values())
+    return parts | moved
+
+
+def _moved_events(memory: MemoryEstimate, delta: int) -> dict[str, int]:
+    """Every event moved by its own share of what it has above the steady memory: the peak stays the largest."""
+    steady, peak = memory.steady_allocated_bytes, memory.peak_allocated_bytes
+    if not delta:
+        return memory.events
+    return {
+        name: total if total <= steady else total + round(delta * (total - steady) / (peak - steady))
+        for name, total in memory.events.items()
+    }
+
+
+def _is_usable(record: CalibrationRecord, shape: ModelShape, version: str | None) -> bool:
+    if record.precision is None or record.num_parameters is None or record.shardwise != version:
+        return False
+    ratio = shape.num_parameters / record.num_parameters
+    return 1 / COMPARABLE_SIZE <= ratio <= COMPARABLE_SIZE
+
+
+def _step(records: Sequence[CalibrationRecord]) -> Factor:
+    return factor_of(record.measured_step_s / record.predicted_step_s for record in records)
+
+
+def _ratios(records: Sequence[CalibrationRecord], name: str) -> list[float]:
+    pairs = [(getattr(each, f"measured_{name}_bytes"), getattr(each, f"predicted_{name}_bytes")) for each in records]
+    return [measured / predicted for measured, predicted in pairs if measured and predicted]
+
+
+def _spread(logs: Sequence[float], middle: float) -> float | None:
+    """One sigma, from the median of absolute deviations; of two values from their distance."""
+    if len(logs) < 2:
+        return None
+    if len(logs) == 2:
+        return abs(logs[1] - logs[0]) / math.sqrt(2)
+    return _MAD_TO_SIGMA * median(abs(log - middle) for log in logs)
+
+
+def _grouped(
+    records: Iterable[CalibrationRecord], key: Callable[[CalibrationRecord], str]
+) -> dict[str, list[CalibrationRecord]]:
+    return {name: list(group) for name, group in groupby(sorted(records, key=key), key)}
+
+
+def _class_of_record(record: CalibrationRecord) -> str:
+    assert record.precision is not None
+    return _class_of(
+        record.precision,
+        record.sharding or Sharding.NONE,
+        record.offload or Offload.NONE,
+        is_frozen=record.method is not None and record.method.freezes_base,
+    )
+
+
+def _class_of(precision: Precision, sharding: Sharding, offload: Offload, *, is_frozen: bool) -> str:
+    """Rows whose errors are expected to be alike."""
+    engine = "deepspeed" if sharding.uses_deepspeed else "fsdp" if sharding.uses_fsdp else str(sharding)
+    place = "device" if offload is Offload.NONE else "nvme" if offload.uses_nvme else "host"
+    return f"{precision}/{engine}/{place}/{'frozen' if is_frozen else 'trained'}"

@@ -1,0 +1,203 @@
+"""What autograd saves in one block, operation by operation: bytes of one token.
+
+An operation saves what its backward reads. Counted from the modelling files of transformers 5 by hooks on saved
+tensors; h hidden, q = heads x head_dim, k = kv_heads x head_dim, f width of the MLP, c bytes of the computing type, r
+of the residual stream. In a 16-bit model r = c; under autocast r = 4.
+
+    RMSNorm          its input in fp32, 4h (the residual itself where that is fp32), the normalised input, h in the
+                     type of the input, and 4 B; Gemma applies its weights in fp32: 4h for the normalised input
+    LayerNorm        its input as it is, rh, and 8 B; fused RMSNorm the same with 4 B
+    linear layers    each distinct input, ch; under autocast a cast copy for each layer that reads it (1 B in fp8)
+    rotary           rotated query and key are new tensors; a fused product of all three is kept whole by its views
+    attention        query, key, value, output, log-sum-exp of each head; a window makes PyTorch's attention take a
+                     mask, c x sequence a token, and as many key and value heads as queries; without a fused kernel
+                     the probabilities: sequence x heads x 4 B a token, and a 16-bit copy, with capped scores two
+    MLP              gated: gate, activated gate, up and their product, 4cf; else the activation's input and output.
+                     GELU written out in Python keeps four arrays, three of them fp32 under autocast
+    experts          a gathered copy of the token for each expert it goes to, their products, and the outputs before
+                     they are weighted; autocast does not cast the grouped product, which runs in the residual's type
+    dropout          a mask, 1 B an element
+
+A frozen linear layer does not keep its input, a frozen RMSNorm not its normalised input. An adapter keeps the input of
+its own two matrices.
+"""
+
+from trainer.planning.memory.recipe import Dims, Kernel, Recipe, adapted_linears
+from trainer.planning.memory.stacks import AdapterInputs
+from trainer.planning.setting import Setting
+from trainer.spec.model_shape import Norm
+from trainer.spec.strategy import Attention
+from trainer.spec.value import Value
+
+_EXPERT_INDICES = 4 * 8  # order of the tokens, its inverse, the tokens' weights and experts: 8 bytes each an expert
+
+
+def keeps_input(recipe: Recipe, dims: Dims) -> bool:
+    """Whether the first norm keeps the block's input itself, rather than a copy in another type."""
+    if dims.norm is Norm.LAYER:
+        return recipe.residual_bytes == 4 or not recipe.is_autocast
+    return recipe.residual_bytes == 4 or recipe.is_fused
+
+
+class SavedTensors(Value, frozen=True, kw_only=True):
+    """Bytes of one token in one block."""
+
+    norms: int
+    linear_inputs: int
+    attention: int
+    mlp: int
+    dropout: int
+
+    @property
+    def total(self) -> int:
+        return self.norms + self.linear_inputs + self.attention + self.mlp + self.dropout
+
+
+def saved_tensors(setting: Setting, recipe: Recipe, dims: Dims) -> SavedTensors:
+    """What one block saves when nothing is recomputed, its input included where the first norm keeps that."""
+    hidden_masks = 2 * dims.hidden if dims.has_hidden_dropout else 0
+    return SavedTensors(
+        norms=_norm_bytes(recipe, dims) + _head_norm_bytes(recipe, dims),
+        linear_inputs=_linear_input_bytes(setting, recipe, dims),
+        attention=attention_bytes(setting, recipe, dims),
+        mlp=mlp_bytes(recipe, dims),
+        dropout=hidden_masks,
+    )
+
+
+def _norm_bytes(recipe: Recipe, dims: Dims) -> int:
+    """The norms of a block, without what they hand on."""
+    h, inputs, norms = dims.hidden, dims.num_norm_inputs, dims.num_norms
+    if dims.norm is Norm.LAYER:
+        # Autocast runs it in fp32: where the residual stream is 16 bit, each norm keeps a copy of its own.
+        own_copies = recipe.is_autocast and recipe.residual_bytes != 4
+        return (norms * 4 if own_copies else inputs * recipe.residual_bytes) * h + 8 * norms
+    if recipe.is_fused:
+        return inputs * recipe.residual_bytes * h + 4 * norms
+    normalised = 0
+    if not recipe.is_frozen:
+        normalised = 4 if dims.has_fp32_norms else max(recipe.residual_bytes, recipe.compute_bytes)
+    return inputs * 4 * h + norms * (normalised * h + 4)
+
+
+def _head_norm_bytes(recipe: Recipe, dims: Dims) -> int:
+    """Norms of query and key; their inputs are products in the computing type."""
+    if not dims.has_qk_norm:
+        return 0
+    if dims.norm is Norm.LAYER:
+        return recipe.compute_bytes * (dims.query + dims.kv) + 8 * (dims.heads + dims.kv_heads)
+    normalised = 0 if recipe.is_frozen else 4 if dims.has_fp32_norms else recipe.compute_bytes
+    return (4 + normalised) * (dims.query + dims.kv) + 4 * (dims.heads + dims.kv_heads)
+
+
+def _linear_input_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
+    """Inputs of linear layers that nothing else keeps: those that come from norms."""
+    c, h = recipe.compute_bytes, dims.hidden
+    if recipe.is_frozen:
+        return _adapter_input_bytes(setting, recipe, dims)
+    if recipe.is_autocast:
+        return dims.num_normed_linears * (1 if recipe.is_fp8 else c) * h
+    return dims.num_norm_outputs * c * h
+
+
+def _adapter_input_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
+    c, adapted, rank = recipe.compute_bytes, adapted_linears(setting, dims), setting.lora.rank
+    if recipe.adapter_inputs is AdapterInputs.AUTOCAST:
+        return sum(c * num_inputs for _, num_inputs, _ in adapted) + c * rank * len(adapted)
+    if recipe.adapter_inputs is AdapterInputs.FP32:
+        return sum(4 * num_inputs for _, num_inputs, _ in adapted) + 4 * rank * len(adapted)
+    if recipe.adapter_inputs is AdapterInputs.FUSED:
+        return sum(c * num_inputs for _, num_inputs, _ in adapted[1:])
+    names = {name for name, _, _ in adapted}
+    distinct = sum(num_inputs for sources, num_inputs in _sources(dims) if names & sources)
+    return c * (distinct + rank * len(adapted))
+
+
+def shares_product(setting: Setting, dims: Dims) -> bool:
+    """Whether an adapter reads the input of the MLP's last layer."""
+    return any(name in _MLP_OUTPUTS for name, _, _ in adapted_linears(setting, dims))
+
+
+def _sources(dims: Dims) -> tuple[tuple[frozenset[str], int], ...]:
+    """The linear layers that read one and the same tensor, and its width; attention's output is kept by attention."""
+    return (
+        (_ATTENTION_INPUTS, dims.hidden),
+        (_MLP_INPUTS, dims.hidden),
+        (_MLP_OUTPUTS, dims.shared_ffn or dims.ffn),
+    )
+
+
+_ATTENTION_INPUTS = frozenset(("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "Wqkv", "c_attn"))
+_ATTENTION_OUTPUTS = frozenset(("o_proj", "out_proj", "dense", "c_proj"))
+_MLP_INPUTS = frozenset(("gate_proj", "up_proj", "gate_up_proj", "dense_h_to_4h", "c_fc", "fc1", "shared_expert_gate"))
+_MLP_OUTPUTS = frozenset(("down_proj", "dense_4h_to_h", "fc2"))
+
+
+def attention_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
+    """Query, key, value, output and what the kernel keeps."""
+    c, q, k = recipe.compute_bytes, dims.query, dims.kv
+    if recipe.kernel in (Kernel.FLASH, Kernel.EFFICIENT):
+        is_repeated = recipe.stack.repeats_kv and setting.attention is Attention.SDPA
+        # Flash lays its output out as its query is: where that was put together anew, the next product needs a copy.
+        is_copied = dims.is_rotary_joined and recipe.kernel is Kernel.FLASH
+        is_copied = is_copied and (not recipe.is_frozen or recipe.has_fp32_products)
+        inputs = _attention_inputs(dims, 2 * q if is_repeated else 2 * k)
+        if recipe.has_fp32_products:  # attention casts them
+            inputs = q + 2 * k
+        return c * (inputs + (2 * q if is_copied else q)) + 4 * dims.heads
+    scores = dims.heads * recipe.seq_len
+    if recipe.kernel is Kernel.EAGER:
+        return 4 * c * q + scores * (4 + (c if c != 4 else 0) + (c if dims.caps_scores else 0))
+    # PyTorch's own product of query, key and value runs in fp32, on as many heads unless it broadcasts them.
+    output = c * q if _reads_attention(setting, recipe, dims) else 0  # no kernel keeps it here
+    return 4 * (q + 2 * (k if dims.broadcasts_heads else q)) + output + 4 * scores
+
+
+def _reads_attention(setting: Setting, recipe: Recipe, dims: Dims) -> bool:
+    """Whether the layer after attention, or its adapter, keeps attention's output as it is."""
+    if not recipe.is_frozen:
+        return True
+    adapted = {name for name, _, _ in adapted_linears(setting, dims)}
+    return recipe.adapter_inputs is AdapterInputs.SHARED and bool(adapted & _ATTENTION_OUTPUTS)
+
+
+def windowed_attention_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
+    """The same in a block that sees a window only, where PyTorch's attention needs a mask for that.
+
+    It then runs its memory-efficient kernel on as many key and value heads as queries, and keeps the mask as numbers.
+    """
+    needs_mask = dims.window is not None and recipe.seq_len >= dims.window and setting.attention is Attention.SDPA
+    if not needs_mask or recipe.kernel not in (Kernel.FLASH, Kernel.EFFICIENT):
+        return attention_bytes(setting, recipe, dims)
+    c, q = recipe.compute_bytes, dims.query
+    repeated = 2 * q if 1 < dims.kv_heads < dims.heads else 2 * dims.kv  # one head is only viewed as many
+    return c * (_attention_inputs(dims, repeated) + q + recipe.seq_len) + 4 * dims.heads
+
+
+def _attention_inputs(dims: Dims, keys_and_values: int) -> int:
+    """Elements of query, key and value as the kernel reads them."""
+    if not dims.is_qkv_fused:
+        return dims.query + keys_and_values
+    fused = dims.query + 2 * dims.kv
+    return fused + (dims.query + dims.kv if dims.has_rotary else 0)
+
+
+def mlp_bytes(recipe: Recipe, dims: Dims) -> int:
+    """The feed-forward half without its input."""
+    c = 4 if recipe.has_fp32_products else recipe.compute_bytes
+    # A frozen output layer does not keep its input; a compiler computes a gated activation again.
+    products = (2 if dims.is_gated else 0) + (not recipe.is_frozen) - (recipe.is_compiled and dims.is_gated)
+    each = _activation_bytes(recipe, dims) + products * c
+    if not dims.experts_per_token:
+        return each * dims.ffn
+    wide = recipe.residual_bytes if recipe.is_autocast else c
+    expert = wide * (2 * dims.hidden + (1 + products) * dims.ffn) + _EXPERT_INDICES
+    return dims.experts_per_token * expert + 4 * dims.experts + each * dims.shared_ffn
+
+
+def _activation_bytes(recipe: Recipe, dims: Dims) -> int:
+    """What the activation function keeps of one element; most are one kernel that keeps its input."""
+    c = 4 if recipe.has_fp32_products else recipe.compute_bytes
+    if dims.activation == "gelu_new":  # x, tanh, 1 + tanh and x / 2; autocast computes powers in fp32
+        return 3 * 4 + c if recipe.is_autocast else 4 * c
+    return 3 * c if dims.activation == "quick_gelu" else c

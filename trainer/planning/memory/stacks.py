@@ -1,0 +1,179 @@
+"""Software stacks as recipe values: what foreign trainers hold in memory that ours does not, and the other way round.
+
+A stack never changes a formula, only the values that the formulas read; the first row is our own runtime. The other
+rows say what published measurements of those programs can be compared with. A stack without a row answers as ours.
+
+Where a value is from: S the program's source (named in `source`), M measured on published rows of that stack whose
+configuration is complete. Values of one row are about 16-bit training; `RecipeChoices` of a case overrides the ones
+that differ between two runs of the same program.
+"""
+
+from enum import StrEnum
+
+from msgspec.structs import replace
+
+from trainer.planning.setting import OUR_STACK
+from trainer.spec.strategy import LossHead, Quant
+from trainer.spec.value import Value
+
+
+class AdapterInputs(StrEnum):
+    """What the two matrices of an adapter keep of their input for the backward."""
+
+    AUTOCAST = "autocast"  # a copy in the computing type for each adapted layer
+    FP32 = "fp32"  # an fp32 copy for each: fp32 adapters on 16-bit activations, without autocast
+    SHARED = "shared"  # the tensor that the frozen layer reads as well
+    FUSED = "fused"  # one copy fewer, and nothing between the two matrices: fused kernels
+
+
+class LogitBytes(Value, frozen=True, kw_only=True):
+    """Bytes a logit, all logits at once, and how many gradients of the head's weight are alive beside them."""
+
+    forward: float  # when the forward ends
+    backward: float  # in the backward of cross-entropy
+    num_head_gradients: int = 0
+
+
+class Stack(Value, frozen=True, kw_only=True):
+    """One row; every default is what our runtime does."""
+
+    name: str
+    source: str
+    logits: dict[LossHead, LogitBytes] = {}  # absent: as `loss_head` derives it for our runtime
+    # Of a checkpointed block in its backward:
+    keeps_block_output: bool = False  # reentrant checkpointing: the output that was computed again
+    frozen_block_arrays: int = 5  # of hidden states, alive in a frozen block beside what it saved
+    has_fused_kernels: bool = False  # a fused loss comes with fused RMSNorm and rotary kernels
+    repeats_kv: bool = False  # keys and values are copied to every query head under `sdpa`
+    # Adapters:
+    adapter_bytes: int | None = None  # None: as the optimizer sees any trained weight
+    adapter_inputs: AdapterInputs | None = None  # None: autocast where that runs, else shared
+    adapter_inputs_pure_fsdp: AdapterInputs | None = None  # where no mixed precision of FSDP casts them
+    fuses_adapters: bool = False  # QLoRA with a fused loss: fused adapters, kept out of FSDP, whole and in 16 bit
+    quant: Quant | None = None  # NF4 whose scales are always stored so; None: as the setting says
+    # Sharding:
+    uses_fsdp1: bool = False  # flat parameters: no copies around a reduction, nothing gathered at the loss
+    splits_tables: bool = True  # embedding, and head with the last norm, are groups of their own
+    prefetched_blocks: int = 1  # gathered in backward besides the one at work
+    retains_frozen_inputs: bool = False  # frozen blocks keep an input gradient each until the backward ends
+    reduce_bytes: int | None = None  # None: as the optimizer sees a weight
+    reduces_every_micro_batch: bool = False
+    # Optimizer and loader:
+    fuses_adamw: bool = False  # its plain AdamW is PyTorch's fused one, not foreach
+    keeps_table_state: bool = False  # 8-bit optimizers keep fp32 state for the embedding
+    dequantises_states: bool = False  # 8-bit state: fp32 copies of one tensor's state and weight during its update
+    loads_whole_model: bool = False  # the 16-bit model is on each device before it is sharded
+
+
+_IN_LOGITS_TYPE = LogitBytes(forward=4, backward=8)  # logits, log-softmax; their two gradients
+
+_HF_TRAINER = Stack(
+    name="hf-trainer",
+    source="transformers 4.4x modeling_llama.py (16-bit logits, logits.float(), shifted copy, log-softmax: "
+    "2 + 4 + 4 + 4 B), PEFT (fp32 adapters), torch FSDP1, fms-acceleration framework_plugin_bnb.py (double "
+    "quantisation); "
+    "M: fms-acceleration scripts/benchmarks/refs",
+    logits={
+        LossHead.EAGER: LogitBytes(forward=14, backward=12),
+        LossHead.FUSED: LogitBytes(forward=8, backward=8),
+    },
+    keeps_block_output=True,
+    frozen_block_arrays=4,
+    adapter_bytes=4,
+    adapter_inputs=AdapterInputs.AUTOCAST,
+    adapter_inputs_pure_fsdp=AdapterInputs.FP32,
+    quant=Quant.NF4_DQ,
+    uses_fsdp1=True,
+    prefetched_blocks=0,
+    retains_frozen_inputs=True,
+    keeps_table_state=True,
+)
+_FUSED_KERNELS = replace(
+    _HF_TRAINER,
+    name="hf-trainer+fused-kernels",
+    source=_HF_TRAINER.source + "; fms-acceleration framework_plugin_fast_quantized_peft.py (adapters as "
+    "FSDP's ignored modules), Liger and Unsloth kernels",
+    has_fused_kernels=True,
+    fuses_adapters=True,
+)
+_TORCHTITAN = Stack(
+    name="torchtitan",
+    source="torchtitan: fully_shard on each block, reduce_dtype fp32, cross_entropy(pred.float())",
+    logits={LossHead.EAGER: LogitBytes(forward=10, backward=12)},
+    frozen_block_arrays=1,
+    repeats_kv=True,
+    reduce_bytes=4,
+    fuses_adamw=True,
+)
+_TORCHTUNE = replace(
+    _TORCHTITAN,
+    name="torchtune",
+    source="torchtune: 16-bit model and adapters, CEWithChunkedOutputLoss (8 slices of 16-bit logits, one upcast at a "
+    "time), torchao NF4Tensor (quantised scales) and 8-bit AdamW; M: README, memory ladder",
+    logits={
+        LossHead.EAGER: LogitBytes(forward=10, backward=12),
+        LossHead.FUSED_LINEAR: LogitBytes(forward=2 + 2.7 / 8, backward=2 + 2.7 / 8, num_head_gradients=2),
+    },
+    quant=Quant.NF4_DQ,
+    splits_tables=False,
+    dequantises_states=True,
+)
+_KEMPNERFORGE = replace(
+    _TORCHTITAN,
+    name="kempnerforge",
+    source="KempnerForge distributed/parallel.py (reduce_dtype fp32), training/grad.py (no synchronisation between "
+    "micro batches), training/loss.py (cross_entropy in the logits' own 16-bit type: 2 + 2 + 2 + 2 B)",
+    logits={LossHead.EAGER: _IN_LOGITS_TYPE},
+    splits_tables=False,
+)
+_LITGPT = Stack(
+    name="litgpt",
+    source="litgpt finetune/lora.py: FSDP1 on Block, logits in slices of 128 tokens that all stay, "
+    "chunked_cross_entropy in their 16-bit type, adapters in the model's type",
+    logits={LossHead.EAGER: _IN_LOGITS_TYPE, LossHead.CHUNKED: LogitBytes(forward=4, backward=4)},
+    frozen_block_arrays=1,
+    repeats_kv=True,
+    uses_fsdp1=True,
+    loads_whole_model=True,
+)
+_FSDP_QLORA = replace(
+    _HF_TRAINER,
+    name="fsdp_qlora",
+    source="AnswerDotAI/fsdp_qlora train.py: transformers model and loss, FSDP1, adapters in the model's type, "
+    "non-reentrant checkpointing, every micro batch reduced unless no_sync is asked for",
+    keeps_block_output=False,
+    adapter_bytes=None,
+    adapter_inputs=AdapterInputs.SHARED,
+    adapter_inputs_pure_fsdp=None,
+    quant=None,
+    reduces_every_micro_batch=True,
+)
+_LLM_FOUNDRY = Stack(
+    name="llm-foundry",
+    source="Composer's FSDP1 with 16-bit reduction of every micro batch; flash-attn's cross-entropy in place of the "
+    "logits",
+    logits={LossHead.EAGER: LogitBytes(forward=4, backward=4), LossHead.FUSED: LogitBytes(forward=4, backward=4)},
+    uses_fsdp1=True,
+    reduces_every_micro_batch=True,
+    fuses_adamw=True,
+)
+
+STACKS: dict[str, Stack] = {
+    stack.name: stack
+    for stack in (
+        Stack(name=OUR_STACK, source="trainer/runtime, agreed with simulated and measured steps"),
+        _HF_TRAINER,
+        _FUSED_KERNELS,
+        _TORCHTITAN,
+        _TORCHTUNE,
+        _KEMPNERFORGE,
+        _LITGPT,
+        _FSDP_QLORA,
+        _LLM_FOUNDRY,
+    )
+}
+
+
+def stack_of(name: str) -> Stack:
+    """The row of a stack; our own where there is none."""
+    return STACKS.get(name) or STACKS[OUR_STACK]

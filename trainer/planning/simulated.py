@@ -1,0 +1,205 @@
+"""A plan that a dry run has seen: what the exact live bytes of a candidate mean for the device, and what is taken then.
+
+A dry run counts live tensors. What a device must have beyond them is worked out as for the closed form: the workspaces
+of the matrix library, the margin of each event, what is outside the allocator. The shares of an event that a margin
+is taken of (logits, activations that stay) are the closed form's own.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from msgspec.structs import replace
+
+from trainer.planning.candidates import setting_of
+from trainer.planning.fallbacks import fallbacks
+from trainer.planning.memory.activations import block_activations
+from trainer.planning.memory.events import resident_bytes, step_events
+from trainer.planning.memory.loss_head import head_memory
+from trainer.planning.memory.overheads import OVERHEADS, overheads
+from trainer.planning.memory.recipe import dims_of, recipe_of
+from trainer.planning.memory.sharding import sharding_memory
+from trainer.planning.memory.states import model_states
+from trainer.planning.memory.step_memory import StepMemory
+from trainer.planning.not_yet import version_needed
+from trainer.planning.padding import longest_width
+from trainer.planning.planner import situation_of
+from trainer.planning.reasons import notes, reasons
+from trainer.planning.setting import Setting
+from trainer.planning.situation import Situation
+from trainer.spec.model_shape import ModelShape
+from trainer.spec.plan import Candidate, MemoryEstimate, Plan, Rejection
+from trainer.spec.simulation import Simulation
+from trainer.spec.strategy import Attention, Checkpointing, Method, Offload, Precision, Sharding
+from trainer.spec.units import format_bytes
+from trainer.spec.value import Value
+
+# Events of a dry run that lie between two of the closed form's count with the one before.
+_BETWEEN = {"clip": "optimizer_step"}
+_WORKSPACE = "workspace"
+
+
+class Simulated(Value, frozen=True, kw_only=True):
+    """A candidate with the memory that its dry run came to."""
+
+    candidate: Candidate
+    memory: MemoryEstimate
+
+    @property
+    def words(self) -> str:
+        """`none+adamw, micro batch 2, needs 9.1 GiB by its dry run`."""
+        candidate = self.candidate
+        need = format_bytes(self.memory.need_bytes)
+        return f"{candidate.strategy.name}, micro batch {candidate.micro_batch}, needs {need} by its dry run"
+
+
+def obstacle_to_dry_run(candidate: Candidate, shape: ModelShape, *, is_cpu: bool) -> str | None:
+    """Why a candidate has no dry run, or None where it has one."""
+    strategy = candidate.strategy
+    refusals = (
+        (strategy.sharding.uses_deepspeed, f"{strategy.sharding} (DeepSpeed)"),
+        (strategy.offload is not Offload.NONE, f"offload {strategy.offload}"),
+        (candidate.activation_offload, "activation_offload"),
+        (strategy.precision is Precision.FP8, "fp8"),
+        (candidate.method is Method.GALORE, "galore"),
+        (candidate.method is Method.QLORA and strategy.sharding.uses_fsdp, f"qlora under {strategy.sharding}"),
+        (is_cpu and strategy.sharding is not Sharding.NONE, f"{strategy.sharding} on CPU devices"),
+        (candidate.compile, "torch.compile"),
+        (candidate.optimizer_in_backward, "optimizer_in_backward"),
+        (candidate.checkpointing is Checkpointing.SELECTIVE, "checkpointing selective"),
+        (
+            candidate.attention is Attention.FLASH and Attention.SDPA not in shape.attentions,
+            f"flash-attn for {shape.model_type}",
+        ),
+    )
+    return next((f"{what} has no dry run" for is_so, what in refusals if is_so), None)
+
+
+def longest_row(plan: Plan, candidate: Candidate) -> int:
+    """Tokens of the longest row that a step of this data can have."""
+    return longest_width(plan.data, seq_len=candidate.seq_len)
+
+
+def simulated_memory(situation: Situation, candidate: Candidate, simulation: Simulation) -> MemoryEstimate:
+    """What the bytes of a dry run need of a device."""
+    step = _step_of(situation, candidate)
+    resident = resident_bytes(step)
+    workspace = resident.get(_WORKSPACE, 0)
+    totals = {
+        name: size + (workspace if name != "load" else 0) for name, size in _named_events(simulation.events).items()
+    }
+    parts = {name: totals.get(name, 0) for name in step_events(step, resident)}
+    around = overheads(
+        step.recipe,
+        situation.device,
+        {**{name: {} for name in totals}, **step_events(step, resident)},
+        parts | totals,
+        num_ranks=candidate.num_ranks,
+        steady=simulation.steady_allocated_bytes + workspace + step.sharding.root,
+        table=OVERHEADS,
+    )
+    outside = around.device - around.reserved
+    peak = simulation.peak_allocated_bytes + workspace
+    reserved = around.reserved
+    if not situation.is_cpu:
+        room = situation.device.usable_bytes - outside
+        most = simulation.expandable_reserved_bytes + workspace  # as runs are started
+        reserved = max(peak, min(most, room))  # near a full device the allocator gives back what is unused
+    return replace(
+        candidate.memory,
+        parts={**simulation.parts, **({_WORKSPACE: workspace} if workspace else {})},
+        peak_event=_BETWEEN.get(simulation.peak_event, simulation.peak_event),
+        events=totals,
+        steady_allocated_bytes=simulation.steady_allocated_bytes + workspace,
+        peak_allocated_bytes=peak,
+        peak_reserved_bytes=reserved,
+        device_bytes=reserved + outside + step.states.managed,
+        low_bytes=around.low,
+        high_bytes=max(reserved, around.high),
+        need_bytes=around.need,
+        usable_bytes=situation.device.usable_bytes,
+    )
+
+
+def plan_of_simulated(plan: Plan, taken: Simulated, failed: Sequence[Simulated]) -> Plan:
+    """The plan that takes a candidate whose dry run fits, after others whose dry runs did not.
+
+    For a model that no reader knows the memory of the taken candidate is the dry run's.
+    """
+    is_described = plan.model_shape.is_described
+    chosen = replace(taken.candidate, memory=taken.memory) if is_described else taken.candidate
+    words = [f"not taken: {each.words}; {format_bytes(each.memory.usable_bytes)} are usable" for each in failed]
+    words += _described_notes(plan) if is_described else []
+    if taken.candidate == plan.chosen:
+        return replace(plan, candidates=(chosen, *plan.candidates[1:]), notes=(*plan.notes, *words))
+    situation = situation_of(plan)
+    tried = [each.candidate for each in failed]
+    others = tuple(other for other in plan.candidates if other not in tried and other != taken.candidate)
+    candidates = (replace(chosen, reasons=reasons(situation, chosen)), *others)
+    names = {candidate.strategy.name for candidate in candidates}
+    return replace(
+        plan,
+        candidates=candidates,
+        rejections=(*plan.rejections, *(_rejection(each) for each in failed if _name(each) not in names)),
+        fallbacks=_fallbacks_after(plan, situation, taken.candidate, candidates),
+        notes=(*notes(situation, plan.data, plan.trials, candidates), *words),
+        needs_version=version_needed(chosen),
+    )
+
+
+def _step_of(situation: Situation, candidate: Candidate) -> StepMemory:
+    """The closed form of the candidate's step."""
+    setting: Setting = setting_of(situation, candidate)
+    widest = longest_width(situation.data, seq_len=setting.seq_len)
+    if widest < setting.seq_len:
+        setting = replace(setting, recipe=replace(setting.recipe, longest_seq=widest))
+    dims = dims_of(situation.shape)
+    recipe = recipe_of(setting, situation.device, dims)
+    return StepMemory(
+        setting=setting,
+        recipe=recipe,
+        dims=dims,
+        states=model_states(setting, recipe, dims),
+        blocks=block_activations(setting, recipe, dims),
+        head=head_memory(setting, recipe, dims),
+        sharding=sharding_memory(setting, recipe, dims),
+    )
+
+
+def _named_events(events: Mapping[str, int]) -> dict[str, int]:
+    """The events of a dry run under the closed form's names."""
+    named: dict[str, int] = {}
+    for event, num_bytes in events.items():
+        name = _BETWEEN.get(event, event)
+        named[name] = max(named.get(name, 0), num_bytes)
+    return named
+
+
+def _described_notes(plan: Plan) -> list[str]:
+    shape = plan.model_shape
+    words = [
+        f"no closed form knows {shape.model_type}: the memory of what is taken is its dry run's; its time, the "
+        "fallbacks and the other candidates are estimates for a model of these sizes"
+    ]
+    if shape.loss_obstacle is not None:
+        words.append(f"shardwise does not train {shape.model_type}: {shape.loss_obstacle}")
+    return words
+
+
+def _name(simulated: Simulated) -> str:
+    return simulated.candidate.strategy.name
+
+
+def _rejection(failed: Simulated) -> Rejection:
+    usable = format_bytes(failed.memory.usable_bytes)
+    return Rejection(
+        strategy=_name(failed),
+        reason=f"needs {format_bytes(failed.memory.need_bytes)} by its dry run; {usable} are usable",
+    )
+
+
+def _fallbacks_after(
+    plan: Plan, situation: Situation, taken: Candidate, candidates: Sequence[Candidate]
+) -> tuple[Candidate, ...]:
+    """What is left of the plan's fallbacks where one of them was taken, else those of another candidate."""
+    if taken in plan.fallbacks:
+        return plan.fallbacks[plan.fallbacks.index(taken) + 1 :]
+    return fallbacks(situation, candidates)

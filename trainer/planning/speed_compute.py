@@ -1,0 +1,162 @@
+"""Time of one micro batch on the device and on the host that feeds it.
+
+T tokens with padding, i x o a linear layer, r the share of a block that is computed again, w = 1 where base weights
+are trained, s the length of a row, R, A and M the rates of products, attention and memory:
+
+    both(a, b)  a + b - OVERLAP * min(a, b): two activities on different resources, the shorter hides imperfectly
+    linear      sum over matrices (2 + r + w) * both(2 T i o / R, 2 (T (i + o) + i o) / M)
+    experts     T times the experts a token is sent to, all that exist read; half a tile of each is empty
+    attention   (3.5 + [r = 1]) * 2 T s heads head_dim / A: backward is 2.5 forwards, half is masked; in a window of
+                w < s tokens s - s^2 / 4 becomes w (1 - w / 2 s)
+    elementwise (3 + [r > 0]) * T * bytes a token / M
+    head        (2 + w [+ 1 chunked]) * 2 T h V / R + (bytes a logit * T V + bytes of the weight) / M
+    host        operators * (3 + [r > 0]) * time an operator
+"""
+
+import math
+
+from trainer.planning import speed_constants as constants
+from trainer.planning.device import Device
+from trainer.planning.memory.recipe import Kernel, attention_kernel, dims_of
+from trainer.planning.setting import Setting
+from trainer.planning.speed_rates import Rates
+from trainer.planning.speed_stacks import speed_stack_of
+from trainer.planning.speed_work import (
+    LOGIT_BYTES,
+    SLICE_GRADIENT_BYTES,
+    SLICE_OPERATORS,
+    SLICE_WEIGHT_BYTES,
+    TILE_TOKENS,
+    Adapters,
+    Work,
+    elementwise_bytes,
+    is_autocast,
+    operators,
+    recomputation,
+    tokens_computed,
+)
+from trainer.spec.model_shape import ModelShape
+from trainer.spec.strategy import LossHead, Method, Precision
+from trainer.spec.value import Value
+
+DEFAULT_SLICE_TOKENS = 1024
+_CAST_BYTES = 6  # of a weight that autocast casts, and of its gradient on the way back
+SCORE_BYTES = 14  # through memory, of a score that is kept: products, mask, softmax, cast
+
+
+def both(a: float, b: float) -> float:
+    """Seconds of two activities that run at the same time on different resources."""
+    return a + b - constants.OVERLAP * min(a, b)
+
+
+def fed(device_s: float, host_s: float) -> float:
+    """Seconds of a device that a host feeds ahead of time: the longer of the two, and more where they are close.
+
+    Kernels of a block take unequal times, so a host that is as fast on average is still waited for now and then.
+    """
+    return float(math.hypot(device_s, host_s))
+
+
+class Passes(Value, frozen=True, kw_only=True):
+    """How often each kind of work of one forward is done."""
+
+    products: float
+    adapter_products: float
+    elementwise: float
+    attention: float  # by a kernel that keeps no scores
+    kept_scores: float
+    head_products: float
+    head_bytes: float
+    learns_head: bool
+
+
+FORWARD = Passes(
+    products=1,
+    adapter_products=1,
+    elementwise=1,
+    attention=1,
+    kept_scores=1,
+    head_products=1,
+    head_bytes=1 / 3,
+    learns_head=False,
+)
+
+
+def training_passes(setting: Setting) -> Passes:
+    """Forward, recomputation and backward."""
+    again, learns = recomputation(setting), not setting.method.freezes_base
+    return Passes(
+        products=2 + again + learns,
+        adapter_products=3 + again,
+        elementwise=3 + (again > 0),
+        attention=3.5 + (again == 1),
+        kept_scores=3 + again,
+        head_products=2 + learns + (setting.loss is LossHead.CHUNKED),
+        head_bytes=1,
+        learns_head=learns,
+    )
+
+
+def device_seconds(
+    shape: ModelShape, setting: Setting, work: Work, adapters: Adapters, rates: Rates, device: Device, passes: Passes
+) -> float:
+    """Seconds of one micro batch on the device."""
+    tokens, precision = tokens_computed(setting), setting.strategy.precision
+    width = precision.compute_bytes
+    seconds = bytes_moved = 0.0
+    for group in work.linears:
+        weight, sent = group.inputs * group.outputs, tokens * group.num_used
+        read = min(group.num_copies, sent) * weight
+        rows = sent if group.num_copies == 1 else sent + group.num_copies * TILE_TOKENS / 2
+        traffic = width * (sent * (group.inputs + group.outputs) + read)
+        seconds += group.num_layers * passes.products * both(2 * rows * weight / rates.linear, traffic / rates.memory)
+        if precision is Precision.FP8:  # casts of input, output gradient and weight
+            bytes_moved += group.num_layers * 2 * traffic
+    if setting.method is Method.QLORA:  # four bits in, sixteen out
+        bytes_moved += (passes.products) * 2.5 * work.linear_parameters
+    if adapters.count:
+        seconds += passes.adapter_products * 2 * tokens * setting.lora.rank * adapters.sizes / rates.matmul
+    if is_autocast(setting) and not setting.method.freezes_base:
+        bytes_moved += _CAST_BYTES * passes.products * work.linear_parameters
+    bytes_moved += passes.elementwise * tokens * elementwise_bytes(setting, work, adapters)
+    seconds += _attention_seconds(shape, setting, work, rates, device, passes)
+    return seconds + bytes_moved / rates.memory + _head_seconds(shape, setting, work, rates, passes)
+
+
+def host_seconds(setting: Setting, work: Work, adapters: Adapters, *, is_cpu: bool) -> float:
+    """Seconds the host takes to start the operators of one micro batch."""
+    forwards = 3 + (recomputation(setting) > 0)
+    count = forwards * operators(setting, work, adapters) + SLICE_OPERATORS * (_num_slices(setting) - 1)
+    return count * (constants.CPU_OPERATOR_S if is_cpu else constants.OPERATOR_S)
+
+
+def _attention_seconds(
+    shape: ModelShape, setting: Setting, work: Work, rates: Rates, device: Device, passes: Passes
+) -> float:
+    tokens, row = tokens_computed(setting), setting.recipe.longest_seq or setting.seq_len
+    if attention_kernel(setting, device, dims_of(shape)) in (Kernel.FLASH, Kernel.EFFICIENT):
+        window = min(row, shape.sliding_window or row)
+        keys = work.scored * row / 2 + work.scored_in_window * window * (1 - window / (2 * row))
+        return passes.attention * 4 * tokens * keys / rates.attention
+    scores = tokens * row * (work.scored + work.scored_in_window)
+    moved = SCORE_BYTES * scores / shape.head_dim
+    return passes.kept_scores * (4 * scores / rates.matmul + moved / rates.memory)
+
+
+def _head_seconds(shape: ModelShape, setting: Setting, work: Work, rates: Rates, passes: Passes) -> float:
+    tokens, width = tokens_computed(setting), setting.strategy.precision.compute_bytes / 2
+    a_logit = LOGIT_BYTES[setting.loss]
+    if setting.loss is LossHead.EAGER:
+        fused = LOGIT_BYTES[LossHead.FUSED] if setting.compile else None
+        a_logit = speed_stack_of(setting.stack).eager_logit_bytes or fused or a_logit
+    a_weight = SLICE_WEIGHT_BYTES
+    if setting.loss is LossHead.CHUNKED and passes.learns_head:
+        a_weight += SLICE_GRADIENT_BYTES
+    moved = a_logit * tokens * shape.vocab_size + width * a_weight * _num_slices(setting) * work.table
+    return passes.head_products * 2.0 * tokens * work.table / rates.matmul + passes.head_bytes * moved / rates.memory
+
+
+def _num_slices(setting: Setting) -> int:
+    if setting.loss is not LossHead.CHUNKED:
+        return 1
+    return math.ceil(tokens_computed(setting) / (setting.loss_chunk_tokens or DEFAULT_SLICE_TOKENS))

@@ -1,0 +1,95 @@
+"""The dry run as a process of its own.
+
+    python -m trainer.simulation REQUEST.json ANSWER.json      the answer to one request
+    python -m trainer.simulation --explain REQUEST.json        the live set at the peak, in words
+    python -m trainer.simulation --describe CONFIG.json ANSWER.json    the shape of the model of a config.json
+    python -m trainer.simulation --golden ROWS.jsonl [--all]   answers the rows that have none, or all of them
+
+A problem goes to stderr with the exit code of its error.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from trainer.spec import codec
+from trainer.spec.errors import ExitCode, InputError, ShardwiseError
+from trainer.spec.simulation import Simulation, SimulationRequest
+from trainer.spec.value import Value
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Does what the command line says; the exit code."""
+    options = _parse(arguments)
+    try:
+        _run(options, _load())
+    except ShardwiseError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return ExitCode.DONE
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m trainer.simulation", description="The memory of one rank.")
+    parser.add_argument("request", type=Path, nargs="?", help="request.json")
+    parser.add_argument("answer", type=Path, nargs="?", help="where the answer goes")
+    parser.add_argument("--explain", action="store_true", help="print the live set at the peak instead")
+    parser.add_argument("--describe", action="store_true", help="answer the model's shape; the request is a config")
+    parser.add_argument("--golden", type=Path, help="a file of rows to answer")
+    parser.add_argument("--all", action="store_true", help="with --golden: also rows that have an answer")
+    options = parser.parse_args(arguments)
+    if options.golden is None and (options.request is None or (options.answer is None and not options.explain)):
+        parser.error("give REQUEST.json ANSWER.json, --explain REQUEST.json or --golden ROWS.jsonl")
+    return options
+
+
+def _load() -> Callable[[SimulationRequest], Simulation]:
+    """The dry run, with the libraries' notices silenced: nothing here is about a real device."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    from trainer.simulation.dry_run import simulate
+
+    return simulate
+
+
+def _run(options: argparse.Namespace, simulate: Callable[[SimulationRequest], Simulation]) -> None:
+    if options.golden is not None:
+        from trainer.simulation.golden import regenerate
+
+        regenerate(options.golden, simulate, _say, runs_all=options.all)
+        return
+    if options.describe:
+        from trainer.simulation.describe import describe, read_config
+
+        _write(options.answer, describe(read_config(options.request)))
+        return
+    simulation = simulate(codec.read(options.request, SimulationRequest))
+    if options.explain:
+        from trainer.simulation.explain import explain
+
+        for line in explain(simulation):
+            _say(line)
+        return
+    _write(options.answer, simulation)
+
+
+def _write(path: Path, answer: Value) -> None:
+    try:
+        codec.write(path, answer)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,118 @@
+"""What a dry run can be asked, and what has to be true of one for its bytes to be those of a device.
+
+Every library underneath changes from version to version. Where one of them takes another path on fake tensors than on
+a device, nothing fails: the figures are only wrong. So each run looks for the marks such paths leave, and raises.
+"""
+
+import inspect
+import sys
+
+from torch import nn
+
+from trainer.runtime.precision import compute_type
+from trainer.simulation.kernels import FLASH_CAPABILITY, AttentionKernel, Kernels
+from trainer.simulation.tracker import Tracker
+from trainer.spec.errors import InputError, ShardwiseError
+from trainer.spec.hardware import DeviceKind
+from trainer.spec.simulation import SimulationRequest
+from trainer.spec.strategy import Attention, Method, Precision, Sharding
+
+_WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")
+_ALWAYS_MASKED = "allow_is_causal_skip=False"  # what a model's code says where it wants its mask in any case
+
+
+def check_supported(request: SimulationRequest) -> None:
+    """InputError for a request that no dry run answers."""
+    sharding, ranks = request.sharding, request.num_ranks
+    for is_refused, sentence in (
+        (sharding.uses_deepspeed, f"{sharding} runs in DeepSpeed, which has no dry run; the closed form covers it"),
+        (request.method is Method.GALORE, "galore has no dry run; the closed form covers it"),
+        (request.precision is Precision.FP8, "fp8 has no dry run; the closed form covers it"),
+        (request.attention is Attention.FLASH, "flash-attn has no dry run; sdpa runs the same kernel"),
+        (
+            request.method is Method.QLORA and sharding.uses_fsdp,
+            f"qlora under {sharding} has no dry run; none and ddp have",
+        ),
+        (
+            request.device_kind is DeviceKind.CPU and sharding is not Sharding.NONE,
+            f"{sharding} on CPU devices has no dry run; a single device has",
+        ),
+        (sharding is Sharding.NONE and ranks != 1, f"sharding none is one rank, the request has {ranks}"),
+        (sharding is not Sharding.NONE and ranks < 2, f"{sharding} needs 2 ranks or more, the request has {ranks}"),
+        (
+            sharding is Sharding.HSDP and ranks % request.ranks_per_node != 0,
+            f"hsdp needs full nodes: {ranks} ranks, {request.ranks_per_node} in a node",
+        ),
+    ):
+        if is_refused:
+            raise InputError(f"simulation: {sentence}")
+
+
+def check_run(
+    request: SimulationRequest, tracker: Tracker, kernels: Kernels, *, has_masks: bool, steady: int, after: int
+) -> tuple[str, ...]:
+    """Sentences on what was found in order; ShardwiseError where something was not."""
+    return (
+        _check_types(request, tracker),
+        _check_attention(request, tracker, kernels, has_masks=has_masks),
+        _check_activations(tracker),
+        _check_steady(steady, after),
+    )
+
+
+def builds_masks(model: nn.Module, seq_len: int) -> bool:
+    """True where a model's attention takes a mask although its rows have no padding."""
+    config = getattr(model, "config", None)
+    windows = [getattr(config, name, None) for name in _WINDOW_FIELDS]
+    has_window = any(window is not None and window <= seq_len for window in windows)
+    return has_window or getattr(config, "alibi", False) or _ALWAYS_MASKED in _source_of(model)
+
+
+def _source_of(model: nn.Module) -> str:
+    return inspect.getsource(sys.modules[type(model).__module__])
+
+
+def _check_attention(request: SimulationRequest, tracker: Tracker, kernels: Kernels, *, has_masks: bool) -> str:
+    if request.attention is not Attention.SDPA:
+        return "attention: transformers' own"
+    seen = sorted(kernels.attention)
+    if not seen:
+        raise _untrusted("the model never called scaled_dot_product_attention")
+    if has_masks:
+        return f"attention: {', '.join(seen)}, with masks that the model builds"
+    if kernels.num_masked:
+        raise _untrusted(f"a mask was built for {kernels.num_masked} attention calls that need none")
+    if AttentionKernel.MATH not in seen and request.seq_len in tracker.square_bytes:
+        size = tracker.square_bytes[request.seq_len]
+        raise _untrusted(f"{size} bytes of a sequence x sequence tensor, beside {', '.join(seen)} attention")
+    has_flash = request.device_kind is DeviceKind.CUDA and request.compute_capability >= FLASH_CAPABILITY
+    if has_flash and request.precision is not Precision.FP32 and seen != [AttentionKernel.FLASH]:
+        raise _untrusted(f"attention ran as {', '.join(seen)}, flash was expected")
+    return f"attention: {', '.join(seen)}"
+
+
+def _check_types(request: SimulationRequest, tracker: Tracker) -> str:
+    """Autocast turns itself off without a word where it believes that there is no device."""
+    expected = compute_type(request.precision)
+    others = sorted(str(dtype) for dtype in tracker.product_types - {expected})
+    if others or not tracker.product_types:
+        raise _untrusted(f"matrix products in {', '.join(others) or 'no type'}, {expected} was expected")
+    return f"matrix products in {expected}"
+
+
+def _check_activations(tracker: Tracker) -> str:
+    """A backward that falls apart into operations that no device runs leaves their temporaries."""
+    name = "sigmoid.default"
+    if tracker.backward_operations[name] and not tracker.forward_operations[name]:
+        raise _untrusted(f"{tracker.backward_operations[name]} sigmoids in a backward whose forward has none")
+    return "no activation's backward fell apart"
+
+
+def _check_steady(steady: int, after: int) -> str:
+    if after != steady:
+        raise _untrusted(f"{after} bytes after the second step, {steady} after the first")
+    return f"{steady} bytes after either step"
+
+
+def _untrusted(sentence: str) -> ShardwiseError:
+    return ShardwiseError(f"the dry run took a path that no device takes: {sentence}")

@@ -1,0 +1,277 @@
+"""The shape of a model that no reader knows, worked out from the model that transformers builds on `meta`.
+
+Exact are the sums: all parameters, those of each block, the linear layers with their sizes, the tables of embeddings.
+What the modules do not show is taken from the config under its usual names (heads, windows, dropout), and what neither
+shows (whether the halves of a block run side by side) stays at its default: the dry run, which runs the model, is what
+counts its memory. Blocks of more than two kinds are counted as the two most common ones, and whatever that leaves over
+or counts twice is in `other_parameters`.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from huggingface_hub.errors import StrictDataclassError
+from msgspec.structs import replace
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from trainer.simulation.build import blocks_of, build_on_meta
+from trainer.simulation.own_loss import loss_obstacle
+from trainer.spec.architecture import Linear, ModelShape, Norm, Positions
+from trainer.spec.errors import InputError
+from trainer.spec.simulation import SimulationRequest
+from trainer.spec.strategy import Attention, LossHead
+
+Linears = tuple[Linear, ...]
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
+_HIDDEN_DROPOUT = ("hidden_dropout", "resid_pdrop", "residual_dropout", "dropout")
+_ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation")
+_MAX_POSITIONS = ("max_position_embeddings", "max_seq_len")
+_QK_NORMS = ("q_", "k_", "query_", "key_")
+
+
+def describe(config: dict[str, Any]) -> ModelShape:
+    """The shape of the model of a config; InputError where transformers cannot build it or it cannot be trained."""
+    try:
+        model = build_on_meta(SimulationRequest(model_config=config, attention=Attention.EAGER, loss=LossHead.EAGER))
+    except (StrictDataclassError, ImportError) as error:  # a field of a wrong type; a library for images or sound
+        what = " ".join(str(error).split())
+        raise InputError(f"model config ({config.get('model_type', 'model_type missing')}): {what}") from error
+    shape = _shape_of(model)
+    others = _size(model) - shape.num_parameters
+    return replace(shape, other_parameters=others, loss_obstacle=loss_obstacle(model))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise InputError(f"{path}: is not a config.json: {error}") from error
+
+
+def _shape_of(model: PreTrainedModel) -> ModelShape:
+    blocks, config = blocks_of(model), _Config(model.config.get_text_config())
+    usual, others = _kinds([linears_of(block, config) for block in blocks])
+    block = next(block for block in blocks if linears_of(block, config) == usual)
+    inputs, head = model.get_input_embeddings(), model.get_output_embeddings()
+    hidden = config.whole("hidden_size", default=head.in_features)
+    heads = config.whole("num_attention_heads", default=1)
+    kv_heads = config.whole("num_key_value_heads", "num_kv_heads", default=heads)
+    head_dim = config.whole("head_dim", "v_head_dim", default=max(1, hidden // heads))
+    window = config.whole("sliding_window", default=0)
+    experts = next((linear.num_copies for linear in usual if _is_expert(linear)), 1)
+    down = _down_projection(usual, hidden)
+    norms, root_norms = _norms(block), _norms_outside(model, block)
+    return ModelShape(
+        model_type=str(model.config.model_type),
+        block_class=type(block).__name__,
+        vocab_size=head.out_features,
+        hidden_size=hidden,
+        ffn_size=down.num_inputs,
+        num_layers=len(blocks),
+        num_heads=heads,
+        num_kv_heads=kv_heads if heads % kv_heads == 0 else heads,
+        head_dim=head_dim,
+        max_positions=config.whole(*_MAX_POSITIONS, default=0) or None,
+        is_tied=inputs.weight is head.weight,
+        linears=usual,
+        num_dense_layers=len(others),
+        dense_linears=Counter(others).most_common(1)[0][0] if others else (),
+        norm=Norm.LAYER if any(isinstance(norm, nn.LayerNorm) for _, norm in norms) else Norm.RMS,
+        norm_parameters_per_block=_size(block) - sum(linear.num_parameters for linear in usual),
+        is_gated=_is_gated(usual, down),
+        sliding_window=window or None,
+        num_sliding_layers=_num_sliding_layers(config, len(blocks)) if window else 0,
+        **_positions(model, config, inputs, head_dim),
+        final_norm_parameters=_size(root_norms[-1]) if root_norms else 0,
+        head_bias_parameters=0 if head.bias is None else head.bias.numel(),
+        num_norms=sum(not _is_qk_norm(name) for name, _ in norms),
+        has_qk_norm=any(_is_qk_norm(name) for name, _ in norms),
+        is_parallel=config.says("use_parallel_residual") or config.says("parallel_attn"),
+        activation=str(config.first(_ACTIVATIONS) or "silu"),
+        num_experts=experts,
+        experts_per_token=config.whole(*_EXPERTS_PER_TOKEN, default=1) if experts > 1 else 1,
+        hidden_dropout=float(config.first(_HIDDEN_DROPOUT) or 0.0),
+        attention_dropout=float(config.first(_ATTENTION_DROPOUT) or 0.0),
+        attention_softcap=config.first(("attn_logit_softcapping",)),
+        logit_softcap=config.first(("final_logit_softcapping",)),
+        attentions=_attentions(model, config),
+        is_described=True,
+    )
+
+
+class _Config:
+    """A config whose fields may be missing, or be lists with a value for each block."""
+
+    def __init__(self, config: Any) -> None:  # noqa: ANN401  # of transformers, one class for each model
+        self._config = config
+
+    def first(self, names: Sequence[str]) -> Any:  # noqa: ANN401  # whatever the field holds
+        """The first of these fields that is there and not null."""
+        return next((value for name in names if (value := self._field(name)) is not None), None)
+
+    def whole(self, *names: str, default: int) -> int:
+        """A whole number; the largest where there is one for each block."""
+        value = self.first(names)
+        if isinstance(value, list | tuple):
+            value = max((item for item in value if isinstance(item, int)), default=None)
+        return value if isinstance(value, int) and value > 0 else default
+
+    def says(self, name: str) -> bool:
+        return self._field(name) is True
+
+    def _field(self, name: str) -> Any:  # noqa: ANN401  # whatever it holds
+        try:
+            return getattr(self._config, name, None)
+        except RuntimeError:  # its blocks have values of their own, and the config then refuses to name one
+            return None
+
+
+def linears_of(block: nn.Module, config: _Config) -> Linears:
+    """The linear layers of a block, experts of a kind counted together, in the order in which modules are made."""
+    found: Counter[Linear] = Counter()
+    for path, module in block.named_modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            found[_linear_module(path, module)] += 1
+        else:
+            found.update(_bare_linears(path, module, config))
+    if not found:
+        raise InputError(f"{type(block).__name__} has no linear layers; its shape cannot be described")
+    used = config.whole(*_EXPERTS_PER_TOKEN, default=1)
+    return tuple(linear for one, times in found.items() for linear in _counted(one, times, used))
+
+
+def _counted(linear: Linear, times: int, used: int) -> Iterator[Linear]:
+    """Experts that are modules of their own become one layer of many copies; other layers stay apart."""
+    if times == 1 or not _is_expert(linear):
+        yield from [linear] * times
+        return
+    yield replace(linear, num_copies=times, num_used=min(used, times))
+
+
+def _linear_module(path: str, module: nn.Linear | Conv1D) -> Linear:
+    parent, _, name = path.rpartition(".")
+    is_expert = "experts" in parent.split(".")
+    inputs, outputs = (
+        (module.nx, module.nf) if isinstance(module, Conv1D) else (module.in_features, module.out_features)
+    )
+    return Linear(
+        name=f"experts.{name}" if is_expert else name,
+        num_inputs=inputs,
+        num_outputs=outputs,
+        has_bias=module.bias is not None,
+    )
+
+
+def _bare_linears(path: str, module: nn.Module, config: _Config) -> Iterator[Linear]:
+    """Matrices that are parameters rather than modules: experts in three dimensions, and routers."""
+    if isinstance(module, nn.Embedding) or "Conv" in type(module).__name__:
+        return
+    experts, hidden = config.whole(*_NUM_EXPERTS, default=0), config.whole("hidden_size", default=0)
+    used = config.whole(*_EXPERTS_PER_TOKEN, default=1)
+    place = path.rpartition(".")[2]
+    for name, weight in module.named_parameters(recurse=False):
+        if weight.ndim == 3 and weight.shape[0] > 1:
+            outputs, inputs = weight.shape[1:]
+            if getattr(module, "is_transposed", False):
+                inputs, outputs = outputs, inputs
+            yield _bare(f"{place}.{name}", inputs, outputs, copies=weight.shape[0], used=min(used, weight.shape[0]))
+        elif weight.ndim == 2 and tuple(weight.shape) == (experts, hidden):
+            yield _bare(place if name == "weight" else f"{place}.{name}", hidden, experts, copies=1, used=1)
+
+
+def _bare(name: str, inputs: int, outputs: int, *, copies: int, used: int) -> Linear:
+    return Linear(
+        name=name,
+        num_inputs=inputs,
+        num_outputs=outputs,
+        num_copies=copies,
+        num_used=used,
+        is_linear_module=False,
+        adapter_rank_factor=0,
+    )
+
+
+def _is_expert(linear: Linear) -> bool:
+    return linear.num_copies > 1 or linear.name.startswith("experts.")
+
+
+def _kinds(kinds: Sequence[Linears]) -> tuple[Linears, list[Linears]]:
+    """The usual kind of block, one with experts where there is one, and the others."""
+    with_experts = [kind for kind in kinds if any(_is_expert(linear) for linear in kind)]
+    usual = Counter(with_experts or kinds).most_common(1)[0][0]
+    return usual, [kind for kind in kinds if kind != usual]
+
+
+def _down_projection(linears: Linears, hidden: int) -> Linear:
+    """The last layer that leads back to the hidden size, an expert's where there are experts."""
+    leading = [linear for linear in linears if linear.num_outputs == hidden] or list(linears)
+    return next((linear for linear in reversed(leading) if _is_expert(linear)), leading[-1])
+
+
+def _is_gated(linears: Linears, down: Linear) -> bool:
+    widths = [linear.num_outputs for linear in linears if linear is not down and _is_expert(linear) == _is_expert(down)]
+    return widths.count(down.num_inputs) >= 2 or 2 * down.num_inputs in widths  # gate and up
+
+
+def _size(module: nn.Module) -> int:
+    return sum(weight.numel() for weight in module.parameters())
+
+
+def _norms(block: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The norms of a block by the last part of their names."""
+    return [
+        (path.rpartition(".")[2], module) for path, module in block.named_modules() if "Norm" in type(module).__name__
+    ]
+
+
+def _norms_outside(model: nn.Module, block: nn.Module) -> list[nn.Module]:
+    inside = {id(part) for each in model.modules() if type(each) is type(block) for part in each.modules()}
+    return [part for part in model.modules() if "Norm" in type(part).__name__ and id(part) not in inside]
+
+
+def _is_qk_norm(name: str) -> bool:
+    return name.startswith(_QK_NORMS)
+
+
+def _positions(model: PreTrainedModel, config: _Config, inputs: nn.Module, head_dim: int) -> Mapping[str, Any]:
+    """A learned table where a second one is as long as the context, rotation where there are angles, else a bias."""
+    length = config.whole(*_MAX_POSITIONS, default=0)
+    tables = [
+        table.weight
+        for table in model.modules()
+        if isinstance(table, nn.Embedding) and table is not inputs and 0 < length <= table.num_embeddings <= length + 8
+    ]
+    if tables:
+        return {"positions": Positions.LEARNED, "position_parameters": sum(table.numel() for table in tables)}
+    angles = [2 * buffer.numel() for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
+    is_rotary = bool(angles) or config.first(("rotary_dim",)) is not None
+    if config.says("alibi") or not is_rotary:
+        return {"positions": Positions.ALIBI}
+    rotated = config.whole("rotary_dim", default=angles[0] if angles else head_dim)
+    return {"positions": Positions.ROTARY, "rotary_dim": None if rotated == head_dim else rotated}
+
+
+def _num_sliding_layers(config: _Config, num_layers: int) -> int:
+    types = config.first(("layer_types",))
+    if isinstance(types, list):
+        return types.count("sliding_attention")
+    return 0 if config.first(("use_sliding_window",)) is False else num_layers
+
+
+def _attentions(model: Any, config: _Config) -> tuple[Attention, ...]:  # noqa: ANN401  # transformers' switches
+    found = []
+    if model._supports_flash_attn and not config.says("alibi"):
+        found.append(Attention.FLASH)
+    if model._supports_sdpa:
+        found.append(Attention.SDPA)
+    return (*found, Attention.EAGER)

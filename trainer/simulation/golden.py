@@ -1,0 +1,50 @@
+"""The file of known dry runs: one JSON line each, the request beside its answer.
+
+Tests hold the closed form and the dry run itself to it. The file is its own list of requests: a line without an answer
+is one that is still to be run.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from trainer.spec import codec
+from trainer.spec.errors import InputError
+from trainer.spec.simulation import GoldenAnswer, GoldenRow, Simulation, SimulationRequest
+
+
+def read_golden(path: Path) -> list[GoldenRow]:
+    """The rows of a file."""
+    return [codec.decode(line, GoldenRow, origin=f"{path}:{number}") for number, line in _lines(path)]
+
+
+def golden_answer(simulation: Simulation) -> GoldenAnswer:
+    """What of a dry run is kept."""
+    return GoldenAnswer(**{name: getattr(simulation, name) for name in GoldenAnswer.__struct_fields__})
+
+
+def regenerate(
+    path: Path,
+    simulate: Callable[[SimulationRequest], Simulation],
+    report: Callable[[str], None],
+    *,
+    runs_all: bool,
+) -> None:
+    """Runs the rows of a file that have no answer, or all of them, and writes the file after each one."""
+    rows = read_golden(path)
+    for number, row in enumerate(rows):
+        if row.answer is not None and not runs_all:
+            continue
+        answer = golden_answer(simulate(row.request))
+        rows[number] = msgspec.structs.replace(row, answer=answer)
+        codec.write_bytes(path, b"".join(msgspec.json.encode(each) + b"\n" for each in rows))
+        report(f"{number + 1} of {len(rows)} {row.name}: {answer.peak_allocated_bytes} at {answer.peak_event}")
+
+
+def _lines(path: Path) -> list[tuple[int, bytes]]:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    return [(number, line) for number, line in enumerate(content.splitlines(), start=1) if line.strip()]

@@ -1,0 +1,265 @@
+"""The kernels that a real device would run where fake tensors would silently run others.
+
+A fake tensor is computed on torch's meta device. Wherever meta has no kernel of its own, an operation falls apart into
+others that no GPU runs, and their temporaries would be counted. That concerns
+
+    scaled_dot_product_attention   takes the path that builds the sequence x sequence matrix. Here the kernel that torch
+                                   picks on the device is called: flash, memory-efficient, or that same path
+    silu, mish                     their backward is several operations on meta and one on a device; no other operation
+                                   of torch 2.13 has both a kernel of its own and a decomposition
+
+Both kernels' backward allocates inside itself what no dispatch mode sees (torch's flash_api.cpp, kernel_backward.h): an
+fp32 accumulator of the query gradient, a row sum for each query, and under flash key and value gradients for every
+query head where heads are grouped. They are allocated here by hand.
+
+`grouped_mm`, which runs the experts of a mixture, takes bf16 alone on meta; a device multiplies other types group by
+group into the same outputs. It does so here.
+
+Two questions that transformers asks of tensors' values are answered here as they come out in training without padding:
+no mask has to be built for attention that is causal only, and rows are no packed sequences.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Any
+
+import torch
+import transformers.masking_utils
+from torch import Tensor
+from torch.nn import functional
+
+from trainer.simulation.fake_device import replaced
+
+_FLASH_MAX_HEAD_DIM = 256
+FLASH_CAPABILITY = (8, 0)
+_16_BIT = (torch.bfloat16, torch.float16)
+_aten: Any = torch.ops.aten
+
+
+class AttentionKernel(StrEnum):
+    """What torch's scaled_dot_product_attention ran."""
+
+    FLASH = "flash"
+    EFFICIENT = "efficient"
+    MATH = "math"
+
+
+class Kernels:
+    """The kernels of one device, and how often each kind of attention was called."""
+
+    def __init__(self, device: str, compute_capability: tuple[int, int]) -> None:
+        self._device = device
+        self._has_flash = compute_capability >= FLASH_CAPABILITY
+        self._decomposed = functional.scaled_dot_product_attention
+        self.attention: Counter[AttentionKernel] = Counter()
+        self.num_masked = 0
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Runs the block with these kernels."""
+        with (
+            replaced(
+                functional,
+                silu=_one_kernel(torch.ops.aten.silu),
+                mish=_one_kernel(torch.ops.aten.mish),
+                scaled_dot_product_attention=self._attention,
+                grouped_mm=_grouped_product,
+            ),
+            replaced(
+                transformers.masking_utils,
+                is_tracing=lambda *_: False,
+                find_packed_sequence_indices=lambda *_, **__: None,
+            ),
+        ):
+            yield
+
+    def choose(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> AttentionKernel:
+        """The kernel for tensors [batch, heads, sequence, head_dim], as torch chooses (sdp_utils.cpp)."""
+        is_grouped = key.shape[1] != query.shape[1]
+        is_plain = query.shape[-1] == value.shape[-1] <= _FLASH_MAX_HEAD_DIM and mask is None
+        if self._device == "cpu":  # its flash kernel takes every type, masks and grouped heads
+            return AttentionKernel.FLASH if query.shape[-1] == value.shape[-1] else AttentionKernel.MATH
+        if is_plain and self._has_flash and query.dtype in _16_BIT:
+            return AttentionKernel.FLASH
+        return AttentionKernel.MATH if is_grouped else AttentionKernel.EFFICIENT
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,  # noqa: FBT001, FBT002  # torch's signature
+        scale: float | None = None,
+        enable_gqa: bool = False,  # noqa: FBT001, FBT002
+    ) -> Tensor:
+        query, key, value = (_autocast(tensor) for tensor in (query, key, value))
+        mask = None if attn_mask is None else _autocast(attn_mask)
+        kernel = self.choose(query, key, value, mask)
+        self.attention[kernel] += 1
+        self.num_masked += mask is not None
+        if kernel is AttentionKernel.MATH:
+            return self._decomposed(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if self._device == "cpu":
+            added = _added_mask(mask, query)
+            return _first(
+                _aten._scaled_dot_product_flash_attention_for_cpu(
+                    query, key, value, dropout_p, is_causal, attn_mask=added, scale=scale
+                )
+            )
+        if kernel is AttentionKernel.FLASH:
+            return _first(_Flash.apply(query, key, value, dropout_p, is_causal, scale))  # type: ignore[no-untyped-call]
+        added = _added_mask(mask, query)
+        if added is not None:
+            added = added.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        return _first(_Efficient.apply(query, key, value, added, dropout_p, is_causal, scale))  # type: ignore[no-untyped-call]
+
+
+class _Flash(torch.autograd.Function):
+    """FlashAttention-2 as torch has it, with what its backward allocates."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:  # noqa: ANN401  # torch's context
+        dropout_p, is_causal, scale = options
+        out, log_sums, _, _, longest_q, longest_k, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, return_debug_mask=False, scale=scale
+        )
+        ctx.save_for_backward(query, key, value, out, log_sums, seed, offset)
+        ctx.options = (longest_q, longest_k, dropout_p, is_causal)
+        ctx.scale = scale
+        assert isinstance(out, Tensor)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # torch's context
+        query, key, value, out, log_sums, seed, offset = ctx.saved_tensors
+        longest_q, longest_k, dropout_p, is_causal = ctx.options
+        held = _flash_backward_temporaries(query, key)
+        grads = _aten._scaled_dot_product_flash_attention_backward(
+            *(grad_outputs[0], query, key, value, out, log_sums, None, None, longest_q, longest_k),
+            *(dropout_p, is_causal, seed, offset),
+            scale=ctx.scale,
+        )
+        del held
+        return grads[0], grads[1], grads[2], None, None, None
+
+
+class _Efficient(torch.autograd.Function):
+    """Memory-efficient attention as torch has it, with what its backward allocates."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, added: Tensor | None, *options: Any) -> Tensor:  # noqa: ANN401  # torch's context
+        dropout_p, is_causal, scale = options
+        out, log_sums, seed, offset = _aten._scaled_dot_product_efficient_attention(
+            query, key, value, added, compute_log_sumexp=True, dropout_p=dropout_p, is_causal=is_causal, scale=scale
+        )
+        ctx.save_for_backward(query, key, value, added, out, log_sums, seed, offset)
+        ctx.options = (dropout_p, is_causal, scale)
+        assert isinstance(out, Tensor)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # torch's context
+        query, key, value, added, out, log_sums, seed, offset = ctx.saved_tensors
+        dropout_p, is_causal, scale = ctx.options
+        held = _accumulators(query)
+        grads = _aten._scaled_dot_product_efficient_attention_backward(
+            *(grad_outputs[0], query, key, value, added, out, log_sums, seed, offset, dropout_p),
+            *((True, True, True, False), is_causal),
+            scale=scale,
+        )
+        del held
+        return grads[0], grads[1], grads[2], None, None, None, None
+
+
+def _accumulators(query: Tensor) -> list[Tensor]:
+    """The query gradient in fp32, in tiles of 128 rows and 32 columns, and a row sum for each query."""
+    batch, heads, length, head_dim = query.shape
+    padded_length, padded_dim = -(-length // 128) * 128, -(-head_dim // 32) * 32
+    return [
+        query.new_empty(batch, padded_length, heads, padded_dim, dtype=torch.float32),
+        query.new_empty(batch, heads, padded_length, dtype=torch.float32),
+    ]
+
+
+def _flash_backward_temporaries(query: Tensor, key: Tensor) -> list[Tensor]:
+    batch, heads, _, head_dim = query.shape
+    held = _accumulators(query)
+    if key.shape[1] != heads:
+        held += [query.new_empty(batch, key.shape[2], heads, head_dim) for _ in range(2)]
+    return held
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Rows [S, K] in groups by weights [experts, K, N]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:  # noqa: ANN401  # torch's context
+        ctx.save_for_backward(rows, weights)
+        return rows.new_empty(rows.shape[0], weights.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None]:  # noqa: ANN401  # torch's context
+        rows, weights = ctx.saved_tensors
+        needs_rows, needs_weights = ctx.needs_input_grad
+        return (
+            torch.empty_like(rows) if needs_rows else None,
+            torch.empty_like(weights) if needs_weights else None,
+        )
+
+
+_grouped_mm = functional.grouped_mm
+
+
+def _grouped_product(rows: Tensor, weights: Tensor, *, offs: Tensor | None = None, **options: Any) -> Tensor:  # noqa: ANN401  # torch's signature
+    if rows.dtype == torch.bfloat16:
+        return _grouped_mm(rows, weights, offs=offs, **options)
+    return _first(_GroupedProduct.apply(rows, weights))  # type: ignore[no-untyped-call]
+
+
+def _one_kernel(operation: Any) -> Any:  # noqa: ANN401  # torch's operations have no type
+    """`operation` (input) with a backward that makes one tensor."""
+
+    class OneKernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: Tensor) -> Tensor:  # noqa: ANN401  # torch's context
+            ctx.save_for_backward(value)
+            result = operation(value)
+            assert isinstance(result, Tensor)
+            return result
+
+        @staticmethod
+        def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:  # noqa: ANN401  # torch's context
+            (value,) = ctx.saved_tensors
+            return torch.empty_like(value)
+
+    def run(input: Tensor, inplace: bool = False) -> Tensor:  # noqa: A002, FBT001, FBT002  # torch's signature
+        result = OneKernel.apply(input)  # type: ignore[no-untyped-call]
+        assert isinstance(result, Tensor)
+        return result
+
+    return run
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    """The tensor in autocast's type; attention's dispatcher, which does that, is passed by here."""
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind) or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
+
+
+def _added_mask(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """A boolean mask as what is added to the scores, in the type of the query."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+
+
+def _first(results: Any) -> Tensor:  # noqa: ANN401  # a tensor or a tuple that begins with one
+    first = results if isinstance(results, Tensor) else results[0]
+    assert isinstance(first, Tensor)
+    return first

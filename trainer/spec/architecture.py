@@ -1,0 +1,166 @@
+"""What a causal language model is made of, as numbers: its blocks, their linear layers, its tables and its norms.
+
+A model is a table of embeddings, `num_layers` blocks and a head. The blocks are alike, with two exceptions that are
+counted rather than listed: mixture-of-experts models may have `num_dense_layers` blocks with an ordinary feed-forward
+layer (`dense_linears` in place of `linears`), and in `num_sliding_layers` blocks a token sees the last
+`sliding_window` tokens only. Which blocks they are matters to no formula. `block_parameters` and
+`used_linear_parameters` add up over all blocks; `parameters_per_block` is one block of the usual kind.
+
+A shape comes from a config by a reader, or is described from the model itself (`is_described`), which any architecture
+can be: its sums are then exact as well, and of its structure it says what can be seen of the modules.
+"""
+
+from enum import StrEnum
+
+from trainer.spec.strategy import Attention
+from trainer.spec.value import Value
+
+
+class Norm(StrEnum):
+    """The normalisation of a block: RMSNorm runs as a chain of kernels, LayerNorm as one."""
+
+    RMS = "rms"
+    LAYER = "layer"
+
+
+class Positions(StrEnum):
+    """How a model knows where a token stands: rotated queries and keys, a table of its own, or a bias of the scores."""
+
+    ROTARY = "rotary"
+    LEARNED = "learned"
+    ALIBI = "alibi"
+
+
+class Linear(Value, frozen=True, kw_only=True):
+    """The weight of one linear layer of a block; of experts, `num_copies` exist and a token passes `num_used`.
+
+    `name` is the last part of the module's name in transformers, which is what an adapter names as its target; two
+    layers of a block may share it. Routers and experts are bare parameters there: `is_linear_module` is false.
+    What adapters on "all-linear" do with those is peft's affair: it gives some models' experts adapters of their own,
+    `adapter_rank_factor` times the rank asked for, and leaves others out (0).
+    """
+
+    name: str
+    num_inputs: int
+    num_outputs: int
+    has_bias: bool = False
+    num_copies: int = 1
+    num_used: int = 1
+    is_linear_module: bool = True
+    adapter_rank_factor: int = 1
+
+    @property
+    def num_parameters(self) -> int:
+        """Of all copies, biases included."""
+        return self.num_copies * (self.num_inputs * self.num_outputs + (self.num_outputs if self.has_bias else 0))
+
+
+class ModelShape(Value, frozen=True, kw_only=True):
+    """Dimensions of a model; sizes are elements."""
+
+    model_type: str
+    block_class: str  # the class FSDP wraps and checkpointing recomputes, in transformers
+    vocab_size: int
+    hidden_size: int
+    ffn_size: int  # of one expert, where there are experts
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int | None
+    is_tied: bool  # lm_head shares the embedding's weight
+    linears: tuple[Linear, ...]  # of one block, in the order they run
+    num_dense_layers: int = 0  # blocks among `num_layers` that have `dense_linears` instead: no experts
+    dense_linears: tuple[Linear, ...] = ()
+    norm: Norm = Norm.RMS
+    norm_parameters_per_block: int = 0
+    is_gated: bool = True
+    sliding_window: int | None = None
+    num_sliding_layers: int = 0  # blocks whose attention stays within `sliding_window`
+    positions: Positions = Positions.ROTARY
+    rotary_dim: int | None = None  # of each head; None: the whole head
+    position_parameters: int = 0  # of a learned table
+    final_norm_parameters: int | None = None  # None: hidden_size
+    head_bias_parameters: int = 0
+    embedding_norm_parameters: int = 0
+    num_norms: int = 2  # of a block, norms of query and key not counted
+    has_qk_norm: bool = False
+    is_parallel: bool = False  # attention and MLP read the block's input and are added together
+    activation: str = "silu"
+    num_experts: int = 1
+    experts_per_token: int = 1
+    hidden_dropout: float = 0.0  # of the residual branches
+    attention_dropout: float = 0.0
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    attentions: tuple[Attention, ...] = (Attention.FLASH, Attention.SDPA, Attention.EAGER)  # that transformers offers
+    is_described: bool = False  # from the model itself: the closed form does not know what its blocks keep
+    other_parameters: int = 0  # that no field counts, of a described model; less than zero where blocks share weights
+    loss_obstacle: str | None = None  # why the loss heads here would not be this model's loss
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def linear_parameters_per_block(self) -> int:
+        """Weights of the linear layers of one block, biases left out, every expert counted."""
+        return sum(linear.num_copies * linear.num_inputs * linear.num_outputs for linear in self.linears)
+
+    @property
+    def parameters_per_block(self) -> int:
+        """Of a block of the usual kind, which has experts where some blocks have none."""
+        return sum(linear.num_parameters for linear in self.linears) + self.norm_parameters_per_block
+
+    @property
+    def dense_parameters_per_block(self) -> int:
+        return sum(linear.num_parameters for linear in self.dense_linears) + self.norm_parameters_per_block
+
+    @property
+    def block_parameters(self) -> int:
+        """Of all blocks together."""
+        num_usual = self.num_layers - self.num_dense_layers
+        return num_usual * self.parameters_per_block + self.num_dense_layers * self.dense_parameters_per_block
+
+    @property
+    def used_linear_parameters(self) -> int:
+        """Weights that one token is multiplied with in the linear layers of all blocks: only its own experts."""
+        num_usual = self.num_layers - self.num_dense_layers
+        return num_usual * _used(self.linears) + self.num_dense_layers * _used(self.dense_linears)
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def largest_tensor(self) -> int:
+        """Elements of the largest parameter; all experts of a layer are one."""
+        linears = self.linears + self.dense_linears
+        weights = (linear.num_copies * linear.num_inputs * linear.num_outputs for linear in linears)
+        return max(self.embedding_parameters, self.position_parameters, *weights)
+
+    @property
+    def head_parameters(self) -> int:
+        """Weights of lm_head that are not the embedding's."""
+        return 0 if self.is_tied else self.embedding_parameters
+
+    @property
+    def num_parameters(self) -> int:
+        return (
+            self.block_parameters
+            + self.embedding_parameters
+            + self.head_parameters
+            + self.head_bias_parameters
+            + self.position_parameters
+            + self.embedding_norm_parameters
+            + (self.hidden_size if self.final_norm_parameters is None else self.final_norm_parameters)
+            + self.other_parameters
+        )
+
+
+def _used(linears: tuple[Linear, ...]) -> int:
+    return sum(linear.num_used * linear.num_inputs * linear.num_outputs for linear in linears)

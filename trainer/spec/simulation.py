@@ -1,0 +1,104 @@
+"""What a dry run is asked, and what it answers: the two values that cross to and from its process.
+
+A dry run is one rank of one setting. The answer is what torch's counters would show on that rank in a steady step,
+and what was alive at the peak.
+"""
+
+from typing import Any
+
+from trainer.spec.hardware import DeviceKind
+from trainer.spec.job import LoraJob
+from trainer.spec.strategy import (
+    Attention,
+    Checkpointing,
+    LossHead,
+    Method,
+    Optimizer,
+    Precision,
+    Quant,
+    Sharding,
+)
+from trainer.spec.value import Value
+
+
+class SimulationRequest(Value, frozen=True, kw_only=True):
+    """A model and everything of a setting that decides what one rank holds."""
+
+    model_config: dict[str, Any]
+    method: Method = Method.FULL
+    lora: LoraJob = LoraJob()
+    quant: Quant = Quant.NF4_DQ
+    sharding: Sharding = Sharding.NONE
+    num_ranks: int = 1
+    ranks_per_node: int = 8
+    precision: Precision = Precision.BF16_MIXED
+    optimizer: Optimizer = Optimizer.ADAMW
+    micro_batch: int = 1
+    seq_len: int = 2048
+    accumulation: int = 1
+    checkpointing: Checkpointing = Checkpointing.NONE
+    attention: Attention = Attention.SDPA
+    loss: LossHead = LossHead.CHUNKED
+    loss_chunk_tokens: int | None = None
+    device_kind: DeviceKind = DeviceKind.CUDA
+    device_name: str | None = None
+    compute_capability: tuple[int, int] = (9, 0)  # decides which attention kernels there are
+
+
+class LiveGroup(Value, frozen=True, kw_only=True):
+    """Live bytes of one kind, made by one operation in one module; blocks of the same class are counted together."""
+
+    kind: str  # a key of `Simulation.parts`
+    module: str
+    operation: str
+    num_tensors: int
+    num_bytes: int
+
+
+class Simulation(Value, frozen=True, kw_only=True):
+    """What one rank holds in a steady step, its second.
+
+    `events` holds the most live bytes until the next event begins, under the names of the closed form's events.
+    `parts` split the live bytes at the peak and sum to `peak_allocated_bytes`. Reserved bytes are a replay of every
+    allocation through a model of torch's caching allocator; `min_capacity_bytes` is the smallest memory for that
+    allocator in which the two steps still ran.
+    """
+
+    steady_allocated_bytes: int
+    peak_allocated_bytes: int
+    peak_event: str
+    events: dict[str, int]
+    parts: dict[str, int]
+    live: tuple[LiveGroup, ...]  # at the peak, largest first
+    peak_reserved_bytes: int
+    expandable_reserved_bytes: int
+    min_capacity_bytes: int
+    checks: tuple[str, ...]
+    num_parameters: int
+    num_trained_parameters: int
+    seconds: float
+    versions: dict[str, str]
+
+
+class GoldenAnswer(Value, frozen=True, kw_only=True):
+    """Of a dry run, what does not depend on the machine that ran it."""
+
+    steady_allocated_bytes: int
+    peak_allocated_bytes: int
+    peak_event: str
+    events: dict[str, int]
+    parts: dict[str, int]
+    peak_reserved_bytes: int
+    expandable_reserved_bytes: int
+    min_capacity_bytes: int
+    num_parameters: int
+    num_trained_parameters: int
+    versions: dict[str, str]
+
+
+class GoldenRow(Value, frozen=True, kw_only=True):
+    """One line of the file of known dry runs; without an answer, one that is still to be run."""
+
+    name: str
+    request: SimulationRequest
+    answer: GoldenAnswer | None = None
