@@ -51,12 +51,11 @@ class Case(NamedTuple):
 
 GOLDEN = (
     Case("8B SFT, one 8 GB card, 32 GB RAM", "8b-sft.yaml", "1xRTX-4060-8GB", ("limits.host_ram=32GiB",)),
-    Case("8B SFT, two 24 GB cards, 64 GB RAM", "8b-sft.yaml", "2xRTX-3090", ("limits.host_ram=64GiB",)),
+    Case("8B SFT, two 24 GB cards, 64 GB RAM", "8b-sft.yaml", "2xRTX-3090", ("limits.host_ram=60GiB",)),
     Case("8B SFT, four A100 80 GB", "8b-sft.yaml", "4xA100-SXM4-80GB", ("limits.host_ram=512GiB",)),
     Case("8B SFT, eight H100", "8b-sft.yaml", "8xH100-SXM5-80GB", ("limits.host_ram=1TiB",)),
     Case("8B SFT, four nodes of eight H100", "8b-sft.yaml", "4x8xH100-SXM5-80GB", ("limits.host_ram=1TiB",)),
-    Case("70B QLoRA, two 24 GB cards, 64 GB RAM", "2x24gb-70b-qlora.yaml", "2xRTX-3090", ("limits.host_ram=64GiB",)),
-    Case("... and 320 GB RAM", "2x24gb-70b-qlora.yaml", "2xRTX-3090", ("limits.host_ram=320GiB",)),
+    Case("70B QLoRA, two 24 GB cards, 64 GB RAM", "2x24gb-70b-qlora.yaml", "2xRTX-3090", ("limits.host_ram=60GiB",)),
 )
 COMBINATIONS = (
     Case("8 GB: 1B, LoRA rank 8", "8gb-1b-lora.yaml", "1xRTX-4060-8GB"),

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from launch import folders
 from launch.calibration_store import read_calibration
 from launch.data_files import list_files, source_bytes
+from launch.gpu_selection import select_gpus
 from launch.job_layers import ResolvedJob, read_job_layers
 from launch.model_files import ModelFiles, download_model, read_model_config
 from launch.prepare_data import find_prepared
@@ -141,7 +142,10 @@ def make_request(job: Job, *, shape: ModelShape, tokenizer_path: str | None, cac
 def read_machine(
     spec: str | None, *, gpus: tuple[int, ...] | None = None, vram_cap_bytes: int | None = None
 ) -> Hardware:
-    """This machine, or the one that `--hardware` names: a file of `shardwise probe -o`, or a SPEC."""
+    """This machine, or the one that `--hardware` names: a file of `shardwise probe -o`, or a SPEC.
+
+    `gpus` are indices in each node of either.
+    """
     import msgspec
 
     from trainer.spec import codec
@@ -152,7 +156,21 @@ def read_machine(
         hardware = msgspec.structs.replace(codec.read(Path(spec), Hardware), source=spec)
     else:
         hardware = hardware_from_spec(spec, local_host=read_hardware().host)
+    hardware = hardware if gpus is None else _only(hardware, gpus)
     return msgspec.structs.replace(hardware, vram_cap_bytes=vram_cap_bytes)
+
+
+def _only(hardware: Hardware, gpus: tuple[int, ...]) -> Hardware:
+    import msgspec
+
+    chosen, excluded = select_gpus(hardware.gpus, wanted=gpus)
+    kept = {gpu.index for gpu in chosen}
+    return msgspec.structs.replace(
+        hardware,
+        gpus=chosen,
+        links=tuple(link for link in hardware.links if {link.a, link.b} <= kept),
+        excluded=(*hardware.excluded, *excluded),
+    )
 
 
 def profile_data(inputs: PlanInputs) -> DataProfile:

@@ -52,6 +52,15 @@ def test_a_machine_that_is_not_here_is_planned_for(run: Run) -> None:
     assert out.startswith("job: full training of llama, 1.24B parameters, on 1 x RTX-4090\n\ntakes ")
 
 
+def test_cards_are_chosen_on_a_machine_that_is_not_here(run: Run) -> None:
+    code, out, _ = run("plan", "--hardware", "2xRTX-4090", "--gpus", "1")
+    assert code == ExitCode.DONE
+    assert out.splitlines()[0].endswith(" on 1 x RTX-4090")
+    code, _, err = run("plan", "--hardware", "2xRTX-4090", "--gpus", "2")
+    assert code == ExitCode.INPUT
+    assert "there is no GPU 2; this machine offers GPUs 0 and 1" in err
+
+
 def test_json_is_a_plan_that_reads_back(run: Run) -> None:
     code, out, _ = run("plan", "--hardware", "1xRTX-4090", "--json")
     plan = codec.decode(out.encode(), Plan, origin="stdout")

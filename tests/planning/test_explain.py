@@ -62,6 +62,17 @@ def test_the_choice_stands_with_its_batch_and_the_recipe_in_full(node: Plan, tex
     assert "data: 10,000 packed rows of at most 2,048 tokens, 20.5M tokens (counted); 100 rows held out" in choice
 
 
+def test_ranks_without_a_sequence_count_no_tokens() -> None:
+    """Two sequences a step for eight ranks: tokens a second are those of the step, not those of eight busy ranks."""
+    plan = plan_of("1b", "8xH100-SXM5-80GB", tokens_per_step=4096)
+    rate = 4096 / plan.chosen.speed.step_s
+    text = explain_plan(plan)
+    assert section(text, "speed").startswith(f"speed: {rate:,.0f} tokens/s, {rate / 8:,.0f} a GPU, ")
+    busy = plan.chosen.speed.tokens_per_s_per_gpu * 8
+    assert busy == pytest.approx(4 * rate)
+    assert f"{busy:,.0f}" not in text
+
+
 def test_every_part_of_the_memory_stands_in_the_bar_and_in_the_list(node: Plan, text: str) -> None:
     memory = section(text, "memory of each GPU")
     for name, num_bytes in node.chosen.memory.parts.items():

@@ -177,3 +177,24 @@ def test_each_counter_has_a_range_around_what_is_likely(sharding: Sharding, meth
     for counter in (ranges.allocated, ranges.reserved, ranges.device):
         assert counter.low <= counter.likely <= counter.high
         assert counter.low < counter.high
+
+
+@pytest.mark.parametrize("name", ["trl", "axolotl", "llama-factory"])
+def test_a_subclass_of_transformers_trainer_holds_what_the_trainer_holds(name: str) -> None:
+    ours, trainer, subclass = (
+        estimate_memory(LLAMA_8B, setting(loss=LossHead.EAGER, stack=stack), gpu()).peak_allocated_bytes
+        for stack in (OUR_STACK, "hf-trainer", name)
+    )
+    assert subclass == trainer != ours
+
+
+def test_adamw_of_deepspeed_itself_takes_no_square_roots_of_all_moments_at_once() -> None:
+    of_trainer, of_deepspeed = (
+        estimate_memory(
+            LLAMA_8B,
+            setting(Sharding.ZERO2, optimizer=Optimizer.ADAMW, num_ranks=8, checkpointing=FULL, stack=stack),
+            gpu(),
+        ).events["optimizer_step"]
+        for stack in ("hf-trainer", "deepspeed")
+    )
+    assert of_trainer - of_deepspeed == pytest.approx(4 * LLAMA_8B.num_parameters / 8, rel=0.01)

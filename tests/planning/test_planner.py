@@ -1,5 +1,7 @@
 """The decision: every row is ranked or refused, the global batch never moves, a better machine is never worse."""
 
+import math
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +18,7 @@ from trainer.planning.choice import PAGED_HANDICAP, handicap
 from trainer.planning.fallbacks import fallbacks
 from trainer.planning.not_yet import late_members, version_needed
 from trainer.planning.planner import situation_of, take_candidate
-from trainer.planning.remedies import memory_remedy
+from trainer.planning.remedies import memory_remedy, nothing_fits
 from trainer.planning.settings_choices import bucket_ladder, chunk_tokens, micro_batches
 from trainer.planning.settings_search import (
     EAGER_HANDICAP,
@@ -576,6 +578,44 @@ def test_fewer_cards_are_offered_where_host_ram_is_what_is_missing() -> None:
 def test_a_cap_on_the_card_is_named_as_the_limit() -> None:
     with pytest.raises(NothingFitsError, match=r"H100-SXM5-80GB has 8 GiB usable \(limits\.vram\)"):
         plan_of("8b", machine("1xH100-SXM5-80GB", vram_bytes=8 * GIB))
+
+
+def test_a_higher_cap_is_offered_where_the_card_has_more_and_suffices() -> None:
+    with pytest.raises(NothingFitsError) as error:
+        plan_of("1b", machine("1xH100-SXM5-80GB", vram_bytes=GIB), allow=())
+    offered = re.search(r"limits\.vram \(or --vram\): (\d+) GiB", str(error.value))
+    assert offered is not None
+    plan_of("1b", machine("1xH100-SXM5-80GB", vram_bytes=int(offered[1]) * GIB), allow=())
+
+
+def test_time_alone_is_offered_where_another_row_lacks_only_time() -> None:
+    """A faster row that also wants more host RAM than there is would still be too slow with it."""
+    situation = situation_for("8b", "8xH100-SXM5-80GB", hours=0.001, host_ram=512 * GIB)
+    slow = plan_of("8b", "8xH100-SXM5-80GB", host_ram=512 * GIB).chosen
+    fast = replace(
+        slow,
+        memory=replace(slow.memory, host_bytes=1024 * GIB),
+        speed=replace(slow.speed, step_s=slow.speed.step_s / 2),
+    )
+    hours = math.ceil(run_hours(situation, slow))
+    assert str(nothing_fits(situation, [fast, slow], [])).endswith(f"would fit: limits.hours: {hours}")
+
+
+def test_every_limit_in_the_way_of_the_nearest_row_is_named() -> None:
+    with pytest.raises(NothingFitsError, match=r"limits\.host_ram: \d+ GiB and limits\.hours: \d+"):
+        plan_of("70b", "8xH100-SXM5-80GB", hours=0.01, host_ram=64 * GIB)
+    with pytest.raises(NothingFitsError, match=r"limits\.hours: \d+ and limits\.cost: \d+"):
+        plan_of("8b", "8xH100-SXM5-80GB", hours=0.01, cost=0.01, price=2.0)
+
+
+def test_host_ram_is_named_beside_the_device_where_both_are_missing() -> None:
+    with pytest.raises(NothingFitsError, match=r"a device with \d+ GiB usable and limits\.host_ram: \d+ GiB"):
+        plan_of("8b", "1xRTX-4060-8GB", host_ram=16 * GIB)
+
+
+def test_one_device_spreads_nothing_when_it_offloads() -> None:
+    plan = plan_of("1b", "1xRTX-4060-8GB", pin={"sharding": Sharding.ZERO3, "offload": Offload.OPTIMIZER})
+    assert plan.chosen.reasons[0] == "zero3: one device: nothing to spread, but its engine does the offload (optimizer)"
 
 
 @pytest.mark.parametrize("number", [0, -1, 1000])

@@ -46,6 +46,17 @@ def test_published_throughputs_are_met_and_ordered() -> None:
     assert sum(verdicts) / len(verdicts) >= 0.96
 
 
+def test_a_stack_whose_plain_adamw_is_fused_updates_as_fast_as_with_the_fused_one() -> None:
+    def optimizer_s(stack: str, optimizer: str) -> float:
+        case = {**ROWS[0]["case"], "stack": stack}
+        case["train"] = {**case["train"], "optimizer": optimizer}
+        read = read_case(case)
+        return estimate_speed(read.shape, read.setting, read.device).parts["optimizer_s"]
+
+    assert optimizer_s("torchtune", "adamw") == optimizer_s("torchtune", "adamw_fused")
+    assert optimizer_s("hf-trainer", "adamw") > 2 * optimizer_s("hf-trainer", "adamw_fused")
+
+
 def mpt(hidden: int, layers: int, heads: int, seq_len: int) -> dict[str, Any]:
     return {"model_type": "mpt", "d_model": hidden, "n_layers": layers, "n_heads": heads, "expansion_ratio": 4,
             "vocab_size": 50368, "max_seq_len": seq_len}  # fmt: skip

@@ -31,6 +31,8 @@ Check = Callable[[ModelShape, Device, Setting], str | None]
 
 _BF16 = (Precision.BF16_MIXED, Precision.BF16, Precision.FP8)
 _BLACKWELL_RECIPES = (Fp8Recipe.MXFP8, Fp8Recipe.NVFP4)  # scales of 32 and 16 elements, which its units multiply by
+_FLASH_1 = (7, 5)  # flash-attn 1.x runs on Turing, which 2.x left
+_INSIDE_GALORE = (*GALORE_OPTIMIZERS, Optimizer.ADAMW_FUSED, Optimizer.PAGED_ADAMW, Optimizer.PAGED_ADAMW_8BIT)
 _INSIDE_BACKWARD = (Optimizer.LOMO, Optimizer.ADALOMO)
 
 
@@ -69,12 +71,6 @@ def _has(device: Device) -> str:
     return f"{device.name} has {major}.{minor}"
 
 
-def _alone(_shape: ModelShape, _device: Device, setting: Setting) -> str | None:
-    if setting.strategy.sharding is not Sharding.NONE or setting.num_ranks == 1:
-        return None
-    return f"sharding: none would train {setting.num_ranks} different models on {setting.num_ranks} GPUs; use ddp"
-
-
 def _fp8(_shape: ModelShape, device: Device, setting: Setting) -> str | None:
     if setting.strategy.precision is not Precision.FP8:
         return None
@@ -86,8 +82,8 @@ def _fp8(_shape: ModelShape, device: Device, setting: Setting) -> str | None:
 def _flash(_shape: ModelShape, device: Device, setting: Setting) -> str | None:
     if setting.attention is not Attention.FLASH:
         return None
-    if device.kind is DeviceKind.CPU or _capability(device) < (8, 0):
-        return f"attention: flash needs a GPU of compute capability 8.0; {_has(device)}"
+    if device.kind is DeviceKind.CPU or _capability(device) < _FLASH_1:
+        return f"attention: flash needs a GPU of compute capability 7.5; {_has(device)}"
     if setting.strategy.precision is Precision.FP32:
         return "attention: flash computes in 16 bit and precision: fp32 does not; use sdpa"
     return None
@@ -115,10 +111,8 @@ def _cpu_adam(_shape: ModelShape, _device: Device, setting: Setting) -> str | No
 def _galore(_shape: ModelShape, _device: Device, setting: Setting) -> str | None:
     if setting.method is not Method.GALORE:
         return "layerwise is of method: galore" if setting.galore.layerwise else None
-    if setting.strategy.optimizer not in GALORE_OPTIMIZERS:
+    if setting.strategy.optimizer not in _INSIDE_GALORE:
         return f"inside galore runs {one_of(GALORE_OPTIMIZERS)}, not {setting.strategy.optimizer}"
-    if setting.strategy.sharding.shards_optimizer:
-        return f"galore projects whole gradients and sharding: {setting.strategy.sharding} cuts them; use none or ddp"
     return None
 
 
@@ -173,18 +167,19 @@ def _longest(_shape: ModelShape, _device: Device, setting: Setting) -> str | Non
 
 
 def _targets(shape: ModelShape, _device: Device, setting: Setting) -> str | None:
+    """PEFT passes over a name that no layer has, as long as another name finds one; so may any foreign stack."""
     if not setting.method.freezes_base or setting.lora.targets == ("all-linear",):
         return None
     names = tuple(dict.fromkeys(linear.name for linear in shape.linears))
     unknown = [target for target in setting.lora.targets if target not in names]
-    if not setting.lora.targets or unknown:
-        said = repr(unknown[0]) if unknown else "an empty list"
-        return f"lora_targets: {said} names no linear layer of this model; it has {', '.join(names)}, or all-linear"
-    return None
+    is_foreign = setting.stack != OUR_STACK
+    if setting.lora.targets and (not unknown or (is_foreign and len(unknown) < len(setting.lora.targets))):
+        return None
+    said = repr(unknown[0]) if unknown else "an empty list"
+    return f"lora_targets: {said} names no linear layer of this model; it has {', '.join(names)}, or all-linear"
 
 
 PHYSICAL: tuple[Check, ...] = (
-    _alone,
     _fp8,
     _flash,
     _state_off_device,
@@ -197,6 +192,30 @@ PHYSICAL: tuple[Check, ...] = (
     _longest,
     _targets,
 )
+
+
+def _our_ranks(_shape: ModelShape, _device: Device, setting: Setting) -> str | None:
+    """Elsewhere a job may leave GPUs of its node idle, or run once on each."""
+    if setting.strategy.sharding is not Sharding.NONE or setting.num_ranks == 1:
+        return None
+    return f"sharding: none would train {setting.num_ranks} different models on {setting.num_ranks} GPUs; use ddp"
+
+
+def _our_flash(_shape: ModelShape, device: Device, setting: Setting) -> str | None:
+    if setting.attention is not Attention.FLASH or _capability(device) >= (8, 0):
+        return None
+    return f"attention: flash needs a GPU of compute capability 8.0; {_has(device)}"
+
+
+def _our_galore(_shape: ModelShape, _device: Device, setting: Setting) -> str | None:
+    """GaLore 2 projects what FSDP cuts, and other forms of Adam are Adam inside as well."""
+    if setting.method is not Method.GALORE:
+        return None
+    if setting.strategy.optimizer not in GALORE_OPTIMIZERS:
+        return f"inside galore runs {one_of(GALORE_OPTIMIZERS)}, not {setting.strategy.optimizer}"
+    if setting.strategy.sharding.shards_optimizer:
+        return f"galore projects whole gradients and sharding: {setting.strategy.sharding} cuts them; use none or ddp"
+    return None
 
 
 def _our_offload(_shape: ModelShape, device: Device, setting: Setting) -> str | None:
@@ -252,4 +271,15 @@ def _our_adapters(_shape: ModelShape, _device: Device, setting: Setting) -> str 
     return f"optimizer: {setting.strategy.optimizer} is made for whole weights; {setting.method} trains small adapters"
 
 
-OURS: tuple[Check, ...] = (_our_offload, _our_optimizer, _our_bf16, _our_fp16, _our_hsdp, _our_qlora, _our_adapters)
+OURS: tuple[Check, ...] = (
+    _our_ranks,
+    _our_flash,
+    _our_galore,
+    _our_offload,
+    _our_optimizer,
+    _our_bf16,
+    _our_fp16,
+    _our_hsdp,
+    _our_qlora,
+    _our_adapters,
+)

@@ -20,7 +20,7 @@ from trainer.planning.catalogue import CATALOGUE, LAYOUTS
 from trainer.planning.not_yet import version_that_trains
 from trainer.planning.remedies import remedy_for
 from trainer.planning.rules import PAGED, broken_rule, refuse
-from trainer.planning.settings_search import SAME_SPEED, best_candidate, least_need
+from trainer.planning.settings_search import SAME_SPEED, best_candidate, least_need, loss_handicap
 from trainer.planning.situation import Situation
 from trainer.spec.plan import Candidate, Rejection, TrialResult
 from trainer.spec.strategy import Offload, Sharding, Strategy
@@ -116,7 +116,8 @@ def in_order(
 
     def rank_of(candidate: Candidate) -> tuple[bool, bool, float]:
         measured = [trial.step_s for trial in _trials_of(candidate, trials) if trial.step_s is not None]
-        seconds = min(measured, default=candidate.speed.step_s) * handicap(situation, candidate)
+        seconds = min(measured, default=loss_handicap(candidate.loss) * candidate.speed.step_s)
+        seconds *= handicap(situation, candidate)
         return not candidate.strategy.is_exact, not measured, seconds
 
     left = sorted(((rank_of(candidate), candidate) for candidate in candidates), key=lambda ranked: ranked[0])

@@ -37,12 +37,13 @@ def memory_section(plan: Plan, situation: Situation) -> Section:
 def speed_section(plan: Plan, situation: Situation) -> Section:
     """How fast, how long, and what the whole run takes."""
     chosen, totals = plan.chosen, run_totals(situation, plan.chosen)
-    words = [f"{chosen.speed.tokens_per_s_per_gpu * chosen.num_ranks:,.0f} tokens/s"]
+    words = [f"{totals.tokens_per_s:,.0f} tokens/s"]
     if not situation.is_cpu:
-        words.append(f"{chosen.speed.tokens_per_s_per_gpu:,.0f} a GPU")
+        words.append(f"{totals.tokens_per_s / chosen.num_ranks:,.0f} a GPU")
     words += [f"{format_seconds(chosen.speed.step_s)} a step", f"{format_seconds(totals.hours * 3600)} in all"]
     if chosen.speed.mfu is not None:
-        words.append(f"MFU {chosen.speed.mfu:.0%}")
+        share_filled = totals.tokens_per_s / (chosen.speed.tokens_per_s_per_gpu * chosen.num_ranks)
+        words.append(f"MFU {chosen.speed.mfu * share_filled:.0%}")
     ordered = sorted(((part, seconds) for part, seconds in chosen.speed.parts.items() if seconds), key=lambda p: -p[1])
     parts = ", ".join(f"{part.removesuffix('_s')} {format_seconds(seconds)}" for part, seconds in ordered[:4])
     bars = tuple((part.removesuffix("_s"), seconds, format_seconds(seconds)) for part, seconds in ordered)

@@ -206,7 +206,7 @@ def _figures(candidate: Candidate, totals: RunTotals) -> tuple[str, ...]:
         _batch(candidate),
         str(candidate.checkpointing),
         format_bytes(candidate.memory.need_bytes),
-        f"{candidate.speed.tokens_per_s_per_gpu * candidate.num_ranks:,.0f}",
+        f"{totals.tokens_per_s:,.0f}",
         format_seconds(totals.hours * 3600),
         _figure(totals.kwh),
         _money(totals.cost),

@@ -15,7 +15,7 @@ from trainer.planning.situation import Situation
 from trainer.planning.speed import speed_notes
 from trainer.spec.data_profile import DataProfile
 from trainer.spec.plan import Candidate, TrialResult
-from trainer.spec.strategy import Checkpointing, LossHead, Precision, Sharding
+from trainer.spec.strategy import Checkpointing, LossHead, Offload, Precision, Sharding, Strategy
 from trainer.spec.units import format_bytes
 
 _WHY_SHARDING = {
@@ -34,7 +34,7 @@ def reasons(situation: Situation, candidate: Candidate) -> tuple[str, ...]:
     """Why each setting of `candidate` was taken."""
     row = candidate.strategy
     return (
-        f"{row.sharding}: {_WHY_SHARDING[row.sharding]}",
+        f"{row.sharding}: {_why_sharding(row, candidate.num_ranks)}",
         f"{row.precision}: {_why_precision(situation, row.precision)}",
         f"micro batch {candidate.micro_batch}: {_why_micro_batch(situation, candidate)}",
         f"checkpointing {candidate.checkpointing}: {_why_checkpointing(situation, candidate)}",
@@ -58,6 +58,12 @@ def notes(
         *speed_notes(situation.device),
         *situation.hardware.notes,
     )
+
+
+def _why_sharding(row: Strategy, num_ranks: int) -> str:
+    if num_ranks == 1 and row.offload is not Offload.NONE:
+        return f"one device: nothing to spread, but its engine does the offload ({row.offload})"
+    return _WHY_SHARDING[row.sharding]
 
 
 def _why_precision(situation: Situation, precision: Precision) -> str:

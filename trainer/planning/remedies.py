@@ -4,14 +4,16 @@ Tried in the order of what it costs a person: a setting of the job file, then sh
 then more of the same devices, and in the end a larger device, whose size is named.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import cycle, islice
 
 from msgspec.structs import replace
 
-from trainer.planning.budget import excess, whole_gib
-from trainer.planning.candidates import run_hours
+from trainer.planning.budget import Excess, excess, whole_gib
+from trainer.planning.candidates import run_cost, run_hours
 from trainer.planning.catalogue import CATALOGUE
+from trainer.planning.device import device_of
 from trainer.planning.rules import refuse
 from trainer.planning.settings_search import best_candidate, least_need
 from trainer.planning.situation import Situation
@@ -42,7 +44,13 @@ def memory_remedy(situation: Situation, smallest: Candidate) -> str:
         answer = change(situation, smallest.strategy)
         if answer is not None:
             return answer
-    return f"a device with {whole_gib(smallest.memory.need_bytes)} usable"
+    need = whole_gib(smallest.memory.need_bytes)
+    hardware = situation.hardware
+    if hardware.vram_cap_bytes is not None and not situation.is_cpu:
+        uncapped = device_of(replace(hardware, vram_cap_bytes=None))
+        if smallest.memory.need_bytes <= uncapped.usable_bytes:
+            return f"limits.vram (or --vram): {need}"
+    return f"a device with {need} usable"
 
 
 def nothing_fits(situation: Situation, smallest: Sequence[Candidate], methods: Sequence[MethodRow]) -> NothingFitsError:
@@ -52,22 +60,46 @@ def nothing_fits(situation: Situation, smallest: Sequence[Candidate], methods: S
     fitting = [candidate for candidate in smallest if candidate.memory.fits]
     changes = list(islice(_job_changes(situation), 1))
     if fitting:
-        nearest = min(fitting, key=lambda candidate: run_hours(situation, candidate))
+        timely = [candidate for candidate in fitting if excess(_untimed(situation), candidate) is None]
+        nearest = min(timely or fitting, key=lambda candidate: run_hours(situation, candidate))
         over = excess(situation, nearest)
         assert over is not None, "a row within every budget is a candidate"
         first = f"nothing fits: {model} ({nearest.strategy.name}) {over.reason}"
-        changes.append(remedy_for(situation, nearest) or over.remedy)
+        changes.append(
+            " and ".join((remedy_for(situation, nearest) or over.remedy, *_more_time(situation, nearest, over)))
+        )
     else:
         nearest = min(smallest, key=lambda candidate: candidate.memory.need_bytes)
         need = format_bytes(nearest.memory.need_bytes)
         first = f"nothing fits: {model} needs at least {need} ({nearest.strategy.name}); {situation.device_words}"
         changes.append(memory_remedy(situation, nearest))
+        held = replace(nearest, memory=replace(nearest.memory, usable_bytes=nearest.memory.need_bytes))
+        over = excess(situation, held)  # a device that holds it is no answer where the host does not
+        if over is not None and over.is_host:
+            changes[-1] += f" and {over.remedy}"
     lines = [first, f"smallest change that would fit: {', or '.join(changes)}"]
     later = [row for row in methods if row.verdict.startswith("fits")]
     if later:
         names = ", ".join(f"{row.method} ({format_bytes(row.memory_bytes or 0)})" for row in later)
         lines.append(f"what would fit: {names}; {later[0].verdict.removeprefix('fits; ')}")
     return NothingFitsError("\n".join(lines))
+
+
+def _untimed(situation: Situation) -> Situation:
+    """The same job without a limit on hours and money: what then exceeds a budget needs another machine."""
+    limits = replace(situation.job.limits, hours=math.inf, cost=None)
+    return replace(situation, job=replace(situation.job, limits=limits))
+
+
+def _more_time(situation: Situation, candidate: Candidate, first: Excess) -> Iterator[str]:
+    """Limits on hours and money that are exceeded besides the `first` budget."""
+    limits, hours = situation.job.limits, run_hours(situation, candidate)
+    cost = run_cost(situation, hours)
+    named = first.remedy.partition(":")[0]
+    if hours > limits.hours and named != "limits.hours":
+        yield f"limits.hours: {math.ceil(hours)}"
+    if cost is not None and limits.cost is not None and cost > limits.cost and named != "limits.cost":
+        yield f"limits.cost: {math.ceil(cost)}"
 
 
 def _shorter_sequences(situation: Situation, strategy: Strategy) -> str | None:

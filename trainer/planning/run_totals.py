@@ -19,6 +19,7 @@ class RunTotals(Value, frozen=True, kw_only=True):
     gpu_hours: float | None
     kwh: float | None
     cost: float | None
+    tokens_per_s: float  # of the data, by all devices together
 
 
 def run_totals(situation: Situation, candidate: Candidate) -> RunTotals:
@@ -31,4 +32,11 @@ def run_totals(situation: Situation, candidate: Candidate) -> RunTotals:
         gpu_hours=gpu_hours,
         kwh=None if gpu_hours is None or watts is None else gpu_hours * watts / 1000,
         cost=run_cost(situation, hours),
+        tokens_per_s=candidate.speed.tokens_per_s_per_gpu * situation.num_ranks * _filled_share(situation, candidate),
     )
+
+
+def _filled_share(situation: Situation, candidate: Candidate) -> float:
+    """Rows of a step that hold data: where the global batch does not divide evenly the others are empty."""
+    num_rows = candidate.num_ranks * candidate.micro_batch * candidate.accumulation
+    return min(1.0, situation.schedule.sequences_per_step / num_rows)

@@ -40,6 +40,11 @@ def time_class(seconds: float) -> int:
     return math.floor(math.log(seconds) / math.log1p(SAME_SPEED))
 
 
+def loss_handicap(loss: LossHead) -> float:
+    """What a predicted time is multiplied by for the loss head it rests on."""
+    return EAGER_HANDICAP if loss is LossHead.EAGER else 1.0
+
+
 def best_candidate(situation: Situation, strategy: Strategy) -> Candidate | None:
     """The fastest setting of a row that fits on the device; None where none does."""
     for offloads in activation_offloads(situation):  # the second only where nothing fits under the first
@@ -97,7 +102,7 @@ def _least_class(situation: Situation, start: Setting) -> int:
 
 def _class_of(situation: Situation, setting: Setting) -> int:
     seconds = relative_speed(situation, setting).step_s
-    return time_class(seconds * _handicap(setting))
+    return time_class(seconds * loss_handicap(setting.loss))
 
 
 def _starts(situation: Situation, strategy: Strategy, *, offloads: bool) -> Iterator[Setting]:
@@ -109,10 +114,6 @@ def _starts(situation: Situation, strategy: Strategy, *, offloads: bool) -> Iter
             for tokens in chunk_sizes(situation.shape, loss):
                 for is_compiled in compiles(situation):
                     yield replace(start, loss_chunk_tokens=tokens, compile=is_compiled)
-
-
-def _handicap(setting: Setting) -> float:
-    return EAGER_HANDICAP if setting.loss is LossHead.EAGER else 1.0
 
 
 def _with_grown_buckets(situation: Situation, setting: Setting) -> Candidate:

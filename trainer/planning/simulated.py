@@ -11,13 +11,9 @@ from msgspec.structs import replace
 
 from trainer.planning.candidates import setting_of
 from trainer.planning.fallbacks import fallbacks
-from trainer.planning.memory.activations import block_activations
+from trainer.planning.memory import on_device, step_memory
 from trainer.planning.memory.events import resident_bytes, step_events
-from trainer.planning.memory.loss_head import head_memory
 from trainer.planning.memory.overheads import OVERHEADS, overheads
-from trainer.planning.memory.recipe import dims_of, recipe_of
-from trainer.planning.memory.sharding import sharding_memory
-from trainer.planning.memory.states import model_states
 from trainer.planning.memory.step_memory import StepMemory
 from trainer.planning.not_yet import version_needed
 from trainer.planning.padding import longest_width
@@ -111,7 +107,7 @@ def simulated_memory(situation: Situation, candidate: Candidate, simulation: Sim
         steady_allocated_bytes=simulation.steady_allocated_bytes + workspace,
         peak_allocated_bytes=peak,
         peak_reserved_bytes=reserved,
-        device_bytes=reserved + outside + step.states.managed,
+        device_bytes=on_device(reserved + outside, step.states.managed, situation.device),
         low_bytes=around.low,
         high_bytes=max(reserved, around.high),
         need_bytes=around.need,
@@ -151,17 +147,7 @@ def _step_of(situation: Situation, candidate: Candidate) -> StepMemory:
     widest = longest_width(situation.data, seq_len=setting.seq_len)
     if widest < setting.seq_len:
         setting = replace(setting, recipe=replace(setting.recipe, longest_seq=widest))
-    dims = dims_of(situation.shape)
-    recipe = recipe_of(setting, situation.device, dims)
-    return StepMemory(
-        setting=setting,
-        recipe=recipe,
-        dims=dims,
-        states=model_states(setting, recipe, dims),
-        blocks=block_activations(setting, recipe, dims),
-        head=head_memory(setting, recipe, dims),
-        sharding=sharding_memory(setting, recipe, dims),
-    )
+    return step_memory(situation.shape, setting, situation.device)
 
 
 def _named_events(events: Mapping[str, int]) -> dict[str, int]:

@@ -13,6 +13,7 @@ Clipping reads each gradient twice and writes it: 6 bytes. Under offload the CPU
 
 from trainer.planning import speed_constants as constants
 from trainer.planning.device import Device
+from trainer.planning.memory.stacks import stack_of
 from trainer.planning.setting import Setting
 from trainer.planning.speed_rates import Rates
 from trainer.planning.speed_work import Work
@@ -43,7 +44,9 @@ def optimizer_seconds(setting: Setting, work: Work, rates: Rates, device: Device
     if strategy.offload is not Offload.NONE:
         return 0.0
     mine = trained / (setting.num_ranks if strategy.sharding.shards_optimizer else 1)
-    seconds = mine * _bytes_of_a_parameter(strategy.optimizer, strategy.precision.master_bytes) / rates.memory
+    is_fused = strategy.optimizer is Optimizer.ADAMW and stack_of(setting.stack).fuses_adamw
+    optimizer = Optimizer.ADAMW_FUSED if is_fused else strategy.optimizer
+    seconds = mine * _bytes_of_a_parameter(optimizer, strategy.precision.master_bytes) / rates.memory
     if setting.method is Method.GALORE:
         seconds += _projection_seconds(setting, work, rates)
     if strategy.optimizer is Optimizer.MUON:

@@ -18,7 +18,10 @@ class SpeedStack(Value, frozen=True, kw_only=True):
 OURS = SpeedStack(source="trainer/runtime: FSDP2 units are blocks")
 _ROWS = {
     # PEFT's fsdp_auto_wrap_policy makes a unit of every module without children whose weight is trained.
-    "hf-trainer": SpeedStack(source="peft utils/other.py, fsdp_auto_wrap_policy", wraps_adapters=True),
+    **dict.fromkeys(
+        ("hf-trainer", "trl", "axolotl", "llama-factory"),
+        SpeedStack(source="peft utils/other.py, fsdp_auto_wrap_policy", wraps_adapters=True),
+    ),
     "fsdp_qlora": SpeedStack(source="fsdp_qlora train.py, get_wrapping_policy: the same policy", wraps_adapters=True),
     "llm-foundry": SpeedStack(
         source="llm-foundry 0.1 to 0.3: flash-attn 1.0, whose cross-entropy replaces torch's",

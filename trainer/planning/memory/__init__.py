@@ -52,7 +52,7 @@ def estimate_memory(
         steady_allocated_bytes=steady,
         peak_allocated_bytes=totals[peak_event],
         peak_reserved_bytes=around.reserved,
-        device_bytes=around.device + step.states.managed,
+        device_bytes=on_device(around.device, step.states.managed, device),
         low_bytes=around.low,
         high_bytes=around.high,
         need_bytes=around.need,
@@ -76,3 +76,8 @@ def step_memory(shape: ModelShape, setting: Setting, device: Device) -> StepMemo
         head=head_memory(setting, recipe, dims),
         sharding=sharding_memory(setting, recipe, dims),
     )
+
+
+def on_device(num_bytes: int, managed_bytes: int, device: Device) -> int:
+    """Bytes on the device with paged state beside them: managed memory moves to the host where it has no room."""
+    return min(num_bytes + managed_bytes, max(num_bytes, device.usable_bytes))

@@ -9,7 +9,8 @@ matrix, m >= n, as 2 r m and a projector r n.
 Temporaries of the step: `adamw` (foreach) takes the square root of every second moment at once (w an element);
 `adamw_fused` none; Adafactor and Muon work matrix by matrix; GaLore decomposes one fp32 gradient at a time whenever it
 looks for a new projector (torch.linalg.svd of galore_torch). bitsandbytes updates 8-bit state in one kernel; torchao
-works on fp32 copies of one tensor's weight and state. transformers' Trainer keeps the embedding's state in fp32.
+works on fp32 copies of one tensor's weight and state. Paged state is bitsandbytes' in every stack: torchao pages none.
+transformers' Trainer keeps the embedding's state in fp32.
 """
 
 from trainer.planning.memory.recipe import Dims, Recipe
@@ -78,7 +79,8 @@ def _temporaries(optimizer: Optimizer, recipe: Recipe, num_elements: int, larges
     if optimizer is Optimizer.ADAMW:
         return 0 if recipe.stack.fuses_adamw else recipe.trained_bytes * num_elements
     if _is_8bit(optimizer):
-        return 3 * 4 * largest if recipe.stack.dequantises_states else 0
+        is_torchao = recipe.stack.dequantises_states and optimizer is not Optimizer.PAGED_ADAMW_8BIT
+        return 3 * 4 * largest if is_torchao else 0
     if optimizer in (Optimizer.ADAFACTOR, Optimizer.MUON):
         return 3 * 4 * largest
     if optimizer in (Optimizer.LION, Optimizer.ADALOMO):

@@ -154,8 +154,9 @@ def shard_degree(setting: Setting) -> int:
 def attention_kernel(setting: Setting, device: Device, dims: Dims) -> Kernel:
     """The kernel that runs, without an attention mask: rows are padded on the right and attention is causal.
 
-    PyTorch's flash kernel takes 16 bit from compute capability 8.0; its memory-efficient one takes fp32 and older
-    chips but no grouped key and value heads, for which the sequence x sequence path remains.
+    PyTorch's flash kernel takes 16 bit from compute capability 8.0, flash-attn 1.x from 7.5; PyTorch's
+    memory-efficient one takes fp32 and older chips but no grouped key and value heads, for which the
+    sequence x sequence path remains.
     """
     if setting.attention is Attention.EAGER:
         return Kernel.EAGER
@@ -164,6 +165,7 @@ def attention_kernel(setting: Setting, device: Device, dims: Dims) -> Kernel:
     if dims.broadcasts_heads and setting.attention is Attention.SDPA:
         return Kernel.MATH
     is_16_bit = setting.strategy.precision is not Precision.FP32
-    if is_16_bit and (device.compute_capability is None or device.compute_capability >= (8, 0)):
+    oldest = (7, 5) if setting.attention is Attention.FLASH else (8, 0)
+    if is_16_bit and (device.compute_capability is None or device.compute_capability >= oldest):
         return Kernel.FLASH
     return Kernel.EFFICIENT if dims.kv_heads == dims.heads else Kernel.MATH

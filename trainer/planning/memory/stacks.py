@@ -96,6 +96,15 @@ _FUSED_KERNELS = replace(
     has_fused_kernels=True,
     fuses_adapters=True,
 )
+_TRAINERS_SUBCLASSES = tuple(
+    replace(_HF_TRAINER, name=name, source="general knowledge: subclasses transformers' Trainer; its values")
+    for name in ("trl", "axolotl", "llama-factory")
+)
+_DEEPSPEED = Stack(
+    name="deepspeed",
+    source="deepspeed runtime/engine.py, _configure_basic_optimizer: AdamW of a DeepSpeed configuration is FusedAdam",
+    fuses_adamw=True,
+)
 _TORCHTITAN = Stack(
     name="torchtitan",
     source="torchtitan: fully_shard on each block, reduce_dtype fp32, cross_entropy(pred.float())",
@@ -164,6 +173,8 @@ STACKS: dict[str, Stack] = {
         Stack(name=OUR_STACK, source="trainer/runtime, agreed with simulated and measured steps"),
         _HF_TRAINER,
         _FUSED_KERNELS,
+        *_TRAINERS_SUBCLASSES,
+        _DEEPSPEED,
         _TORCHTITAN,
         _TORCHTUNE,
         _KEMPNERFORGE,
