@@ -1,4 +1,4 @@
-"""How far the predictions are from 195 published measurements, beside what is asked of them.
+"""How far the predictions are from 195 published measurements, beside what is asked of them, and from 100 others.
 
     python benchmarks/accuracy.py [--rows] [--ours | --write]
     make bench runs the same as `accuracy`
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "benchmarks" / "measured_public.jsonl"
+UNFITTED_ROWS = ROOT / "benchmarks" / "measured_unfitted.jsonl"
 GIB = 2**30
 # Two runs whose measured speeds differ by less are as fast.
 SAME_SPEED = 0.05
@@ -191,6 +192,18 @@ def score_constants(rows: Sequence[Row]) -> list[Score]:
     ]
 
 
+def score_unfitted(rows: Sequence[Row]) -> list[Score]:
+    """Throughputs that no constant was fitted on, by stack."""
+    by_stack: dict[str, list[float]] = defaultdict(list)
+    for row, error in errors(rows, "tokens_per_s_per_gpu"):
+        by_stack[row.stack].append(abs(error))
+    return [
+        Score(f"tokens/s, not fitted on, {words} of {stack}", percentile(values, share), len(values))
+        for stack, values in sorted(by_stack.items())
+        for words, share in (("median", 0.5), ("90th percentile", 0.9))
+    ]
+
+
 def score_rows(rows: Sequence[Row]) -> list[Score]:
     """Every figure that docs/accuracy.md shows."""
     return [
@@ -201,6 +214,7 @@ def score_rows(rows: Sequence[Row]) -> list[Score]:
         *score_fits(rows),
         *score_counter(rows, "tokens_per_s_per_gpu", "tokens/s", median=0.05, p90=0.15),
         score_order(rows),
+        *score_unfitted(read_rows(UNFITTED_ROWS)),
         *score_constants(rows),
     ]
 
