@@ -348,7 +348,7 @@ def _gpu_list(text: str) -> tuple[int, ...]:
 
 
 def _size(text: str) -> int:
-    from trainer.spec.units import parse_bytes
+    from trainer.spec.units import MIB, parse_bytes
 
     try:
         size = parse_bytes(text)
@@ -356,6 +356,8 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not {error}") from None
     if size <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive size")
+    if size < MIB:
+        raise argparse.ArgumentTypeError(f"{text!r} is {size} bytes; write the unit, as in 8GiB")
     return size
 
 

@@ -207,6 +207,7 @@ CASES = [
     Case("candidate out of range", nothing, ("plan", "job.yaml", "--take", "999"), 2, ("999",)),
     Case("GPU that is not there", nothing, ("plan", "job.yaml", "--gpus", "63"), 2, ("63",)),
     Case("vram is no size", nothing, ("plan", "job.yaml", "--vram", "8 apples"), 2, ("8 apples",)),
+    Case("vram without a unit", nothing, ("plan", "job.yaml", "--vram", "8"), 2, ("8 bytes", "8GiB")),
     Case("vram of zero", nothing, ("plan", "job.yaml", "--vram", "0GiB"), 2, ("0GiB",)),
     Case("unknown option", nothing, ("plan", "job.yaml", "--fast"), 2, ("--fast",)),
     Case("unknown command", nothing, ("trian", "job.yaml"), 2, ("trian", "train")),

@@ -360,6 +360,17 @@ def test_a_model_that_fits_nowhere_names_need_card_and_change() -> None:
     assert len(str(error.value).splitlines()) <= 3
 
 
+def test_where_host_ram_is_unknown_the_amount_that_would_do_is_named_and_does() -> None:
+    with pytest.raises(NothingFitsError) as error:
+        plan_of("8b", machine("2xRTX-3090", ram_bytes=None))
+    found = re.search(r"limits.host_ram: (\d+) GiB, if a node has it", str(error.value))
+    assert found is not None
+    enough = int(found[1])
+    assert plan_of("8b", machine("2xRTX-3090", ram_bytes=enough * GIB)).chosen.strategy.offload is not Offload.NONE
+    with pytest.raises(NothingFitsError, match="of host RAM a node"):
+        plan_of("8b", machine("2xRTX-3090", ram_bytes=(enough - 1) * GIB))
+
+
 def test_leave_to_offload_is_a_smaller_change_than_another_card() -> None:
     with pytest.raises(NothingFitsError, match=r"allow: \[offload_cpu\]"):
         plan_of("8b", machine("2xRTX-3090", ram_bytes=256 * GIB), allow=())

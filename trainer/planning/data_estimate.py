@@ -39,5 +39,5 @@ def estimate_data(
         vocab_size=vocab_size,
         num_eval_rows=-(-num_eval_tokens // seq_len),
         num_eval_tokens=num_eval_tokens,
-        notes=(f"{num_bytes} bytes of text are taken as {num_tokens} tokens, {length} bytes each",),
+        notes=(f"{num_bytes:,} bytes of text are taken as {num_tokens:,} tokens, {length} bytes each",),
     )

@@ -25,6 +25,7 @@ from trainer.spec.units import format_bytes, format_count
 
 _MIN_SEQ_LEN = 128
 _MAX_DEVICE_FACTOR = 64
+_ANY_HOST_RAM_BYTES = 2**60
 # In the order in which leave is worth giving: what keeps the mathematics first.
 _ALLOWANCES = (Allowance.OFFLOAD_CPU, Allowance.BF16_WEIGHTS, Allowance.OPTIMIZER_8BIT, Allowance.OPTIMIZER_APPROX)
 
@@ -162,6 +163,10 @@ def _with_ranks(situation: Situation, num_ranks: int) -> Situation:
 def _job_changes(situation: Situation) -> Iterator[str]:
     """Settings of the job file that alone would let something fit."""
     job = situation.job
+    if situation.host_ram_bytes is None and not situation.is_cpu:
+        need = _host_ram_need(situation)
+        if need is not None:
+            yield f"limits.host_ram: {whole_gib(need)}, if a node has it"
     for field in Pin.__struct_fields__:
         if getattr(job.pin, field) is not None:
             loose = replace(job, pin=replace(job.pin, **{field: None}))
@@ -172,6 +177,20 @@ def _job_changes(situation: Situation) -> Iterator[str]:
             allowed = replace(job, allow=(*job.allow, allowance))
             if _anything_fits(replace(situation, job=allowed), CATALOGUE):
                 yield f"allow: [{', '.join((*job.allow, allowance))}]"
+
+
+def _host_ram_need(situation: Situation) -> int | None:
+    """The least host RAM of a node in which something fits, where nobody said how much there is."""
+    job = situation.job
+    told = replace(situation, job=replace(job, limits=replace(job.limits, host_ram=_ANY_HOST_RAM_BYTES)))
+    runnable = (row for row in CATALOGUE if refuse(told, row) is None)
+    found = [candidate for row in runnable if (candidate := best_candidate(told, row)) is not None]
+    needs = [
+        candidate.memory.pinned_bytes + candidate.memory.host_bytes
+        for candidate in found
+        if excess(told, candidate) is None
+    ]
+    return min(needs, default=None)
 
 
 def _anything_fits(situation: Situation, rows: Iterable[Strategy]) -> bool:
