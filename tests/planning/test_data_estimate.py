@@ -11,7 +11,7 @@ def test_tokens_follow_from_bytes_and_the_assumption_is_said() -> None:
     assert (data.num_tokens, data.num_eval_tokens) == (990_000, 10_000)
     assert (data.num_rows, data.num_eval_rows) == (990, 10)
     assert data.source == "estimated"
-    assert data.notes == ("3900000 bytes of text are taken as 1000000 tokens, 3.9 bytes each",)
+    assert data.notes == ("3,900,000 bytes of text are taken as 1,000,000 tokens, 3.9 bytes each",)
 
 
 def test_rows_that_will_be_padded_are_taken_to_be_full() -> None:
