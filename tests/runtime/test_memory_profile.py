@@ -103,7 +103,7 @@ def test_the_profile_leaves_no_hook_behind():
 
 def test_anonymous_memory_grows_with_what_is_written():
     before = anonymous_bytes()
-    block = torch.ones(8_000_000)
+    block = torch.ones(64_000_000)  # beyond 32 MiB malloc always maps anew instead of reusing what was freed
     assert anonymous_bytes() - before > 0.9 * block.numel() * 4
 
 
