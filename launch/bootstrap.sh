@@ -66,7 +66,16 @@ announce() {
     esac
 }
 
+compile() { # once and for all: with PYTHONDONTWRITEBYTECODE, usual in containers, every command would do it anew
+    "$bin/python" -m compileall -q launch slurm trainer || :
+}
+
 install() {
+    install_packages
+    compile
+}
+
+install_packages() {
     wanted=$(checksum requirements.lock pyproject.toml)
     done_already installed "$wanted" && return
     if [ ! -x "$bin/python" ] || ! fits "$bin/python"; then

@@ -332,7 +332,7 @@ def _schema(_options: argparse.Namespace) -> ExitCode:
 
 
 def _version() -> str:
-    from launch.plan_job import installed_version
+    from launch.installed import installed_version
 
     return installed_version("shardwise") or "unknown"
 

@@ -6,7 +6,6 @@ Nothing heavy is started here: data that was prepared before is found by its ind
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from launch import folders
 from launch.calibration_store import read_calibration
 from launch.data_files import list_files, source_bytes
 from launch.gpu_selection import select_gpus
+from launch.installed import installed_version
 from launch.job_layers import ResolvedJob, read_job_layers
 from launch.model_files import ModelFiles, download_model, read_model_config
 from launch.prepare_data import find_prepared
@@ -230,17 +230,5 @@ def prepared_tokenizer(data: DataProfile) -> str | None:
 
 def recorded_versions() -> dict[str, str]:
     """Versions of this program and of the libraries a run depends on, from package metadata."""
-    found = {"shardwise": installed_version("shardwise") or "unknown", "python": platform.python_version()}
-    for name in RECORDED_LIBRARIES:
-        version = installed_version(name)
-        if version is not None:
-            found[name] = version
-    return found
-
-
-def installed_version(name: str) -> str | None:
-    """The version in the package's metadata, None where it is not installed."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+    found = {name: version for name in RECORDED_LIBRARIES if (version := installed_version(name)) is not None}
+    return {"shardwise": installed_version("shardwise") or "unknown", "python": platform.python_version()} | found

@@ -9,12 +9,12 @@ because a plan for the CPU would be a silent disappointment; `CUDA_VISIBLE_DEVIC
 
 import os
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 
 import msgspec
 
 from launch.gpu_selection import free_memory_note, select_gpus, visible_devices, visible_gpus
+from launch.installed import installed_version
 from launch.probe_gpus import TIMEOUT_S, GpuFindings, read_gpus
 from launch.probe_host import read_host
 from launch.probe_text import describe_hardware
@@ -84,13 +84,7 @@ def read_hardware(
 
 def read_libraries() -> dict[str, str]:
     """Versions of the installed libraries that decide what a plan can use, from their metadata; none is imported."""
-    versions = {}
-    for name in LIBRARIES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    return {name: version for name in LIBRARIES if (version := installed_version(name)) is not None}
 
 
 def _failure_notes(findings: GpuFindings, *, hides_all: bool) -> tuple[str, ...]:

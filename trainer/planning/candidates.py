@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from trainer.planning.calibrate import corrected_memory, corrected_speed
-from trainer.planning.memory import estimate_memory
+from trainer.planning.memory import estimate_memory, needed_bytes
 from trainer.planning.padding import longest_width, mean_width
 from trainer.planning.setting import Setting
 from trainer.planning.situation import Situation
@@ -31,11 +31,22 @@ def candidate_of(situation: Situation, setting: Setting) -> Candidate:
 
 def predicted_memory(situation: Situation, setting: Setting) -> MemoryEstimate:
     """Bytes at the worst event of a step whose micro batch has the longest row."""
-    widest = longest_width(situation.data, seq_len=setting.seq_len)
-    if widest < setting.seq_len:
-        setting = replace(setting, recipe=replace(setting.recipe, longest_seq=widest))
-    memory = estimate_memory(situation.shape, setting, situation.device)
+    memory = estimate_memory(situation.shape, _at_longest(situation, setting), situation.device)
     return corrected_memory(memory, situation.corrections.of(setting.strategy, setting.method))
+
+
+def predicted_need(situation: Situation, setting: Setting) -> int:
+    """`need_bytes` of `predicted_memory`, sooner where no run corrects it."""
+    if situation.corrections.of(setting.strategy, setting.method).peak.num_runs:
+        return predicted_memory(situation, setting).need_bytes
+    return needed_bytes(situation.shape, _at_longest(situation, setting), situation.device)
+
+
+def _at_longest(situation: Situation, setting: Setting) -> Setting:
+    widest = longest_width(situation.data, seq_len=setting.seq_len)
+    if widest == setting.seq_len:
+        return setting
+    return replace(setting, recipe=replace(setting.recipe, longest_seq=widest))
 
 
 def predicted_speed(situation: Situation, setting: Setting) -> SpeedEstimate:

@@ -11,7 +11,7 @@ costs more than that, and those whose speed nobody has published a measurement o
 Under `Situation.ignores_version` all of it is asked as if every later version's features were here.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import replace
 
@@ -74,14 +74,15 @@ def rank(situation: Situation, trials: Sequence[TrialResult] = ()) -> Ranking:
 
 def survey(situation: Situation) -> Ranking:
     """The best row for the situation's method, where only that is asked: one row a layout, exact ones first."""
-    allowed = [
-        row for row in CATALOGUE if broken_rule(situation, row, ignoring_version=situation.ignores_version) is None
-    ]
+    rows = one_a_layout(
+        CATALOGUE, lambda row: broken_rule(situation, row, ignoring_version=situation.ignores_version) is None
+    )
     smallest: dict[str, Candidate] = {}
     for is_exact in (True, False):
         found = [
             best_candidate(situation, row) or least_need(situation, row)
-            for row in one_a_layout([row for row in allowed if row.is_exact is is_exact])
+            for row in rows
+            if row.is_exact is is_exact
         ]
         candidates = [candidate for candidate in found if excess(situation, candidate) is None]
         smallest |= {candidate.strategy.name: candidate for candidate in found if candidate not in candidates}
@@ -144,11 +145,15 @@ def _machinery(candidate: Candidate) -> tuple[int, bool, int, int]:
     )
 
 
-def one_a_layout(rows: Sequence[Strategy]) -> tuple[Strategy, ...]:
-    """The first exact and the first approximate row of each layout: the one the catalogue prefers."""
+def one_a_layout(
+    rows: Sequence[Strategy], is_taken: Callable[[Strategy], bool] = lambda _: True
+) -> tuple[Strategy, ...]:
+    """The first exact and the first approximate row of each layout that `is_taken`: the one the catalogue prefers."""
     first: dict[tuple[Sharding, Offload, bool], Strategy] = {}
     for row in rows:
-        first.setdefault((row.sharding, row.offload, row.is_exact), row)
+        layout = row.sharding, row.offload, row.is_exact
+        if layout not in first and is_taken(row):
+            first[layout] = row
     return tuple(first.values())
 
 

@@ -13,7 +13,7 @@ from trainer.planning.candidates import run_hours
 from trainer.planning.catalogue import CATALOGUE
 from trainer.planning.choice import in_order, one_a_layout
 from trainer.planning.not_yet import late_members, version_needed
-from trainer.planning.rules import broken_rule
+from trainer.planning.rules import Rule, broken_rule
 from trainer.planning.settings_search import best_candidate
 from trainer.planning.situation import Situation
 from trainer.spec.job import Allowance
@@ -55,7 +55,7 @@ def leaves(situation: Situation, chosen: Candidate) -> tuple[Leave, ...]:
     """What each entry that `allow` leaves out would open, where it is faster or needs less than `chosen`."""
     ahead = replace(situation, ignores_version=True)
     waiting = [
-        row
+        (row, rule)
         for row in CATALOGUE
         if (rule := broken_rule(ahead, row, ignoring_version=True)) is not None and rule.asks_leave
     ]
@@ -71,10 +71,16 @@ def leaves(situation: Situation, chosen: Candidate) -> tuple[Leave, ...]:
     )
 
 
-def _opened_by(ahead: Situation, allowance: Allowance, waiting: Sequence[Strategy]) -> Candidate | None:
-    """The best of the rows that wait for leave which this one would open, today or with a later version."""
+def _opened_by(
+    ahead: Situation, allowance: Allowance, waiting: Sequence[tuple[Strategy, Rule]]
+) -> Candidate | None:
+    """The best of the rows, each with the rule it breaks first, which this leave would open, whatever the version."""
     allowed = replace(ahead, job=replace(ahead.job, allow=(*ahead.job.allow, allowance)))
-    opened = [row for row in waiting if broken_rule(allowed, row, ignoring_version=True) is None]
+    opened = [
+        row
+        for row, rule in waiting
+        if not rule.is_broken(allowed, row) and broken_rule(allowed, row, ignoring_version=True) is None
+    ]
     found = (best_candidate(allowed, row) for row in one_a_layout(opened))
     fitting = [candidate for candidate in found if candidate is not None and excess(allowed, candidate) is None]
     return next(iter(in_order(allowed, fitting)), None)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec.structs import replace
 
-from trainer.planning.candidates import candidate_of, predicted_memory, relative_speed, with_micro_batch
+from trainer.planning.candidates import candidate_of, predicted_need, relative_speed, with_micro_batch
 from trainer.planning.setting import Setting
 from trainer.planning.settings_choices import (
     activation_offloads,
@@ -63,7 +63,7 @@ def least_need(situation: Situation, strategy: Strategy) -> Candidate:
         for start in _starts(situation, strategy, offloads=offloads)
         for micro_batch in sorted({sizes[0], sizes[-1]})
     ]
-    return candidate_of(situation, min(settings, key=lambda setting: _need_bytes(situation, setting)))
+    return candidate_of(situation, min(settings, key=lambda setting: predicted_need(situation, setting)))
 
 
 def fitting_settings(situation: Situation, start: Setting) -> list[Setting]:
@@ -85,19 +85,24 @@ def _fastest(situation: Situation, starts: Iterable[Setting]) -> Setting | None:
     for bound, start in sorted(bounds, key=lambda bounded: bounded[0]):
         if best is not None and bound > best[0][0]:
             break
-        for setting in fitting_settings(situation, start):
+        for setting in reversed(fitting_settings(situation, start)):
             key = (_class_of(situation, setting), setting.micro_batch)
             if best is None or key < best[0]:
                 best = key, setting
+            elif not _is_padded(situation) and key[0] > best[0][0]:
+                break  # smaller micro batches are no faster
     return None if best is None else best[1]
 
 
 def _least_class(situation: Situation, start: Setting) -> int:
     """No micro batch is faster: the largest, which is a rank's whole share, but for rows padded to the longest."""
     sizes = micro_batches(situation)
-    is_padded = situation.data is not None and not situation.data.is_packed
-    settings = [with_micro_batch(situation, start, size) for size in (sizes if is_padded else sizes[-1:])]
+    settings = [with_micro_batch(situation, start, size) for size in (sizes if _is_padded(situation) else sizes[-1:])]
     return min(_class_of(situation, setting) for setting in settings)
+
+
+def _is_padded(situation: Situation) -> bool:
+    return situation.data is not None and not situation.data.is_packed
 
 
 def _class_of(situation: Situation, setting: Setting) -> int:
@@ -128,8 +133,5 @@ def _with_grown_buckets(situation: Situation, setting: Setting) -> Candidate:
 
 def _num_within(situation: Situation, settings: Sequence[Setting], budget: int) -> int:
     """How many of `settings`, in ascending order of need, need at most `budget` bytes."""
-    return bisect_right(settings, budget, key=lambda setting: _need_bytes(situation, setting))
+    return bisect_right(settings, budget, key=lambda setting: predicted_need(situation, setting))
 
-
-def _need_bytes(situation: Situation, setting: Setting) -> int:
-    return predicted_memory(situation, setting).need_bytes

@@ -19,7 +19,7 @@ from trainer.planning.memory.activations import block_activations
 from trainer.planning.memory.events import resident_bytes, step_events
 from trainer.planning.memory.host import host_memory
 from trainer.planning.memory.loss_head import head_memory
-from trainer.planning.memory.overheads import OVERHEADS, OverheadTable, overheads
+from trainer.planning.memory.overheads import OVERHEADS, OverheadTable, needed, overheads
 from trainer.planning.memory.recipe import dims_of, recipe_of
 from trainer.planning.memory.sharding import sharding_memory
 from trainer.planning.memory.states import model_states
@@ -61,6 +61,16 @@ def estimate_memory(
         host_bytes=host.pageable,
         nvme_bytes=host.nvme,
     )
+
+
+def needed_bytes(shape: ModelShape, setting: Setting, device: Device, table: OverheadTable = OVERHEADS) -> int:
+    """`need_bytes` of `estimate_memory` alone, for a search over settings: a quarter less work."""
+    step = step_memory(shape, setting, device)
+    resident = resident_bytes(step)
+    throughout = sum(resident.values()) + step.sharding.root
+    events = step_events(step, resident)
+    totals = {name: sum(event.values()) for name, event in events.items()}
+    return needed(step.recipe, device, events, totals, num_ranks=setting.num_ranks, steady=throughout, table=table)
 
 
 def step_memory(shape: ModelShape, setting: Setting, device: Device) -> StepMemory:

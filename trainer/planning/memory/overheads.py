@@ -92,34 +92,61 @@ def overheads(
 ) -> Overheads:
     """What surrounds the largest of `totals`; `steady` is what stays on the device through a whole step."""
     peak = max(totals.values())
-    context = device.context_bytes if table.context_bytes is None else round(table.context_bytes.likely)
+    need = needed(recipe, device, events, totals, num_ranks=num_ranks, steady=steady, table=table)
     if not recipe.is_cuda:
-        return _on_cpu(peak, context, table)
-    outside = context + (round(table.communicator_bytes.likely) if num_ranks > 1 else 0)
+        return _on_cpu(peak, need, _context_bytes(device, table), table)
+    outside = _outside_bytes(device, num_ranks, table)
     block, loss = _block_bytes(totals, steady), _largest(totals, "forward_end", "loss_backward")
     limit = table.given_back.likely * max(0, device.usable_bytes - outside)
     disjoint = _disjoint(recipe, events, totals, table, steady=steady, block=block, loss=loss)
     waste = table.fragmentation_sharded if recipe.uses_fsdp else table.fragmentation_alone
     wasted = waste.likely * (block if recipe.uses_fsdp else max(0, peak - steady))
     reserved = round(max(table.least_reserved.likely * peak, min(max(disjoint, peak) + wasted, limit)))
-    need = round(max(_needed(recipe, name, event, totals[name], steady, table) for name, event in events.items()))
     return Overheads(
         reserved=reserved,
         device=reserved + outside,
         low=round(table.allocated.low * peak),
         high=max(reserved, round(table.least_reserved.high * peak)),
-        need=need + outside,
+        need=need,
     )
 
 
-def _on_cpu(peak: int, context: int, table: OverheadTable) -> Overheads:
+def needed(
+    recipe: Recipe,
+    device: Device,
+    events: dict[str, Event],
+    totals: dict[str, int],
+    *,
+    num_ranks: int,
+    steady: int,
+    table: OverheadTable,
+) -> int:
+    """Bytes the device must have for every event of a step to work, context and communicator included."""
+    if not recipe.is_cuda:
+        peak = max(totals.values())
+        return peak + round(table.cpu_margin.likely * peak) + _context_bytes(device, table)
+    inside = max(_needed(recipe, name, event, totals[name], steady, table) for name, event in events.items())
+    return round(inside) + _outside_bytes(device, num_ranks, table)
+
+
+def _context_bytes(device: Device, table: OverheadTable) -> int:
+    return device.context_bytes if table.context_bytes is None else round(table.context_bytes.likely)
+
+
+def _outside_bytes(device: Device, num_ranks: int, table: OverheadTable) -> int:
+    """What the process holds beside PyTorch's allocator."""
+    communicators = round(table.communicator_bytes.likely) if num_ranks > 1 else 0
+    return _context_bytes(device, table) + communicators
+
+
+def _on_cpu(peak: int, need: int, context: int, table: OverheadTable) -> Overheads:
     margin = table.cpu_margin
     return Overheads(
         reserved=peak,
         device=peak + context,
         low=round((1 + margin.low) * peak),
         high=round((1 + margin.high) * peak),
-        need=peak + round(margin.likely * peak) + context,
+        need=need,
     )
 
 
