@@ -24,7 +24,7 @@ def _installed_versions(folders: tuple[str, ...]) -> dict[str, str]:
     versions: dict[str, str] = {}
     for folder in folders:
         try:
-            entries = os.listdir(folder or ".")
+            entries = os.listdir(folder or ".")  # noqa: PTH208 - a hundred Path objects take longer than the rest
         except OSError:
             continue  # a zip file, or a folder that is not there
         for entry in entries:

@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.planning.memory.parts import grouped
+from trainer.planning.simulated import named_events
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
 from trainer.spec.plan import Candidate, MemoryEstimate, Plan
@@ -32,7 +32,6 @@ _ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",  # and no device is touched
 }
 _WORKSPACE = "workspace"
-_BETWEEN = {"block_backward_middle": "block_backward_top", "clip": "optimizer_step"}  # counted with a named event
 _COLUMNS = "{:<24}{:>12}{:>12}{:>12}"
 
 
@@ -112,7 +111,7 @@ def describe_simulation(simulation: Simulation, predicted: MemoryEstimate) -> li
     Reserved is with expandable segments, as a run is started.
     """
     workspace = predicted.parts.get(_WORKSPACE, 0)
-    seen = _named_events(simulation.events, known=predicted.events)
+    seen = named_events(simulation.events, predicted.events)
     lines = [_COLUMNS.format("event", "predicted", "simulated", "difference")]
     for event in (*predicted.events, *(name for name in seen if name not in predicted.events)):
         expected = predicted.events.get(event)
@@ -134,15 +133,6 @@ def describe_simulation(simulation: Simulation, predicted: MemoryEstimate) -> li
     )
     lines += [f"checked: {check}" for check in simulation.checks]
     return lines
-
-
-def _named_events(events: Mapping[str, int], *, known: Mapping[str, int]) -> dict[str, int]:
-    """The events under the closed form's names; those between two of them count with the first."""
-    named: dict[str, int] = {}
-    for event, num_bytes in events.items():
-        name = event if event in known else _BETWEEN.get(event, event)
-        named[name] = max(named.get(name, 0), num_bytes)
-    return named
 
 
 def _compared(name: str, expected: int | None, seen: int | None) -> str:

@@ -14,7 +14,6 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -208,8 +207,3 @@ def last_words(attempt_dir: Path) -> str:
             lines += [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line or "error:" in line]
     return (errors or lines or ["(no output)"])[-1].strip()[:300]
-
-
-def python_of_this_process() -> str:
-    """The interpreter that runs shardwise, which is the one that has its libraries."""
-    return sys.executable

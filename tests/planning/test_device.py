@@ -30,7 +30,6 @@ def test_a_catalogue_machine_has_the_figures_of_its_row() -> None:
     assert device.peak_flops_per_s[Precision.FP8] == spec.fp8_flops_per_s
     assert (device.link_bytes_per_s, device.link_kind) == (spec.nvlink_bytes_per_s, LinkKind.NVLINK)
     assert device.host_ram_bytes is None
-    assert device.supports_bf16 and device.supports_fp8
 
 
 def test_a_cap_and_memory_that_others_hold_lower_what_is_usable() -> None:
@@ -48,7 +47,6 @@ def test_unequal_cards_count_as_the_weakest() -> None:
     device = device_of(machine("1xT4", gpus=(large, replace(small, index=1))))
     assert device.usable_bytes == GPU_SPECS["T4"].usable_bytes
     assert device.compute_capability == (7, 5)
-    assert not device.supports_bf16
     assert device.peak_flops_per_s[Precision.FP16_MIXED] == 65 * 10**12
 
 
@@ -59,8 +57,6 @@ def test_a_card_without_a_row_keeps_its_memory_and_has_no_rates() -> None:
     assert device.peak_flops_per_s == {}
     assert device.memory_bytes_per_s is None and device.link_bytes_per_s is None
     assert device.matmul_flops_per_s is None
-    assert not device.supports_bf16  # unknown is not assumed
-    assert device_of(Hardware(gpus=(stranger(compute_capability=(9, 0)),), host=UNKNOWN_HOST)).supports_bf16
 
 
 def test_one_stranger_among_known_cards_makes_the_rates_unknown() -> None:
@@ -140,7 +136,7 @@ def test_cpu_ranks_share_memory_and_cores() -> None:
     assert two.memory_bytes == one.memory_bytes // 2
     assert one.matmul_flops_per_s == 4 * 20 * 10**9
     assert two.matmul_flops_per_s == 2 * 20 * 10**9
-    assert one.is_matmul_assumed and one.supports_bf16 and not one.supports_fp8
+    assert one.is_matmul_assumed
     measured = device_of(machine("2xCPU", rates=MeasuredRates(matmul_flops_per_s=10**11)))
     assert (measured.matmul_flops_per_s, measured.is_matmul_assumed) == (10**11 // 2, False)
 

@@ -7,7 +7,15 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import CONFIGS, data_of, situation_for
 
-from trainer.planning.candidates import candidate_of, predicted_memory, predicted_speed, setting_of, with_micro_batch
+from trainer.planning.calibrate import Correction, Corrections, Factor
+from trainer.planning.candidates import (
+    candidate_of,
+    predicted_memory,
+    predicted_need,
+    predicted_speed,
+    setting_of,
+    with_micro_batch,
+)
 from trainer.planning.catalogue import CATALOGUE
 from trainer.planning.setting import Setting
 from trainer.planning.settings_choices import (
@@ -178,6 +186,19 @@ def test_need_grows_with_the_micro_batch_while_gradients_add_up(model: str, spec
     for earlier, later in pairwise(every_setting(situation, ROWS[row])):
         if earlier.micro_batch < later.micro_batch and later.accumulation > 1:
             assert needs(situation, earlier) <= needs(situation, later)
+
+
+@pytest.mark.parametrize("measured", [None, 1.2], ids=["predicted", "corrected"])
+@pytest.mark.parametrize(("model", "spec", "row"), CASES)
+def test_the_need_alone_is_the_need_of_the_whole_prediction(
+    model: str, spec: str, row: str, measured: float | None
+) -> None:
+    situation = situation_for(model, spec)
+    if measured is not None:
+        correction = Correction(peak=Factor(value=measured, num_runs=3))
+        situation = replace(situation, corrections=Corrections(by_precision={ROWS[row].precision: correction}))
+    for setting in every_setting(situation, ROWS[row]):
+        assert predicted_need(situation, setting) == predicted_memory(situation, setting).need_bytes
 
 
 @pytest.mark.parametrize(("model", "spec", "row"), CASES)

@@ -12,7 +12,7 @@ from trainer.planning.memory import estimate_memory, needed_bytes
 from trainer.planning.padding import longest_width, mean_width
 from trainer.planning.setting import Setting
 from trainer.planning.situation import Situation
-from trainer.planning.speed import estimate_speed
+from trainer.planning.speed import estimate_speed, evaluation_seconds
 from trainer.spec.plan import Candidate, MemoryEstimate, SpeedEstimate
 
 _SHARED_FIELDS = tuple(
@@ -31,7 +31,7 @@ def candidate_of(situation: Situation, setting: Setting) -> Candidate:
 
 def predicted_memory(situation: Situation, setting: Setting) -> MemoryEstimate:
     """Bytes at the worst event of a step whose micro batch has the longest row."""
-    memory = estimate_memory(situation.shape, _at_longest(situation, setting), situation.device)
+    memory = estimate_memory(situation.shape, at_longest(situation, setting), situation.device)
     return corrected_memory(memory, situation.corrections.of(setting.strategy, setting.method))
 
 
@@ -39,10 +39,11 @@ def predicted_need(situation: Situation, setting: Setting) -> int:
     """`need_bytes` of `predicted_memory`, sooner where no run corrects it."""
     if situation.corrections.of(setting.strategy, setting.method).peak.num_runs:
         return predicted_memory(situation, setting).need_bytes
-    return needed_bytes(situation.shape, _at_longest(situation, setting), situation.device)
+    return needed_bytes(situation.shape, at_longest(situation, setting), situation.device)
 
 
-def _at_longest(situation: Situation, setting: Setting) -> Setting:
+def at_longest(situation: Situation, setting: Setting) -> Setting:
+    """The setting as its memory is predicted: with the longest row that this data has."""
     widest = longest_width(situation.data, seq_len=setting.seq_len)
     if widest == setting.seq_len:
         return setting
@@ -95,9 +96,11 @@ def run_hours(situation: Situation, candidate: Candidate) -> float:
     schedule, speed = situation.schedule, candidate.speed
     seconds = schedule.num_steps * speed.step_s
     if schedule.eval_every_steps and situation.num_eval_tokens:
+        setting = setting_of(situation, candidate)
+        predicted = relative_speed(situation, setting).step_s
+        evaluation_s = evaluation_seconds(situation.shape, setting, situation.device, situation.num_eval_tokens)
         num_evaluations = -(-schedule.num_steps // schedule.eval_every_steps)
-        tokens_per_s = schedule.tokens_per_step / speed.step_s
-        seconds += num_evaluations * situation.num_eval_tokens / tokens_per_s / 3  # a step is about three forwards
+        seconds += num_evaluations * evaluation_s * speed.step_s / predicted  # as runs correct the step
     return seconds / 3600
 
 

@@ -80,9 +80,7 @@ def survey(situation: Situation) -> Ranking:
     smallest: dict[str, Candidate] = {}
     for is_exact in (True, False):
         found = [
-            best_candidate(situation, row) or least_need(situation, row)
-            for row in rows
-            if row.is_exact is is_exact
+            best_candidate(situation, row) or least_need(situation, row) for row in rows if row.is_exact is is_exact
         ]
         candidates = [candidate for candidate in found if excess(situation, candidate) is None]
         smallest |= {candidate.strategy.name: candidate for candidate in found if candidate not in candidates}

@@ -66,15 +66,6 @@ class Device(Value, frozen=True, kw_only=True):
     def num_devices(self) -> int:
         return self.num_nodes * self.devices_per_node
 
-    @property
-    def supports_bf16(self) -> bool:
-        """A CPU computes bf16 everywhere; a GPU natively from compute capability 8.0."""
-        return self.kind is DeviceKind.CPU or (self.compute_capability or (0, 0)) >= (8, 0)
-
-    @property
-    def supports_fp8(self) -> bool:
-        return self.kind is DeviceKind.CUDA and (self.compute_capability or (0, 0)) >= (8, 9)
-
 
 def device_of(hardware: Hardware) -> Device:
     """The device that every rank of `hardware` can count on; InputError where its memory is unknown."""

@@ -71,9 +71,7 @@ def leaves(situation: Situation, chosen: Candidate) -> tuple[Leave, ...]:
     )
 
 
-def _opened_by(
-    ahead: Situation, allowance: Allowance, waiting: Sequence[tuple[Strategy, Rule]]
-) -> Candidate | None:
+def _opened_by(ahead: Situation, allowance: Allowance, waiting: Sequence[tuple[Strategy, Rule]]) -> Candidate | None:
     """The best of the rows, each with the rule it breaks first, which this leave would open, whatever the version."""
     allowed = replace(ahead, job=replace(ahead.job, allow=(*ahead.job.allow, allowance)))
     opened = [

@@ -134,4 +134,3 @@ def _with_grown_buckets(situation: Situation, setting: Setting) -> Candidate:
 def _num_within(situation: Situation, settings: Sequence[Setting], budget: int) -> int:
     """How many of `settings`, in ascending order of need, need at most `budget` bytes."""
     return bisect_right(settings, budget, key=lambda setting: predicted_need(situation, setting))
-

@@ -5,11 +5,11 @@ of the matrix library, the margin of each event, what is outside the allocator. 
 is taken of (logits, activations that stay) are the closed form's own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from trainer.planning.candidates import setting_of
+from trainer.planning.candidates import at_longest, setting_of
 from trainer.planning.fallbacks import fallbacks
 from trainer.planning.memory import on_device, step_memory
 from trainer.planning.memory.events import resident_bytes, step_events
@@ -19,7 +19,6 @@ from trainer.planning.not_yet import version_needed
 from trainer.planning.padding import longest_width
 from trainer.planning.planner import situation_of
 from trainer.planning.reasons import notes, reasons
-from trainer.planning.setting import Setting
 from trainer.planning.situation import Situation
 from trainer.spec.model_shape import ModelShape
 from trainer.spec.plan import Candidate, MemoryEstimate, Plan, Rejection
@@ -29,7 +28,7 @@ from trainer.spec.units import format_bytes
 from trainer.spec.value import Value
 
 # Events of a dry run that lie between two of the closed form's count with the one before.
-_BETWEEN = {"clip": "optimizer_step"}
+_BETWEEN = {"block_backward_middle": "block_backward_top", "clip": "optimizer_step"}
 _WORKSPACE = "workspace"
 
 
@@ -79,14 +78,16 @@ def simulated_memory(situation: Situation, candidate: Candidate, simulation: Sim
     step = _step_of(situation, candidate)
     resident = resident_bytes(step)
     workspace = resident.get(_WORKSPACE, 0)
+    predicted = step_events(step, resident)
     totals = {
-        name: size + (workspace if name != "load" else 0) for name, size in _named_events(simulation.events).items()
+        name: size + (workspace if name != "load" else 0)
+        for name, size in named_events(simulation.events, predicted).items()
     }
-    parts = {name: totals.get(name, 0) for name in step_events(step, resident)}
+    parts = {name: totals.get(name, 0) for name in predicted}
     around = overheads(
         step.recipe,
         situation.device,
-        {**{name: {} for name in totals}, **step_events(step, resident)},
+        {**{name: {} for name in totals}, **predicted},
         parts | totals,
         num_ranks=candidate.num_ranks,
         steady=simulation.steady_allocated_bytes + workspace + step.sharding.root,
@@ -102,7 +103,7 @@ def simulated_memory(situation: Situation, candidate: Candidate, simulation: Sim
     return replace(
         candidate.memory,
         parts={**simulation.parts, **({_WORKSPACE: workspace} if workspace else {})},
-        peak_event=_BETWEEN.get(simulation.peak_event, simulation.peak_event),
+        peak_event=next(iter(named_events({simulation.peak_event: 0}, predicted))),
         events=totals,
         steady_allocated_bytes=simulation.steady_allocated_bytes + workspace,
         peak_allocated_bytes=peak,
@@ -143,18 +144,15 @@ def plan_of_simulated(plan: Plan, taken: Simulated, failed: Sequence[Simulated])
 
 def _step_of(situation: Situation, candidate: Candidate) -> StepMemory:
     """The closed form of the candidate's step."""
-    setting: Setting = setting_of(situation, candidate)
-    widest = longest_width(situation.data, seq_len=setting.seq_len)
-    if widest < setting.seq_len:
-        setting = replace(setting, recipe=replace(setting.recipe, longest_seq=widest))
+    setting = at_longest(situation, setting_of(situation, candidate))
     return step_memory(situation.shape, setting, situation.device)
 
 
-def _named_events(events: Mapping[str, int]) -> dict[str, int]:
-    """The events of a dry run under the closed form's names."""
+def named_events(events: Mapping[str, int], predicted: Container[str]) -> dict[str, int]:
+    """The events of a dry run under the names of the closed form; those between two of them count with the first."""
     named: dict[str, int] = {}
     for event, num_bytes in events.items():
-        name = _BETWEEN.get(event, event)
+        name = event if event in predicted else _BETWEEN.get(event, event)
         named[name] = max(named.get(name, 0), num_bytes)
     return named
 

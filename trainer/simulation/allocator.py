@@ -36,7 +36,6 @@ class Replay(NamedTuple):
 
     peak_allocated_bytes: int
     peak_reserved_bytes: int
-    num_segments: int
     ran_out: bool
 
 
@@ -118,7 +117,7 @@ class _Allocator:
         self._large = _Pool(smallest_rest=rest, growth_bytes=MEDIUM_SEGMENT_BYTES)
         self._used: dict[int, tuple[_Pool, _Block]] = {}
         self._next_address = 0
-        self._allocated = self._reserved = self._peak_allocated = self._peak_reserved = self._num_segments = 0
+        self._allocated = self._reserved = self._peak_allocated = self._peak_reserved = 0
 
     def allocate(self, number: int, num_bytes: int) -> bool:
         """False where the device has no more memory."""
@@ -150,7 +149,7 @@ class _Allocator:
         pool.put(block)
 
     def result(self, *, ran_out: bool) -> Replay:
-        return Replay(self._peak_allocated, self._peak_reserved, self._num_segments, ran_out)
+        return Replay(self._peak_allocated, self._peak_reserved, ran_out)
 
     def _split(self, pool: _Pool, block: _Block, wanted: int) -> None:
         rest = block.num_bytes - wanted
@@ -211,7 +210,6 @@ class _Allocator:
             if self._exceeds(num_bytes):
                 return False
         self._reserved += num_bytes
-        self._num_segments += 1
         self._peak_reserved = max(self._peak_reserved, self._reserved)
         return True
 

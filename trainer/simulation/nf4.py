@@ -26,7 +26,6 @@ _NUM_LEVELS, _NUM_SCALE_LEVELS = 16, 256  # tables that every layer has of its o
 class Nf4Linear(bitsandbytes.nn.Linear4bit):  # type: ignore[misc]  # published without types
     """A linear layer whose weight is made whole for each product."""
 
-    packed_scales: Tensor
     num_scales: int
 
     def forward(self, value: Tensor) -> Tensor:
