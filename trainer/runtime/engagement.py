@@ -16,21 +16,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from trainer.runtime.activation_memory import count_checkpointed_blocks
+from trainer.runtime.activation_memory import activation_facts, count_checkpointed_blocks
+from trainer.runtime.methods import method_facts
+from trainer.runtime.mixed_precision import LossScaler, precision_facts
 from trainer.runtime.model import attention_name, attention_of, is_deepspeed, plain_model
-from trainer.runtime.optimizers import unwrapped
+from trainer.runtime.optimizers import expected_class_name, optimizer_facts, unwrapped
 from trainer.runtime.precision import compute_type, weight_type
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.plan import Candidate
 from trainer.spec.report import Engaged
-from trainer.spec.strategy import Checkpointing, Optimizer, Precision, Sharding
+from trainer.spec.strategy import Checkpointing, Method, Optimizer, Precision, Sharding
 
-_OPTIMIZER_CLASSES = {
-    Optimizer.ADAMW: "AdamW",
-    Optimizer.ADAMW_FUSED: "AdamW",
-    Optimizer.SGD: "SGD",
-    Optimizer.DEEPSPEED_CPU_ADAM: "DeepSpeedCPUAdam",
-}
 _ZERO_STAGES = {Sharding.ZERO1: 1, Sharding.ZERO2: 2, Sharding.ZERO3: 3}
 
 
@@ -64,6 +60,17 @@ def observe(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> Engag
         backend=dist.get_backend() if dist.is_initialized() else None,
         checkpointed_blocks=count_checkpointed_blocks(plain),
     )
+
+
+def facts_after_step(model: nn.Module, optimizer: object, scaler: LossScaler | None) -> dict[str, str]:
+    """What can only be seen once a step has run, in words."""
+    plain = plain_model(model)
+    return {
+        **method_facts(plain),
+        **optimizer_facts(optimizer),
+        **activation_facts(plain),
+        **precision_facts(plain, scaler),
+    }
 
 
 def sharding_of(model: nn.Module) -> Sharding:
@@ -145,7 +152,7 @@ def _comparisons(
         ("ranks as Accelerate counts them", chosen.num_ranks, accelerator.num_processes),
         ("sharding", str(sharding), str(sharding_of(model))),
         ("precision", str(chosen.strategy.precision), engaged.precision),
-        ("optimizer", _OPTIMIZER_CLASSES[chosen.strategy.optimizer], engaged.optimizer_class),
+        ("optimizer", _optimizer_class(chosen), engaged.optimizer_class),
         ("accumulation", chosen.accumulation, engaged.accumulation),
         ("accumulation as Accelerate counts it", chosen.accumulation, accelerator.gradient_accumulation_steps),
         ("attention", attention_name(chosen.attention), engaged.attention),
@@ -163,6 +170,14 @@ def _comparisons(
     if sharding.shards_weights:
         rows.append(("weights are sharded", True, engaged.sharded_parameters > 0))
     return rows
+
+
+def _optimizer_class(chosen: Candidate) -> str:
+    return expected_class_name(
+        chosen.strategy.optimizer,
+        is_galore=chosen.method is Method.GALORE,
+        in_backward=chosen.optimizer_in_backward,
+    )
 
 
 def _owns_a_share(accelerator: Accelerator, engaged: Engaged, chosen: Candidate) -> bool:

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from msgspec.structs import replace
 
 from trainer.runtime.data import MicroBatch, step_micro_batches
+from trainer.runtime.engagement import facts_after_step
 from trainer.runtime.evaluation import evaluate
 from trainer.runtime.memory_profile import MemoryProfile, anonymous_bytes
 from trainer.runtime.metrics import MetricsFile, StepMetrics
@@ -83,6 +85,7 @@ def _one_step(session: Session) -> Callable[[Evaluation | None], StepMetrics]:
             lr=lr,
             clip=plan.job.train.clip,
             clock=clock,
+            scaler=session.scaler,
         )
     step_s = time.perf_counter() - begin
     state.step, state.final_loss = step, result.loss
@@ -90,6 +93,8 @@ def _one_step(session: Session) -> Callable[[Evaluation | None], StepMetrics]:
     if not is_profiled and step - (state.resumed_from_step or 0) > SKIPPED_STEPS:
         state.steady_steps.append((step_s, num_targets))
     session.writer.write_status("training", step=step)
+    if state.engaged is not None and not state.engaged.facts:
+        state.engaged = replace(state.engaged, facts=facts_after_step(session.model, session.optimizer, session.scaler))
     return lambda evaluation: _metrics(session, result, clock, lr=lr, step_s=step_s, evaluation=evaluation)
 
 
@@ -148,6 +153,7 @@ def _metrics(
         memory_reserved_bytes=torch.cuda.memory_reserved(device) if is_cuda else None,
         memory_peak_bytes=torch.cuda.max_memory_allocated(device) if is_cuda else measured.peak_allocated_bytes,
         eval_loss=evaluation.loss if evaluation is not None else None,
+        loss_scale=result.loss_scale,
         skipped=True if result.was_skipped else None,
     )
 

@@ -34,10 +34,19 @@ class StepMetrics(Value, frozen=True, kw_only=True):
     memory_reserved_bytes: int | None = None
     memory_peak_bytes: int | None = None
     eval_loss: float | None = None
+    loss_scale: float | None = None
     skipped: bool | None = None
 
 
-_OPTIONAL = ("mfu", "memory_allocated_bytes", "memory_reserved_bytes", "memory_peak_bytes", "eval_loss", "skipped")
+_OPTIONAL = (
+    "mfu",
+    "memory_allocated_bytes",
+    "memory_reserved_bytes",
+    "memory_peak_bytes",
+    "eval_loss",
+    "loss_scale",
+    "skipped",
+)
 
 
 class MetricsFile:

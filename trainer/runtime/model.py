@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from trainer.runtime.activation_memory import apply_checkpointing
+from trainer.runtime.activation_memory import apply_checkpointing, compile_blocks, offload_activations
 from trainer.runtime.loss import install_loss_head
+from trainer.runtime.methods import apply_method
 from trainer.runtime.precision import weight_type
 from trainer.spec.errors import InputError
 from trainer.spec.plan import Plan
@@ -44,7 +45,18 @@ def build_model(plan: Plan) -> PreTrainedModel:
             dtype=dtype,
             attention=_ATTENTION_NAMES[chosen.attention],
         )
-    make_trainable(model, chosen.checkpointing, chosen.loss, loss_chunk_tokens=chosen.loss_chunk_tokens)
+    apply_method(model, plan)
+    make_trainable(
+        model,
+        chosen.checkpointing,
+        chosen.loss,
+        loss_chunk_tokens=chosen.loss_chunk_tokens,
+        every_n=chosen.checkpoint_every_n,
+    )
+    if chosen.activation_offload:
+        offload_activations(model)
+    if chosen.compile:
+        compile_blocks(model)
     return model
 
 
@@ -63,11 +75,16 @@ def model_from_config(config: dict[str, Any], *, dtype: torch.dtype, attention: 
 
 
 def make_trainable(
-    model: PreTrainedModel, checkpointing: Checkpointing, loss: LossHead, *, loss_chunk_tokens: int | None
+    model: PreTrainedModel,
+    checkpointing: Checkpointing,
+    loss: LossHead,
+    *,
+    loss_chunk_tokens: int | None,
+    every_n: int | None = None,
 ) -> None:
     """Puts checkpointing and the loss head into a model that was built or loaded."""
     model.config.use_cache = False
-    apply_checkpointing(model, checkpointing)
+    apply_checkpointing(model, checkpointing, every_n=every_n)
     install_loss_head(model, loss, chunk_tokens=loss_chunk_tokens)
     model.train()
 

@@ -26,12 +26,14 @@ from trainer.runtime.checkpoint_facts import facts_of, has_checkpoints
 from trainer.runtime.data import TokenRows
 from trainer.runtime.engagement import check_engagement
 from trainer.runtime.memory_profile import cap_memory
+from trainer.runtime.mixed_precision import LossScaler, install_precision, loss_scaler
 from trainer.runtime.model import build_model
 from trainer.runtime.optimizers import build_optimizer
 from trainer.runtime.report_writer import ReportWriter, RunPaths
 from trainer.runtime.state import RunState
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.plan import Plan
+from trainer.spec.strategy import Method
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class Session:
     ranks: Ranks
     model: nn.Module
     optimizer: Any  # Accelerate's wrapper around torch's or DeepSpeed's
+    scaler: LossScaler | None  # of fp16, where the engine has none
     train_rows: TokenRows
     eval_rows: TokenRows | None
     tokenizer: PreTrainedTokenizerBase | None
@@ -74,12 +77,20 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
     checkpoint = _checkpoint_to_resume(plan, paths, state, ranks)
     if checkpoint is not None:
         import_weights(model, checkpoint)
+    chosen = plan.chosen
+    install_precision(model, chosen, plan.device_kind)
     optimizer = build_optimizer(
-        plan.chosen.strategy.optimizer, model, lr=plan.schedule.lr, weight_decay=plan.job.train.weight_decay
+        chosen.strategy.optimizer,
+        model,
+        lr=plan.schedule.lr,
+        weight_decay=plan.job.train.weight_decay,
+        galore=plan.job.train.galore if chosen.method is Method.GALORE else None,
+        in_backward=chosen.optimizer_in_backward,
     )
     writer.write_status("preparing the engine")
     wrapped, wrapped_optimizer = accelerator.prepare(model, optimizer)
-    state.engaged = check_engagement(accelerator, wrapped, wrapped_optimizer, plan.chosen)
+    state.engaged = check_engagement(accelerator, wrapped, wrapped_optimizer, chosen)
+    scaler = loss_scaler(accelerator, wrapped, chosen, plan.device_kind)
     if checkpoint is not None:
         import_optimizer(wrapped, wrapped_optimizer, checkpoint, sharding=sharding)
         _take_over(state, checkpoint)
@@ -92,6 +103,7 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
         ranks=ranks,
         model=wrapped,
         optimizer=wrapped_optimizer,
+        scaler=scaler,
         train_rows=train_rows,
         eval_rows=eval_rows,
         tokenizer=_tokenizer(plan),

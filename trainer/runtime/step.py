@@ -24,7 +24,8 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from trainer.runtime.data import MicroBatch
-from trainer.runtime.optimizers import set_learning_rate, unwrapped
+from trainer.runtime.mixed_precision import LossScaler
+from trainer.runtime.optimizers import set_learning_rate, unwrapped, updates_in_backward
 from trainer.spec.value import Value
 
 
@@ -66,6 +67,7 @@ class StepResult(Value, frozen=True, kw_only=True):
     num_targets: int
     grad_norm: float | None  # before clipping
     was_skipped: bool = False  # an fp16 overflow
+    loss_scale: float | None = None  # of fp16
 
 
 def run_step(
@@ -80,6 +82,7 @@ def run_step(
     lr: float,
     clip: float,
     clock: Clock,
+    scaler: LossScaler | None = None,
 ) -> StepResult:
     """Runs the micro batches of this rank and updates the parameters once."""
     set_learning_rate(unwrapped(optimizer), lr)
@@ -109,10 +112,10 @@ def run_step(
 
 def forward(model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Tensor:
     """Sum of the token losses of one micro batch, a scalar."""
-    loss = model(
-        input_ids=micro_batch.input_ids.to(device, non_blocking=True),
-        labels=micro_batch.labels.to(device, non_blocking=True),
-    )
+    inputs = {"input_ids": micro_batch.input_ids, "labels": micro_batch.labels}
+    if micro_batch.position_ids is not None:
+        inputs["position_ids"] = micro_batch.position_ids
+    loss = model(**{name: value.to(device, non_blocking=True) for name, value in inputs.items()})
     assert isinstance(loss, Tensor) and loss.ndim == 0
     return loss
 
@@ -132,6 +135,8 @@ def seed_dropout(seed: int, step: int, index: int) -> None:
 
 def _update(accelerator: Accelerator, model: nn.Module, optimizer: Any, clip: float) -> float | None:  # noqa: ANN401  # see run_step
     """Clips, steps and clears the gradients; DeepSpeed has done all three in the last backward."""
+    if updates_in_backward(optimizer):
+        return None  # each gradient was used and freed as it came
     norm = accelerator.clip_grad_norm_(model.parameters(), clip if clip > 0 else float("inf"))
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -61,6 +61,7 @@ class Engaged(Value, frozen=True, kw_only=True):
     accumulation: int
     backend: str | None = None
     checkpointed_blocks: int = 0
+    facts: dict[str, str] = {}  # what was seen after the first step: state types, recomputation, scale, trained share
 
 
 class Evaluation(Value, frozen=True, kw_only=True):

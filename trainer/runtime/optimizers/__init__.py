@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
 from trainer.spec.errors import InputError
+from trainer.spec.job import GaloreJob
 from trainer.spec.strategy import Optimizer
 
 BETAS = (0.9, 0.95)
@@ -33,14 +34,39 @@ def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[Group]:
     ]
 
 
-def build_optimizer(optimizer: Optimizer, model: nn.Module, *, lr: float, weight_decay: float) -> TorchOptimizer:
-    """The optimizer over both groups."""
+def build_optimizer(
+    optimizer: Optimizer,
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float,
+    galore: GaloreJob | None = None,
+    in_backward: bool = False,
+) -> TorchOptimizer:
+    """The optimizer over both groups; with `galore` the one inside GaLore, with `in_backward` run by gradient hooks."""
+    if galore is not None or in_backward:
+        raise InputError("GaLore and the optimizer in the backward pass come with shardwise 0.3")
     build = _BUILDERS.get(optimizer)
     if build is None:
         raise InputError(
             f"pin.optimizer: {optimizer} comes with shardwise 0.3; there are {', '.join(sorted(_BUILDERS))}"
         )
     return build(parameter_groups(model, weight_decay=weight_decay), lr)
+
+
+def expected_class_name(optimizer: Optimizer, *, is_galore: bool = False, in_backward: bool = False) -> str:
+    """The class that `build_optimizer` answers with; what Accelerate or DeepSpeed put in its place has another."""
+    return _CLASS_NAMES[optimizer]
+
+
+def updates_in_backward(optimizer: object) -> bool:
+    """Whether weights are updated while the backward pass runs, so that no gradient is left to clip or to step on."""
+    return bool(getattr(unwrapped(optimizer), "updates_in_backward", False))
+
+
+def optimizer_facts(optimizer: object) -> dict[str, str]:
+    """What its state is seen to be after a step, in words: types, shapes, where it lies."""
+    return {}
 
 
 def unwrapped(optimizer: object) -> TorchOptimizer:
@@ -79,6 +105,12 @@ def _deepspeed_cpu_adam(groups: Iterable[Group], lr: float) -> TorchOptimizer:
 
 
 _PLAIN_MODULES = ("torch.optim", "deepspeed.ops")
+_CLASS_NAMES = {
+    Optimizer.ADAMW: "AdamW",
+    Optimizer.ADAMW_FUSED: "AdamW",
+    Optimizer.SGD: "SGD",
+    Optimizer.DEEPSPEED_CPU_ADAM: "DeepSpeedCPUAdam",
+}
 _BUILDERS: dict[Optimizer, Callable[[Iterable[Group], float], TorchOptimizer]] = {
     Optimizer.ADAMW: _adamw,
     Optimizer.ADAMW_FUSED: _adamw_fused,
