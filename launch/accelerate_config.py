@@ -28,7 +28,7 @@ DEFAULT_PORT = 29500  # torch's own; every machine of a run must know it beforeh
 
 _MIXED_PRECISION = {
     Precision.FP32: "no",
-    Precision.FP16_MIXED: "fp16",
+    Precision.FP16_MIXED: "no",  # autocast and scaler are ours: Accelerate's fp16 is fp32 on a CPU
     Precision.BF16_MIXED: "bf16",
     Precision.BF16: "no",  # the model itself is bf16: nothing is cast
     Precision.FP8: "bf16",  # FP8 is ours; Accelerate's own is partial under FSDP2 and DeepSpeed

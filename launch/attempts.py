@@ -18,6 +18,8 @@ from launch.accelerate_config import accelerate_config
 from launch.command import launch_command, launch_environment
 from launch.console import Console
 from launch.deepspeed_config import deepspeed_config
+from launch.nvme_folder import check_nvme, held_folder, nvme_folder
+from launch.operators import remove_stale_locks
 from launch.progress import MetricsTail, Progress
 from launch.supervisor import AttemptCutShortError, StopKind, StopRequest, run_attempt
 from trainer.spec import codec
@@ -37,13 +39,16 @@ class RunOutcome(NamedTuple):
 
 def prepare_attempt(plan: Plan, candidate: Candidate, *, run_dir: Path, resume: bool) -> Path:
     """Writes the next `attempts/N/` with everything its ranks read; returns it."""
-    attempt_dir = run_dir / "attempts" / str(run_dirs.next_attempt(run_dir))
+    number = run_dirs.next_attempt(run_dir)
+    attempt_dir = run_dir / "attempts" / str(number)
     try:
         (attempt_dir / "logs").mkdir(parents=True)
         attempt_plan = msgspec.structs.replace(plan, candidates=(candidate,), resume=resume)
         codec.write(attempt_dir / "plan.json", attempt_plan)
         if candidate.strategy.sharding.uses_deepspeed:
-            filled = msgspec.json.format(msgspec.json.encode(deepspeed_config(attempt_plan)), indent=1)
+            folder = nvme_folder(attempt_plan, run_dir, number)
+            config = deepspeed_config(attempt_plan, nvme_path=None if folder is None else str(folder))
+            filled = msgspec.json.format(msgspec.json.encode(config), indent=1)
             codec.write_bytes(attempt_dir / "ds_config.json", filled + b"\n")
         settings = accelerate_config(attempt_plan, attempt_dir=attempt_dir)
         codec.write_bytes(attempt_dir / "accelerate.yaml", yaml.safe_dump(settings, sort_keys=False).encode())
@@ -110,14 +115,17 @@ def _run_one(
     progress = Progress(console, attempt_dir=attempt_dir, metrics=tail, num_steps=plan.schedule.num_steps)
     argv = launch_command(attempt_plan, attempt_dir=attempt_dir, log_dir=attempt_dir / "logs", python=sys.executable)
     cores = plan.hardware.host.num_cores or 1
+    remove_stale_locks(extensions_dir, on_progress=console.line)  # a rank of the attempt before may have left one
+    check_nvme(attempt_plan)
     try:
-        return run_attempt(
-            argv,
-            attempt_dir=attempt_dir,
-            environment=launch_environment(environment, attempt_plan, extensions_dir=extensions_dir, cores=cores),
-            stop=stop,
-            on_tick=progress.tick,
-        )
+        with held_folder(nvme_folder(attempt_plan, run_dir, int(attempt_dir.name))):
+            return run_attempt(
+                argv,
+                attempt_dir=attempt_dir,
+                environment=launch_environment(environment, attempt_plan, extensions_dir=extensions_dir, cores=cores),
+                stop=stop,
+                on_tick=progress.tick,
+            )
     finally:
         progress.close()
 

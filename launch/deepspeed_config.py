@@ -17,9 +17,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from launch.offload_buffers import offload_buffers
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.plan import Buckets, Plan
-from trainer.spec.strategy import Precision
+from trainer.spec.strategy import Offload, Precision
 
 HOLE = "auto"
 
@@ -76,7 +77,9 @@ def _leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[dict[str,
 def _holes(plan: Plan, nvme_path: str | None) -> dict[str, Any]:
     chosen = plan.chosen
     buckets = chosen.buckets or _buckets_by_hidden_size(plan.model_shape.hidden_size)
-    precision = chosen.strategy.precision
+    precision, prefetch = chosen.strategy.precision, buckets.prefetch_elements
+    if chosen.strategy.offload is Offload.NVME_ALL:
+        prefetch = min(prefetch, offload_buffers(plan).ahead_elements)
     return {
         # Rows that fill up the last micro batch count: DeepSpeed insists on this product.
         "train_batch_size": chosen.micro_batch * chosen.accumulation * chosen.num_ranks,
@@ -86,7 +89,7 @@ def _holes(plan: Plan, nvme_path: str | None) -> dict[str, Any]:
         "bf16.enabled": precision in (Precision.BF16_MIXED, Precision.BF16, Precision.FP8),
         "fp16.enabled": precision is Precision.FP16_MIXED,
         "zero_optimization.reduce_bucket_size": buckets.reduce_elements,
-        "zero_optimization.stage3_prefetch_bucket_size": buckets.prefetch_elements,
+        "zero_optimization.stage3_prefetch_bucket_size": prefetch,
         "zero_optimization.stage3_param_persistence_threshold": buckets.persistence_elements,
         "zero_optimization.offload_optimizer.nvme_path": nvme_path,
         "zero_optimization.offload_param.nvme_path": nvme_path,
@@ -113,16 +116,28 @@ def _limits(plan: Plan) -> dict[str, Any]:
     """
     chosen, limits = plan.chosen, dict[str, Any]()
     if chosen.buckets is not None:
-        limits["zero_optimization.stage3_max_live_parameters"] = chosen.buckets.live_parameters
-        limits["zero_optimization.stage3_max_reuse_distance"] = chosen.buckets.live_parameters
+        limits["stage3_max_live_parameters"] = chosen.buckets.live_parameters
+        limits["stage3_max_reuse_distance"] = chosen.buckets.live_parameters
+    if chosen.strategy.sharding.shards_weights or chosen.strategy.offload is not Offload.NONE:
+        limits |= _offload_limits(plan)
+    limits = {f"zero_optimization.{name}": value for name, value in limits.items()}
     if chosen.strategy.precision is Precision.BF16:
         limits["bf16.bf16_master_weights_and_grads"] = True
         limits["bf16.bf16_optimizer_states"] = True
-    if chosen.strategy.offload.moves_parameters and chosen.strategy.offload.uses_nvme:
-        limits["zero_optimization.offload_param.buffer_size"] = _nvme_buffer_elements(plan)
     return limits
 
 
-def _nvme_buffer_elements(plan: Plan) -> int:
-    """A buffer holds the largest piece of a weight that one rank owns, or DeepSpeed stops at the first swap."""
-    return -(-plan.model_shape.largest_tensor // plan.chosen.num_ranks)
+def _offload_limits(plan: Plan) -> dict[str, Any]:
+    """Sub-groups, swap buffers and pinning; a file takes of these what it has."""
+    sizes = offload_buffers(plan)
+    limits: dict[str, Any] = {
+        "sub_group_size": sizes.sub_group_elements,
+        "offload_optimizer.pin_memory": sizes.pins_memory,
+        "offload_optimizer.buffer_count": sizes.optimizer_buffers,
+        "offload_param.pin_memory": sizes.pins_memory,
+        "offload_param.buffer_count": sizes.weight_buffers,
+        "offload_param.buffer_size": sizes.weight_buffer_elements,
+    }
+    if plan.chosen.strategy.offload is Offload.NVME_ALL:
+        limits["stage3_max_reuse_distance"] = 0  # a weight that is kept gathered keeps its buffer too
+    return limits

@@ -1,12 +1,14 @@
-"""Whether the disk of a run directory can hold what the run will write, asked before anything is trained.
+"""Whether the disks can hold what a run will write, asked before anything is trained.
 
-Counted: the checkpoint being written beside the newest kept one (fp32 weights and both Adam moments, 12 bytes a
-parameter each), and the exported model (4 bytes a parameter). Metrics and logs are small beside them.
+Counted in the run directory: the checkpoint being written beside the newest kept one (fp32 weights and both Adam
+moments, 12 bytes a parameter each), and the exported model (4 bytes a parameter). Metrics and logs are small beside
+them. State offloaded to NVMe is asked of its own disk (`nvme_folder`).
 """
 
 import shutil
 from pathlib import Path
 
+from launch.nvme_folder import check_nvme
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Sharding
@@ -25,7 +27,8 @@ def needed_disk_bytes(plan: Plan) -> int:
 
 
 def check_disk(plan: Plan, run_dir: Path) -> None:
-    """EnvironmentFaultError with both numbers where the run would fill the disk."""
+    """EnvironmentFaultError with both numbers where the run would fill a disk."""
+    check_nvme(plan)
     folder = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists())
     needed, free = needed_disk_bytes(plan), shutil.disk_usage(folder).free
     if free < needed:

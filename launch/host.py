@@ -13,7 +13,7 @@ from trainer.spec.units import KIB, MIB
 from trainer.spec.value import Value
 
 # The flags that decide a precision on a CPU, in the order they came.
-PRECISION_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+PRECISION_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16")
 LOCAL_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "jfs", "overlay"})
 # Bridges and their ends inside a machine: no traffic of ours leaves through them.
 _INTERNAL_INTERFACE = re.compile(

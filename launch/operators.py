@@ -191,7 +191,8 @@ class _Builder:
             return False
         if process.returncode != 0:
             raise EnvironmentFaultError(
-                f"DeepSpeed's {self.name} could not be built: {_last_error(self.log)}\nlog: {self.log}"
+                f"DeepSpeed's {self.name} could not be built: {_last_error(self.log)}\n"
+                f"{_advice(self.log)}log: {self.log}"
             )
         on_progress(f"  {self.name}: built in {format_seconds(time.monotonic() - started)}")
         return True
@@ -227,6 +228,13 @@ def _last_error(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"\berror\b|Error\b", line)]
     return (errors or lines or ["it said nothing"])[-1][:300]
+
+
+def _advice(log: Path) -> str:
+    """What would help, where the log says it; a line of its own."""
+    if "CUDA_HOME" in log.read_text(errors="replace"):
+        return "install the CUDA toolkit (nvcc) of the version that torch was built for, or set CUDA_HOME\n"
+    return ""
 
 
 def _open_files() -> Iterator[str]:

@@ -31,8 +31,8 @@ from trainer.spec.model_shape import ModelShape, read_model_shape, supported_mod
 from trainer.spec.plan import Plan, TrialResult
 
 RECORDED_LIBRARIES = (
-    "torch", "accelerate", "transformers", "deepspeed", "peft", "bitsandbytes", "galore-torch", "flash-attn",
-    "transformer-engine", "tokenizers", "safetensors",
+    "torch", "accelerate", "transformers", "deepspeed", "peft", "bitsandbytes", "galore-torch", "lion-pytorch",
+    "flash-attn", "transformer-engine", "torchao", "liger-kernel", "tokenizers", "safetensors",
 )  # fmt: skip
 
 

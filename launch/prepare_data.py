@@ -32,7 +32,8 @@ __all__ = ["find_prepared", "prepare_data", "source_bytes"]
 
 GRACE_S = 5.0
 RACY_NS = 2 * 10**9
-_INDEX_FORMAT = 2
+_INDEX_FORMAT = 3
+_FILES = ("layout.json", "tokens.bin", "starts.bin", "train_rows.npy", "eval_rows.npy")
 _ENVIRONMENT = {
     "PYTHONSAFEPATH": "1",  # a user's trainer.py in the working directory must not shadow ours
     "PYTHONUNBUFFERED": "1",
@@ -77,9 +78,7 @@ def _find(listed: PrepareRequest) -> DataProfile | None:
         profile = codec.read(folder / "profile.json", DataProfile)
     except InputError:  # never prepared, or removed since, or of another version
         return None
-    is_whole = all(
-        (folder / name).is_file() for name in ("layout.json", "tokens.bin", "train_rows.npy", "eval_rows.npy")
-    )
+    is_whole = all((folder / name).is_file() for name in _FILES)
     return msgspec.structs.replace(profile, cache_dir=str(folder)) if is_whole else None
 
 

@@ -32,6 +32,7 @@ LIBRARIES = (
     "peft",
     "bitsandbytes",
     "galore-torch",
+    "lion-pytorch",
     "datasets",
     "tokenizers",
     "safetensors",

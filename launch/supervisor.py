@@ -12,6 +12,7 @@
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import time
@@ -20,6 +21,8 @@ from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import BinaryIO
+
+import msgspec
 
 from launch.process_record import ProcessRecord, descendants, read_records, record_of, write_record
 from trainer.spec import codec
@@ -180,19 +183,48 @@ def _reports_out_of_memory(attempt_dir: Path) -> bool:
 def collect_report(attempt_dir: Path, return_code: int, stop: StopRequest) -> Report:
     """The report that tells most: out of memory on any rank, else rank 0's.
 
-    EnvironmentFaultError, with the last line of the log, where no rank left one.
+    A rank that a signal ended leaves none, and the others report that they lost it: the signal is the cause then.
+    EnvironmentFaultError, with the signal or the last line of the log, where no rank left one.
     """
     reports = _rank_reports(attempt_dir)
     for ending in (Ending.OUT_OF_MEMORY, Ending.FINISHED, Ending.STOPPED, Ending.PREEMPTED, Ending.FAILED):
         for report in reports:
             if report.ending is ending:
-                return report
+                killed = killed_rank(attempt_dir) if ending is Ending.FAILED else None
+                return report if killed is None else msgspec.structs.replace(report, error=killed)
     if stop.kind is not None:
         raise AttemptCutShortError(f"stopped before the first step: nothing was trained ({attempt_dir})")
-    raise EnvironmentFaultError(
-        f"the run failed: no rank left a report, the launcher ended with code {return_code}\n"
-        f"last words: {last_words(attempt_dir)}\nlogs: {attempt_dir / 'logs'}"
+    killed = killed_rank(attempt_dir)
+    cause = (
+        f"{killed}\nlast words: {last_words(attempt_dir)}"
+        if killed is not None
+        else f"no rank left a report, the launcher ended with code {return_code}\nlast words: {last_words(attempt_dir)}"
     )
+    raise EnvironmentFaultError(f"the run failed: {cause}\nlogs: {attempt_dir / 'logs'}")
+
+
+def killed_rank(attempt_dir: Path) -> str | None:
+    """`rank 1 was killed by SIGKILL, often out of host memory`, where the launcher saw a signal end a rank.
+
+    torchrun lists every rank that did not end well, with minus the signal for a code, and says which of them it ended
+    itself. Accelerate's launcher of a single rank says it in subprocess's words.
+    """
+    log = attempt_dir / "logs" / "launcher.log"
+    text = log.read_text(errors="replace") if log.is_file() else ""
+    ended_by_torchrun = set(_ENDED_BY_TORCHRUN.findall(text))
+    found = [(rank, number) for rank, number, pid in _LISTED_BY_TORCHRUN.findall(text) if pid not in ended_by_torchrun]
+    found += [("0", number) for number in _DIED_ALONE.findall(text)]
+    if not found:
+        return None
+    rank, number = found[0]
+    name = signal.Signals(int(number)).name if int(number) in set(signal.Signals) else f"signal {number}"
+    hint = ", often out of host memory" if int(number) == signal.SIGKILL else ""
+    return f"rank {rank} was killed by {name}{hint}"
+
+
+_LISTED_BY_TORCHRUN = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: -(\d+) \(pid: (\d+)\)")
+_ENDED_BY_TORCHRUN = re.compile(r"Sending process (\d+) closing signal")
+_DIED_ALONE = re.compile(r"died with <Signals\.\w+: (\d+)>")
 
 
 class AttemptCutShortError(Exception):

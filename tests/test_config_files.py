@@ -28,11 +28,14 @@ BUCKETS = Buckets(
     live_parameters=4001,
     persistence_elements=5001,
 )
-LIMITS_OF_BUCKETS = {
-    "zero_optimization.stage3_max_live_parameters",
-    "zero_optimization.stage3_max_reuse_distance",
+REUSE_DISTANCE = "zero_optimization.stage3_max_reuse_distance"
+LIMITS_OF_BUCKETS = {"zero_optimization.stage3_max_live_parameters", REUSE_DISTANCE}
+LIMITS_OF_OFFLOAD = {
+    "zero_optimization.sub_group_size",
+    "zero_optimization.offload_optimizer.pin_memory",
+    "zero_optimization.offload_param.pin_memory",
+    "zero_optimization.offload_param.buffer_size",
 }
-NVME_BUFFER = "zero_optimization.offload_param.buffer_size"
 
 Row = tuple[Sharding, Offload]
 
@@ -86,7 +89,8 @@ def test_a_filled_deepspeed_file_differs_from_its_base_only_in_the_holes(row: Ro
     base = json.loads(base_text(row))
     holes = {name for name, value in leaves(base).items() if value == HOLE}
     filled = deepspeed_config(plan_of(row, precision=precision), nvme_path="/nvme")
-    assert differing(base, filled) - {NVME_BUFFER} == holes
+    limits = LIMITS_OF_OFFLOAD | ({REUSE_DISTANCE} if row[1] is Offload.NVME_ALL else set())
+    assert differing(base, filled) - limits == holes
 
 
 @pytest.mark.parametrize("row", DEEPSPEED_ROWS)
@@ -94,7 +98,7 @@ def test_a_plan_with_buckets_moves_the_limits_and_nothing_else(row: Row):
     base = json.loads(base_text(row))
     holes = {name for name, value in leaves(base).items() if value == HOLE}
     filled = deepspeed_config(plan_of(row, buckets=BUCKETS), nvme_path="/nvme")
-    moved = differing(base, filled) - holes - {NVME_BUFFER}
+    moved = differing(base, filled) - holes - LIMITS_OF_OFFLOAD
     assert moved == LIMITS_OF_BUCKETS & leaves(base).keys()
 
 
@@ -142,9 +146,12 @@ for name, (ranks, table) in json.load(sys.stdin).items():
         "pure_bf16": made.bfloat16_config.bf16_optimizer_states,
         "clip": made.gradient_clipping, "reduce": zero.reduce_bucket_size, "live": zero.max_live_parameters,
         "reduces_in": str(made.communication_data_type),
+        "scaling": [made.float16_config.loss_scale_window, made.float16_config.consecutive_hysteresis],
+        "sub_group": zero.sub_group_size,
         "optimizer_on": str(zero.offload_optimizer.device) if zero.offload_optimizer else "none",
         "weights_on": str(zero.offload_param.device) if zero.offload_param else "none",
         "nvme_path": str(zero.offload_param.nvme_path) if zero.offload_param else None,
+        "optimizer_path": str(zero.offload_optimizer.nvme_path) if zero.offload_optimizer else None,
     }
 print(json.dumps(answers))
 """
@@ -262,7 +269,12 @@ def test_deepspeed_understands_a_filled_file_as_the_plan_means_it(
         assert answer["live"] == BUCKETS.live_parameters
     assert answer["optimizer_on"].endswith("none" if offload is Offload.NONE else place)
     assert answer["weights_on"].endswith(place if offload.moves_parameters else "none")
-    assert answer["nvme_path"] == ("/nvme" if offload.uses_nvme else "None" if offload.moves_parameters else None)
+    on_disk = "/nvme" if offload.uses_nvme else "None"
+    assert answer["nvme_path"] == (on_disk if offload.moves_parameters else None)
+    assert answer["optimizer_path"] == (None if offload is Offload.NONE else on_disk)
+    assert answer["scaling"] == [2000, False]
+    if sharding is Sharding.ZERO3:
+        assert answer["sub_group"] < 1_000_000
 
 
 @pytest.mark.parametrize("row", DEEPSPEED_ROWS)
@@ -280,7 +292,7 @@ def accelerate_answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     question = {}
     for row in FSDP_ROWS:
         path = folder / Path(ENGINE_CONFIGS[row]).name
-        path.write_text(yaml.safe_dump(filled_yaml(row, folder, num_ranks=6, precision=Precision.FP16_MIXED)))
+        path.write_text(yaml.safe_dump(filled_yaml(row, folder, num_ranks=6, precision=Precision.BF16_MIXED)))
         question |= {f"{row[0]}+{row[1]}": str(path), f"{row[0]}+{row[1]} by hand": str(ROOT / ENGINE_CONFIGS[row])}
     return ask(ASK_ACCELERATE, question)
 
@@ -307,7 +319,7 @@ def test_accelerate_takes_ranks_precision_and_blocks_from_a_filled_fsdp_file(
     is_hybrid = row[0] is Sharding.HSDP
     assert answer["ranks"] == ([6, 2, "3"] if is_hybrid else [6, 1, "6"])
     assert answer["mesh"] == ([2, 3] if is_hybrid else [1, 1])
-    assert answer["precision"] == "fp16"
+    assert answer["precision"] == "bf16"
     assert answer["wraps"] == ["LlamaDecoderLayer"]
     assert answer["loads_on_rank_0"] is False
     assert accelerate_answers[f"{row[0]}+{row[1]} by hand"]["loads_on_rank_0"] is True

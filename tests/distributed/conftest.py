@@ -22,7 +22,7 @@ from trainer.spec.lr_schedule import learning_rate
 from trainer.spec.plan import Plan
 
 WORKER = Path(__file__).parent / "engine_worker.py"
-TIMEOUT_S = 300
+TIMEOUT_S = 1200  # a group may run a hundred attempts
 
 
 class Course(NamedTuple):
@@ -51,9 +51,12 @@ def start_ranks() -> Callable[[Sequence[str], int], str]:
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),  # one ninja for all
             "PYTHONPATH": os.pathsep.join([str(WORKER.parents[2]), os.environ.get("PYTHONPATH", "")]),
         }
-        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={num_ranks}"]
+        launcher = [sys.executable]  # one rank is a process without a group, as a launch of one is
+        if num_ranks > 1:
+            launcher += ["-m", "torch.distributed.run"]
+            launcher += [f"--nproc_per_node={num_ranks}", f"--master_port={_free_port()}"]
         done = subprocess.run(
-            [*torchrun, f"--master_port={_free_port()}", *argv],
+            [*launcher, *argv],
             env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"

@@ -36,6 +36,7 @@ def engine_plan(
     sharding: Sharding,
     offload: Offload = Offload.NONE,
     *,
+    optimizer: Optimizer | None = None,
     precision: Precision = Precision.FP32,
     num_ranks: int = 1,
     kind: DeviceKind = DeviceKind.CPU,
@@ -46,9 +47,9 @@ def engine_plan(
     """A plan whose only candidate runs on `num_ranks` devices of `kind`."""
     cards = gpus(num_ranks) if kind is DeviceKind.CUDA else ()
     host = Host(cpu_name=None, num_cores=8, ram_bytes=2**36, ram_available_bytes=2**36)
-    optimizer = Optimizer.ADAMW
-    if sharding.uses_deepspeed and offload is not Offload.NONE:
-        optimizer = Optimizer.DEEPSPEED_CPU_ADAM
+    if optimizer is None:
+        is_on_host = sharding.uses_deepspeed and offload is not Offload.NONE
+        optimizer = Optimizer.DEEPSPEED_CPU_ADAM if is_on_host else Optimizer.ADAMW
     strategy = Strategy(
         name=f"{sharding}+{offload}/{precision}",
         sharding=sharding,

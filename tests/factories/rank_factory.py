@@ -12,7 +12,7 @@ from engine_plan_factory import TINY_LLAMA, engine_plan
 
 from launch.deepspeed_config import deepspeed_config
 from trainer.spec import codec
-from trainer.spec.job import Job, TrainJob
+from trainer.spec.job import Job, Limits, TrainJob
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Offload, Sharding
 
@@ -49,11 +49,15 @@ def rank_plan(
     checkpoint_every_steps: int | None = None,
     model_config: Mapping[str, Any] = TINY_LLAMA,
     clip: float = 1.0,
-    **engine: Any,  # num_ranks, precision, micro_batch, accumulation, checkpointing, loss, ...
+    lr: float = LR,
+    train: Mapping[str, Any] = {},  # of the job: lora, galore, neftune_alpha
+    limits: Limits | None = None,
+    **engine: Any,  # optimizer, method, num_ranks, precision, micro_batch, accumulation, checkpointing, loss, ...
 ) -> Plan:
     """A plan over the rows in `cache_dir`, with warmup, weight decay and clipping on."""
     settings = {"seq_len": SEQ_LEN, "loss_chunk_tokens": 40, **engine}
-    plan = engine_plan(sharding, offload, job=Job(train=TrainJob(seed=SEED, clip=clip)), **settings)
+    job = Job(train=TrainJob(seed=SEED, clip=clip, **train), limits=limits or Limits())
+    plan = engine_plan(sharding, offload, job=job, **settings)
     return msgspec.structs.replace(
         plan,
         model_config={**model_config, "max_position_embeddings": SEQ_LEN},
@@ -66,7 +70,7 @@ def rank_plan(
             sequences_per_step=sequences_per_step,
             tokens_per_step=sequences_per_step * SEQ_LEN,
             warmup_steps=3,
-            lr=LR,
+            lr=lr,
             eval_every_steps=eval_every_steps,
             checkpoint_every_steps=checkpoint_every_steps,
         ),

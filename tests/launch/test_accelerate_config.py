@@ -44,7 +44,7 @@ def test_the_engine_decides_the_distributed_type(kind: DeviceKind, sharding: Sha
     ("precision", "expected"),
     [
         (Precision.FP32, "no"),
-        (Precision.FP16_MIXED, "fp16"),
+        (Precision.FP16_MIXED, "no"),
         (Precision.BF16_MIXED, "bf16"),
         (Precision.BF16, "no"),
         (Precision.FP8, "bf16"),

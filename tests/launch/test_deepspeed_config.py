@@ -2,18 +2,27 @@
 
 import json
 
+import msgspec
 import pytest
-from engine_plan_factory import engine_plan
+from engine_plan_factory import TINY_LLAMA, engine_plan, gpus
 
 from launch.deepspeed_config import deepspeed_config, fill, read_base
+from launch.offload_buffers import offload_buffers
 from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.hardware import DeviceKind, Hardware, Host
 from trainer.spec.job import Job, Limits, NvmeLimit, TrainJob
-from trainer.spec.plan import Buckets
+from trainer.spec.model_shape import read_model_shape
+from trainer.spec.plan import Buckets, Plan
 from trainer.spec.strategy import Offload, Precision, Sharding
+from trainer.spec.units import MIB
 
 BUCKETS = Buckets(
     reduce_elements=10, allgather_elements=20, prefetch_elements=30, live_parameters=40, persistence_elements=50
 )
+BUCKETS_OF_MANY = Buckets(
+    reduce_elements=2**24, allgather_elements=2**24, prefetch_elements=2**24, live_parameters=2**26,
+    persistence_elements=640,
+)  # fmt: skip
 
 
 def test_the_batch_is_the_product_of_micro_batch_accumulation_and_ranks():
@@ -75,6 +84,112 @@ def test_state_on_nvme_goes_where_the_caller_or_else_the_job_says(argument: str 
 def test_nvme_without_a_path_names_the_setting():
     with pytest.raises(InputError, match=r"limits\.nvme\.path"):
         deepspeed_config(engine_plan(Sharding.ZERO3, Offload.NVME_ALL))
+
+
+def on_host(**host: int | None) -> Hardware:
+    """A machine of one GPU with limits on its host."""
+    fields = {"cpu_name": None, "num_cores": 8, "ram_bytes": 2**36, "ram_available_bytes": 2**36, **host}
+    return Hardware(gpus=gpus(1), host=Host(**fields))
+
+
+def with_shape(plan: Plan, **shape: int) -> Plan:
+    """The plan for a model of other sizes."""
+    return msgspec.structs.replace(plan, model_shape=read_model_shape({**TINY_LLAMA, **shape}))
+
+
+# 32,768 x 4,096 in each table, 6.3 billion weights in 32 blocks.
+LARGE = {
+    "vocab_size": 32768,
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+}
+TABLE = 32768 * 4096
+
+
+@pytest.mark.parametrize(
+    ("offload", "memlock_bytes", "locked_mib"),
+    [
+        (Offload.NVME_OPTIMIZER, None, 2000),  # the window that the memory estimate counts
+        (Offload.NVME_OPTIMIZER, 1500 * MIB, 1500),  # what the machine lets a process lock
+    ],
+)
+def test_sub_groups_are_cut_to_the_memory_that_may_be_locked(offload: Offload, memlock_bytes: int | None, locked_mib):
+    hardware = on_host(memlock_limit_bytes=memlock_bytes)
+    plan = with_shape(engine_plan(Sharding.ZERO3, offload, num_ranks=8, hardware=hardware), **LARGE)
+    sizes = offload_buffers(plan)
+    piece = TABLE // 8
+    assert sizes.locked_bytes == 4 * 4 * (sizes.sub_group_elements + piece)
+    assert locked_mib * MIB - 64 < sizes.locked_bytes <= locked_mib * MIB
+
+
+def test_buffers_of_weights_are_locked_too_and_leave_less_for_sub_groups():
+    some, all_of_it = (
+        offload_buffers(with_shape(engine_plan(Sharding.ZERO3, offload, num_ranks=8, precision=precision), **LARGE))
+        for offload, precision in (
+            (Offload.NVME_OPTIMIZER, Precision.BF16_MIXED),
+            (Offload.NVME_ALL, Precision.BF16_MIXED),
+        )
+    )
+    piece = TABLE // 8
+    assert all_of_it.weight_buffer_elements == piece
+    assert all_of_it.locked_bytes == 5 * 2 * piece + (4 * 4 + 2) * (all_of_it.sub_group_elements + piece)
+    assert all_of_it.locked_bytes <= some.locked_bytes + 64
+    assert all_of_it.sub_group_elements < some.sub_group_elements
+
+
+def test_one_weight_a_sub_group_is_the_least():
+    plan = with_shape(engine_plan(Sharding.ZERO3, Offload.NVME_ALL, hardware=on_host(memlock_limit_bytes=MIB)), **LARGE)
+    sizes = offload_buffers(plan)
+    assert sizes.sub_group_elements == 1
+    assert sizes.locked_bytes == 5 * 4 * TABLE + (4 * 4 + 4) * (1 + TABLE), "more than the machine grants"
+
+
+def test_without_nvme_nothing_is_locked_and_a_sub_group_is_at_most_a_partition():
+    sizes = offload_buffers(engine_plan(Sharding.ZERO3, Offload.OPTIMIZER, num_ranks=2))
+    assert (sizes.sub_group_elements, sizes.locked_bytes) == (106_816 // 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit_bytes", "pins"),
+    [
+        (DeviceKind.CUDA, None, True),
+        (DeviceKind.CUDA, 1000, True),
+        (DeviceKind.CUDA, 999, False),  # as under WSL
+        (DeviceKind.CPU, None, False),
+    ],
+)
+def test_host_memory_is_pinned_where_there_is_a_gpu_and_room(kind: DeviceKind, limit_bytes: int | None, pins: bool):
+    hardware = on_host(pinned_limit_bytes=limit_bytes)
+    plan = engine_plan(Sharding.ZERO3, Offload.OPTIMIZER_PARAMS, kind=kind, hardware=hardware)
+    memory = msgspec.structs.replace(plan.chosen.memory, pinned_bytes=1000)
+    plan = msgspec.structs.replace(plan, candidates=(msgspec.structs.replace(plan.chosen, memory=memory),))
+    zero = deepspeed_config(plan)["zero_optimization"]
+    assert zero["offload_optimizer"]["pin_memory"] is zero["offload_param"]["pin_memory"] is pins
+
+
+def test_weights_on_nvme_are_not_kept_for_reuse_and_few_are_gathered_ahead():
+    large = BUCKETS_OF_MANY
+    zero = deepspeed_config(engine_plan(Sharding.ZERO3, Offload.NVME_ALL, buckets=large), nvme_path="/nvme")
+    assert zero["zero_optimization"]["stage3_max_reuse_distance"] == 0
+    assert zero["zero_optimization"]["stage3_prefetch_bucket_size"] == 2 * MIB // 4, "two weights that can be swapped"
+    zero = deepspeed_config(engine_plan(Sharding.ZERO3, Offload.OPTIMIZER_PARAMS, buckets=large))
+    assert zero["zero_optimization"]["stage3_max_reuse_distance"] == large.live_parameters
+    assert zero["zero_optimization"]["stage3_prefetch_bucket_size"] == large.prefetch_elements
+
+
+def test_fp16_under_zero_scales_its_loss_as_elsewhere():
+    config = deepspeed_config(engine_plan(Sharding.ZERO2, precision=Precision.FP16_MIXED))
+    assert config["fp16"] == {
+        "enabled": True,
+        "loss_scale": 0,
+        "initial_scale_power": 16,
+        "loss_scale_window": 2000,
+        "hysteresis": 1,
+        "consecutive_hysteresis": False,
+        "min_loss_scale": 1,
+    }
 
 
 @pytest.mark.parametrize(("num_ranks", "elements"), [(1, 16384), (3, 5462)])

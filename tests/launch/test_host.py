@@ -66,7 +66,11 @@ def test_meminfo_is_in_bytes():
     [
         ("no_gpu_laptop", "Intel(R) Core(TM) i5-8250U CPU @ 1.60GHz", ("avx2",)),
         ("rtx4090_desktop", "AMD Ryzen 9 7950X 16-Core Processor", ("avx2", "avx512f", "avx512_bf16")),
-        ("nvlink_8x_h100", "Intel(R) Xeon(R) Platinum 8480C", ("avx2", "avx512f", "avx512_bf16", "amx_bf16")),
+        (
+            "nvlink_8x_h100",
+            "Intel(R) Xeon(R) Platinum 8480C",
+            ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16"),
+        ),
         ("unified_gb10", None, ()),
     ],
 )

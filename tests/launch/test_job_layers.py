@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from launch.job_layers import ResolvedJob, read_job_layers, render_resolved
-from trainer.planning.not_yet import version_that_trains
 from trainer.spec.errors import InputProblemsError
 from trainer.spec.job import Every, Job, WandbMode
 from trainer.spec.job_file import later_problems
@@ -54,12 +53,9 @@ def workplace(tmp_path):
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_an_example_asks_for_nothing_later_than_its_method(path, tmp_path):
-    """Examples of methods that this version only plans say so and nothing else."""
+def test_an_example_asks_for_nothing_that_comes_later(path, tmp_path):
     resolved = read_job_layers(path, (), config_home=tmp_path, site_config=None)
-    method = resolved.job.train.method
-    waits = method is not None and version_that_trains("method", method) is not None
-    assert [f"train.method: {method}" in problem for problem in later_problems(resolved.job)] == [True] * waits
+    assert later_problems(resolved.job) == ()
     assert resolved.name == path.stem
 
 

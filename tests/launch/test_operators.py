@@ -68,6 +68,7 @@ def test_only_offload_through_deepspeed_needs_operators(row: tuple[Sharding, Off
     expected = {
         (True, Offload.OPTIMIZER): ("cpu_adam",),
         (True, Offload.OPTIMIZER_PARAMS): ("cpu_adam",),
+        (True, Offload.NVME_OPTIMIZER): ("cpu_adam", "async_io"),
         (True, Offload.NVME_ALL): ("cpu_adam", "async_io"),
     }.get((sharding.uses_deepspeed, offload), ())
     assert needed_operators(engine_plan(sharding, offload, num_ranks=2)) == expected
@@ -137,6 +138,13 @@ def test_a_failed_build_shows_its_error_and_its_log_and_is_tried_again(tmp_path:
         build_operators(("cpu_adam",), extensions_dir=tmp_path, on_progress=lambda _: None, python=failing)
     build_operators(("cpu_adam",), extensions_dir=tmp_path, on_progress=lambda _: None, python=fake_python(tmp_path))
     assert len(asked(tmp_path)) == 2
+
+
+def test_a_missing_cuda_toolkit_is_named_with_what_to_install(tmp_path: Path):
+    words = "MissingCUDAException: CUDA_HOME does not exist, unable to compile CUDA op(s)"
+    failing = fake_python(tmp_path, then=f"print({words!r}); sys.exit(1)")
+    with pytest.raises(EnvironmentFaultError, match=r"unable to compile CUDA op.*\n.*nvcc.*or set CUDA_HOME"):
+        build_operators(("cpu_adam",), extensions_dir=tmp_path, on_progress=lambda _: None, python=failing)
 
 
 def test_a_stopped_build_ends_with_its_compilers_and_counts_for_nothing(tmp_path: Path):
@@ -282,6 +290,31 @@ def test_a_rank_loads_what_was_built_without_compiling_and_it_computes_adamw(mon
     # Rounding of three fp32 steps is 1.2e-6 here; Adam with L2 decay in place of AdamW would be 0.4 off.
     assert float(done.stdout.splitlines()[-1]) < 1e-5
     assert library.stat().st_mtime_ns == built_at
+
+
+WRITE_AND_READ = """
+import sys, torch
+from deepspeed.ops.op_builder import AsyncIOBuilder
+handle = AsyncIOBuilder().load(verbose=False).aio_handle(1 << 20, 8, False, True, 1)
+written = handle.new_cpu_locked_tensor(1 << 18, torch.zeros(1))
+written.copy_(torch.arange(1 << 18))
+assert handle.async_pwrite(written, sys.argv[1], 0) == 0 and handle.wait() == 1
+read = handle.new_cpu_locked_tensor(1 << 18, torch.zeros(1))
+assert handle.async_pread(read, sys.argv[1], 0) == 0 and handle.wait() == 1
+print(torch.equal(read, torch.arange(1 << 18, dtype=torch.float32)))
+"""
+
+
+def test_async_io_writes_a_file_past_the_page_cache_and_reads_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CXX")
+    folder = folder_with_operators("async_io")
+    plan = engine_plan(Sharding.ZERO3, Offload.NVME_ALL)
+    rank = launch_environment({"PATH": "/usr/bin:/bin"}, plan, extensions_dir=folder, cores=1)
+    argv = [sys.executable, "-c", WRITE_AND_READ, str(tmp_path / "weights.swp")]
+    done = subprocess.run(argv, env=rank, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "True"
+    assert (tmp_path / "weights.swp").stat().st_size == 2**20
 
 
 def test_the_builder_refuses_a_name_that_is_no_operator():

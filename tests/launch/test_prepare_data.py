@@ -115,7 +115,7 @@ def test_a_file_that_may_still_be_changing_is_not_indexed(request_of, text):
     assert find_prepared(request_of(text)) is None
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "profile.json", "train_rows.npy"])
+@pytest.mark.parametrize("name", ["tokens.bin", "starts.bin", "profile.json", "train_rows.npy"])
 def test_a_removed_cache_is_not_found(request_of, text, name):
     profile, _ = prepare(request_of(text))
     Path(profile.cache_dir, name).unlink()
@@ -209,7 +209,8 @@ def start_preparing(folder):
     path = folder / "big.txt"
     path.write_text(numbered_text(300_000))
     program = (
-        "import sys; from pathlib import Path; sys.path.append(sys.argv[3])\n"
+        "import signal, sys; from pathlib import Path; sys.path.append(sys.argv[3])\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where a shell runs the tests behind it
         "from launch.prepare_data import prepare_data; from prepare_request_factory import request_for\n"
         "request = request_for(sys.argv[1], cache_root=Path(sys.argv[2]))\n"
         "prepare_data(request, on_progress=lambda line: print(line, flush=True))\n"

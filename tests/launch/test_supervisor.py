@@ -16,6 +16,7 @@ from launch.supervisor import (
     StopKind,
     StopRequest,
     collect_report,
+    killed_rank,
     last_words,
     run_attempt,
 )
@@ -103,6 +104,56 @@ def test_out_of_memory_on_one_rank_outweighs_the_failure_it_causes_on_another(at
     codec.write(attempt / "report.json", make_report(ending=Ending.FAILED))
     codec.write(attempt / "report-rank-1.json", make_report(ending=Ending.OUT_OF_MEMORY))
     assert collect_report(attempt, 1, StopRequest()).ending is Ending.OUT_OF_MEMORY
+
+
+# Two ranks of torchrun: one is killed as the kernel kills, the other loses it and reports what its library says.
+KILLED_RANK = """
+import os, pathlib, signal, sys, time
+folder, report = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), getattr(signal, sys.argv[3]))
+if report.name != "none":
+    (folder / "report.json").write_text(report.read_text())
+    sys.exit(1)
+time.sleep(60)
+"""
+
+
+def torchrun_argv(attempt: Path, signal_name: str, *, report: Report | None) -> list[str]:
+    scratch = attempt.parent.parent
+    (scratch / "killed.py").write_text(KILLED_RANK)
+    path = scratch / ("none" if report is None else "report.json")
+    if report is not None:
+        codec.write(path, report)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    return [*torchrun, str(scratch / "killed.py"), str(attempt), str(path), signal_name]
+
+
+def test_a_rank_that_the_kernel_killed_is_the_reason_and_not_what_the_others_say_of_it(attempt: Path):
+    lost = make_report(ending=Ending.FAILED, error="RuntimeError: Connection closed by peer [127.0.0.1]:29500")
+    report = run(torchrun_argv(attempt, "SIGKILL", report=lost), attempt, StopRequest())
+    assert report.ending is Ending.FAILED
+    assert report.error == "rank 1 was killed by SIGKILL, often out of host memory"
+
+
+def test_a_killed_rank_is_named_where_no_rank_could_report(attempt: Path):
+    with pytest.raises(EnvironmentFaultError, match=r"the run failed: rank 1 was killed by SIGSEGV\nlast words: "):
+        run(torchrun_argv(attempt, "SIGSEGV", report=None), attempt, StopRequest())
+
+
+def test_a_lone_rank_that_was_killed_is_named(tmp_path: Path):
+    (tmp_path / "logs").mkdir()
+    words = "subprocess.CalledProcessError: Command '[...]' died with <Signals.SIGKILL: 9>."
+    (tmp_path / "logs" / "launcher.log").write_text(words)
+    assert killed_rank(tmp_path) == "rank 0 was killed by SIGKILL, often out of host memory"
+
+
+def test_a_rank_that_failed_by_itself_was_not_killed(attempt: Path):
+    (attempt / "logs").mkdir()
+    (attempt / "logs" / "launcher.log").write_text("  rank      : 1 (local_rank: 1)\n  exitcode  : 1 (pid: 7)\n")
+    failed = make_report(ending=Ending.FAILED, error="ValueError: the sky fell")
+    codec.write(attempt / "report.json", failed)
+    assert collect_report(attempt, 1, StopRequest()) == failed
 
 
 def test_a_damaged_report_is_passed_over(attempt: Path):

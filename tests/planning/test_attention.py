@@ -72,7 +72,8 @@ def test_a_model_without_torchs_attention_takes_its_own_and_says_why(model, word
 
 @pytest.mark.parametrize("model", CONFIGS)
 def test_the_model_is_built_with_the_attention_of_its_plan(model):
-    from trainer.runtime.model import attention_name, attention_of, build_model
+    from trainer.runtime.attention import attention_name, attention_of
+    from trainer.runtime.model import build_model
 
     chosen = plan_for(model).chosen
     plan = rank_plan(Path("nowhere"), model_config=CONFIGS[model], attention=chosen.attention, loss=chosen.loss)

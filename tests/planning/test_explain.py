@@ -38,10 +38,10 @@ def test_the_heading_names_run_method_model_and_machine(text: str) -> None:
 
 
 def test_a_plan_ahead_says_in_its_first_lines_that_this_version_refuses_it() -> None:
-    plan = plan_of("8b", "1xRTX-3090", method=Method.QLORA, ignoring_version=True)
+    plan = plan_of("8b", "4x8xH100-SXM5-80GB", pin={"sharding": Sharding.HSDP}, ignoring_version=True)
     second = " ".join(explain_plan(plan).split("\n\n")[1].split())
-    assert second.startswith("not trained by this version: qlora")
-    assert second.endswith("from shardwise 0.3 on, until then `shardwise train` refuses it")
+    assert second.startswith("not trained by this version: hsdp")
+    assert second.endswith("from shardwise 0.6 on, until then `shardwise train` refuses it")
     plan = plan_of("tiny", "1xCPU")
     assert "not trained by this version" not in explain_plan(plan)
     chats = replace(plan, job=replace(plan.job, data=replace(plan.job.data, format=DataFormat.CHAT)))
@@ -126,8 +126,9 @@ def test_what_leave_would_buy_stands_beside_the_plan() -> None:
 def test_all_methods_stand_in_one_table(node: Plan, text: str) -> None:
     lines = section(text, "methods").splitlines()
     assert [line.split()[0] for line in lines[2:]] == [str(method) for method in Method]
-    assert "taken" in lines[2]
-    assert all("from shardwise 0.3 on" in line for line in lines[3:])
+    assert lines[2].endswith("  taken")
+    for line, row in zip(lines[2:], node.methods, strict=True):
+        assert line.endswith(row.verdict)
     assert lines[1].split() == ["method", "memory", "time", "GPU-hours", "kWh", "cost"]
     kwh = {row.method: row.kwh for row in node.methods}[Method.FULL]
     assert kwh is not None
@@ -175,9 +176,8 @@ def test_every_rejected_row_is_counted_and_those_with_a_number_stand_alone(node:
 @pytest.mark.parametrize(
     "words",
     [
-        "trains from shardwise 0.3 on",
         "would train 4 different models on 4 ranks; instead: ddp",
-        "fp8 (49 rows): needs compute capability 8.9; A100-SXM4-80GB has 8.0",
+        "fp8 (50 rows): needs compute capability 8.9; A100-SXM4-80GB has 8.0",
         "allow: [bf16_weights]",
         "1 node is fsdp",
     ],
@@ -186,12 +186,17 @@ def test_rules_stand_with_what_they_took_and_what_to_use_instead(text: str, word
     assert words in " ".join(section(text, "rejected").split())
 
 
+def test_rows_of_a_later_version_stand_with_that_version() -> None:
+    rejected = " ".join(section(explain_plan(plan_of("8b", "4x8xH100-SXM5-80GB")), "rejected").split())
+    assert re.search(r"\bhsdp \(\d+ rows\): trains from shardwise 0.6 on", rejected)
+
+
 @pytest.mark.parametrize("width", [80, 100, 140])
 def test_no_line_is_wider_than_asked(width: int) -> None:
     """Of wide tables the column with the strategy or the verdict stands in lines of its own."""
     plans = [
         plan_of("8b", "4xA100-SXM4-80GB", price=2.5),
-        plan_of("8b", machine("1xRTX-4060-8GB", ram_bytes=256 * GIB), seq_len=1024, ignoring_version=True),
+        plan_of("8b", machine("1xRTX-4060-8GB", ram_bytes=256 * GIB), seq_len=1024),
         plan_of("70b", machine("64x8xH100-SXM5-80GB", ram_bytes=4096 * GIB), tokens_per_step=4194304, price=123.4),
     ]
     for plan in plans:
@@ -220,7 +225,7 @@ def test_a_cpu_plan_speaks_of_ranks_and_no_gpu() -> None:
     ("model", "spec", "facts", "words"),
     [
         ("1b", "1xRTX-4090", {}, "weights fp32, computed in bf16; gradients fp32; adamw_fused with state in fp32"),
-        ("1b", "1xV100-32GB", {}, "weights fp32, computed in fp32; gradients fp32"),
+        ("1b", "1xV100-32GB", {}, "weights fp32, computed in fp16; gradients fp32"),
         (
             "8b",
             "8xH100-SXM5-80GB",
@@ -244,17 +249,13 @@ def test_a_cpu_plan_speaks_of_ranks_and_no_gpu() -> None:
         (
             "8b",
             "1xRTX-3090",
-            {"method": Method.QLORA, "ignoring_version": True},
+            {"method": Method.QLORA},
             "weights nf4, embeddings, head and norms bf16 (frozen), adapters fp32, computed in bf16; gradients fp32",
         ),
         (
             "8b",
             "1xA100-SXM4-80GB",
-            {
-                "allow": (Allowance.OPTIMIZER_8BIT,),
-                "pin": {"optimizer": Optimizer.ADAMW_8BIT},
-                "ignoring_version": True,
-            },
+            {"allow": (Allowance.OPTIMIZER_8BIT,), "pin": {"optimizer": Optimizer.ADAMW_8BIT}},
             "adamw_8bit with state in 8 bit",
         ),
     ],
@@ -267,7 +268,7 @@ def test_machines_are_compared_in_one_table() -> None:
     answers: list[tuple[str, Plan | NothingFitsError]] = []
     for spec in ("1xRTX-4060-8GB", "4xA100-SXM4-80GB", "8xH100-SXM5-80GB"):
         try:
-            answers.append((spec, plan_of("8b", spec, price=2.0)))
+            answers.append((spec, plan_of("8b", spec, price=2.0, method=Method.FULL, allow=())))
         except NothingFitsError as error:
             answers.append((spec, error))
     lines = compare_plans(answers, width=200).splitlines()

@@ -231,7 +231,7 @@ LOGITS = 128256 * 2048
         (LossHead.EAGER, None, 10 * LOGITS, 12 * LOGITS),
         (LossHead.CHUNKED, 512, 8 * LOGITS // 4, 6 * LOGITS // 4 + 24 * 512),
         (LossHead.CHUNKED, 4096, 8 * LOGITS, 6 * LOGITS + 24 * 2048),
-        (LossHead.FUSED, None, 6 * LOGITS, 2 * LOGITS),
+        (LossHead.FUSED, None, 2 * LOGITS + 4 * LOGITS // 8, 2 * LOGITS + 4 * LOGITS // 8),  # slices of 256 tokens
         (LossHead.FUSED_LINEAR, None, 3 * 2 * 4096 * 2048, 0),
     ],
 )

@@ -8,7 +8,7 @@ is wrong in the code and wrong here in the same way is what the dry runs are for
 from typing import Any, NamedTuple
 
 import pytest
-from estimate_factory import CUBLAS_BYTES, LLAMA_8B, gpu, setting
+from estimate_factory import CUBLAS_BYTES, LLAMA_8B, cpu, gpu, setting
 
 from trainer.planning.memory import estimate_memory
 from trainer.planning.memory.recipe import dims_of, recipe_of
@@ -180,9 +180,10 @@ STEP_TEMPORARIES = [
     (Optimizer.ADAMW, 4 * P),  # foreach: the square roots of all second moments
     (Optimizer.ADAMW_FUSED, 0),
     (Optimizer.ADAMW_8BIT, 0),
-    (Optimizer.LION, 4 * V * H),
-    (Optimizer.ADAFACTOR, 3 * 4 * V * H),
-    (Optimizer.MUON, 3 * 4 * V * H),
+    (Optimizer.LION, 2 * 4 * V * H),  # the moment's copy, and the update made of it
+    (Optimizer.ADAFACTOR, 2 * 4 * V * H),  # the update and its square
+    (Optimizer.MUON, 4 * (P - L)),  # foreach AdamW's, of all that is no matrix of a block
+    (Optimizer.LAMB_8BIT, 4 * V * H),  # the scratch tensor
 ]
 
 
@@ -192,9 +193,27 @@ def test_temporaries_of_an_optimizer_step(optimizer: Optimizer, num_bytes: int) 
     assert found.optimizer_temporaries == num_bytes
 
 
+def test_galore_makes_two_copies_of_the_embedding_which_it_does_not_project() -> None:
+    assert states(setting(method=GALORE)).optimizer_temporaries == 2 * 4 * V * H
+
+
 def test_a_new_projector_of_galore_works_on_one_fp32_matrix_at_a_time() -> None:
-    found = states(setting(method=GALORE))
+    found = states(setting(method=GALORE, optimizer=Optimizer.ADAMW_8BIT))  # whose kernel needs no copies
     assert found.optimizer_temporaries == 4 * (3 * F * H + H * H)  # gradient, its copy, both sets of vectors
+
+
+def test_without_a_kernel_8_bit_state_goes_through_fp32_copies_of_one_tensor() -> None:
+    chosen, device = setting(optimizer=Optimizer.ADAMW_8BIT, precision=FP32), cpu()
+    dims = dims_of(LLAMA_8B)
+    found = model_states(chosen, recipe_of(chosen, device, dims), dims)
+    assert found.optimizer_temporaries == 5 * 4 * V * H
+
+
+def test_galore_around_adafactor_keeps_rows_and_columns_of_what_is_projected() -> None:
+    r = 128
+    found = states(setting(method=GALORE, galore=GaloreJob(rank=r), optimizer=Optimizer.ADAFACTOR))
+    factors = 32 * (4 * (r + H) + 3 * (r + F) + 2 * H) + 2 * (V + H) + H
+    assert found.optimizer_state == 4 * (factors + GALORE_PROJECTORS)
 
 
 @pytest.mark.parametrize(

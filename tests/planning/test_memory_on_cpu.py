@@ -62,6 +62,7 @@ CASES = [
     Case(MIXED, optimizer=FUSED, micro_batch=1, seq_len=32, is_tied=False),
     Case(BF16, checkpointing=FULL, micro_batch=8),
     Case(BF16, loss=EAGER),
+    *(Case(precision, loss=LossHead.FUSED, checkpointing=FULL, micro_batch=8) for precision in (FP32, MIXED, BF16)),
     Case(attention=Attention.EAGER, checkpointing=FULL),
     Case(model_type="qwen2", optimizer=FUSED),
     Case(MIXED, model_type="qwen3"),

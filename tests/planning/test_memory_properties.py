@@ -158,10 +158,13 @@ def test_checkpointing_never_keeps_more_than_none(shape: ModelShape, chosen: Set
 
     def kept(checkpointing: Checkpointing) -> int:
         other = replace(chosen, checkpointing=checkpointing)
-        return block_activations(other, recipe_of(other, device, dims), dims).kept
+        activations = block_activations(other, recipe_of(other, device, dims), dims)
+        return activations.kept + activations.offloaded
 
     without = kept(Checkpointing.NONE)
-    assert all(kept(checkpointing) <= without for checkpointing in Checkpointing)
+    # Frozen products keep no input where nothing is recomputed; the output of every second one is more than that.
+    others = set(Checkpointing) - ({Checkpointing.SELECTIVE} if chosen.method.freezes_base else set())
+    assert all(kept(checkpointing) <= without for checkpointing in others)
     assert kept(Checkpointing.FULL) == min(kept(checkpointing) for checkpointing in Checkpointing)
 
 

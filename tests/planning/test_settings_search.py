@@ -17,6 +17,8 @@ from trainer.planning.candidates import (
     with_micro_batch,
 )
 from trainer.planning.catalogue import CATALOGUE
+from trainer.planning.fallbacks import fallbacks
+from trainer.planning.rules import obstacle_to
 from trainer.planning.setting import Setting
 from trainer.planning.settings_choices import (
     MIN_CHUNK_TOKENS,
@@ -40,7 +42,7 @@ from trainer.planning.situation import Situation
 from trainer.spec.data_profile import BatchWidth, DataProfile
 from trainer.spec.job import Allowance
 from trainer.spec.plan import Candidate
-from trainer.spec.strategy import Checkpointing, LossHead, Sharding, Strategy
+from trainer.spec.strategy import Checkpointing, LossHead, Optimizer, Sharding, Strategy
 from trainer.spec.units import GIB
 
 ROWS = {row.name: row for row in CATALOGUE}
@@ -77,15 +79,18 @@ def key_of(situation: Situation, setting: Setting) -> tuple[int, int]:
     return time_class(predicted_speed(situation, setting).step_s * handicap), setting.micro_batch
 
 
-def every_setting(situation: Situation, strategy: Strategy) -> list[Setting]:
-    """All that a row may be, buffers at their smallest."""
+def every_setting(situation: Situation, strategy: Strategy, *, offloads: bool = False) -> list[Setting]:
+    """All that a row may be, buffers at their smallest, with what is kept on the device or in host RAM."""
     return [
-        with_micro_batch(situation, replace(start, loss_chunk_tokens=chunk), micro_batch)
+        setting
         for checkpointing in checkpointings(situation)
         for loss in losses(situation)
         for chunk in chunk_sizes(situation.shape, loss)
-        for start in [first_setting(situation, strategy, checkpointing=checkpointing, loss=loss)]
+        for first in [first_setting(situation, strategy, checkpointing=checkpointing, loss=loss)]
+        for start in [replace(first, loss_chunk_tokens=chunk, activation_offload=offloads)]
         for micro_batch in micro_batches(situation)
+        for setting in [with_micro_batch(situation, start, micro_batch)]
+        if obstacle_to(situation, setting) is None
     ]
 
 
@@ -144,22 +149,42 @@ def test_nothing_that_fits_is_faster_than_what_is_taken(
 
 
 @pytest.mark.parametrize("model", ["1b", "8b"])
-def test_later_versions_choose_among_more_and_are_no_slower(model: str) -> None:
+def test_with_more_leave_there_is_more_to_choose_from_and_nothing_is_slower(model: str) -> None:
     row = ROWS["none/bf16-mixed/adamw_fused"]
-    today = with_usable(model, "1xA100-SXM4-80GB", 160 * GIB, allow=(Allowance.COMPILE, Allowance.OFFLOAD_CPU))
-    later = replace(today, ignores_version=True)
-    assert set(checkpointings(today)) < set(checkpointings(later))
-    assert (compiles(today), compiles(later)) == ((False,), (False, True))
-    assert (activation_offloads(today), activation_offloads(later)) == ((False,), (False, True))
-    now, then = best_candidate(today, row), best_candidate(later, row)
-    assert now is not None
-    assert then is not None
-    assert then.speed.step_s <= now.speed.step_s * (1 + SAME_SPEED)
+    without, given = (
+        with_usable(model, "1xA100-SXM4-80GB", 160 * GIB, allow=allow)
+        for allow in ((), (Allowance.COMPILE, Allowance.OFFLOAD_CPU))
+    )
+    assert (compiles(without), compiles(given)) == ((False,), (False, True))
+    assert (activation_offloads(without), activation_offloads(given)) == ((False,), (False, True))
+    plain, free = best_candidate(without, row), best_candidate(given, row)
+    assert plain is not None
+    assert free is not None
+    assert free.speed.step_s <= plain.speed.step_s * (1 + SAME_SPEED)
+
+
+def test_selective_recomputation_is_taken_where_it_fits_and_keeping_everything_does_not() -> None:
+    row, pin = ROWS["none/bf16-mixed/adamw_fused"], {"micro_batch": 1}
+    whole = situation_for("1b", "1xA100-SXM4-80GB", pin=pin, allow=())
+    start = first_setting(whole, row, checkpointing=Checkpointing.SELECTIVE, loss=losses(whole)[0])
+    best = best_candidate(with_usable("1b", "1xA100-SXM4-80GB", needs(whole, start), pin=pin, allow=()), row)
+    assert best is not None
+    assert best.checkpointing is Checkpointing.SELECTIVE
+
+
+def test_what_selective_recomputation_keeps_never_goes_to_host_ram() -> None:
+    row, pin = ROWS["none/bf16-mixed/adamw_fused"], {"checkpointing": Checkpointing.SELECTIVE}
+    free, pinned = situation_for("1b", "1xRTX-4090"), situation_for("1b", "1xRTX-4090", pin=pin)
+    assert least_need(free, row).activation_offload
+    assert least_need(free, row).checkpointing is Checkpointing.FULL
+    assert not least_need(pinned, row).activation_offload
+    smaller = replace(pinned.device, usable_bytes=least_need(pinned, row).memory.need_bytes - 1)
+    assert best_candidate(replace(pinned, device=smaller), row) is None
 
 
 def test_activations_leave_the_card_only_where_nothing_else_fits() -> None:
     row, pin = ROWS["none/bf16-mixed/adamw_fused"], {"micro_batch": 1}
-    roomy = replace(with_usable("1b", "1xRTX-4090", 80 * GIB, pin=pin, seq_len=16384), ignores_version=True)
+    roomy = with_usable("1b", "1xRTX-4090", 80 * GIB, pin=pin, seq_len=16384)
     kept = best_candidate(roomy, row)
     assert kept is not None
     assert not kept.activation_offload
@@ -172,12 +197,29 @@ def test_activations_leave_the_card_only_where_nothing_else_fits() -> None:
 @pytest.mark.parametrize(
     "pin", [{"compile": True}, {"activation_offload": True}, {"optimizer_in_backward": True}], ids=str
 )
-def test_pinned_mechanisms_of_later_versions_are_kept(pin: dict[str, Any]) -> None:
-    situation = replace(situation_for("1b", "1xA100-SXM4-80GB", pin=pin), ignores_version=True)
+def test_pinned_mechanisms_are_kept(pin: dict[str, Any]) -> None:
+    situation = situation_for("1b", "1xA100-SXM4-80GB", pin=pin)
     best = best_candidate(situation, ROWS["none/bf16-mixed/adamw_fused"])
     assert best is not None
     ((axis, member),) = pin.items()
     assert getattr(best, axis) is member
+
+
+@pytest.mark.parametrize(
+    ("row", "pin"),
+    [
+        ("none/bf16-mixed/lomo", {"optimizer": Optimizer.LOMO}),
+        ("none/bf16-mixed/adamw_fused", {"optimizer_in_backward": True}),
+    ],
+)
+def test_an_update_inside_the_backward_pass_takes_a_ranks_whole_share_at_once(row: str, pin: dict[str, Any]) -> None:
+    """It leaves no gradients that a second micro batch could add to."""
+    situation = situation_for("1b", "1xA100-SXM4-80GB", pin=pin)
+    share = situation.sequences_per_rank
+    for candidate in (best_candidate(situation, ROWS[row]), least_need(situation, ROWS[row])):
+        assert candidate is not None
+        assert (candidate.micro_batch, candidate.accumulation) == (share, 1)
+        assert all(lower.accumulation == 1 for lower in fallbacks(situation, (candidate,)))
 
 
 @pytest.mark.parametrize(("model", "spec", "row"), CASES)
@@ -204,7 +246,11 @@ def test_the_need_alone_is_the_need_of_the_whole_prediction(
 @pytest.mark.parametrize(("model", "spec", "row"), CASES)
 def test_the_least_need_is_the_least_of_all_settings(model: str, spec: str, row: str) -> None:
     situation = situation_for(model, spec)
-    least = min(needs(situation, setting) for setting in every_setting(situation, ROWS[row]))
+    least = min(
+        needs(situation, setting)
+        for offloads in activation_offloads(situation)
+        for setting in every_setting(situation, ROWS[row], offloads=offloads)
+    )
     assert least_need(situation, ROWS[row]).memory.need_bytes == least
 
 

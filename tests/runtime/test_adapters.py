@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from trainer.runtime.adapters import add_adapters, base_type, trained_parameters
 from trainer.runtime.model import make_trainable, model_from_config
@@ -68,9 +68,99 @@ def test_each_named_linear_layer_gets_two_matrices(targets: tuple[str, ...], wid
     assert num_trained == 2 * sum(RANK * (inputs + outputs) for inputs, outputs in widths)
 
 
-def test_a_layer_that_is_not_there_is_named() -> None:
-    with pytest.raises(InputError, match=r"lora\.targets: no_such_proj: "):
-        adapted(Precision.FP32, LoraJob(targets=("no_such_proj",)))
+@pytest.mark.parametrize(
+    ("targets", "sentence"),
+    [
+        (
+            ("no_such_proj",),
+            "no_such_proj: LlamaForCausalLM has no linear layer of that name; it has q_proj, k_proj, v_proj, o_proj, "
+            "gate_proj, up_proj, down_proj",
+        ),
+        (("q_proj", "no_such_proj"), "no_such_proj: LlamaForCausalLM has no linear layer of that name; it has "),
+        (("embed_tokens",), "embed_tokens: LlamaForCausalLM has no linear layer of that name; it has "),
+        (("layers.2.mlp.up_proj",), "layers.2.mlp.up_proj: LlamaForCausalLM has no linear layer of that name; it has "),
+        (("proj",), "proj: LlamaForCausalLM has no linear layer of that name; it has "),
+        (("lm_head", "q_proj"), "lm_head: is the head, which has no adapter here; leave it out"),
+        (("q_proj", "all-linear"), "all-linear stands alone; leave out the names beside it"),
+    ],
+)
+def test_targets_that_name_no_linear_layer_are_refused(targets: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(InputError) as error:
+        adapted(Precision.FP32, LoraJob(targets=targets))
+    assert str(error.value).startswith(f"lora.targets: {sentence}")
+    assert "\n" not in str(error.value)
+
+
+def test_the_end_of_a_name_picks_one_layer() -> None:
+    model = adapted(Precision.FP32, LoraJob(rank=RANK, targets=("layers.1.mlp.up_proj",)))
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert names == {f"model.layers.1.mlp.up_proj.lora_{each}.default.weight" for each in "AB"}
+
+
+@pytest.mark.parametrize(("rslora", "scaling"), [(False, 8.0 / RANK), (True, 8.0 / RANK**0.5)])
+def test_alpha_is_divided_by_the_rank_or_its_root(rslora: bool, scaling: float) -> None:
+    layer: Any = adapted(Precision.FP32, LoraJob(rank=RANK, alpha=8.0, rslora=rslora)).model.layers[0].mlp.up_proj
+    assert layer.scaling["default"] == scaling
+    torch.nn.init.ones_(layer.lora_B["default"].weight)
+    rows = torch.randn(3, 32)
+    added = layer(rows) - layer.base_layer(rows)
+    expected = scaling * (rows @ layer.lora_A["default"].weight.T).sum(-1, keepdim=True)
+    torch.testing.assert_close(added, expected.expand_as(added))
+
+
+def test_dora_trains_the_length_of_each_row_beside_its_direction() -> None:
+    """At the start the lengths are those of the base's rows, so that nothing changes (arXiv:2402.09353, section 4)."""
+    model = adapted(Precision.FP32, LoraJob(rank=RANK, dora=True))
+    layer: Any = model.model.layers[0].mlp.up_proj
+    lengths = layer.lora_magnitude_vector["default"].weight
+    torch.testing.assert_close(lengths, layer.base_layer.weight.norm(dim=1))
+    assert lengths.requires_grad and lengths.dtype == torch.float32
+    rows = torch.randn(3, 32)
+    torch.testing.assert_close(layer(rows), layer.base_layer(rows))
+    with torch.no_grad():
+        lengths.mul_(2)
+    torch.testing.assert_close(layer(rows), 2 * layer.base_layer(rows))
+    num_rows = sum(p.numel() for name, p in model.named_parameters() if "magnitude" in name)
+    assert num_rows == 2 * (32 + 16 + 16 + 32 + 48 + 48 + 32)
+
+
+def test_dropout_is_on_the_adapters_input_and_only_in_training() -> None:
+    layer: Any = adapted(Precision.FP32, LoraJob(rank=RANK, dropout=0.5)).model.layers[0].mlp.up_proj
+    torch.nn.init.ones_(layer.lora_B["default"].weight)
+    rows = torch.randn(3, 32)
+    layer.train()
+    assert not torch.equal(layer(rows), layer(rows))
+    layer.eval()
+    assert torch.equal(layer(rows), layer(rows))
+
+
+@pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.FULL])
+def test_masks_repeat_when_a_block_is_computed_again(checkpointing: Checkpointing) -> None:
+    ids = torch.arange(16).reshape(1, 16)
+    gradients = []
+    for each in (Checkpointing.NONE, checkpointing):
+        model = adapted(Precision.FP32, LoraJob(rank=RANK, dropout=0.5))
+        make_trainable(model, each, LossHead.EAGER, loss_chunk_tokens=None)
+        for parameter in trained_parameters(model):
+            torch.nn.init.constant_(parameter, 0.05)
+        torch.manual_seed(3)
+        model(input_ids=ids, labels=ids).backward()
+        gradients.append([parameter.grad for parameter in trained_parameters(model)])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_layers_that_keep_their_weights_transposed_are_adapted_the_right_way_round() -> None:
+    """GPT-2's; PEFT would warn of each, and warnings are errors here."""
+    config = AutoConfig.for_model(
+        "gpt2", vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=4, bos_token_id=1, eos_token_id=1
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    add_adapters(model, LoraJob(rank=RANK, targets=("c_attn", "c_fc")), Precision.FP32)
+    shapes = {name.split(".")[-4]: tuple(p.shape) for name, p in model.named_parameters() if "lora_B" in name}
+    assert shapes == {"c_attn": (96, RANK), "c_fc": (128, RANK)}
+    ids = torch.arange(8).reshape(1, 8)
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(parameter.grad is not None for parameter in trained_parameters(model))
 
 
 def test_a_fresh_adapter_changes_nothing_and_learns() -> None:

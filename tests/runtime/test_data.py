@@ -3,6 +3,7 @@
 from collections import Counter
 from math import log
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from prepare_request_factory import rows_of_lengths
 
 from trainer.runtime.data import IGNORED_LABEL, eval_micro_batches, step_micro_batches
-from trainer.runtime.token_rows import TokenRows, unigram_entropy_nats
+from trainer.runtime.token_rows import TokenLayout, TokenRows, unigram_entropy_nats
 from trainer.spec.data_order import row_of_sequence
 from trainer.spec.errors import EnvironmentFaultError
 
@@ -150,6 +151,98 @@ def test_evaluation_sees_each_row_once_in_as_many_forwards_on_every_rank(rows, n
     del seen[None]
     assert seen == Counter(range(min(7, max_rows or 7)))
     assert len({len(rank) for rank in ranks}) == 1
+
+
+def packed_rows(*lengths_of_rows, **settings):
+    """Rows of documents of these lengths, the last of a row going on in the next; tokens count from 100."""
+    num_tokens = sum(map(sum, lengths_of_rows))
+    width = max(map(sum, lengths_of_rows))
+    ends = np.cumsum([sum(lengths) for lengths in lengths_of_rows])
+    starts = np.concatenate([
+        first + np.cumsum([0, *lengths[:-1]])[1:] for first, lengths in zip([0, *ends], lengths_of_rows, strict=False)
+    ])  # fmt: skip
+    table = np.stack([np.concatenate([[0], ends[:-1]]), [sum(lengths) for lengths in lengths_of_rows]], axis=1)
+    layout = TokenLayout(dtype="uint16", num_tokens=num_tokens, seq_len=width, pad_id=0, **settings)
+    return TokenRows((100 + np.arange(num_tokens)).astype(np.uint16), table, layout, starts.astype(np.int64))
+
+
+def only_micro_batch(rows, micro_batch):
+    [batch] = eval_micro_batches(rows, rank=0, num_ranks=1, micro_batch=micro_batch)
+    return batch
+
+
+def test_positions_start_anew_in_each_document_and_in_each_row():
+    batch = only_micro_batch(packed_rows((3, 1, 4), (8,), (2, 6)), 3)
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 0, 1, 2, 3], list(range(8)), [0, 1, 0, 1, 2, 3, 4, 5]]
+    assert batch.position_ids.dtype == torch.int64
+
+
+def test_the_first_token_of_a_document_is_nobodys_target():
+    rows = packed_rows((3, 1, 4), (8,), (2, 6))
+    batch = only_micro_batch(rows, 3)
+    is_ignored = (batch.labels == IGNORED_LABEL).tolist()
+    assert [[place for place, ignored in enumerate(row) if ignored] for row in is_ignored] == [[3, 4], [], [2]]
+    kept = batch.labels != IGNORED_LABEL
+    assert torch.equal(batch.labels[kept], batch.input_ids[kept])
+    assert [rows.num_targets(number) for number in range(3)] == [5, 7, 6]
+    assert batch.num_targets == int((batch.labels[:, 1:] != IGNORED_LABEL).sum()) == 18
+
+
+def test_rows_of_one_document_each_have_no_positions():
+    assert only_micro_batch(packed_rows((8,), (8,)), 2).position_ids is None
+    assert only_micro_batch(packed_rows((8,), (7, 1)), 2).position_ids is not None
+
+
+def test_dummy_rows_and_padding_count_on():
+    batch = only_micro_batch(packed_rows((1, 2), (12,)), 3)
+    assert batch.position_ids.tolist() == [[0, *range(11)], list(range(12)), list(range(12))]
+
+
+@pytest.mark.parametrize("arrangement", [(1, 6, 1), (2, 1, 3), (3, 2, 1), (4, 1, 2)])
+def test_every_rank_knows_the_targets_of_packed_rows(arrangement):
+    num_ranks, micro_batch, accumulation = arrangement
+    rows = packed_rows((3, 1, 4), (8,), (2, 6), (1, 1, 1, 5), (7, 1))
+    ranks = [
+        step_micro_batches(
+            rows,
+            step=1,
+            seed=3,
+            sequences_per_step=6,
+            rank=rank,
+            num_ranks=num_ranks,
+            micro_batch=micro_batch,
+            accumulation=accumulation,
+        )
+        for rank in range(num_ranks)
+    ]
+    (named,) = {targets for _, targets in ranks}
+    batches = [batch for rank, _ in ranks for batch in rank]
+    assert named == sum(batch.num_targets for batch in batches)
+    assert named == sum(int((batch.labels[:, 1:] != IGNORED_LABEL).sum()) for batch in batches)
+
+
+def test_entropy_leaves_out_the_first_token_of_each_document(tmp_path):
+    """(1, a, b | 2, a, c): the targets are a twice, b once, c once."""
+    layout = rows_of_lengths(tmp_path, (6,)).layout
+    rows = TokenRows(np.array([1, 7, 8, 2, 7, 9], np.uint16), np.array([[0, 6]]), layout, np.array([3]))
+    assert unigram_entropy_nats(rows) == pytest.approx(1.5 * log(2))
+
+
+def test_a_cache_without_starts_is_one_document_a_row(tmp_path):
+    """Caches that others wrote, and rows that were never packed."""
+    rows = rows_of_lengths(tmp_path, (4, 4))
+    assert [rows.document_starts(number).tolist() for number in range(2)] == [[], []]
+    assert [rows.num_targets(number) for number in range(2)] == [3, 3]
+
+
+def test_starts_that_are_cut_short_or_gone_are_an_environment_fault(tmp_path):
+    rows = rows_of_lengths(tmp_path, (4, 4))
+    (tmp_path / "layout.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(rows.layout, num_starts=2)))
+    with pytest.raises(EnvironmentFaultError, match="damaged"):
+        TokenRows.open(tmp_path, "train")
+    (tmp_path / "starts.bin").write_bytes(np.array([0], "<i8").tobytes())
+    with pytest.raises(EnvironmentFaultError, match=r"starts\.bin: has 8 bytes, 16 were written; delete"):
+        TokenRows.open(tmp_path, "train")
 
 
 def test_rows_are_copies_of_what_is_on_disk(rows):

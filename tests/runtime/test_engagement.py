@@ -1,32 +1,57 @@
 """Every difference between what was planned and what runs is named, with both values."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import torch
 from accelerate.state import AcceleratorState, GradientState
 from rank_factory import rank_plan
 
 from trainer.runtime.accelerator import build_accelerator
 from trainer.runtime.engagement import check_engagement
+from trainer.runtime.mixed_precision import install_precision
 from trainer.runtime.model import build_model
 from trainer.runtime.optimizers import build_optimizer
 from trainer.spec.errors import EnvironmentFaultError
+from trainer.spec.hardware import DeviceKind
 from trainer.spec.plan import Candidate
-from trainer.spec.strategy import Attention, Checkpointing, LossHead, Optimizer, Precision, Sharding
+from trainer.spec.strategy import (
+    Attention,
+    Checkpointing,
+    LossHead,
+    Method,
+    Offload,
+    Optimizer,
+    Precision,
+    Sharding,
+)
+
+
+@contextmanager
+def session(**engine: Any) -> Iterator[tuple]:
+    """What one process builds for a plan, in the order in which a rank does."""
+    plan = rank_plan(Path("nowhere"), accumulation=2, **engine)
+    chosen = plan.chosen
+    accelerator = build_accelerator(plan, ds_config=None)
+    model = build_model(plan)
+    install_precision(model, chosen, DeviceKind.CPU)
+    optimizer = build_optimizer(
+        chosen.strategy.optimizer, model, lr=1.0, weight_decay=0.1, in_backward=chosen.optimizer_in_backward
+    )
+    yield (*accelerator.prepare(model, optimizer), accelerator, chosen)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 @pytest.fixture(scope="module")
 def built() -> Iterator[tuple]:
     """A model that runs in one process: no engine, fp32, foreach AdamW, sdpa, the chunked head, accumulation 2."""
-    plan = rank_plan(Path("nowhere"), accumulation=2)
-    accelerator = build_accelerator(plan, ds_config=None)
-    model = build_model(plan)
-    optimizer = build_optimizer(Optimizer.ADAMW, model, lr=1.0, weight_decay=0.1)
-    yield (*accelerator.prepare(model, optimizer), accelerator, plan.chosen)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    with session() as everything:
+        yield everything
 
 
 def changed(chosen: Candidate, change: dict[str, object]) -> Candidate:
@@ -58,7 +83,26 @@ def test_what_runs_as_planned_is_reported(built):
         ({"accumulation": 4}, "accumulation: the plan says 4, 2 runs"),
         ({"attention": Attention.EAGER}, "attention: the plan says eager, sdpa runs"),
         ({"loss": LossHead.EAGER}, "loss head: the plan says eager, chunked runs"),
-        ({"checkpointing": Checkpointing.FULL}, "blocks are recomputed: the plan says True, False runs"),
+        *(
+            ({"checkpointing": each}, "blocks are recomputed: the plan says True, False runs")
+            for each in Checkpointing
+            if each is not Checkpointing.NONE
+        ),
+        ({"precision": Precision.FP16_MIXED}, "precision: the plan says fp16-mixed, fp32 runs"),
+        ({"precision": Precision.FP8}, "precision: the plan says fp8, fp32 runs"),
+        ({"offload": Offload.OPTIMIZER}, "offload: the plan says optimizer, none runs"),
+        ({"offload": Offload.NVME_ALL}, "offload: the plan says nvme_all, none runs"),
+        ({"method": Method.LORA}, "adapters: the plan says True, False runs"),
+        ({"method": Method.LORA}, "the base is frozen: the plan says True, False runs"),
+        ({"method": Method.QLORA}, "4-bit layers: the plan says True, False runs"),
+        ({"optimizer": Optimizer.ADAMW_8BIT}, "optimizer: the plan says AdamW8bit, AdamW runs"),
+        (
+            {"optimizer": Optimizer.MUON},
+            "parameter groups: the plan says ('matrices', 'decay', 'no_decay'), ('decay', 'no_decay') runs",
+        ),
+        ({"optimizer_in_backward": True}, "the optimizer runs in the backward pass: the plan says True, False runs"),
+        ({"activation_offload": True}, "activation offload: the plan says True, False runs"),
+        ({"compile": True}, "compiled blocks: the plan says True, False runs"),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
@@ -67,3 +111,61 @@ def test_each_difference_stops_the_run_with_both_values(built, change, line):
     with pytest.raises(EnvironmentFaultError) as raised:
         check_engagement(accelerator, model, optimizer, changed(chosen, change))
     assert line in str(raised.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"method": Method.LORA},
+        {"method": Method.LORA, "precision": Precision.BF16_MIXED},
+        {"method": Method.QLORA, "precision": Precision.BF16_MIXED},
+        {"precision": Precision.FP16_MIXED},
+        {"precision": Precision.BF16},
+        {"activation_offload": True, "checkpointing": Checkpointing.FULL},
+        {"checkpointing": Checkpointing.EVERY_N, "checkpoint_every_n": 2},
+        {"checkpointing": Checkpointing.ATTENTION},
+        {"checkpointing": Checkpointing.SELECTIVE},
+        {"optimizer": Optimizer.MUON},
+        {"optimizer": Optimizer.ADAMW_8BIT},
+        {"optimizer": Optimizer.LOMO},
+        {"optimizer_in_backward": True},
+    ],
+    ids=lambda engine: "-".join(map(str, engine.values())),
+)
+def test_what_a_plan_switches_on_is_seen_and_stops_a_plan_that_does_not(engine):
+    with session(**engine) as (model, optimizer, accelerator, chosen):
+        assert check_engagement(accelerator, model, optimizer, chosen).precision == chosen.strategy.precision
+        with pytest.raises(EnvironmentFaultError):
+            check_engagement(accelerator, model, optimizer, changed(chosen, PLAIN))
+
+
+PLAIN: dict[str, object] = {
+    "method": Method.FULL,
+    "precision": Precision.FP32,
+    "optimizer": Optimizer.ADAMW,
+    "checkpointing": Checkpointing.NONE,
+    "activation_offload": False,
+    "optimizer_in_backward": False,
+}
+
+
+def test_a_parameter_that_the_optimizer_forgot_is_missed():
+    with session() as (model, optimizer, accelerator, chosen):
+        optimizer.param_groups[0]["params"].pop()
+        with pytest.raises(EnvironmentFaultError, match="parameters that are updated: the plan says 21, 20 runs"):
+            check_engagement(accelerator, model, optimizer, chosen)
+
+
+def test_matrices_among_what_is_not_decayed_are_seen():
+    with session() as (model, optimizer, accelerator, chosen):
+        decayed, others = (group["params"] for group in optimizer.param_groups)
+        others.append(decayed.pop())
+        with pytest.raises(EnvironmentFaultError, match="parameters without weight decay: the plan says 5, 6 runs"):
+            check_engagement(accelerator, model, optimizer, chosen)
+
+
+def test_autocast_of_another_type_than_planned_is_named():
+    with session(precision=Precision.FP16_MIXED) as (model, optimizer, accelerator, chosen):
+        model.shardwise_autocast = torch.bfloat16
+        with pytest.raises(EnvironmentFaultError, match="precision: the plan says fp16-mixed, bf16-mixed runs"):
+            check_engagement(accelerator, model, optimizer, chosen)

@@ -2,18 +2,32 @@
 
 import json
 import re
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState
 from engine_plan_factory import TINY_LLAMA
+from msgspec.structs import replace
+from peft import PeftModel
 from prepare_request_factory import numbered_text
-from rank_factory import rank_plan
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from rank_factory import rank_plan, write_attempt, write_rows
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
-from trainer.runtime.export_run import write_model_folder
+from trainer.runtime.checkpoint import find_checkpoint, import_weights
+from trainer.runtime.export_run import export_run, write_adapter_folder, write_model_folder
+from trainer.runtime.loop import train
+from trainer.runtime.methods import quantised_layers
 from trainer.runtime.model import build_model
+from trainer.runtime.report_writer import ReportWriter, run_paths
+from trainer.runtime.state import RunState
 from trainer.runtime.tokenizer import load_tokenizer, train_tokenizer, write_trained_tokenizer
+from trainer.spec.job import LoraJob, ModelJob
+from trainer.spec.plan import Plan
+from trainer.spec.strategy import Method, Precision
 
 MODEL_TYPES = ("llama", "mistral", "qwen3")
 SAMPLES = [
@@ -100,3 +114,129 @@ def test_an_export_replaces_an_older_one_and_leaves_nothing_beside_it(tokenizer_
     assert loaded.config.use_cache is True and model.config.use_cache is False
     assert not (tmp_path / "out" / "tokenizer.json").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """A folder of weights, as a job may name it."""
+    folder = tmp_path_factory.mktemp("models") / "base"
+    torch.manual_seed(11)
+    config = AutoConfig.for_model(**{**TINY_LLAMA, "max_position_embeddings": 48})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+ADAPTERS = {
+    "lora": LoraJob(rank=4, alpha=8.0),
+    "dora": LoraJob(rank=4, alpha=8.0, dora=True),
+    "rslora": LoraJob(rank=4, alpha=8.0, rslora=True, targets=("q_proj", "layers.1.mlp.up_proj")),
+}
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("data") / "rows")
+
+
+@pytest.fixture
+def no_accelerate_state() -> Iterator[None]:
+    """Accelerate's state is global."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def trained_run(run_dir: Path, plan: Plan) -> RunState:
+    paths, state = run_paths(write_attempt(run_dir, plan), started_at=datetime.now(UTC)), RunState()
+    train(plan, paths, ReportWriter(paths, rank=0), state, lambda: False)
+    return state
+
+
+def adapter_plan(base: Path, cache_dir: Path, lora: LoraJob, method: Method, precision: Precision) -> Plan:
+    plan = rank_plan(
+        cache_dir, method=method, precision=precision, train={"lora": lora}, num_steps=4, micro_batch=8, accumulation=1
+    )
+    job = replace(plan.job, model=ModelJob(name=str(base)))
+    return replace(plan, job=job, model_path=str(base))
+
+
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    for layer in quantised_layers(model):
+        layer.support_avx512bf16_for_cpu = False
+    with torch.no_grad():
+        return model(input_ids=torch.arange(32).reshape(2, 16)).logits
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks for it
+@pytest.mark.usefixtures("no_accelerate_state")
+@pytest.mark.parametrize("method", [Method.LORA, Method.QLORA])
+@pytest.mark.parametrize("kind", list(ADAPTERS))
+def test_peft_loads_the_exported_adapters_and_answers_as_the_model_that_was_trained(
+    kind, method, base, cache_dir, tmp_path
+):
+    plan = adapter_plan(base, cache_dir, ADAPTERS[kind], method, Precision.FP32)
+    state = trained_run(tmp_path / "run", plan)
+    assert state.incidents == [] and state.export == "export"
+    quantised = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype="float32"
+    )
+    settings = {"quantization_config": quantised} if method is Method.QLORA else {}
+    theirs = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **settings)
+    loaded = PeftModel.from_pretrained(theirs, tmp_path / "run" / "export")
+    ours = build_model(plan)
+    ours.eval()
+    assert not torch.allclose(logits(loaded), logits(ours), atol=1e-3), "the run learned"
+    checkpoint = find_checkpoint(tmp_path / "run" / "checkpoints", on_skip=pytest.fail)
+    assert checkpoint is not None
+    import_weights(ours, checkpoint)
+    torch.testing.assert_close(logits(loaded), logits(ours), rtol=0, atol=1e-6)
+
+
+@pytest.mark.usefixtures("no_accelerate_state")
+@pytest.mark.parametrize("method", [Method.LORA, Method.QLORA])
+def test_the_newest_checkpoint_exports_the_adapters_that_the_run_did_without_its_base(
+    method, base, cache_dir, tmp_path, monkeypatch
+):
+    plan = adapter_plan(base, cache_dir, ADAPTERS["dora"], method, Precision.BF16_MIXED)
+    trained_run(tmp_path / "run", plan)
+    gone = replace(plan, model_path=str(tmp_path / "gone"))
+    (tmp_path / "run" / "plan.json").unlink()
+    write_attempt(tmp_path / "run", gone, number=2)
+    checkpoint, incident = export_run(tmp_path / "run", tmp_path / "out")
+    assert checkpoint.name == "step-00000004" and incident is None
+    ours, theirs = (
+        load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "out", tmp_path / "run" / "export")
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(tensor.dtype == torch.float32 and torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    configs = [
+        json.loads((folder / "adapter_config.json").read_text())
+        for folder in (tmp_path / "out", tmp_path / "run" / "export")
+    ]
+    assert configs[0] | {"base_model_name_or_path": None} == configs[1] | {"base_model_name_or_path": None}
+
+
+def test_a_base_from_the_hub_is_recorded_by_its_name_and_revision_and_no_path(tmp_path):
+    cached = "/home/somebody/.cache/models--org--name/snapshots/abc"
+    plan = rank_plan(Path("nowhere"), method=Method.LORA, train={"lora": ADAPTERS["lora"]})
+    job = replace(plan.job, model=ModelJob(name="org/name", revision="abc"))
+    plan = replace(plan, job=job, model_path=cached)
+    weights = {f"model.layers.0.mlp.up_proj.lora_{each}.default.weight": torch.zeros(2, 2) for each in "AB"}
+    assert write_adapter_folder(weights, plan, tmp_path / "out") is None
+    text = (tmp_path / "out" / "adapter_config.json").read_text()
+    config = json.loads(text)
+    assert (config["base_model_name_or_path"], config["revision"]) == ("org/name", "abc")
+    assert "somebody" not in text
+    assert config["target_modules"] == ["up_proj"] and config["inference_mode"] is True
+    assert set(load_file(tmp_path / "out" / "adapter_model.safetensors")) == {
+        f"base_model.model.model.layers.0.mlp.up_proj.lora_{each}.weight" for each in "AB"
+    }
+
+
+def test_adapters_are_exported_with_the_tokenizer_that_was_trained_with(tokenizer_folder, tmp_path):
+    plan = rank_plan(Path("nowhere"), method=Method.LORA, train={"lora": ADAPTERS["lora"]})
+    plan = replace(plan, tokenizer_path=str(tokenizer_folder))
+    weights = {f"model.layers.0.mlp.up_proj.lora_{each}.default.weight": torch.zeros(2, 2) for each in "AB"}
+    assert write_adapter_folder(weights, plan, tmp_path / "out") is None
+    exported, trained_with = AutoTokenizer.from_pretrained(tmp_path / "out"), load_tokenizer(tokenizer_folder)
+    assert exported(SAMPLES)["input_ids"] == trained_with.encode(SAMPLES)

@@ -1,19 +1,48 @@
-"""Groups, classes and unwrapping of the optimizers."""
+"""Every optimizer of the enum: its class, groups, state, decay, and that a state that was saved goes on as it was."""
+
+import copy
+import re
 
 import pytest
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from optimizer_factory import NUM_LARGE, NUM_SMALL, random_gradients, tiny_llama, train_steps
 from torch import nn
 
-from trainer.runtime.optimizers import BETAS, build_optimizer, parameter_groups, set_learning_rate, unwrapped
-from trainer.spec.errors import InputError
+from trainer.runtime.optimizers import (
+    BETAS,
+    build_optimizer,
+    expected_class_name,
+    expected_groups,
+    optimizer_facts,
+    parameter_groups,
+    set_learning_rate,
+    unwrapped,
+)
+from trainer.runtime.optimizers.groups import block_matrices
+from trainer.runtime.optimizers.rules import UPDATE_RULES
 from trainer.spec.strategy import Optimizer
+
+# DeepSpeed's is compiled: tests/distributed steps it.
+STEPPED = [pytest.param(kind, id=kind) for kind in Optimizer if kind is not Optimizer.DEEPSPEED_CPU_ADAM]
+EIGHT_BIT = (Optimizer.ADAMW_8BIT, Optimizer.PAGED_ADAMW_8BIT, Optimizer.LION_8BIT, Optimizer.LAMB_8BIT)
 
 
 def model() -> nn.Module:
     built = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.LayerNorm(4))
     built[0].weight.requires_grad_(False)
     return built
+
+
+def after_steps(kind: Optimizer, *, num_steps: int = 2, lr: float = 1e-3):
+    llama = tiny_llama()
+    built = build_optimizer(kind, llama, lr=lr, weight_decay=0.1)
+    train_steps(llama, built, range(num_steps), lr=lr)
+    return llama, built
+
+
+def test_every_member_has_a_row():
+    assert set(UPDATE_RULES) == set(Optimizer)
 
 
 def test_matrices_decay_and_everything_else_does_not():
@@ -26,27 +55,246 @@ def test_matrices_decay_and_everything_else_does_not():
 @pytest.mark.parametrize(
     ("optimizer", "kind", "settings"),
     [
-        (Optimizer.ADAMW, torch.optim.AdamW, {"foreach": True, "fused": None, "betas": BETAS}),
-        (Optimizer.ADAMW_FUSED, torch.optim.AdamW, {"fused": True, "betas": BETAS}),
-        (Optimizer.SGD, torch.optim.SGD, {"momentum": 0}),
+        (Optimizer.ADAMW, "torch.optim.adamw.AdamW", {"foreach": True, "fused": None, "betas": (0.9, 0.95)}),
+        (Optimizer.ADAMW_FUSED, "torch.optim.adamw.AdamW", {"fused": True, "betas": (0.9, 0.95)}),
+        (Optimizer.SGD, "torch.optim.sgd.SGD", {"momentum": 0}),
+        (Optimizer.ADAMW_8BIT, "bitsandbytes.optim.adamw.AdamW8bit", {"betas": (0.9, 0.95), "eps": 1e-8}),
+        (Optimizer.PAGED_ADAMW, "bitsandbytes.optim.adamw.PagedAdamW32bit", {"betas": (0.9, 0.95)}),
+        (Optimizer.PAGED_ADAMW_8BIT, "bitsandbytes.optim.adamw.PagedAdamW8bit", {"betas": (0.9, 0.95)}),
+        (Optimizer.LION, "lion_pytorch.lion_pytorch.Lion", {"betas": (0.95, 0.98)}),
+        (Optimizer.LION_8BIT, "bitsandbytes.optim.lion.Lion8bit", {"betas": (0.95, 0.98)}),
+        (Optimizer.LAMB_8BIT, "trainer.runtime.optimizers.lamb_8bit.Lamb8bit", {"betas": (0.9, 0.95)}),
+        (
+            Optimizer.ADAFACTOR,
+            "transformers.optimization.Adafactor",
+            {"scale_parameter": True, "relative_step": False, "beta1": None, "clip_threshold": 1.0},
+        ),
+        (Optimizer.MUON, "trainer.runtime.optimizers.muon.MuonAndAdamW", {}),
+        (Optimizer.LOMO, "trainer.runtime.optimizers.lomo.Lomo", {}),
+        (Optimizer.ADALOMO, "trainer.runtime.optimizers.lomo.AdaLomo", {"clip_threshold": 1.0}),
     ],
 )
 def test_each_name_is_its_implementation(optimizer, kind, settings):
     built = build_optimizer(optimizer, model(), lr=0.5, weight_decay=0.1)
-    assert type(built) is kind
+    assert f"{type(built).__module__}.{type(built).__name__}" == kind
     assert {name: built.defaults[name] for name in settings} == settings
-    assert len(built.param_groups) == 2
 
 
-def test_an_optimizer_that_is_not_there_says_when_it_comes():
-    with pytest.raises(InputError, match=r"adamw_8bit comes with shardwise 0\.3; there are adamw, adamw_fused"):
-        build_optimizer(Optimizer.ADAMW_8BIT, model(), lr=1.0, weight_decay=0.0)
+@pytest.mark.parametrize("kind", STEPPED)
+def test_class_and_groups_are_those_that_are_expected(kind):
+    built = build_optimizer(kind, tiny_llama(), lr=0.5, weight_decay=0.1)
+    assert type(built).__name__ == expected_class_name(kind)
+    assert tuple(group["name"] for group in built.param_groups) == expected_groups(kind)
+    assert [group["weight_decay"] for group in built.param_groups] == [0.1] * (len(built.param_groups) - 1) + [0.0]
+    held = [id(parameter) for group in built.param_groups for parameter in group["params"]]
+    assert len(held) == len(set(held)) == NUM_LARGE + NUM_SMALL
 
 
-def test_the_learning_rate_reaches_every_group():
-    built = build_optimizer(Optimizer.ADAMW, model(), lr=0.5, weight_decay=0.1)
-    set_learning_rate(built, 0.25)
-    assert [group["lr"] for group in built.param_groups] == [0.25, 0.25]
+@pytest.mark.parametrize("kind", STEPPED)
+def test_the_learning_rate_reaches_every_group_and_every_update(kind):
+    llama = tiny_llama()
+    before = {name: parameter.detach().clone() for name, parameter in llama.named_parameters()}
+    built = build_optimizer(kind, llama, lr=0.5, weight_decay=0.1)
+    train_steps(llama, built, range(1), lr=0.0)
+    assert [group["lr"] for group in built.param_groups] == [0.0] * len(built.param_groups)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in llama.named_parameters())
+    train_steps(llama, built, range(1, 2), lr=1e-3)
+    moved = {name: not torch.equal(parameter, before[name]) for name, parameter in llama.named_parameters()}
+    assert all(moved.values()), [name for name, has_moved in moved.items() if not has_moved]
+
+
+@pytest.mark.parametrize("kind", STEPPED)
+def test_without_gradients_matrices_shrink_and_norms_stay(kind):
+    llama = tiny_llama()
+    before = {name: parameter.detach().clone() for name, parameter in llama.named_parameters()}
+    built = build_optimizer(kind, llama, lr=0.1, weight_decay=0.5)
+    for parameter in llama.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    built.step()
+    for name, parameter in llama.named_parameters():
+        ratio = parameter.norm() / before[name].norm()
+        assert ratio == 1 if parameter.ndim == 1 else 0.85 < ratio < 1, (name, ratio)
+
+
+@pytest.mark.parametrize("kind", STEPPED)
+def test_a_saved_state_goes_on_as_if_nothing_had_been(kind):
+    llama, built = after_steps(kind)
+    weights, state = copy.deepcopy(llama.state_dict()), copy.deepcopy(built.state_dict())
+    train_steps(llama, built, range(2, 4), lr=1e-3)
+    resumed = tiny_llama()
+    resumed.load_state_dict(weights)
+    again = build_optimizer(kind, resumed, lr=0.5, weight_decay=0.1)
+    again.load_state_dict(state)
+    train_steps(resumed, again, range(2, 4), lr=1e-3)
+    for name, parameter in resumed.named_parameters():
+        assert torch.equal(parameter, llama.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("kind", EIGHT_BIT)
+def test_moments_of_large_tensors_are_8_bit_with_a_scale_for_256_elements(kind):
+    llama, built = after_steps(kind)
+    moments = ("1",) if kind is Optimizer.LION_8BIT else ("1", "2")
+    for parameter in llama.parameters():
+        state, is_large = built.state[parameter], parameter.numel() >= 4096
+        for number in moments:
+            assert state[f"state{number}"].dtype is (torch.uint8 if is_large else torch.float32)
+            assert state[f"state{number}"].shape == parameter.shape
+            assert (f"absmax{number}" in state) == is_large
+            if is_large:
+                assert state[f"absmax{number}"].shape == (-(-parameter.numel() // 256),)
+                assert state[f"state{number}"].unique().numel() > 2, "moments that are all alike hold nothing"
+
+
+def test_state_has_the_types_and_sizes_that_the_facts_say():
+    elements = sum(parameter.numel() for parameter in tiny_llama().parameters())
+    facts = {kind: optimizer_facts(after_steps(kind)[1]) for kind in (*EIGHT_BIT, Optimizer.ADAMW, Optimizer.SGD)}
+    assert facts[Optimizer.ADAMW]["optimizer"] == "AdamW of torch"
+    assert (
+        facts[Optimizer.ADAMW]["optimizer_state"] == "exp_avg: float32 (21 tensors); exp_avg_sq: float32 (21 tensors)"
+    )
+    assert facts[Optimizer.ADAMW]["optimizer_state_bytes"] == f"{8 * elements:,}"
+    assert facts[Optimizer.SGD]["optimizer_state"] == "none"
+    for kind in EIGHT_BIT:
+        assert f"state1: uint8 ({NUM_LARGE} tensors), float32 ({NUM_SMALL} tensors)" in facts[kind]["optimizer_state"]
+        held = int(facts[kind]["optimizer_state_bytes"].replace(",", ""))
+        assert held < 0.35 * 8 * elements, "beside the moments of small tensors, which are fp32"
+        assert "paged" not in facts[kind]["optimizer_state"], "nothing is paged on a CPU"
+
+
+def test_adafactor_and_adalomo_keep_a_row_and_a_column():
+    for kind in (Optimizer.ADAFACTOR, Optimizer.ADALOMO):
+        llama, built = after_steps(kind)
+        for parameter in llama.parameters():
+            state = built.state[parameter]
+            if parameter.ndim == 1:
+                assert state["exp_avg_sq"].shape == parameter.shape
+            else:
+                assert state["exp_avg_sq_row"].shape == parameter.shape[:1]
+                assert state["exp_avg_sq_col"].shape == parameter.shape[1:]
+            assert "exp_avg" not in state
+            assert all(value.dtype is torch.float32 for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def test_adafactors_factors_are_fp32_under_16_bit_weights():
+    llama = tiny_llama().to(torch.bfloat16)
+    built = build_optimizer(Optimizer.ADAFACTOR, llama, lr=1e-2, weight_decay=0.1)
+    train_steps(llama, built, range(2), lr=1e-2)
+    factors = [state["exp_avg_sq_row"] for state in built.state.values() if "exp_avg_sq_row" in state]
+    assert {factor.dtype for factor in factors} == {torch.float32}
+
+
+def test_lion_keeps_one_moment_and_moves_every_element_by_the_rate():
+    llama = tiny_llama()
+    before = llama.model.layers[0].mlp.up_proj.weight.detach().clone()
+    built = build_optimizer(Optimizer.LION, llama, lr=1e-3, weight_decay=0.0)
+    train_steps(llama, built, range(1), lr=1e-3)
+    assert {key for state in built.state.values() for key in state} == {"exp_avg"}
+    steps = (llama.model.layers[0].mlp.up_proj.weight - before).abs()
+    assert torch.allclose(steps, torch.full_like(steps, 1e-3), atol=1e-7)
+
+
+def test_lions_two_implementations_are_one_update():
+    models = tiny_llama(), tiny_llama()
+    for llama, kind in zip(models, (Optimizer.LION, Optimizer.LION_8BIT), strict=True):
+        built = build_optimizer(kind, llama, lr=1e-3, weight_decay=0.1)
+        random_gradients(llama, step=0)
+        built.step()
+    for ours, theirs in zip(*(llama.parameters() for llama in models), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-7)
+
+
+def test_matrices_of_blocks_are_neither_tables_nor_heads_nor_frozen():
+    llama = tiny_llama()
+    names = {id(parameter): name for name, parameter in llama.named_parameters()}
+    assert {names[id(parameter)].split(".")[-2] for parameter in block_matrices(llama)} == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+    }  # fmt: skip
+    tied = tiny_llama(tie_word_embeddings=True)
+    assert len(block_matrices(tied)) == len(block_matrices(llama)) == 14
+    llama.model.layers[0].requires_grad_(False)
+    assert len(block_matrices(llama)) == 7
+
+
+def test_muon_updates_the_matrices_of_blocks_and_adamw_everything_else():
+    llama, built = after_steps(Optimizer.MUON)
+    matrices = {id(parameter) for parameter in block_matrices(llama)}
+    for parameter in llama.parameters():
+        state = built.state[parameter]
+        is_matrix = id(parameter) in matrices
+        assert set(state) == ({"momentum_buffer"} if is_matrix else {"step", "exp_avg", "exp_avg_sq"})
+    assert {id(parameter) for parameter in built.param_groups[0]["params"]} == matrices
+
+
+def test_muons_update_is_orthogonal_and_of_adamws_size():
+    llama = tiny_llama()
+    weight = llama.model.layers[0].mlp.up_proj.weight  # 128 x 64
+    before = weight.detach().clone()
+    built = build_optimizer(Optimizer.MUON, llama, lr=1e-2, weight_decay=0.0)
+    random_gradients(llama, step=0)
+    built.step()
+    update = (weight.detach() - before) / 1e-2
+    values = torch.linalg.svdvals(update) / (0.2 * 128**0.5)
+    assert values.min() > 0.4 and values.max() < 1.4, "five Newton-Schulz steps leave 0.5 to 1.3"
+    assert 0.15 < update.square().mean().sqrt() < 0.25, "AdamW's updates have a root mean square of 0.2 to 0.4"
+
+
+def test_muons_rules_are_torchs_own():
+    llama, alone = tiny_llama(), tiny_llama()
+    built = build_optimizer(Optimizer.MUON, llama, lr=1e-3, weight_decay=0.1)
+    others = [p for p in alone.parameters() if id(p) not in {id(q) for q in block_matrices(alone)}]
+    adamw = torch.optim.AdamW(parameter_groups(nn.ParameterList(others), weight_decay=0.1), lr=1e-3, betas=BETAS)
+    muon = torch.optim.Muon(block_matrices(alone), lr=1e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for step in range(3):
+        for each in (llama, alone):
+            random_gradients(each, step=step)
+        for optimizer in (built, adamw, muon):
+            optimizer.step()
+    for name, parameter in alone.named_parameters():
+        assert torch.equal(parameter, llama.get_parameter(name)), name
+
+
+def test_lamb_scales_every_update_to_the_norm_of_its_tensor():
+    llama = tiny_llama()
+    before = [parameter.detach().clone() for parameter in llama.parameters()]
+    built = build_optimizer(Optimizer.LAMB_8BIT, llama, lr=0.01, weight_decay=0.1)
+    train_steps(llama, built, range(1), lr=0.01)
+    for old, new in zip(before, llama.parameters(), strict=True):
+        assert float((new.detach() - old).norm() / old.norm()) == pytest.approx(0.01, rel=1e-4)
+
+
+def test_lambs_update_on_small_tensors_is_the_papers():
+    weight = nn.Parameter(torch.linspace(-1, 2, 24).reshape(4, 6))
+    expected = weight.detach().clone().double()
+    built = build_optimizer(Optimizer.LAMB_8BIT, nn.ParameterList([weight]), lr=0.02, weight_decay=0.1)
+    mean, square = torch.zeros_like(expected), torch.zeros_like(expected)
+    for step in range(1, 5):
+        weight.grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        gradient = weight.grad.double()
+        built.step()
+        mean = BETAS[0] * mean + (1 - BETAS[0]) * gradient
+        square = BETAS[1] * square + (1 - BETAS[1]) * gradient**2
+        update = mean / (1 - BETAS[0] ** step) / ((square / (1 - BETAS[1] ** step)).sqrt() + 1e-8) + 0.1 * expected
+        expected -= 0.02 * expected.norm() / update.norm() * update
+    assert torch.allclose(weight.double(), expected, atol=1e-5)
+
+
+def test_w12_bitsandbytes_lamb_makes_adams_update():
+    from bitsandbytes.optim import LAMB8bit
+
+    updates = []
+    for scale in (1.0, 100.0):
+        weight = nn.Parameter(scale * torch.ones(64, 64))
+        weight.grad = torch.ones(64, 64)
+        LAMB8bit([weight], lr=1e-2).step()
+        updates.append(scale - float(weight.detach().mean()))
+    assert updates[1] == pytest.approx(updates[0], rel=1e-2), "LAMB's would be a hundred times larger"
+
+
+def test_paged_state_is_ordinary_memory_on_a_cpu_and_says_so():
+    for kind in (Optimizer.PAGED_ADAMW, Optimizer.PAGED_ADAMW_8BIT):
+        _, built = after_steps(kind)  # bitsandbytes' warning would be an error here
+        assert built.is_paged
+        assert not re.search("paged", optimizer_facts(built)["optimizer_state"])
 
 
 def test_wrappers_are_looked_through():
@@ -54,7 +302,16 @@ def test_wrappers_are_looked_through():
         def __init__(self, inner):
             self.optimizer = inner
 
-    built = build_optimizer(Optimizer.SGD, model(), lr=0.5, weight_decay=0.1)
-    assert unwrapped(built) is built
-    assert unwrapped(ZeroOptimizer(ZeroOptimizer(built))) is built
+    for kind in UPDATE_RULES.keys() - {Optimizer.DEEPSPEED_CPU_ADAM}:
+        built = build_optimizer(kind, model(), lr=0.5, weight_decay=0.1)
+        assert unwrapped(built) is built
+        assert unwrapped(ZeroOptimizer(ZeroOptimizer(built))) is built
     assert issubclass(AcceleratedOptimizer, torch.optim.Optimizer), "why the class alone does not tell"
+
+
+def test_the_learning_rate_is_set_through_wrappers():
+    class Wrapper:
+        param_groups = [{"lr": 1.0}]
+
+    set_learning_rate(Wrapper, 0.25)
+    assert Wrapper.param_groups == [{"lr": 0.25}]

@@ -89,7 +89,11 @@ def test_the_profile_counts_what_is_in_the_cache(request_of, text):
     assert sum(profile.lengths.counts) == profile.lengths.counts[-1] == len(train)
     assert 0.05 < profile.num_eval_tokens / profile.num_tokens < 0.2
     assert profile.vocab_size == 300
-    assert profile.eval_unigram_entropy_nats == pytest.approx(entropy_of([row[1:] for row in held_out]))
+    assert profile.eval_unigram_entropy_nats == pytest.approx(entropy_of(targets_of(splits(profile)[1])))
+
+
+def targets_of(split):
+    return [np.delete(split.row(n), [0, *split.document_starts(n)]).tolist() for n in range(len(split))]
 
 
 def entropy_of(rows):
@@ -106,6 +110,43 @@ def test_rows_are_the_text_with_an_end_after_each_document(request_of, tmp_path)
     assert whole.startswith(joined)
     assert profile.dropped_tokens < 16
     assert joined.count("<|endoftext|>") >= 2
+
+
+def documents_of(profile):
+    """The documents in the rows of each side, those that a row cut apart joined again."""
+    for split in splits(profile):
+        parts, is_open = [], False
+        for number in range(len(split)):
+            for place, part in enumerate(np.split(split.row(number), split.document_starts(number))):
+                if place == 0 and is_open:
+                    parts[-1] += part.tolist()
+                else:
+                    parts.append(part.tolist())
+            is_open = split.row(number)[-1] != EOS_ID  # what ends with the end is whole
+        yield parts
+
+
+EOS_ID = 0  # of the tokenizers that are made
+
+
+def test_packed_rows_know_where_the_documents_of_the_text_start(request_of, tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", *({"text": f"row {number} " * (number % 9 + 1)} for number in range(200)))
+    profile, _, _, _ = prepared(request_of(path, eval_share=0.2))
+    text_of = decoder(profile)
+    expected = {f"row {number} " * (number % 9 + 1) + "<|endoftext|>" for number in range(200)}
+    train, held_out = ([text_of(part) for part in parts] for parts in documents_of(profile))
+    assert len(train) > 100 and len(held_out) > 10
+    assert set(train[:-1]) | set(held_out[:-1]) <= expected
+    assert not set(train[:-1]) & set(held_out[:-1])
+
+
+def test_each_list_of_tokens_is_a_document(request_of, tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", *({"tokens": [number + 1] * 6} for number in range(20)))
+    profile, train, _, _ = prepared(request_of(path, packing=True))
+    split, _ = splits(profile)
+    assert train[0] == [1] * 6 + [2] * 6 + [3] * 4
+    assert [split.document_starts(number).tolist() for number in range(3)] == [[6, 12], [2, 8, 14], [4, 10]]
+    assert split.num_targets(0) == 16 - 3
 
 
 def test_both_sides_together_are_the_whole_text(request_of, text):
@@ -126,7 +167,7 @@ def test_preparing_again_gives_the_same_bytes(request_of, text, tmp_path):
     again = listed_request(text, cache_root=tmp_path / "other", eval_share=0.05)
     second = prepare(again, lambda line: None)
     assert first.fingerprint == second.fingerprint
-    for name in ("tokens.bin", "train_rows.npy", "eval_rows.npy", "tokenizer/tokenizer.json"):
+    for name in ("tokens.bin", "starts.bin", "train_rows.npy", "eval_rows.npy", "tokenizer/tokenizer.json"):
         contents = [(folder_of(profile) / name).read_bytes() for profile in (first, second)]
         assert contents[0] == contents[1], name
 

@@ -1,6 +1,7 @@
 """Rows out of a stream of ids: what is packed, cut, dropped and repeated, token by token."""
 
 import io
+from itertools import groupby
 
 import numpy as np
 import pytest
@@ -14,9 +15,17 @@ EOS = 0
 
 def write(units, *, seq_len=4, is_packed=True, eos_id=EOS, prefix=()):
     """(train rows, held-out rows, Rows) of units (ids, opens_document, is_held_out, weight)."""
-    stream = io.BytesIO()
+    train, held_out, rows, _ = write_with_starts(
+        units, seq_len=seq_len, is_packed=is_packed, eos_id=eos_id, prefix=prefix
+    )
+    return train, held_out, rows
+
+
+def write_with_starts(units, *, seq_len=4, is_packed=True, eos_id=EOS, prefix=()):
+    """The same, and the starts of documents in each row of training: the row itself cut at them."""
+    stream, starts_stream = io.BytesIO(), io.BytesIO()
     shape = RowShape(seq_len=seq_len, is_packed=is_packed, eos_id=eos_id, document_prefix=prefix)
-    writer = RowWriter(stream, np.dtype("<u2"), shape)
+    writer = RowWriter(stream, np.dtype("<u2"), shape, starts=starts_stream)
     for ids, opens_document, is_held_out, weight in units:
         writer.add(ids, opens_document=opens_document, is_held_out=is_held_out, weight=weight)
     rows = writer.finish()
@@ -25,7 +34,18 @@ def write(units, *, seq_len=4, is_packed=True, eos_id=EOS, prefix=()):
     train, held_out = (
         [tokens[start : start + length].tolist() for start, length in table] for table in (rows.train, rows.held_out)
     )
-    return train, held_out, rows
+    starts = np.frombuffer(starts_stream.getvalue(), "<i8")
+    assert len(starts) == rows.num_starts
+    assert (np.diff(starts) > 0).all()
+    cut = [
+        [part.tolist() for part in np.split(tokens[start : start + length], inside(starts, start, length))]
+        for start, length in rows.train
+    ]
+    return train, held_out, rows, cut
+
+
+def inside(starts, start, length):
+    return starts[(starts > start) & (starts < start + length)] - start
 
 
 def documents(*contents, is_held_out=False, weight=1.0):
@@ -124,7 +144,55 @@ def test_sources_of_different_weight_never_share_a_row():
     assert train == [[1, 1, EOS], [1, 1, EOS], [2, 2, EOS], [2, 2, EOS]]
 
 
+def test_the_starts_of_documents_are_kept_over_rows_and_stretches():
+    units = [([1, 2], True, False, 1.0), ([3, 4, 5], False, False, 1.0), *documents([6], [7, 8, 9, 1], [2])]
+    _, _, rows, cut = write_with_starts(units)
+    assert cut == [[[1, 2, 3, 4]], [[5, EOS], [6, EOS]], [[7, 8, 9, 1]]]
+    assert rows.num_dropped_tokens == 3  # the end of the last but one, and the last with its own
+    assert rows.num_starts == 3
+
+
+def test_a_prefix_belongs_to_the_document_that_it_opens():
+    assert write_with_starts(documents([1], [2]), seq_len=6, prefix=(9,))[3] == [[[9, 1, EOS], [9, 2, EOS]]]
+
+
+def test_documents_of_two_weights_keep_their_own_starts():
+    units = [*documents([1]), *documents([2], weight=2.0), *documents([3]), *documents([4], weight=2.0)]
+    assert write_with_starts(units)[3] == [[[1, EOS], [3, EOS]], *[[[2, EOS], [4, EOS]]] * 2]
+
+
+def test_tokens_without_an_end_are_documents_all_the_same_and_empty_ones_are_none():
+    assert write_with_starts(documents([1, 2], [], [3], [4]), eos_id=None)[3] == [[[1, 2], [3], [4]]]
+
+
+def test_without_packing_no_start_is_written():
+    assert write_with_starts(documents([1], [2, 3]), is_packed=False)[2].num_starts == 0
+
+
+def test_a_packed_row_in_which_every_document_is_one_token_is_dropped():
+    _, _, rows, cut = write_with_starts(
+        documents([1, 2, 3], [4], [5], [6], [7], [8], [9, 1, 2], [3]), seq_len=4, eos_id=None
+    )
+    assert cut == [[[1, 2, 3], [4]], [[9, 1, 2], [3]]]
+    assert rows.num_dropped_tokens == 4
+
+
 @given(contents=st.lists(st.lists(st.integers(1, 9), max_size=12), max_size=20), seq_len=st.integers(2, 9))
+def test_documents_cut_at_rows_are_the_documents(contents, seq_len):
+    """What the starts and the rows cut apart is every document with its end, but for what is dropped."""
+    _, _, rows, cut = write_with_starts(documents(*contents), seq_len=seq_len)
+    stream = [(number, token) for number, content in enumerate(contents) for token in [*content, EOS]]
+    expected = []
+    for first in range(0, len(stream) - len(stream) % seq_len, seq_len):
+        row = stream[first : first + seq_len]
+        parts = [[token for _, token in part] for _, part in groupby(row, key=lambda item: item[0])]
+        if len(parts) < seq_len:
+            expected.append(parts)
+    assert cut == expected
+    assert rows.num_dropped_tokens == len(stream) - seq_len * len(expected)
+
+
+@given(contents=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=12), max_size=20), seq_len=st.integers(3, 9))
 def test_packing_loses_nothing_but_the_counted_remainder(contents, seq_len):
     train, _, rows = write(documents(*contents), seq_len=seq_len)
     stream = [token for content in contents for token in [*content, EOS]]

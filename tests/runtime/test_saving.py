@@ -21,8 +21,10 @@ from trainer.runtime.session import Session, build_session
 from trainer.runtime.state import RunState
 from trainer.runtime.tokenizer import train_tokenizer, write_trained_tokenizer
 from trainer.spec import codec
+from trainer.spec.job import GaloreJob
 from trainer.spec.plan import Plan
-from trainer.spec.report import Evaluation
+from trainer.spec.report import Ending, Evaluation
+from trainer.spec.strategy import Method, Optimizer
 
 NOBODY = 65534
 
@@ -150,6 +152,36 @@ def test_a_run_that_diverges_does_not_train_on(cache_dir, run_dir):
     assert state.step == 4
     for evaluation in state.evaluations:
         codec.decode(codec.encode(evaluation), Evaluation, origin="a report that must be readable")
+
+
+SAVED = (Optimizer.ADAMW, Optimizer.SGD)
+NOT_SAVED: dict[str, dict[str, object]] = {
+    **{
+        each: {"optimizer": each}
+        for each in (
+            Optimizer.PAGED_ADAMW, Optimizer.LION, Optimizer.LION_8BIT, Optimizer.ADAFACTOR, Optimizer.MUON,
+            Optimizer.LOMO,
+        )
+    },
+    "galore": {"method": Method.GALORE, "train": {"galore": GaloreJob(rank=8)}},
+    "galore by layer": {"method": Method.GALORE, "train": {"galore": GaloreJob(rank=8, layerwise=True)}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [{"optimizer": each} for each in SAVED] + list(NOT_SAVED.values()), ids=str)
+def test_a_run_whose_optimizer_has_no_place_in_a_checkpoint_yet_says_so_once_and_ends_well(
+    settings, cache_dir, run_dir
+):
+    plan = rank_plan(cache_dir, num_steps=2, checkpoint_every_steps=1, micro_batch=8, accumulation=1, **settings)
+    paths, state = run_paths(write_attempt(run_dir, plan), started_at=datetime.now(UTC)), RunState()
+    assert train(plan, paths, ReportWriter(paths, rank=0), state, lambda: False) is Ending.FINISHED
+    if settings in NOT_SAVED.values():
+        (incident,) = state.incidents
+        assert incident.startswith("no checkpoint: checkpoints of ") and " come with shardwise 0.5" in incident
+        assert state.checkpoint is None and not (run_dir / "checkpoints").exists()
+    else:
+        assert state.incidents == [] and state.checkpoint == "checkpoints/step-00000002"
+    assert state.export == "export"
 
 
 def test_an_exported_tokenizer_with_other_ids_is_an_incident_of_the_run(start, tmp_path):

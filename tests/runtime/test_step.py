@@ -15,9 +15,8 @@ from trainer.runtime.model import build_model
 from trainer.runtime.optimizers import build_optimizer
 from trainer.runtime.step import Clock, StepResult, run_step, seed_dropout
 from trainer.spec.errors import InputError
-from trainer.spec.hardware import DeviceKind
 from trainer.spec.plan import Plan
-from trainer.spec.strategy import Precision, Sharding
+from trainer.spec.strategy import Sharding
 
 
 @pytest.fixture(scope="module")
@@ -170,8 +169,6 @@ def test_a_clock_adds_up_by_phase():
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        ({"precision": Precision.FP8}, "fp8 comes with shardwise 0.3"),
-        ({"precision": Precision.FP16_MIXED}, "fp16-mixed does nothing on a CPU"),
         ({"sharding": Sharding.HSDP}, "hsdp comes with shardwise 0.6"),
         ({"num_ranks": 2}, "none drives one device, the plan has 2 ranks"),
     ],
@@ -179,9 +176,3 @@ def test_a_clock_adds_up_by_phase():
 def test_what_would_silently_be_something_else_is_refused(cache_dir, plan, words):
     with pytest.raises(InputError, match=words):
         build_accelerator(rank_plan(cache_dir, **plan), ds_config=None)
-
-
-def test_sixteen_bit_mixed_precision_stays_possible_on_gpus():
-    from trainer.runtime.precision import check_precision
-
-    check_precision(Precision.FP16_MIXED, DeviceKind.CUDA)

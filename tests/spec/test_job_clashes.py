@@ -158,6 +158,15 @@ CASES = [
         job(pin={"optimizer": "lomo", "micro_batch": 16, "sharding": "none"}),
         "pin.optimizer: lomo leaves no gradients to add up",
     ),
+    (job(pin={"checkpointing_n": 4}), "pin.checkpointing_n: 4 needs pin.checkpointing: every_n"),
+    (
+        job(pin={"checkpointing": "full", "checkpointing_n": 2}),
+        "pin.checkpointing_n: 2 needs pin.checkpointing: every_n",
+    ),
+    (
+        job(pin={"checkpointing": "selective", "activation_offload": True}),
+        "pin.activation_offload and pin.checkpointing: selective exclude each other",
+    ),
     (
         job(pin={"sharding": "none"}, slurm={"nodes": 2}),
         "pin.sharding: none runs on one device, but slurm.nodes is 2; write pin.sharding: ddp",

@@ -14,7 +14,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "pin.offload": {"limits": {"nvme": {"path": "/nvme"}}},
     "model.trust_remote_code": {"model": {"name": "some text"}},
 }
-ANY_VALUE = {"train.neftune_alpha": 5, "eval.early_stop": 3}
+ANY_VALUE = {"eval.early_stop": 3}
 
 
 def job_with(path: str, value: Any) -> dict[str, Any]:
@@ -46,15 +46,15 @@ def test_the_line_names_the_value():
 
 
 def test_true_is_written_as_in_the_file():
-    job = read_job(job_with("pin.compile", True), origin="job.yaml")
-    assert later_problems(job) == ("pin.compile: true comes with shardwise 0.3",)
+    job = read_job(job_with("checkpoint.async", True), origin="job.yaml")
+    assert later_problems(job) == ("checkpoint.async: true comes with shardwise 0.5",)
 
 
 def test_all_of_them_are_shown_at_once():
-    tree = job_with("train.method", "lora")
+    tree = job_with("pin.sharding", "hsdp")
     tree["log"] = {"wandb": "online"}
     assert [line.split(":")[0] for line in later_problems(read_job(tree, origin="job"))] == [
-        "train.method",
+        "pin.sharding",
         "log.wandb",
     ]
 
@@ -64,15 +64,26 @@ def test_all_of_them_are_shown_at_once():
     [
         ("train.method", "auto"),
         ("train.method", "full"),
+        ("train.method", "galore"),
+        ("train.method", "lora"),
+        ("train.method", "qlora"),
+        ("train.neftune_alpha", 5),
         ("data.format", "text"),
         ("data.bad_rows", "skip"),
         ("pin.sharding", "fsdp_grad_op"),
         ("pin.optimizer", "deepspeed_cpu_adam"),
+        ("pin.optimizer", "adamw_8bit"),
         ("pin.offload", "optimizer"),
+        ("pin.offload", "nvme_all"),
+        ("pin.precision", "fp8"),
+        ("pin.checkpointing", "selective"),
+        ("pin.activation_offload", True),
         ("pin.compile", False),
+        ("pin.compile", True),
         ("checkpoint.async", False),
         ("log.wandb", "off"),
         ("pin.loss", "chunked"),
+        ("pin.loss", "fused_linear"),
     ],
 )
 def test_what_is_served_is_no_problem(path, value):

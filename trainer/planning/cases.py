@@ -19,7 +19,7 @@ from trainer.planning.catalogue import CATALOGUE, EXACT_OPTIMIZERS, EXACT_PRECIS
 from trainer.planning.device import Device, device_of
 from trainer.planning.gpu_specs import find_gpu_spec, hardware_from_spec
 from trainer.planning.memory import estimate_memory
-from trainer.planning.setting import RecipeChoices, Setting
+from trainer.planning.setting import RecipeChoices, Setting, fp8_recipe_of
 from trainer.planning.settings_choices import chunk_tokens
 from trainer.planning.speed import estimate_speed
 from trainer.spec.errors import InputError
@@ -175,6 +175,7 @@ def _setting_of(fields: CaseInput, shape: ModelShape, device: Device) -> Setting
         compile=train.compile,
         activation_offload=train.activation_offload,
         optimizer_in_backward=train.optimizer_in_backward,
+        fp8_recipe=fp8_recipe_of(train.precision, train.fp8_recipe),
         lora=train.lora,
         galore=train.galore,
         quant=train.quant or Quant.NF4_DQ,

@@ -23,6 +23,7 @@ ENGINE_CONFIGS: dict[tuple[Sharding, Offload], str] = {
     (Sharding.ZERO3, Offload.OPTIMIZER): "ds_configs/zero3_offload_optimizer.json",
     (Sharding.ZERO3, Offload.OPTIMIZER_PARAMS): "ds_configs/zero3_offload_all.json",
     (Sharding.FSDP, Offload.OPTIMIZER_PARAMS): "fsdp_configs/full_shard_cpu_offload.yaml",
+    (Sharding.ZERO3, Offload.NVME_OPTIMIZER): "ds_configs/zero3_nvme_optimizer.json",
     (Sharding.ZERO3, Offload.NVME_ALL): "ds_configs/zero3_nvme.json",
 }
 

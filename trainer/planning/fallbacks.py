@@ -12,8 +12,10 @@ from msgspec.structs import replace
 
 from trainer.planning.budget import excess
 from trainer.planning.candidates import candidate_of, setting_of, with_micro_batch
+from trainer.planning.learning_rates import shares_rate
+from trainer.planning.rules import obstacle_to
 from trainer.planning.setting import Setting
-from trainer.planning.settings_choices import MIN_CHUNK_TOKENS, smallest_buckets
+from trainer.planning.settings_choices import MIN_CHUNK_TOKENS, smallest_buckets, updates_in_backward
 from trainer.planning.settings_search import least_need
 from trainer.planning.situation import Situation
 from trainer.spec.plan import Candidate
@@ -41,7 +43,8 @@ def fallbacks(situation: Situation, candidates: Sequence[Candidate]) -> tuple[Ca
 
 
 def _keeps_the_update(other: Candidate, chosen: Candidate) -> bool:
-    return other.strategy.is_exact or not chosen.strategy.is_exact
+    has_same_rate = shares_rate(other.strategy.optimizer, chosen.strategy.optimizer)
+    return has_same_rate and (other.strategy.is_exact or not chosen.strategy.is_exact)
 
 
 def _layout(candidate: Candidate) -> tuple[Sharding, Offload]:
@@ -50,6 +53,8 @@ def _layout(candidate: Candidate) -> tuple[Sharding, Offload]:
 
 def _next_lower(situation: Situation, setting: Setting, last: Candidate) -> tuple[Setting, Candidate] | None:
     for smaller in _smaller_settings(situation, setting):
+        if obstacle_to(situation, smaller) is not None:
+            continue
         candidate = candidate_of(situation, smaller)
         # Half a micro batch also answers activations that were predicted too low: any gain will do.
         if _is_lower(candidate, last, gain=0 if smaller.micro_batch < setting.micro_batch else MIN_GAIN):
@@ -67,7 +72,8 @@ def _is_lower(candidate: Candidate, last: Candidate, *, gain: float = MIN_GAIN) 
 def _smaller_settings(situation: Situation, setting: Setting) -> Iterator[Setting]:
     """One step down on each axis that a pin leaves free, the cheapest first."""
     pin = situation.job.pin
-    micro_batch = setting.micro_batch if pin.micro_batch is None else 1
+    is_one = pin.micro_batch is not None or updates_in_backward(situation, setting.strategy)
+    micro_batch = 1 if is_one else setting.micro_batch
     while micro_batch > 1:  # the first halves may need more: gradients that add up take room of their own
         micro_batch //= 2
         yield with_micro_batch(situation, setting, micro_batch)

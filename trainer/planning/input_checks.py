@@ -7,17 +7,21 @@ pins that this machine or this version cannot serve.
 from collections.abc import Sequence
 
 from trainer.planning.catalogue import CATALOGUE
+from trainer.planning.combination import first_broken
+from trainer.planning.incompatible_rows import LAYOUTS
+from trainer.planning.incompatible_settings import SETTINGS
 from trainer.planning.not_yet import version_that_trains
-from trainer.planning.rules import Refusal, refuse
+from trainer.planning.rules import Refusal, pinned_combination, refuse
 from trainer.planning.settings_choices import attention_words, obstacle_to_flash
 from trainer.planning.situation import Situation
 from trainer.spec.data_profile import DataProfile
 from trainer.spec.errors import InputError, InputProblemsError
 from trainer.spec.job import Job
 from trainer.spec.model_shape import ModelShape
-from trainer.spec.strategy import Attention, Precision
+from trainer.spec.strategy import Attention, Offload, Optimizer, Precision, Strategy
 
 _ROW_AXES = ("sharding", "offload", "optimizer", "precision")
+_OF_SETTINGS = frozenset(rule.name for rule in SETTINGS)
 _SETTING_AXES = ("checkpointing", "loss", "compile", "activation_offload", "optimizer_in_backward")
 
 
@@ -35,19 +39,31 @@ def check_pins(situation: Situation) -> None:
     problems = [*_setting_problems(situation), *_micro_batch_problems(situation)]
     if problems:
         raise InputProblemsError(problems)
-    pins = {axis: member for axis in _ROW_AXES if (member := getattr(situation.job.pin, axis)) is not None}
-    if not pins:
-        return
+    pins = _pins(situation, _ROW_AXES)
     words = ", ".join(f"pin.{axis}: {member}" for axis, member in pins.items())
     rows = [row for row in CATALOGUE if all(getattr(row, axis) == member for axis, member in pins.items())]
     if not rows:
-        raise InputError(f"{words}: there is no such strategy; {_what_there_is(pins)}")
+        raise InputError(f"{words}: there is no such strategy; {_what_there_is(pins)}{_why_there_is_none(situation)}")
     ignores = situation.ignores_version
     refusals = [refusal for row in rows if (refusal := refuse(situation, row, ignoring_version=ignores))]
-    if len(refusals) == len(rows):
+    settings = {axis: _written(member) for axis, member in _pins(situation, _SETTING_AXES).items()}
+    if len(refusals) == len(rows) and (pins or settings):
         refusal = most_telling(refusals)
         instead = f"; use {refusal.instead}" if refusal.instead else ""
+        if refusal.rule in _OF_SETTINGS:
+            words = ", ".join(f"pin.{axis}: {member}" for axis, member in (pins | settings).items())
+        if not words:
+            return  # nothing that was pinned is in the way
         raise InputError(f"{words} cannot be taken: {refusal.reason}{instead}")
+
+
+def _pins(situation: Situation, axes: Sequence[str]) -> dict[str, object]:
+    return {axis: member for axis in axes if (member := getattr(situation.job.pin, axis)) is not None}
+
+
+def _written(member: object) -> object:
+    """As the job file spells it."""
+    return str(member).lower() if isinstance(member, bool) else member
 
 
 def most_telling(refusals: Sequence[Refusal]) -> Refusal:
@@ -102,6 +118,25 @@ def _micro_batch_problems(situation: Situation) -> list[str]:
         f"pin.micro_batch is {pinned}; a step has {sequences} sequences (train.tokens_per_step / train.seq_len) for "
         f"{situation.num_ranks} ranks: {situation.sequences_per_rank} or less"
     ]
+
+
+def _why_there_is_none(situation: Situation) -> str:
+    """The rule that keeps what is pinned out of the catalogue; nothing where more than one pin is open."""
+    pin = situation.job.pin
+    if pin.sharding is None:
+        return ""
+    is_adam = pin.optimizer is None and pin.offload not in (None, Offload.NONE) and pin.sharding.uses_deepspeed
+    strategy = Strategy(
+        name="",
+        sharding=pin.sharding,
+        offload=pin.offload or Offload.NONE,
+        optimizer=pin.optimizer or (Optimizer.DEEPSPEED_CPU_ADAM if is_adam else Optimizer.ADAMW_FUSED),
+        precision=pin.precision or Precision.BF16_MIXED,
+        is_exact=False,
+    )
+    combination = pinned_combination(situation, strategy)
+    broken = first_broken(LAYOUTS, combination)
+    return "" if broken is None else f": {broken.reason_of(combination)}; use {broken.instead_of(combination)}"
 
 
 def _what_there_is(pins: dict[str, object]) -> str:

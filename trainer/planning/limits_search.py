@@ -20,7 +20,7 @@ from trainer.planning.candidates import candidate_of, predicted_memory, predicte
 from trainer.planning.catalogue import CATALOGUE
 from trainer.planning.choice import OFFLOAD_HANDICAP, one_a_layout, survey
 from trainer.planning.not_yet import version_needed
-from trainer.planning.rules import broken_rule
+from trainer.planning.rules import broken_rule, obstacle_to
 from trainer.planning.setting import Setting
 from trainer.planning.settings_choices import (
     activation_offloads,
@@ -203,7 +203,7 @@ def _bisect(fits: Callable[[int], bool], low: int, high: int, unit: int) -> int:
 
 
 def _fits(situation: Situation, setting: Setting) -> bool:
-    return excess(situation, candidate_of(situation, setting)) is None
+    return obstacle_to(situation, setting) is None and excess(situation, candidate_of(situation, setting)) is None
 
 
 def _largest_model(situation: Situation, presets: Mapping[str, ModelShape]) -> Rung | None:

@@ -1,13 +1,13 @@
 """The table of methods: what full, galore, lora and qlora would each need and take, whether they may run or not.
 
-A method that this version does not train yet is predicted all the same, so that a person sees what waiting buys.
+What this version does not train yet is predicted all the same, so that a person sees what waiting buys.
 """
 
 from collections.abc import Mapping
 
 from trainer.planning.budget import excess
 from trainer.planning.choice import Ranking
-from trainer.planning.not_yet import version_that_trains
+from trainer.planning.not_yet import version_needed
 from trainer.planning.run_totals import run_totals
 from trainer.planning.situation import Situation
 from trainer.spec.plan import Candidate, MethodRow
@@ -22,8 +22,6 @@ def method_rows(
 
 
 def _method_row(situation: Situation, ranking: Ranking, *, is_taken: bool) -> MethodRow:
-    version = version_that_trains("method", situation.method)
-    later = "" if version is None else f"; from shardwise {version} on"
     best = ranking.candidates[0] if ranking.candidates else _nearest(ranking)
     if best is None:
         return MethodRow(
@@ -32,8 +30,10 @@ def _method_row(situation: Situation, ranking: Ranking, *, is_taken: bool) -> Me
             hours=None,
             gpu_hours=None,
             cost=None,
-            verdict=f"no strategy of this machine can take it{later}",
+            verdict="no strategy of this machine can take it",
         )
+    version = version_needed(best)
+    later = "" if version is None else f"; from shardwise {version} on"
     over = excess(situation, best)
     obstacle = "fits" if over is None else over.reason if best.memory.fits else "does not fit"
     totals = run_totals(situation, best) if best.memory.fits else None

@@ -6,7 +6,7 @@ Such a row is refused with the version that trains it, while the table of method
 from enum import StrEnum
 
 from trainer.spec.plan import Candidate
-from trainer.spec.strategy import Checkpointing, LossHead, Method, Offload, Optimizer, Precision, Sharding
+from trainer.spec.strategy import Sharding
 from trainer.spec.value import Value
 
 
@@ -19,25 +19,7 @@ class NotYet(Value, frozen=True, kw_only=True):
 
 
 NOT_YET: tuple[NotYet, ...] = (
-    NotYet(axis="method", members=(Method.GALORE, Method.LORA, Method.QLORA), version="0.3"),
     NotYet(axis="sharding", members=(Sharding.HSDP,), version="0.6"),
-    NotYet(axis="offload", members=(Offload.OPTIMIZER_PARAMS, Offload.NVME_OPTIMIZER, Offload.NVME_ALL), version="0.3"),
-    NotYet(axis="optimizer", members=(Optimizer.ADAMW_8BIT, Optimizer.PAGED_ADAMW_8BIT), version="0.3"),
-    NotYet(axis="optimizer", members=(Optimizer.LION_8BIT, Optimizer.LAMB_8BIT), version="0.3"),
-    NotYet(axis="optimizer", members=(Optimizer.PAGED_ADAMW, Optimizer.LION, Optimizer.ADAFACTOR), version="0.3"),
-    NotYet(axis="optimizer", members=(Optimizer.MUON, Optimizer.LOMO, Optimizer.ADALOMO), version="0.3"),
-    NotYet(axis="precision", members=(Precision.FP16_MIXED, Precision.FP8), version="0.3"),
-    NotYet(
-        axis="sharding+precision",
-        members=tuple((sharding, Precision.BF16) for sharding in Sharding if sharding.uses_deepspeed),
-        version="0.3",
-    ),
-    NotYet(axis="checkpointing", members=(Checkpointing.SELECTIVE, Checkpointing.EVERY_N), version="0.3"),
-    NotYet(axis="checkpointing", members=(Checkpointing.ATTENTION,), version="0.3"),
-    NotYet(axis="loss", members=(LossHead.FUSED, LossHead.FUSED_LINEAR), version="0.3"),
-    NotYet(axis="compile", members=(True,), version="0.3"),
-    NotYet(axis="activation_offload", members=(True,), version="0.3"),
-    NotYet(axis="optimizer_in_backward", members=(True,), version="0.3"),
     # Checkpoints of a run under one of these engines.
     NotYet(axis="saved_sharding", members=tuple(s for s in Sharding if s.shards_optimizer), version="0.5"),
 )

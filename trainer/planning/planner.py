@@ -33,7 +33,7 @@ from trainer.spec.errors import InputError
 from trainer.spec.hardware import Hardware
 from trainer.spec.job import Job
 from trainer.spec.model_shape import ModelShape
-from trainer.spec.plan import Candidate, Plan, TrialResult
+from trainer.spec.plan import Candidate, Plan, Schedule, TrialResult
 from trainer.spec.strategy import Method
 
 
@@ -87,7 +87,7 @@ def make_plan(
         tokenizer_path=tokenizer_path,
         data=data,
         device_kind=hardware.device_kind,
-        schedule=situation.schedule,
+        schedule=schedule_with(chosen, job, data, shape),
         candidates=_explained(situation, ranking.candidates),
         rejections=with_remedies(situation, ranking),
         methods=methods,
@@ -112,11 +112,17 @@ def take_candidate(plan: Plan, number: int) -> Plan:
     candidates = _explained(situation, (taken, *others))
     return replace(
         plan,
+        schedule=schedule_with(taken, plan.job, plan.data, plan.model_shape),
         candidates=candidates,
         fallbacks=fallbacks(situation, candidates),
         notes=notes(situation, plan.data, plan.trials, candidates),
         needs_version=version_needed(taken),
     )
+
+
+def schedule_with(chosen: Candidate, job: Job, data: DataProfile, shape: ModelShape) -> Schedule:
+    """The steps of the run at the learning rate of what was chosen."""
+    return make_schedule(job, data, shape, method=chosen.method, optimizer=chosen.strategy.optimizer)
 
 
 def question_situations(

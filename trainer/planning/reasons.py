@@ -9,7 +9,7 @@ from trainer.planning.certainty import certainty_words, trial_words
 from trainer.planning.data_words import data_words
 from trainer.planning.not_yet import version_that_trains
 from trainer.planning.rules import capability_words
-from trainer.planning.settings_choices import attention, micro_batches
+from trainer.planning.settings_choices import attention, micro_batches, updates_in_backward
 from trainer.planning.settings_search import SAME_SPEED
 from trainer.planning.situation import Situation
 from trainer.planning.speed import speed_notes
@@ -50,6 +50,7 @@ def notes(
     chosen = candidates[0]
     return (
         *_batch_notes(situation, chosen),
+        *_update_notes(situation, chosen),
         *_data_notes(data, chosen),
         *trial_words(trials),
         *certainty_words(situation.corrections, chosen, situation.device),
@@ -58,6 +59,11 @@ def notes(
         *speed_notes(situation.device),
         *situation.hardware.notes,
     )
+
+
+def _update_notes(situation: Situation, chosen: Candidate) -> Iterator[str]:
+    if situation.job.train.clip and updates_in_backward(situation, chosen.strategy):
+        yield "train.clip is not applied: updates inside the backward pass never have all gradients at once"
 
 
 def _why_sharding(row: Strategy, num_ranks: int) -> str:
@@ -79,7 +85,7 @@ def _why_precision(situation: Situation, precision: Precision) -> str:
 def _why_micro_batch(situation: Situation, candidate: Candidate) -> str:
     if situation.job.pin.micro_batch is not None:
         return "the job file pins it"
-    larger = next((size for size in micro_batches(situation) if size > candidate.micro_batch), None)
+    larger = next((size for size in micro_batches(situation, candidate.strategy) if size > candidate.micro_batch), None)
     if larger is None:
         return "a rank's whole share of a step at once"
     other = candidate_of(situation, with_micro_batch(situation, setting_of(situation, candidate), larger))

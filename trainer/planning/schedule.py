@@ -1,65 +1,40 @@
 """The run in steps: how many, how long warmup is, at which rate, and when to score and to save.
 
-Pure, and a function of the job and the data alone: two machines of any size train the same steps. The global batch
-is a number of sequences; one that is no whole number of sequences is rounded to the nearest, never below one.
-
-A learning rate that the job leaves open is looked up by method and size; each row names where it is published. It is
-a place to start, not an optimum: published runs differ by three in either direction.
+Pure. All but the rate is a function of the job and the data alone: two machines of any size train the same steps. The
+global batch is a number of sequences; one that is no whole number of sequences is rounded to the nearest, never below
+one. A learning rate that the job leaves open is looked up by optimizer, method and size (`learning_rates`).
 """
 
 import math
-from typing import NamedTuple
 
+from trainer.planning.learning_rates import DefaultRate, default_rate
 from trainer.spec.data_profile import DataProfile
 from trainer.spec.errors import InputError
 from trainer.spec.job import Every, Job, TrainJob
 from trainer.spec.model_shape import ModelShape
 from trainer.spec.plan import Schedule
 from trainer.spec.strategy import Method, Optimizer
-from trainer.spec.units import format_count
 
 EVALUATIONS_PER_RUN = 10  # of an eval.every that is left open
 CHECKPOINT_EVERY_S = 1200.0  # of a checkpoint.every that is left open: what a killed run may lose
 
 
-class PublishedRate(NamedTuple):
-    """A learning rate for models of at most `max_parameters`, and who trained with it."""
+def make_schedule(
+    job: Job,
+    data: DataProfile,
+    shape: ModelShape,
+    *,
+    method: Method = Method.FULL,
+    optimizer: Optimizer | None = None,
+) -> Schedule:
+    """The steps of `job` on `data`; InputError where a step would not hold one sequence or the data is empty.
 
-    max_parameters: float
-    lr: float
-    source: str
-
-
-_FROM_SCRATCH = (
-    PublishedRate(20e6, 2e-3, "a step above Pythia 70M's 1e-3 (arXiv:2304.01373), as rates fall with size"),
-    PublishedRate(100e6, 1e-3, "Pythia 70M (arXiv:2304.01373)"),
-    PublishedRate(350e6, 6e-4, "GPT-3 125M and Pythia 160M (arXiv:2005.14165, table 2.1; arXiv:2304.01373)"),
-    PublishedRate(3e9, 4e-4, "TinyLlama 1.1B (arXiv:2401.02385, sec. 2.3)"),
-    PublishedRate(20e9, 3e-4, "Llama 2 7B and 13B (arXiv:2307.09288, table 1)"),
-    PublishedRate(math.inf, 1.5e-4, "Llama 2 70B (arXiv:2307.09288, table 1)"),
-)
-_FULL = (
-    PublishedRate(3e9, 5e-5, "the default of transformers' TrainingArguments"),
-    PublishedRate(10e9, 2e-5, "Llama 2 chat (arXiv:2307.09288, sec. 3.1) and Stanford Alpaca 7B"),
-    PublishedRate(math.inf, 1e-5, "Stanford Alpaca 13B"),
-)
-_ADAPTERS = (
-    PublishedRate(15e9, 2e-4, "QLoRA 7B and 13B (arXiv:2305.14314, app. B.2)"),
-    PublishedRate(math.inf, 1e-4, "QLoRA 33B and 65B (arXiv:2305.14314, app. B.2)"),
-)
-_GALORE_FROM_SCRATCH = (
-    PublishedRate(2e9, 1e-2, "GaLore 60M to 1B (arXiv:2403.03507, app. C)"),
-    PublishedRate(math.inf, 5e-3, "GaLore 7B (arXiv:2403.03507, sec. 5.2)"),
-)
-_SGD = (PublishedRate(math.inf, 1e-1, "a common start for plain SGD; nobody publishes one for language models"),)
-
-
-def make_schedule(job: Job, data: DataProfile, shape: ModelShape, *, method: Method = Method.FULL) -> Schedule:
-    """The steps of `job` on `data`; InputError where a step would not hold one sequence or the data is empty."""
+    The rate is that of `optimizer`; before a row is chosen, of the one that the job pins, or of AdamW.
+    """
     train = job.train
     sequences = sequences_per_step(train)
     num_steps = _num_steps(train, data, sequences)
-    lr, lr_source = _learning_rate(job, shape, method)
+    lr, lr_source = _learning_rate(job, shape, method, optimizer or job.pin.optimizer or Optimizer.ADAMW)
     evaluations = _eval_every(job, data, num_steps)
     checkpoints = _checkpoint_every(job, evaluations, num_steps)
     return Schedule(
@@ -108,23 +83,15 @@ def _warmup_steps(train: TrainJob, num_steps: int) -> int:
     return min(wanted, num_steps - 1)
 
 
-def _learning_rate(job: Job, shape: ModelShape, method: Method) -> tuple[float, str]:
+def _learning_rate(job: Job, shape: ModelShape, method: Method, optimizer: Optimizer) -> DefaultRate:
     if job.train.lr is not None:
-        return job.train.lr, "train.lr of the job file"
-    is_from_scratch = job.model.config is not None
-    rows, verb = _rates(job, method, is_from_scratch=is_from_scratch)
-    row = next(row for row in rows if shape.num_parameters <= row.max_parameters)
-    return row.lr, f"{verb} of {format_count(shape.num_parameters)} parameters: {row.source}"
-
-
-def _rates(job: Job, method: Method, *, is_from_scratch: bool) -> tuple[tuple[PublishedRate, ...], str]:
-    if job.pin.optimizer is Optimizer.SGD:
-        return _SGD, "SGD"
-    if method.freezes_base:
-        return _ADAPTERS, f"{method} adapters"
-    if not is_from_scratch:
-        return _FULL, "fine-tuning"
-    return (_GALORE_FROM_SCRATCH if method is Method.GALORE else _FROM_SCRATCH), "training from scratch"
+        return DefaultRate(job.train.lr, "train.lr of the job file")
+    return default_rate(
+        optimizer=optimizer,
+        method=method,
+        is_from_scratch=job.model.config is not None,
+        num_parameters=shape.num_parameters,
+    )
 
 
 def _eval_every(job: Job, data: DataProfile, num_steps: int) -> Every:

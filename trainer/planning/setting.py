@@ -2,7 +2,7 @@
 
 from trainer.spec.job import GaloreJob, LoraJob
 from trainer.spec.plan import Buckets
-from trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Quant, Strategy
+from trainer.spec.strategy import Attention, Checkpointing, Fp8Recipe, LossHead, Method, Precision, Quant, Strategy
 from trainer.spec.value import Value
 
 OUR_STACK = "shardwise"
@@ -36,6 +36,7 @@ class Setting(Value, frozen=True, kw_only=True):
     compile: bool = False
     activation_offload: bool = False
     optimizer_in_backward: bool = False
+    fp8_recipe: Fp8Recipe | None = None  # of precision fp8
     buckets: Buckets | None = None
     lora: LoraJob = LoraJob()
     galore: GaloreJob = GaloreJob()
@@ -46,3 +47,14 @@ class Setting(Value, frozen=True, kw_only=True):
     @property
     def tokens_per_micro_batch(self) -> int:
         return self.micro_batch * self.seq_len
+
+
+def fp8_recipe_of(precision: Precision, pinned: Fp8Recipe | None) -> Fp8Recipe | None:
+    """How a row finds its FP8 scales: as pinned, else by the tensor at hand; None where nothing is FP8.
+
+    Current scaling keeps no state from one step to the next, and every chip with FP8 units has it. What only newer
+    chips have (mxfp8, nvfp4) runs where it is pinned.
+    """
+    if precision is not Precision.FP8:
+        return None
+    return pinned or Fp8Recipe.CURRENT

@@ -6,39 +6,65 @@ it is otherwise an InputError of `input_checks`.
 
 import math
 
+from trainer.planning.combination import IN_BACKWARD
+from trainer.planning.not_yet import version_that_trains
 from trainer.planning.rules import capability_words
-from trainer.planning.setting import Setting
+from trainer.planning.setting import Setting, fp8_recipe_of
 from trainer.planning.situation import Situation
 from trainer.spec.job import Allowance
 from trainer.spec.model_shape import ModelShape
 from trainer.spec.plan import Buckets
-from trainer.spec.strategy import Attention, Checkpointing, LossHead, Precision, Strategy
+from trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision, Strategy
 from trainer.spec.units import MIB
 
+EVERY_SECOND = 2  # block is recomputed where pin.checkpointing_n says nothing
 MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS = 1024, 128
 CHUNK_LOGITS_BYTES = 256 * MIB  # of one slice, in fp32
 MIN_BUCKET_ELEMENTS, MAX_BUCKET_ELEMENTS = 2**18, 2**28  # 512 KiB to 512 MiB in 16 bit
 PERSISTENCE_PER_HIDDEN = 10  # norms and biases stay whole under ZeRO-3; DeepSpeed's own "auto" takes the same
 
 
-def micro_batches(situation: Situation) -> tuple[int, ...]:
-    """Powers of two and divisors of a rank's sequences, ascending."""
+def micro_batches(situation: Situation, strategy: Strategy | None = None) -> tuple[int, ...]:
+    """Powers of two and divisors of a rank's sequences, ascending; all of them where nothing can be added up."""
     pinned = situation.job.pin.micro_batch
     if pinned is not None:
         return (pinned,)
     share = situation.sequences_per_rank
+    if strategy is not None and updates_in_backward(situation, strategy):
+        return (share,)
     divisors = {d for low in range(1, math.isqrt(share) + 1) if share % low == 0 for d in (low, share // low)}
     return tuple(sorted(divisors | {2**power for power in range(share.bit_length())}))
 
 
+def updates_in_backward(situation: Situation, strategy: Strategy) -> bool:
+    """Whether each gradient is used and freed as it comes, so that a step is one micro batch."""
+    is_layerwise = situation.method is Method.GALORE and situation.job.train.galore.layerwise
+    return bool(situation.job.pin.optimizer_in_backward) or is_layerwise or strategy.optimizer in IN_BACKWARD
+
+
 def checkpointings(situation: Situation) -> tuple[Checkpointing, ...]:
-    """Recompute every block, or keep everything; some of it with a later version."""
+    """Recompute every block, keep what is dear to compute, or keep everything.
+
+    What selective recomputation keeps of frozen blocks is more than they would keep without it.
+    """
     pinned = situation.job.pin.checkpointing
     if pinned is not None:
         return (pinned,)
-    if situation.ignores_version:
+    if _trains(situation, "checkpointing", member=Checkpointing.SELECTIVE) and not situation.method.freezes_base:
         return (Checkpointing.FULL, Checkpointing.SELECTIVE, Checkpointing.NONE)
     return (Checkpointing.FULL, Checkpointing.NONE)
+
+
+def every_n(situation: Situation, checkpointing: Checkpointing) -> int | None:
+    """Of how many blocks one is recomputed; None where every block is treated alike."""
+    if checkpointing is not Checkpointing.EVERY_N:
+        return None
+    return situation.job.pin.checkpointing_n or EVERY_SECOND
+
+
+def _trains(situation: Situation, axis: str, *, member: object) -> bool:
+    """Whether this version trains a member of an axis, or what later ones train is asked for."""
+    return situation.ignores_version or version_that_trains(axis, member) is None
 
 
 def losses(situation: Situation) -> tuple[LossHead, ...]:
@@ -52,7 +78,8 @@ def compiles(situation: Situation) -> tuple[bool, ...]:
     pinned = situation.job.pin.compile
     if pinned is not None:
         return (pinned,)
-    return (False, True) if situation.ignores_version and Allowance.COMPILE in situation.job.allow else (False,)
+    is_allowed = Allowance.COMPILE in situation.job.allow
+    return (False, True) if is_allowed and _trains(situation, "compile", member=True) else (False,)
 
 
 def activation_offloads(situation: Situation) -> tuple[bool, ...]:
@@ -61,7 +88,8 @@ def activation_offloads(situation: Situation) -> tuple[bool, ...]:
     if pinned is not None:
         return (pinned,)
     is_allowed = Allowance.OFFLOAD_CPU in situation.job.allow and situation.host_ram_bytes is not None
-    return (False, True) if situation.ignores_version and is_allowed and not situation.is_cpu else (False,)
+    is_useful = is_allowed and not situation.is_cpu
+    return (False, True) if is_useful and _trains(situation, "activation_offload", member=True) else (False,)
 
 
 def attention(situation: Situation, precision: Precision) -> tuple[Attention, str]:
@@ -148,7 +176,7 @@ def _buckets(shape: ModelShape, strategy: Strategy, num_elements: int) -> Bucket
 
 def first_setting(situation: Situation, strategy: Strategy, *, checkpointing: Checkpointing, loss: LossHead) -> Setting:
     """The smallest micro batch and buffers of a row under two choices."""
-    micro_batch = micro_batches(situation)[0]
+    micro_batch = micro_batches(situation, strategy)[0]
     return Setting(
         strategy=strategy,
         method=situation.method,
@@ -158,6 +186,7 @@ def first_setting(situation: Situation, strategy: Strategy, *, checkpointing: Ch
         accumulation=-(-situation.schedule.sequences_per_step // (situation.num_ranks * micro_batch)),
         seq_len=situation.job.train.seq_len,
         checkpointing=checkpointing,
+        checkpoint_every_n=every_n(situation, checkpointing),
         attention=attention(situation, strategy.precision)[0],
         loss=loss,
         loss_chunk_tokens=chunk_sizes(situation.shape, loss)[0],
@@ -165,6 +194,7 @@ def first_setting(situation: Situation, strategy: Strategy, *, checkpointing: Ch
         compile=compiles(situation)[0],
         activation_offload=activation_offloads(situation)[0],
         optimizer_in_backward=bool(situation.job.pin.optimizer_in_backward),
+        fp8_recipe=fp8_recipe_of(strategy.precision, situation.job.pin.fp8_recipe),
         lora=situation.job.train.lora,
         galore=situation.job.train.galore,
     )

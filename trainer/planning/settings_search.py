@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from msgspec.structs import replace
 
 from trainer.planning.candidates import candidate_of, predicted_need, relative_speed, with_micro_batch
+from trainer.planning.rules import obstacle_to
 from trainer.planning.setting import Setting
 from trainer.planning.settings_choices import (
     activation_offloads,
@@ -56,19 +57,22 @@ def best_candidate(situation: Situation, strategy: Strategy) -> Candidate | None
 
 def least_need(situation: Situation, strategy: Strategy) -> Candidate:
     """The setting of a row that needs the least memory; where it fits there is a `best_candidate`, and nowhere else."""
-    sizes = micro_batches(situation)
+    sizes = micro_batches(situation, strategy)
     settings = [
-        with_micro_batch(situation, start, micro_batch)
+        setting
         for offloads in activation_offloads(situation)
         for start in _starts(situation, strategy, offloads=offloads)
         for micro_batch in sorted({sizes[0], sizes[-1]})
+        if obstacle_to(situation, setting := with_micro_batch(situation, start, micro_batch)) is None
     ]
     return candidate_of(situation, min(settings, key=lambda setting: predicted_need(situation, setting)))
 
 
 def fitting_settings(situation: Situation, start: Setting) -> list[Setting]:
-    """`start` with every micro batch that fits, ascending."""
-    settings = [with_micro_batch(situation, start, micro_batch) for micro_batch in micro_batches(situation)]
+    """`start` with every micro batch that can run and fits, ascending."""
+    sizes = micro_batches(situation, start.strategy)
+    settings = [with_micro_batch(situation, start, micro_batch) for micro_batch in sizes]
+    settings = [setting for setting in settings if obstacle_to(situation, setting) is None]
     usable = situation.device.usable_bytes
     adding_up = [setting for setting in settings if setting.accumulation > 1]
     at_once = [setting for setting in settings if setting.accumulation == 1]
@@ -96,7 +100,7 @@ def _fastest(situation: Situation, starts: Iterable[Setting]) -> Setting | None:
 
 def _least_class(situation: Situation, start: Setting) -> int:
     """No micro batch is faster: the largest, which is a rank's whole share, but for rows padded to the longest."""
-    sizes = micro_batches(situation)
+    sizes = micro_batches(situation, start.strategy)
     settings = [with_micro_batch(situation, start, size) for size in (sizes if _is_padded(situation) else sizes[-1:])]
     return min(_class_of(situation, setting) for setting in settings)
 
@@ -132,5 +136,16 @@ def _with_grown_buckets(situation: Situation, setting: Setting) -> Candidate:
 
 
 def _num_within(situation: Situation, settings: Sequence[Setting], budget: int) -> int:
-    """How many of `settings`, in ascending order of need, need at most `budget` bytes."""
-    return bisect_right(settings, budget, key=lambda setting: predicted_need(situation, setting))
+    """How many of `settings`, in ascending order of need, need at most `budget` bytes.
+
+    The ends are asked first: as a rule all fit or none does.
+    """
+
+    def needs(setting: Setting) -> int:
+        return predicted_need(situation, setting)
+
+    if not settings or needs(settings[0]) > budget:
+        return 0
+    if len(settings) == 1 or needs(settings[-1]) <= budget:
+        return len(settings)
+    return bisect_right(settings, budget, lo=1, hi=len(settings) - 1, key=needs)

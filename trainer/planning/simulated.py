@@ -17,7 +17,7 @@ from trainer.planning.memory.overheads import OVERHEADS, overheads
 from trainer.planning.memory.step_memory import StepMemory
 from trainer.planning.not_yet import version_needed
 from trainer.planning.padding import longest_width
-from trainer.planning.planner import situation_of
+from trainer.planning.planner import schedule_with, situation_of
 from trainer.planning.reasons import notes, reasons
 from trainer.planning.situation import Situation
 from trainer.spec.model_shape import ModelShape
@@ -64,6 +64,7 @@ def obstacle_to_dry_run(candidate: Candidate, shape: ModelShape, *, is_cpu: bool
             candidate.attention is Attention.FLASH and Attention.SDPA not in shape.attentions,
             f"flash-attn for {shape.model_type}",
         ),
+        (candidate.checkpointing is Checkpointing.EVERY_N, "checkpointing every_n"),
     )
     return next((f"{what} has no dry run" for is_so, what in refusals if is_so), None)
 
@@ -134,6 +135,7 @@ def plan_of_simulated(plan: Plan, taken: Simulated, failed: Sequence[Simulated])
     names = {candidate.strategy.name for candidate in candidates}
     return replace(
         plan,
+        schedule=schedule_with(chosen, plan.job, plan.data, plan.model_shape),
         candidates=candidates,
         rejections=(*plan.rejections, *(_rejection(each) for each in failed if _name(each) not in names)),
         fallbacks=_fallbacks_after(plan, situation, taken.candidate, candidates),

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from trainer.runtime import cpu_ranks
+from trainer.runtime.nvme_reads import read_each_weight_once
 from trainer.runtime.precision import accelerate_precision, check_precision, compute_type
 from trainer.runtime.process import world_size_of_launch
 from trainer.spec.errors import EnvironmentFaultError, InputError
@@ -71,9 +72,11 @@ def _check_launch(chosen: Candidate) -> None:
         )
 
 
-def _process_group(kind: DeviceKind) -> InitProcessGroupKwargs:
+def _process_group(kind: DeviceKind, *, holds_shards_on_host: bool = False) -> InitProcessGroupKwargs:
+    """NCCL knows no tensor in host RAM: the norm of gradients whose shards are there is summed by gloo."""
+    on_gpu = f"cuda:{NCCL},cpu:{cpu_ranks.GLOO}" if holds_shards_on_host else NCCL
     return InitProcessGroupKwargs(
-        backend=cpu_ranks.GLOO if kind is DeviceKind.CPU else NCCL, timeout=COLLECTIVE_TIMEOUT
+        backend=cpu_ranks.GLOO if kind is DeviceKind.CPU else on_gpu, timeout=COLLECTIVE_TIMEOUT
     )
 
 
@@ -92,6 +95,8 @@ def _with_deepspeed(chosen: Candidate, kind: DeviceKind, ds_config: Mapping[str,
     assert ds_config is not None, "the row needs ds_config.json"
     if kind is DeviceKind.CPU:
         cpu_ranks.choose_deepspeed_cpu()
+    if chosen.strategy.offload is Offload.NVME_ALL:
+        read_each_weight_once()
     plugin = DeepSpeedPlugin(hf_ds_config=_without_remap(ds_config), zero3_init_flag=False)
     accelerator = Accelerator(
         deepspeed_plugin=plugin,
@@ -126,18 +131,19 @@ def fsdp_plugin(
 
 
 def _with_fsdp(chosen: Candidate, kind: DeviceKind, block_class: str) -> Accelerator:
+    keeps_shards_on_host = chosen.strategy.offload is not Offload.NONE
     plugin = fsdp_plugin(
         sharding=chosen.strategy.sharding,
         precision=chosen.strategy.precision,
         block_class=block_class,
-        keeps_shards_on_host=chosen.strategy.offload is not Offload.NONE,
+        keeps_shards_on_host=keeps_shards_on_host,
     )
     accelerator = Accelerator(
         cpu=kind is DeviceKind.CPU,
         fsdp_plugin=plugin,
         mixed_precision=accelerate_precision(chosen.strategy.precision),
         gradient_accumulation_steps=chosen.accumulation,
-        kwargs_handlers=[_process_group(kind)],
+        kwargs_handlers=[_process_group(kind, holds_shards_on_host=keeps_shards_on_host)],
     )
     if kind is DeviceKind.CPU:
         cpu_ranks.take_fsdp_branch(accelerator, plugin)

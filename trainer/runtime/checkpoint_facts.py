@@ -1,11 +1,27 @@
-"""What a checkpoint of a run says of it, and which engines have checkpoints."""
+"""What a checkpoint of a run says of it, and which runs have checkpoints.
+
+A run that trains adapters saves these alone. Its base is known again by a fingerprint: of its safetensors files, names,
+sizes, headers and a sample of their bytes, as hashing all of them would take minutes; of a base that was drawn, its
+config and the seed.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+
+import msgspec
 
 from trainer.runtime.checkpoint import CheckpointFacts
 from trainer.runtime.checkpoint.manifest import config_sha256
+from trainer.runtime.checkpoint.optimizer_state import check_supported
+from trainer.runtime.optimizers import unwrapped
 from trainer.runtime.report_writer import installed_versions
 from trainer.runtime.state import RunState
+from trainer.spec.errors import InputError
 from trainer.spec.plan import Plan
-from trainer.spec.strategy import Sharding
+from trainer.spec.strategy import Method, Sharding
+
+_NUM_SAMPLES, _SAMPLE_BYTES = 64, 64 << 10  # of each file, spread evenly; the first holds the header's beginning
 
 
 def has_checkpoints(sharding: Sharding) -> bool:
@@ -13,8 +29,20 @@ def has_checkpoints(sharding: Sharding) -> bool:
     return sharding in (Sharding.NONE, Sharding.DDP)
 
 
+def obstacle_to_checkpoints(sharding: Sharding, optimizer: object) -> str | None:
+    """Why a run of this engine and this (wrapped) optimizer saves no checkpoint, in a sentence; None where it does."""
+    if not has_checkpoints(sharding):
+        return f"checkpoints of {sharding} come with shardwise 0.5"
+    try:
+        check_supported(unwrapped(optimizer))
+    except InputError as error:
+        return str(error)
+    return None
+
+
 def facts_of(plan: Plan, state: RunState) -> CheckpointFacts:
     """What a checkpoint of this moment is of."""
+    method = plan.chosen.method
     return CheckpointFacts(
         run_name=plan.name,
         step=state.step,
@@ -25,6 +53,9 @@ def facts_of(plan: Plan, state: RunState) -> CheckpointFacts:
         model_config_sha256=config_sha256(plan.model_config),
         data_fingerprint=plan.data.fingerprint,
         optimizer=plan.chosen.strategy.optimizer,
+        lora=plan.job.train.lora if method.freezes_base else None,
+        is_quantised=method is Method.QLORA,
+        base_fingerprint=base_fingerprint(plan) if method.freezes_base else None,
         sharding=plan.chosen.strategy.sharding,
         world_size=plan.chosen.num_ranks,
         precision=plan.chosen.strategy.precision,
@@ -32,3 +63,19 @@ def facts_of(plan: Plan, state: RunState) -> CheckpointFacts:
         evaluations=tuple(state.evaluations),
         best_step=state.best_step,
     )
+
+
+def base_fingerprint(plan: Plan) -> str:
+    """What tells one frozen base from another, wherever its files lie."""
+    digest = hashlib.sha256()
+    if plan.model_path is None:
+        digest.update(msgspec.json.encode([plan.model_config, plan.job.train.seed], order="sorted"))
+        return digest.hexdigest()[:32]
+    for path in sorted(Path(plan.model_path).glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for sample in range(_NUM_SAMPLES):
+                file.seek(sample * max(size - _SAMPLE_BYTES, 0) // (_NUM_SAMPLES - 1), os.SEEK_SET)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:32]

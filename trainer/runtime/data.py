@@ -7,7 +7,11 @@ computes what: the global batch is the same set of rows in every arrangement, an
 lacks is filled with dummy rows that have no target.
 
 The loss of a step is divided by the targets of its whole global batch. Every rank knows that number without asking
-the others, from the lengths of the rows alone.
+the others, from the lengths of the rows and the starts of documents in them.
+
+A row of several documents is learned as if each stood alone: positions count from 0 in each, and the first token of a
+document is nobody's target. That no token sees another document is up to attention, which takes the positions for the
+boundaries (packed_attention.py).
 """
 
 from collections.abc import Sequence
@@ -55,7 +59,7 @@ def step_micro_batches(
         row_of_sequence(sequence, seed=seed, num_rows=len(rows))
         for sequence in range(first, first + sequences_per_step)
     ]
-    num_targets = sum(rows.length(number) - 1 for number in numbers if number is not None)
+    num_targets = sum(rows.num_targets(number) for number in numbers if number is not None)
     numbers += [None] * (capacity - sequences_per_step)
     slices = _slices(numbers, rank=rank, num_ranks=num_ranks, micro_batch=micro_batch)
     return [_micro_batch(rows, part) for part in slices], num_targets
@@ -88,11 +92,19 @@ def _micro_batch(rows: TokenRows, numbers: Sequence[int | None]) -> MicroBatch:
     width = padded_width(lengths, seq_len=rows.layout.seq_len)
     input_ids = torch.full((len(numbers), width), rows.layout.pad_id, dtype=torch.int64)
     labels = torch.full((len(numbers), width), IGNORED_LABEL, dtype=torch.int64)
+    position_ids = torch.arange(width).repeat(len(numbers), 1)
+    has_boundaries = False
     num_targets = 0
     for place, number in enumerate(numbers):
-        if number is not None:
-            ids = torch.from_numpy(rows.row(number))
-            input_ids[place, : len(ids)] = ids
-            labels[place, : len(ids)] = ids
-            num_targets += len(ids) - 1
-    return MicroBatch(input_ids, labels, num_targets)
+        if number is None:
+            continue
+        ids = torch.from_numpy(rows.row(number))
+        input_ids[place, : len(ids)] = ids
+        labels[place, : len(ids)] = ids
+        num_targets += len(ids) - 1
+        for start in rows.document_starts(number).tolist():
+            labels[place, start] = IGNORED_LABEL
+            position_ids[place, start:] = torch.arange(width - start)
+            has_boundaries = True
+            num_targets -= 1
+    return MicroBatch(input_ids, labels, num_targets, position_ids if has_boundaries else None)

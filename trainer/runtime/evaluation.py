@@ -1,4 +1,7 @@
-"""The score on the held-out rows: mean loss over all their targets, each counted once, whatever the ranks."""
+"""The score on the held-out rows: mean loss over all their targets, each counted once, whatever the ranks.
+
+The forward is that of training, through whatever wraps the model: the same types, the same FP8 products.
+"""
 
 import math
 

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from trainer.runtime.data import MicroBatch, step_micro_batches
 from trainer.runtime.engagement import facts_after_step
 from trainer.runtime.evaluation import evaluate
+from trainer.runtime.fp8 import check_fp8_ran
 from trainer.runtime.memory_profile import MemoryProfile, anonymous_bytes
 from trainer.runtime.metrics import MetricsFile, StepMetrics
 from trainer.runtime.model import plain_model
@@ -94,6 +95,7 @@ def _one_step(session: Session) -> Callable[[Evaluation | None], StepMetrics]:
         state.steady_steps.append((step_s, num_targets))
     session.writer.write_status("training", step=step)
     if state.engaged is not None and not state.engaged.facts:
+        check_fp8_ran(plain_model(session.model))
         state.engaged = replace(state.engaged, facts=facts_after_step(session.model, session.optimizer, session.scaler))
     return lambda evaluation: _metrics(session, result, clock, lr=lr, step_s=step_s, evaluation=evaluation)
 

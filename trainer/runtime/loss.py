@@ -4,8 +4,10 @@ A causal language model returns its loss as a sum over tokens here, never as a m
 of targets in the global batch, so that the loss does not depend on how rows fall on ranks and micro batches.
 Position t learns token t + 1; the shift happens here, labels come unshifted, `IGNORED` marks what is not learned.
 
-    eager    what transformers does by default: logits of all tokens, upcast to fp32, softmax kept for the backward
-    chunked  plain torch: `chunk_tokens` tokens at a time, once in the forward and once more in the backward
+    eager         what transformers does by default: logits of all tokens, upcast to fp32, softmax kept for the backward
+    chunked       plain torch: `chunk_tokens` tokens at a time, once in the forward and once more in the backward
+    fused         plain torch: logits of all tokens, once, in the computing type; their gradient takes their place
+    fused_linear  Liger's kernels for CUDA: logits of a slice of tokens, gradients made in the forward
 
 Memory of `chunked`, T tokens in a micro batch, C in a slice, V vocabulary, H hidden size, c bytes of the computing
 type: only T x 4 bytes survive the forward beside the hidden states, which are kept anyway. A slice holds C x V x 8
@@ -14,14 +16,22 @@ there, T x H x c more hold the gradient of the hidden states and V x H x 4 that 
 parameter's own gradient; under 16 bit V x H x c more hold one slice's part of it). It costs one more matrix product of
 the head per token. Small slices stay in a CPU's cache.
 
+Memory of `fused`: the logits, T x V x c bytes from the forward to the head's backward, and T x 4 bytes. Beside them
+V x 4 bytes for each of min(T, FUSED_SLICE_TOKENS) tokens, while the losses are taken in the forward (twice that under a
+cap) and, in 16 bit, while gradients are made in the backward; then what the product of the head gives back. It needs no
+second matrix product, so it is the faster one where the logits fit. Its backward can run once only.
+
 A head may have a bias (Phi-2), and a model may cap its logits (Gemma 2: c x tanh(logits / c)); both heads then do, and
 the chunked one holds C x V x 4 bytes more in the backward for the slope of the cap.
 
-Both heads run inside the model's forward, `chunked` moreover inside the forward of `lm_head`, so that whatever
-gathers sharded weights around a module's forward and backward (ZeRO-3, FSDP2) has them there when they are read.
-`fused` and `fused_linear` come with shardwise 0.3.
+All heads run inside the model's forward, `chunked` and `fused_linear` moreover inside the forward of `lm_head`, so that
+whatever gathers sharded weights around a module's forward and backward (ZeRO-3, FSDP2) has them there when they are
+read. `fused` only follows that forward.
+
+Rows of several documents come with positions; what keeps their documents apart is in packed_attention.py.
 """
 
+import importlib.util
 from collections.abc import Iterator
 from types import MethodType
 from typing import Any, NamedTuple
@@ -31,12 +41,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from trainer.runtime.packed_attention import packed_inputs
 from trainer.spec.errors import InputError
 from trainer.spec.strategy import LossHead
 
 IGNORED = -100  # label of a position that is not learned
 DEFAULT_CHUNK_TOKENS = 1024
-_HEADS = (LossHead.EAGER, LossHead.CHUNKED)
+FUSED_SLICE_TOKENS = 256
 
 
 def install_loss_head(model: PreTrainedModel, head: LossHead, *, chunk_tokens: int | None) -> None:
@@ -44,8 +55,6 @@ def install_loss_head(model: PreTrainedModel, head: LossHead, *, chunk_tokens: i
 
     Without labels the model answers as before (generation needs it).
     """
-    if head not in _HEADS:
-        raise InputError(f"pin.loss: {head} comes with shardwise 0.3; eager and chunked are there")
     seam: Any = model  # both modules get settings and a forward of their own below
     linear: Any = model.get_output_embeddings()
     config: Any = model.config.get_text_config()
@@ -62,6 +71,9 @@ def install_loss_head(model: PreTrainedModel, head: LossHead, *, chunk_tokens: i
         linear.loss_chunk_tokens = chunk_tokens or DEFAULT_CHUNK_TOKENS
         linear.loss_softcap = softcap
         linear.forward = MethodType(_linear_or_chunked_loss, linear)
+    if head is LossHead.FUSED_LINEAR:
+        linear.loss_of_liger = _liger_loss(softcap)
+        linear.forward = MethodType(_linear_or_liger_loss, linear)
     seam.shardwise_loss_head = head
     seam.shardwise_softcap = softcap
     seam.shardwise_forward = model.forward
@@ -76,13 +88,54 @@ def shift(labels: Tensor) -> Tensor:
 def _loss_or_logits(self: Any, input_ids: Tensor | None = None, labels: Tensor | None = None, **inputs: Any) -> Any:  # noqa: ANN401  # the signature of whatever model it replaces
     if labels is None:
         return self.shardwise_forward(input_ids=input_ids, **inputs)
-    hidden = self.get_decoder()(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
+    hidden = _hidden_states(self, input_ids, **inputs)
     targets = shift(labels)
     linear = self.get_output_embeddings()
-    if self.shardwise_loss_head is LossHead.CHUNKED:
+    if self.shardwise_loss_head in (LossHead.CHUNKED, LossHead.FUSED_LINEAR):
         return linear(hidden, targets)
-    logits = _capped(linear(hidden), self.shardwise_softcap)
-    return _sum_of_token_losses(logits.float().flatten(0, 1), targets.flatten())
+    logits = linear(hidden).flatten(0, 1)
+    if self.shardwise_loss_head is LossHead.FUSED:
+        return _FusedLoss.apply(logits, targets.flatten(), self.shardwise_softcap)  # type: ignore[no-untyped-call]  # torch's
+    return _sum_of_token_losses(_capped(logits, self.shardwise_softcap).float(), targets.flatten())
+
+
+def _hidden_states(model: Any, input_ids: Tensor | None, **inputs: Any) -> Tensor:  # noqa: ANN401  # the model's own inputs
+    """The last hidden states [B, S, H]; with positions of packed rows, each document's as if it stood alone."""
+    assert input_ids is not None, "labels belong to ids"
+    position_ids = inputs.pop("position_ids", None)
+    ids = {"input_ids": input_ids}
+    if position_ids is not None:
+        ids = packed_inputs(model, input_ids, position_ids)
+    hidden = model.get_decoder()(**ids, use_cache=False, **inputs).last_hidden_state
+    assert isinstance(hidden, Tensor)
+    return hidden.view(*input_ids.shape, -1)
+
+
+def _liger_loss(softcap: float | None) -> nn.Module:
+    """Liger's loss of hidden states under a head; InputError where it cannot run."""
+    if not torch.cuda.is_available():
+        raise InputError("pin.loss: fused_linear is Liger's, which needs a GPU; pin.loss=fused does without")
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise InputError(
+            "pin.loss: fused_linear is Liger's, and liger-kernel is not installed;\n"
+            "pip install 'shardwise[liger]', or take pin.loss=fused or chunked"
+        )
+    from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+
+    loss = LigerFusedLinearCrossEntropyLoss(
+        ignore_index=IGNORED, reduction="sum", softcap=softcap, accum_dtype=torch.float32
+    )
+    assert isinstance(loss, nn.Module)
+    return loss
+
+
+def _linear_or_liger_loss(self: nn.Linear, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+    if targets is None:
+        return functional.linear(hidden, self.weight, self.bias)
+    liger: Any = self.loss_of_liger  # set by install_loss_head
+    loss = liger(self.weight, hidden.flatten(0, 1), targets.flatten(), self.bias)
+    assert isinstance(loss, Tensor)
+    return loss.float()
 
 
 def _linear_or_chunked_loss(self: nn.Linear, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -200,6 +253,64 @@ def _slice_gradient(hidden: Tensor, head: _Head, targets: Tensor, log_normaliser
     if slope is not None:
         grad_logits *= slope
     return grad_logits.to(head.weight.dtype)
+
+
+class _FusedLoss(torch.autograd.Function):
+    """Sum of token losses of logits [T, V], whose gradient is written over them; `softcap` is still to be applied.
+
+    Nothing else may read the logits: the product that made them does not keep them. In fp32 the gradient of a slice is
+    made where its logits are; in 16 bit it is made in fp32 and then rounded, scaled already, so that fp16's own loss
+    scale counts.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, softcap: float | None) -> Tensor:  # noqa: ANN401  # torch's context
+        total = torch.zeros((), dtype=torch.float32, device=logits.device)
+        log_normalisers = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+        for part in _slices(logits.shape[0], FUSED_SLICE_TOKENS):
+            total += _losses_of(logits[part], targets[part], softcap, log_normalisers[part])
+        log_normalisers.masked_fill_(targets == IGNORED, float("inf"))
+        ctx.save_for_backward(logits, targets, log_normalisers)
+        ctx.softcap, ctx.is_used = softcap, False
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # torch's context
+        if ctx.is_used:
+            raise RuntimeError("the fused loss head can run backward once: the gradient has replaced its logits")
+        ctx.is_used = True
+        logits, targets, log_normalisers = ctx.saved_tensors
+        (scale,) = grad_outputs
+        for part in _slices(logits.shape[0], FUSED_SLICE_TOKENS):
+            _overwrite_by_gradient(logits[part], targets[part], ctx.softcap, log_normalisers[part], scale)
+        return logits, None, None
+
+
+def _losses_of(logits: Tensor, targets: Tensor, softcap: float | None, log_normalisers: Tensor) -> Tensor:
+    """Sum of token losses of one slice, which stays as it is; fills in its normalisers."""
+    shifted = _capped(logits.float(), softcap)
+    picked = shifted.gather(-1, _index(targets)).squeeze(-1)
+    highest = shifted.amax(-1, keepdim=True)
+    is_own = logits.dtype is not torch.float32 or softcap is not None
+    shifted = shifted.sub_(highest) if is_own else shifted - highest
+    log_normalisers.copy_(shifted.exp_().sum(-1).log_().add_(highest.squeeze(-1)))
+    return (log_normalisers - picked).masked_fill_(targets == IGNORED, 0.0).sum()
+
+
+def _overwrite_by_gradient(
+    logits: Tensor, targets: Tensor, softcap: float | None, log_normalisers: Tensor, scale: Tensor
+) -> None:
+    slope = None
+    grad = logits.float()  # the logits themselves in fp32
+    if softcap is not None:
+        grad.div_(softcap).tanh_()
+        slope = grad.square().neg_().add_(1)
+        grad.mul_(softcap)
+    _grad_of_logits(grad, targets, log_normalisers).mul_(scale)
+    if slope is not None:
+        grad.mul_(slope)
+    if logits.dtype is not torch.float32:
+        logits.copy_(grad)
 
 
 def _slices(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:

@@ -1,33 +1,181 @@
-"""What a precision needs beside the engine's own switches: autocast by us, a loss scaler, FP8 matrix products."""
+"""What a precision needs beside the engine's own switches: autocast by us, a loss scaler, FP8 matrix products.
 
-from typing import Any
+fp16-mixed: gradients below 6e-8 vanish in fp16, so the loss is scaled up before the backward pass and the gradients
+are scaled down before they are clipped (arXiv:1710.03740, section 3.2). The scale is found as it goes: an overflow on
+any rank skips the step on all of them and halves it, a long run of steps without one doubles it. One path serves GPUs
+and CPUs, where Accelerate's fp16 would be fp32 without a word (docs/workarounds.md, W21): torch's autocast around the
+model's own forward, and torch's GradScaler. Under FSDP2 the scaler's verdict is agreed by DTensor itself, under DDP
+the gradients are the same on every rank. DeepSpeed's fp16 engine scales by itself; its scale and its verdict are read.
 
+The scale is not part of a checkpoint: a resumed run finds it again from the start.
+"""
+
+from functools import wraps
+from typing import Any, Protocol
+
+import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from trainer.runtime.fp8 import fp8_facts, install_fp8
+from trainer.runtime.model import is_deepspeed, plain_model
+from trainer.runtime.optimizers import unwrapped
+from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.plan import Candidate
+from trainer.spec.strategy import Optimizer, Precision
+
+INIT_SCALE = 2.0**16
+GROWTH_FACTOR, BACKOFF_FACTOR = 2.0, 0.5
+GROWTH_INTERVAL = 2000  # steps without an overflow before the scale is doubled
+MIN_SCALE = 1.0  # a gradient that overflows unscaled is no gradient
 
 
-class LossScaler:
-    """Dynamic loss scaling of fp16 where the engine has none of its own."""
+class LossScaler(Protocol):
+    """Dynamic loss scaling of fp16: ours, or what is seen of an engine's own."""
 
-    def scale(self, loss: Any) -> Any:  # noqa: ANN401  # a tensor
+    num_skipped: int
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied with now."""
+
+    def scale(self, loss: Tensor) -> Tensor:
         """The loss whose gradients do not underflow."""
-        raise NotImplementedError
+
+    def unscale(self, optimizer: object) -> None:
+        """Brings the gradients back to their size, once all micro batches are in and before they are clipped."""
+
+    def step(self, optimizer: Any) -> bool:  # noqa: ANN401  # Accelerate's wrapper
+        """Updates the weights unless a gradient overflowed on any rank; whether the step was skipped."""
+
+
+class AmpScaler:
+    """Dynamic loss scaling by torch's GradScaler, on any device."""
+
+    def __init__(
+        self, device_type: str, *, init_scale: float = INIT_SCALE, growth_interval: int = GROWTH_INTERVAL
+    ) -> None:
+        self.num_skipped = 0
+        self._scaler = torch.amp.GradScaler(
+            device_type,
+            init_scale=init_scale,
+            growth_factor=GROWTH_FACTOR,
+            backoff_factor=BACKOFF_FACTOR,
+            growth_interval=growth_interval,
+        )
+
+    @property
+    def loss_scale(self) -> float:
+        return float(self._scaler.get_scale())
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return self._scaler.scale(loss)
+
+    def unscale(self, optimizer: object) -> None:
+        self._scaler.unscale_(unwrapped(optimizer))
+
+    def step(self, optimizer: Any) -> bool:  # noqa: ANN401  # Accelerate's wrapper
+        before = self.loss_scale
+        self._scaler.step(unwrapped(optimizer))
+        self._scaler.update()
+        was_skipped = self.loss_scale < before  # only an overflow lowers it
+        self.num_skipped += was_skipped
+        return was_skipped
+
+
+class EngineScaler:
+    """What is seen of DeepSpeed's own loss scaling, which has clipped and stepped in the last backward."""
+
+    def __init__(self, engine: Any) -> None:  # noqa: ANN401  # DeepSpeedEngine, untyped
+        self.num_skipped = 0
+        self._engine = engine
+
+    @property
+    def loss_scale(self) -> float:
+        return float(self._engine.optimizer.loss_scale)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def unscale(self, optimizer: object) -> None:
+        """The engine has."""
+
+    def step(self, optimizer: Any) -> bool:  # noqa: ANN401  # Accelerate's wrapper
+        was_skipped = bool(optimizer.step_was_skipped)
+        self.num_skipped += was_skipped
+        return was_skipped
 
 
 def install_precision(model: PreTrainedModel, chosen: Candidate, kind: DeviceKind) -> None:
     """Makes the model's forward run in the planned precision where neither Accelerate nor the engine does; before
-    `prepare`."""
+    `prepare`. InputError where this device cannot."""
+    precision = chosen.strategy.precision
+    if precision is Precision.FP8:
+        install_fp8(model, chosen)
+    elif precision is Precision.FP16_MIXED:
+        _check_updates_can_wait(chosen)
+        if chosen.strategy.sharding.uses_deepspeed:
+            _check_engine_has_fp16(kind)
+        else:
+            install_autocast(model, kind, torch.float16)
+
+
+def install_autocast(model: PreTrainedModel, kind: DeviceKind, dtype: torch.dtype) -> None:
+    """Runs the model's forward under torch's autocast; a loss stays fp32, as the loss heads make it."""
+    forward = model.forward
+
+    @wraps(forward)
+    def autocast_forward(*inputs: Any, **named: Any) -> Any:  # noqa: ANN401  # the signature of whatever model it is
+        with torch.autocast(str(kind), dtype=dtype):
+            return forward(*inputs, **named)
+
+    seam: Any = model  # gets a setting and a forward of its own
+    seam.shardwise_autocast = dtype
+    seam.forward = autocast_forward
 
 
 def loss_scaler(accelerator: Accelerator, model: nn.Module, chosen: Candidate, kind: DeviceKind) -> LossScaler | None:
-    """The scaler of an fp16 run, after `prepare`; None where nothing is scaled or the engine scales by itself."""
-    return None
+    """The scaler of an fp16 run, after `prepare`; None where nothing is scaled."""
+    if chosen.strategy.precision is not Precision.FP16_MIXED:
+        return None
+    return EngineScaler(model) if is_deepspeed(model) else AmpScaler(str(kind))
+
+
+def check_scale(scaler: LossScaler) -> None:
+    """EnvironmentFaultError where gradients overflow even at the smallest scale: no later step would be taken."""
+    if scaler.loss_scale <= MIN_SCALE:
+        raise EnvironmentFaultError(
+            f"fp16-mixed: gradients overflow at loss scale {scaler.loss_scale:g}, after {scaler.num_skipped} skipped "
+            "steps; take a lower train.lr, or pin.precision: bf16-mixed"
+        )
 
 
 def precision_facts(model: nn.Module, scaler: LossScaler | None) -> dict[str, str]:
     """What is seen of the precision after a step, in words: scale, skipped steps, FP8 products that ran."""
-    return {}
+    facts = fp8_facts(plain_model(model))
+    autocast = getattr(plain_model(model), "shardwise_autocast", None)
+    if autocast is not None:
+        facts["autocast"] = str(autocast).removeprefix("torch.")
+    if scaler is not None:
+        facts["loss scale"] = f"{scaler.loss_scale:g}"
+        facts["skipped steps"] = str(scaler.num_skipped)
+    return facts
+
+
+def _check_updates_can_wait(chosen: Candidate) -> None:
+    optimizer = chosen.strategy.optimizer
+    if chosen.optimizer_in_backward or optimizer in (Optimizer.LOMO, Optimizer.ADALOMO):
+        raise InputError(
+            f"pin.precision: fp16-mixed updates weights once no gradient has overflowed, and {optimizer} in the "
+            "backward pass does not wait; take bf16-mixed or fp32"
+        )
+
+
+def _check_engine_has_fp16(kind: DeviceKind) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    if not get_accelerator().is_fp16_supported():
+        where = "this CPU has no fp16 units (avx512_fp16)" if kind is DeviceKind.CPU else "this GPU has none"
+        raise InputError(f"pin.precision: DeepSpeed runs fp16-mixed in hardware, and {where}; take fp32, or ddp")

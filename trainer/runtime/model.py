@@ -2,7 +2,8 @@
 
 Every rank builds the whole model in host memory, with the same weights for every engine: the seed is set just before,
 and ZeRO-3 does not use `deepspeed.zero.Init`, which would draw other random numbers. Loading only a rank's own share
-comes with shardwise 0.5. Nothing pickled is read: weights come from safetensors files.
+comes with shardwise 0.5. Nothing pickled is read: weights come from safetensors files. A frozen base is held in the
+computing type of the precision, one of qlora in 4 bit from the moment it is read (`quantisation`).
 """
 
 from pathlib import Path
@@ -15,18 +16,21 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trainer.runtime.activation_memory import apply_checkpointing, compile_blocks, offload_activations
+from trainer.runtime.adapters import base_type
+from trainer.runtime.attention import attention_name, check_attention
 from trainer.runtime.loss import install_loss_head
 from trainer.runtime.methods import apply_method
-from trainer.runtime.precision import weight_type
+from trainer.runtime.quantisation import (
+    Packing,
+    as_plain_model,
+    draw_quantised,
+    packing_of,
+    reading_options,
+    refuse_quantised,
+)
 from trainer.spec.errors import InputError
 from trainer.spec.plan import Plan
-from trainer.spec.strategy import Attention, Checkpointing, LossHead
-
-_ATTENTION_NAMES = {
-    Attention.SDPA: "sdpa",
-    Attention.EAGER: "eager",
-    Attention.FLASH: "flash_attention_2",
-}
+from trainer.spec.strategy import Attention, Checkpointing, LossHead, Method
 
 
 def build_model(plan: Plan) -> PreTrainedModel:
@@ -34,17 +38,8 @@ def build_model(plan: Plan) -> PreTrainedModel:
     chosen, shape = plan.chosen, plan.model_shape
     if shape.loss_obstacle is not None:
         raise InputError(f"{shape.model_type} cannot be trained: {shape.loss_obstacle}")
-    dtype = weight_type(chosen.strategy.precision)
-    if plan.model_path is None:
-        torch.manual_seed(plan.job.train.seed)
-        model = model_from_config(plan.model_config, dtype=dtype, attention=chosen.attention)
-    else:
-        model = _from_weights(
-            plan.model_path,
-            model_type=plan.model_config["model_type"],
-            dtype=dtype,
-            attention=_ATTENTION_NAMES[chosen.attention],
-        )
+    check_attention(chosen.attention, shape)
+    model = _build_base(plan)
     apply_method(model, plan)
     make_trainable(
         model,
@@ -65,7 +60,7 @@ def model_from_config(config: dict[str, Any], *, dtype: torch.dtype, attention: 
     fields = {name: value for name, value in config.items() if name not in ("model_type", "dtype", "torch_dtype")}
     built = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(config["model_type"], **fields),
-        attn_implementation=_ATTENTION_NAMES[attention],
+        attn_implementation=attention_name(attention),
         dtype=torch.float32,
     )
     assert isinstance(built, PreTrainedModel)
@@ -89,16 +84,6 @@ def make_trainable(
     model.train()
 
 
-def attention_of(model: PreTrainedModel) -> str:
-    """transformers' name of the attention implementation that the model uses."""
-    return str(model.config._attn_implementation)
-
-
-def attention_name(attention: Attention) -> str:
-    """transformers' name of an attention implementation."""
-    return _ATTENTION_NAMES[attention]
-
-
 def is_deepspeed(model: nn.Module) -> bool:
     """True for DeepSpeed's engine, without importing DeepSpeed where it is not used."""
     return type(model).__name__ == "DeepSpeedEngine"
@@ -118,13 +103,36 @@ def plain_model(model: nn.Module) -> PreTrainedModel:
 _TEXT_PART = {r"^(model\.)?language_model\.(model\.)?": "model."}
 
 
-def _from_weights(folder: str, *, model_type: str, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """The weights of a folder; of one with vision, whose type is another than the plan's, the text part."""
+def _build_base(plan: Plan) -> PreTrainedModel:
+    """The model before anything is put into it, in the type its method holds it in."""
+    chosen, config = plan.chosen, plan.model_config
+    dtype = base_type(chosen.method, chosen.strategy.precision)
+    packing = packing_of(plan) if chosen.method is Method.QLORA else None
+    if plan.model_path is not None:
+        attention = attention_name(chosen.attention)
+        return _from_weights(
+            plan.model_path, model_type=config["model_type"], dtype=dtype, attention=attention, packing=packing
+        )
+    torch.manual_seed(plan.job.train.seed)
+    if packing is None:
+        return model_from_config(config, dtype=dtype, attention=chosen.attention)
+    return draw_quantised(lambda: model_from_config(config, dtype=torch.float32, attention=chosen.attention), packing)
+
+
+def _from_weights(
+    folder: str, *, model_type: str, dtype: torch.dtype, attention: str, packing: Packing | None = None
+) -> PreTrainedModel:
+    """The weights of a folder; of one with vision, whose type is another than the plan's, the text part.
+
+    With `packing`, linear layers are quantised one by one as they are read.
+    """
     if not any(Path(folder).glob("*.safetensors")):
         raise InputError(f"{folder}: holds no safetensors weights; pickled weights are not read")
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    refuse_quantised(config, folder)
     is_part = config.model_type != model_type
     part = {"config": config.get_text_config(), "key_mapping": _TEXT_PART} if is_part else {}
+    options = {} if packing is None else reading_options(packing)
     try:
         answer: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -134,6 +142,7 @@ def _from_weights(folder: str, *, model_type: str, dtype: torch.dtype, attention
             local_files_only=True,
             output_loading_info=True,
             **part,
+            **options,
         )
     except SafetensorError as error:
         raise InputError(f"{folder}: its safetensors weights are damaged: {error}") from error
@@ -145,4 +154,6 @@ def _from_weights(folder: str, *, model_type: str, dtype: torch.dtype, attention
             f"{folder}: its weights lack {len(missing)} tensors of {type(loaded).__name__}, the first {missing[0]}; "
             "they would start as random numbers"
         )
+    if packing is not None:
+        as_plain_model(loaded)
     return loaded

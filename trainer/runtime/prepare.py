@@ -188,8 +188,8 @@ def _check_vocabulary(loaded: TextTokenizer, request: PrepareRequest) -> None:
 
 def _write_rows(work: _Work, census: Census, tokenizer: TextTokenizer | None) -> Rows:
     dtype = np.dtype("<u2" if work.request.vocab_size <= 2**16 else "<u4")
-    with (work.folder / "tokens.bin").open("wb") as stream:
-        writer = RowWriter(stream, dtype, _row_shape(work, tokenizer))
+    with (work.folder / "tokens.bin").open("wb") as stream, (work.folder / "starts.bin").open("wb") as starts:
+        writer = RowWriter(stream, dtype, _row_shape(work, tokenizer), starts=starts)
         for batch in _batches(units_of(work.sources, census.split, "tokenising")):
             for unit, ids in zip(batch, _encoded(batch, tokenizer, work.request), strict=True):
                 writer.add(ids, opens_document=unit.opens_document, is_held_out=unit.is_held_out, weight=unit.weight)
@@ -201,6 +201,7 @@ def _write_rows(work: _Work, census: Census, tokenizer: TextTokenizer | None) ->
         num_tokens=rows.num_tokens,
         seq_len=work.request.seq_len,
         pad_id=tokenizer.pad_id if tokenizer else 0,
+        num_starts=rows.num_starts,
     )
     codec.write(work.folder / "layout.json", layout)
     return rows

@@ -1,7 +1,9 @@
 """Cuts streams of token ids into rows and writes them as they come, in one file and in bounded memory.
 
 Packed: documents are joined, each ended by the eos token, and the stream is cut into rows of exactly `seq_len` tokens;
-a remainder shorter than a row is dropped and counted. Not packed: a row is one document with its eos token, and what
+a remainder shorter than a row is dropped and counted. Where documents start is written to a second file as it becomes
+known, since a row is to be learned as if each of its documents stood alone. A row in which each document is one token
+has nothing to predict; it is dropped and counted. Not packed: a row is one document with its eos token, and what
 exceeds `seq_len` is dropped and counted. The sides of the split and the sources of different weight are streams of
 their own, so that a row never mixes them.
 
@@ -32,19 +34,28 @@ class Rows(NamedTuple):
     train: NDArray[np.int64]  # [num_rows, 2]: first token and length
     held_out: NDArray[np.int64]
     num_tokens: int  # in the file
+    num_starts: int  # documents of packed rows whose first token is in the file
     num_cut: int
     num_dropped_tokens: int
     documents: NDArray[np.int64]  # tokens of each training document, end included, before packing and cutting
 
 
 class RowWriter:
-    """Takes token ids in the order of the documents; `finish` tells where the rows are."""
+    """Takes token ids in the order of the documents; `finish` tells where the rows are.
 
-    def __init__(self, stream: BinaryIO, dtype: np.dtype[np.unsignedinteger], shape: RowShape) -> None:
+    `starts` gets the number of the token with which each document of a packed row starts, ascending, as little-endian
+    int64; of rows that are not packed nothing, as there a document is a row.
+    """
+
+    def __init__(
+        self, stream: BinaryIO, dtype: np.dtype[np.unsignedinteger], shape: RowShape, *, starts: BinaryIO
+    ) -> None:
         self._stream = stream
+        self._starts = starts
         self._dtype = dtype
         self._shape = shape
         self._num_tokens = 0
+        self._num_starts = 0
         self._sides: dict[tuple[bool, float], _Side] = {}
 
     def add(self, ids: Sequence[int], *, opens_document: bool, is_held_out: bool, weight: float) -> None:
@@ -53,6 +64,8 @@ class RowWriter:
         if opens_document:
             self._end_document(side)
             side.last_id = None
+            if self._shape.is_packed:
+                side.open_document()
             side.pending.extend(self._shape.document_prefix)
             side.document_tokens = len(self._shape.document_prefix)
             side.has_open_document = True
@@ -70,6 +83,7 @@ class RowWriter:
             train=np.concatenate([_weighted(side.table(), weight) for weight, side in weighted] or [_no_rows()]),
             held_out=np.concatenate([side.table() for side in held_out] or [_no_rows()]),
             num_tokens=self._num_tokens,
+            num_starts=self._num_starts,
             num_cut=sum(side.num_cut for side in self._sides.values()),
             num_dropped_tokens=sum(side.num_dropped for side in self._sides.values()),
             documents=np.concatenate([np.asarray(side.documents, np.int64) for _, side in weighted] or [_no_lengths()]),
@@ -91,16 +105,33 @@ class RowWriter:
         side.document_tokens += len(ids)
         side.last_id = ids[-1] if ids else side.last_id
         if self._shape.is_packed:
-            num_rows = len(side.pending) // seq_len
-            if num_rows:
-                first = self._write(side.pending[: num_rows * seq_len])
-                del side.pending[: num_rows * seq_len]
-                side.starts.extend(range(first, first + num_rows * seq_len, seq_len))
-                side.lengths.extend([seq_len] * num_rows)
+            if len(side.pending) >= seq_len:
+                self._write_packed(side, len(side.pending) // seq_len)
         elif len(side.pending) > seq_len:
             side.num_dropped += len(side.pending) - seq_len
             side.row_is_cut = True
             del side.pending[seq_len:]
+
+    def _write_packed(self, side: "_Side", num_rows: int) -> None:
+        """Moves the first rows of what waits into the file, with the starts of the documents in them."""
+        seq_len = self._shape.seq_len
+        end = num_rows * seq_len
+        starts = np.asarray(side.pending_starts, np.int64)
+        inside = starts[starts < end]
+        # A row has a target unless a document starts with each token after its first.
+        later = np.bincount(inside // seq_len, weights=inside % seq_len > 0, minlength=num_rows)
+        keeps = later < seq_len - 1
+        side.num_dropped += seq_len * int((~keeps).sum())
+        tokens = np.asarray(side.pending[:end]).reshape(num_rows, seq_len)[keeps]
+        first = self._write(tokens.ravel())
+        side.starts.extend(range(first, first + tokens.size, seq_len))
+        side.lengths.extend([seq_len] * len(tokens))
+        kept = inside[keeps[inside // seq_len]]
+        places = np.cumsum(keeps) - 1  # of a row among those that are kept
+        self._starts.write((first + places[kept // seq_len] * seq_len + kept % seq_len).astype("<i8").tobytes())
+        self._num_starts += len(kept)
+        del side.pending[:end]
+        side.pending_starts = array("q", (starts[starts >= end] - end).tolist())
 
     def _end_row(self, side: "_Side") -> None:
         if len(side.pending) < 2:  # nothing to predict
@@ -112,7 +143,7 @@ class RowWriter:
         side.row_is_cut = False
         side.pending = array("q")
 
-    def _write(self, ids: "array[int]") -> int:
+    def _write(self, ids: "array[int] | NDArray[np.int64]") -> int:
         first = self._num_tokens
         self._stream.write(np.asarray(ids).astype(self._dtype).tobytes())
         self._num_tokens += len(ids)
@@ -124,6 +155,7 @@ class _Side:
 
     def __init__(self) -> None:
         self.pending: array[int] = array("q")
+        self.pending_starts: array[int] = array("q")  # places in `pending` where a document starts, ascending
         self.starts: array[int] = array("q")
         self.lengths: array[int] = array("q")
         self.documents: array[int] = array("q")
@@ -133,6 +165,11 @@ class _Side:
         self.row_is_cut = False
         self.num_cut = 0
         self.num_dropped = 0
+
+    def open_document(self) -> None:
+        """Notes that what comes next starts a document; one that stayed empty never started."""
+        if not self.pending_starts or self.pending_starts[-1] != len(self.pending):
+            self.pending_starts.append(len(self.pending))
 
     def table(self) -> NDArray[np.int64]:
         return np.stack([np.asarray(self.starts, np.int64), np.asarray(self.lengths, np.int64)], axis=1)

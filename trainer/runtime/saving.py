@@ -4,8 +4,8 @@ import math
 
 from trainer.runtime.checkpoint import NonFiniteStateError, folder_name, save_checkpoint
 from trainer.runtime.checkpoint.search import verified
-from trainer.runtime.checkpoint_facts import facts_of, has_checkpoints
-from trainer.runtime.export_run import gathered_weights, write_model_folder
+from trainer.runtime.checkpoint_facts import facts_of, obstacle_to_checkpoints
+from trainer.runtime.export_run import gathered_weights, write_adapter_folder, write_model_folder
 from trainer.runtime.model import plain_model
 from trainer.runtime.session import Session
 from trainer.spec.errors import EnvironmentFaultError, InputError
@@ -17,8 +17,9 @@ def save_state(session: Session, occasion: str) -> None:
     NonFiniteStateError where there is nothing worth saving any more: to train on would only cost time.
     """
     plan, state, sharding = session.plan, session.state, session.plan.chosen.strategy.sharding
-    if not has_checkpoints(sharding):
-        incident = f"no checkpoint: checkpoints of {sharding} come with shardwise 0.5"
+    obstacle = obstacle_to_checkpoints(sharding, session.optimizer)
+    if obstacle is not None:
+        incident = f"no checkpoint: {obstacle}"
         if incident not in state.incidents:
             state.incidents.append(incident)
         return
@@ -48,16 +49,16 @@ def save_state(session: Session, occasion: str) -> None:
 
 
 def export_model(session: Session) -> None:
-    """Writes the Hugging Face folder of the run as it is now."""
+    """Writes the Hugging Face folder of the run as it is now; of adapters, PEFT's."""
     session.writer.write_status("exporting the model", step=session.state.step)
+    plan, out = session.plan, session.paths.run_dir / "export"
     weights = gathered_weights(session.accelerator, session.model)
     if session.is_first:
-        incident = write_model_folder(
-            plain_model(session.model),
-            session.paths.run_dir / "export",
-            tokenizer_path=session.plan.tokenizer_path,
-            state_dict=weights,
-        )
+        if plan.chosen.method.freezes_base:
+            incident = write_adapter_folder(weights, plan, out)
+        else:
+            model = plain_model(session.model)
+            incident = write_model_folder(model, out, tokenizer_path=plan.tokenizer_path, state_dict=weights)
         session.state.incidents += [incident] if incident is not None else []
     session.state.export = "export"
 

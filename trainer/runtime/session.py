@@ -28,7 +28,7 @@ from trainer.runtime.engagement import check_engagement
 from trainer.runtime.memory_profile import cap_memory
 from trainer.runtime.mixed_precision import LossScaler, install_precision, loss_scaler
 from trainer.runtime.model import build_model
-from trainer.runtime.optimizers import build_optimizer
+from trainer.runtime.optimizers import build_optimizer, check_in_backward
 from trainer.runtime.report_writer import ReportWriter, RunPaths
 from trainer.runtime.state import RunState
 from trainer.spec.errors import EnvironmentFaultError
@@ -79,6 +79,7 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
         import_weights(model, checkpoint)
     chosen = plan.chosen
     install_precision(model, chosen, plan.device_kind)
+    check_in_backward(chosen, is_layerwise=plan.job.train.galore.layerwise)
     optimizer = build_optimizer(
         chosen.strategy.optimizer,
         model,

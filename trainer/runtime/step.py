@@ -7,8 +7,11 @@ compensated for what engines do on their own:
     they average gradients over the ranks           x num_ranks
     Accelerate or DeepSpeed divide by accumulation  x accumulation
 
-Gradients are summed over the ranks with the last micro batch only. Dropout masks are a function of (seed, step, index
-of the micro batch in the global batch): nothing has to be saved, and a step can be repeated exactly.
+Gradients are summed over the ranks with the last micro batch only. Under fp16 the loss is moreover scaled, and the
+gradients scaled back before they are clipped; a step whose gradients overflow is skipped on every rank.
+
+Dropout masks are a function of (seed, step, index of the micro batch in the global batch): nothing has to be saved,
+and a step can be repeated exactly.
 """
 
 import hashlib
@@ -24,7 +27,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from trainer.runtime.data import MicroBatch
-from trainer.runtime.mixed_precision import LossScaler
+from trainer.runtime.mixed_precision import LossScaler, check_scale
 from trainer.runtime.optimizers import set_learning_rate, unwrapped, updates_in_backward
 from trainer.spec.value import Value
 
@@ -99,14 +102,17 @@ def run_step(
                 loss_sum = forward(model, micro_batch, accelerator.device)
             total += loss_sum.detach()
             with clock.measure("backward"):
-                accelerator.backward(loss_sum * scale)
+                loss = loss_sum * scale
+                accelerator.backward(loss if scaler is None else scaler.scale(loss))
+    loss_scale = None if scaler is None else scaler.loss_scale  # that this step had, before it moves on
     with clock.measure("optimizer"):
-        grad_norm = _update(accelerator, model, optimizer, clip)
+        grad_norm, was_skipped = _update(accelerator, model, optimizer, clip, scaler)
     return StepResult(
         loss=float(sum_over_ranks(total)) / num_targets,
         num_targets=num_targets,
         grad_norm=grad_norm,
-        was_skipped=bool(getattr(optimizer, "step_was_skipped", False)),
+        was_skipped=was_skipped,
+        loss_scale=loss_scale,
     )
 
 
@@ -133,14 +139,34 @@ def seed_dropout(seed: int, step: int, index: int) -> None:
     torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
-def _update(accelerator: Accelerator, model: nn.Module, optimizer: Any, clip: float) -> float | None:  # noqa: ANN401  # see run_step
-    """Clips, steps and clears the gradients; DeepSpeed has done all three in the last backward."""
+def _update(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Any,  # noqa: ANN401  # see run_step
+    clip: float,
+    scaler: LossScaler | None,
+) -> tuple[float | None, bool]:
+    """Clips, steps and clears the gradients; DeepSpeed has done all three in the last backward.
+
+    (Norm before clipping, None where there is none; whether an overflow kept the weights as they were).
+    """
     if updates_in_backward(optimizer):
-        return None  # each gradient was used and freed as it came
+        return None, False  # each gradient was used and freed as it came
+    if scaler is not None:
+        scaler.unscale(optimizer)
     norm = accelerator.clip_grad_norm_(model.parameters(), clip if clip > 0 else float("inf"))
-    optimizer.step()
+    if scaler is None:
+        optimizer.step()
+        was_skipped = False
+    else:
+        was_skipped = scaler.step(optimizer)
     optimizer.zero_grad(set_to_none=True)
-    if norm is None:
-        return None
+    if was_skipped:
+        assert scaler is not None
+        check_scale(scaler)
+    return None if was_skipped or norm is None else _number(norm), was_skipped
+
+
+def _number(norm: Any) -> float:  # noqa: ANN401  # a tensor, a DTensor, or DeepSpeed's float
     full = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     return float(full)

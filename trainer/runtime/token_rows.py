@@ -5,15 +5,17 @@
         tokens.bin        the ids of all rows, uint16 or uint32, little-endian
         train_rows.npy    int64 [num_rows, 2]: first token and length of each row; a row drawn twice stands twice
         eval_rows.npy     the same for the held-out rows
+        starts.bin        int64, little-endian, ascending: the token with which each document of a packed row starts
         tokenizer/        a Hugging Face tokenizer folder; missing where the data came tokenised without one
         profile.json      the DataProfile
 
-A row of n tokens has n - 1 targets: every token but its first is predicted from those before it.
+Every token is predicted from those before it in its document. So a row of n tokens has n - 1 targets, and one less for
+each document that starts after its first token. A document that goes on from one row to the next starts anew there.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +24,7 @@ from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.value import Value
 
-CACHE_FORMAT = 2
+CACHE_FORMAT = 3
 WIDTH_MULTIPLE = 8  # a batch is padded to its longest row, rounded up to this
 SplitName = Literal["train", "eval"]
 
@@ -35,32 +37,35 @@ class TokenLayout(Value, frozen=True, kw_only=True):
     num_tokens: int
     seq_len: int
     pad_id: int
+    num_starts: int = 0  # in starts.bin; 0: every row is one document, and there need be no such file
 
 
 class TokenRows:
     """The rows of one split."""
 
-    def __init__(self, tokens: NDArray[np.unsignedinteger], rows: NDArray[np.int64], layout: TokenLayout) -> None:
+    def __init__(
+        self,
+        tokens: NDArray[np.unsignedinteger],
+        rows: NDArray[np.int64],
+        layout: TokenLayout,
+        starts: NDArray[np.int64] | None = None,
+    ) -> None:
         self.layout = layout
         self._tokens = tokens
         self._rows = rows  # [num_rows, 2]
+        self._starts = np.zeros(0, np.int64) if starts is None else starts  # of documents, in tokens
 
     @classmethod
     def open(cls, cache_dir: Path, split: SplitName) -> "TokenRows":
         """Maps the rows; EnvironmentFaultError if the cache is not whole."""
         layout = codec.read(cache_dir / "layout.json", TokenLayout)
-        path = cache_dir / "tokens.bin"
-        expected_bytes = layout.num_tokens * np.dtype(layout.dtype).itemsize
+        tokens = _mapped(cache_dir / "tokens.bin", np.dtype(layout.dtype).newbyteorder("<"), layout.num_tokens)
+        starts = _mapped(cache_dir / "starts.bin", np.dtype("<i8"), layout.num_starts) if layout.num_starts else None
         try:
-            found_bytes = path.stat().st_size
             rows = np.load(cache_dir / f"{split}_rows.npy", mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError) as error:
             raise EnvironmentFaultError(f"{cache_dir}: is damaged ({error}); delete it and start again") from error
-        if found_bytes != expected_bytes:
-            raise EnvironmentFaultError(
-                f"{path}: has {found_bytes} bytes, {expected_bytes} were written; delete {cache_dir} and start again"
-            )
-        return cls(np.memmap(path, dtype=f"<{np.dtype(layout.dtype).str[1:]}", mode="r"), rows, layout)
+        return cls(tokens, rows, layout, starts)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -74,6 +79,31 @@ class TokenRows:
         """Tokens of one row, without reading them."""
         return int(self._rows[number, 1])
 
+    def document_starts(self, number: int) -> NDArray[np.int64]:
+        """Places in a row, ascending, of the tokens after its first with which another document starts."""
+        first, length = self._rows[number]
+        begin, end = np.searchsorted(self._starts, (first + 1, first + length))
+        starts: NDArray[np.int64] = self._starts[begin:end] - first
+        return np.asarray(starts)
+
+    def num_targets(self, number: int) -> int:
+        """Tokens of a row that are learned, without reading them."""
+        return self.length(number) - 1 - len(self.document_starts(number))
+
+
+def _mapped(path: Path, dtype: np.dtype[Any], num_elements: int) -> NDArray[Any]:
+    """A file of so many numbers, memory-mapped."""
+    expected_bytes = num_elements * dtype.itemsize
+    try:
+        found_bytes = path.stat().st_size
+    except OSError as error:
+        raise EnvironmentFaultError(f"{path.parent}: is damaged ({error}); delete it and start again") from error
+    if found_bytes != expected_bytes:
+        raise EnvironmentFaultError(
+            f"{path}: has {found_bytes} bytes, {expected_bytes} were written; delete {path.parent} and start again"
+        )
+    return np.memmap(path, dtype=dtype, mode="r") if num_elements else np.zeros(0, dtype)
+
 
 def padded_width(lengths: Sequence[int], *, seq_len: int) -> int:
     """Width of a batch of these rows: the longest, rounded up where `seq_len` allows; one multiple for no rows."""
@@ -85,7 +115,9 @@ def unigram_entropy_nats(rows: TokenRows) -> float:
     """Entropy of the empirical distribution of the rows' targets: the loss of knowing frequencies and nothing else."""
     counts = np.zeros(0, np.int64)
     for number in range(len(rows)):
-        row_counts = np.bincount(rows.row(number)[1:])
+        is_target = np.ones(rows.length(number), bool)
+        is_target[[0, *rows.document_starts(number)]] = False
+        row_counts = np.bincount(rows.row(number)[is_target])
         counts = np.pad(counts, (0, max(0, len(row_counts) - len(counts))))
         counts[: len(row_counts)] += row_counts
     shares = counts[counts > 0] / counts.sum()

@@ -207,6 +207,7 @@ class Pin(Value, frozen=True, kw_only=True):
     precision: Precision | None = None
     fp8_recipe: Fp8Recipe | None = None
     checkpointing: Checkpointing | None = None
+    checkpointing_n: int | None = None  # of every_n; None: 2
     activation_offload: bool | None = None
     attention: Attention | None = None
     loss: LossHead | None = None

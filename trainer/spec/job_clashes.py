@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from trainer.spec.job import BadRows, DataFormat, Job, LossOn, Objective
 from trainer.spec.job_kinds import one_of
-from trainer.spec.strategy import Method, Offload, Optimizer, Precision, Sharding
+from trainer.spec.strategy import Checkpointing, Method, Offload, Optimizer, Precision, Sharding
 
 GALORE_OPTIMIZERS = (Optimizer.ADAMW, Optimizer.ADAMW_8BIT, Optimizer.ADAFACTOR)
 OFFLOAD_SHARDINGS: dict[Offload, tuple[Sharding, ...]] = {
@@ -253,6 +253,22 @@ def _galore_optimizer(job: Job) -> str | None:
     )
 
 
+def _checkpointing_n(job: Job) -> str | None:
+    if job.pin.checkpointing_n is None or job.pin.checkpointing is Checkpointing.EVERY_N:
+        return None
+    return f"pin.checkpointing_n: {job.pin.checkpointing_n} needs pin.checkpointing: every_n"
+
+
+def _selective_offload(job: Job) -> str | None:
+    """What selective checkpointing keeps is not saved by autograd, which is what is moved."""
+    if not job.pin.activation_offload or job.pin.checkpointing is not Checkpointing.SELECTIVE:
+        return None
+    return (
+        "pin.activation_offload and pin.checkpointing: selective exclude each other; what selective keeps stays on "
+        "the device: write pin.checkpointing: full or none"
+    )
+
+
 def _micro_batch(job: Job) -> str | None:
     micro_batch, sequences = job.pin.micro_batch, job.train.tokens_per_step // job.train.seq_len
     if micro_batch is None or sequences == 0 or sequences % micro_batch == 0:
@@ -315,6 +331,8 @@ CLASHES: tuple[Clash, ...] = (
     Clash(("pin.optimizer", "pin.offload", "pin.sharding"), _cpu_adam),
     Clash(("pin.optimizer", "train.method"), _galore_optimizer),
     Clash(("pin.fp8_recipe", "pin.precision"), _fp8_recipe),
+    Clash(("pin.checkpointing_n", "pin.checkpointing"), _checkpointing_n),
+    Clash(("pin.activation_offload", "pin.checkpointing"), _selective_offload),
     Clash(("pin.micro_batch", *_STEP), _micro_batch),
     Clash(
         ("pin.micro_batch", "pin.optimizer", "pin.optimizer_in_backward", "pin.sharding", *_STEP), _update_in_backward

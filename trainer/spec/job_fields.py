@@ -159,6 +159,11 @@ FIELDS: tuple[Field, ...] = (
     Field("pin.precision", auto(choice(Precision)), "Of weights and computation."),
     Field("pin.fp8_recipe", auto(choice(Fp8Recipe)), "How FP8 scales are found."),
     Field("pin.checkpointing", auto(choice(Checkpointing)), "Which activations are recomputed."),
+    Field(
+        "pin.checkpointing_n",
+        auto(whole("a number of blocks", minimum=1)),
+        "Of `every_n`: one block in so many is recomputed; 2 unless said.",
+    ),
     Field("pin.activation_offload", auto(flag()), "Keeps activations in host RAM until the backward pass."),
     Field("pin.attention", auto(choice(Attention)), "The attention kernel."),
     Field("pin.loss", auto(choice(LossHead)), "How much of the logits is ever alive."),

@@ -14,6 +14,7 @@ from trainer.spec.model_shape import ModelShape
 from trainer.spec.strategy import (
     Attention,
     Checkpointing,
+    Fp8Recipe,
     LossHead,
     Method,
     Strategy,
@@ -92,6 +93,7 @@ class Candidate(Value, frozen=True, kw_only=True):
     compile: bool = False
     activation_offload: bool = False
     optimizer_in_backward: bool = False
+    fp8_recipe: Fp8Recipe | None = None  # of precision fp8
     buckets: Buckets | None = None
     reasons: tuple[str, ...] = ()
 

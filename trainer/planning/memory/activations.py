@@ -8,13 +8,20 @@ The most of a block's backward is alive at the backward of the product gate x up
 product, silu and up are there (+ 3cf - cf), with the gradient of the residual stream and the new gradient of down_proj;
 where f is small beside h, at the backward of the second RMSNorm.
 
-Not covered: workspaces that oneDNN and cuBLAS allocate inside an operation, padding masks; `selective` is the published
-recipe (attention output and every second matrix product kept).
+What is recomputed: `full` makes the whole block again. `every_n` does so in the first of each n, so that nothing is
+made again where all activations are still kept. `attention` keeps the module's input and makes the module again when
+the feed-forward half is gone. `selective` keeps the output of attention and of every second matrix product, the first,
+third, ... in the order they run, and makes the rest again; a kept product that the backward reads takes no more room.
+
+Offload leaves the last block's activations behind; on a GPU those of the next block come back while one runs backwards.
+
+Not covered: workspaces that oneDNN and cuBLAS allocate inside an operation, padding masks.
 """
 
-from trainer.planning.memory.recipe import Dims, Kernel, Recipe, adapter_parameters, adapts_all
+from trainer.planning.memory.recipe import Dims, Kernel, Recipe, adapted_linears, adapter_parameters, adapts_all
 from trainer.planning.memory.saved_tensors import (
     SavedTensors,
+    attention_module_bytes,
     keeps_input,
     saved_tensors,
     shares_product,
@@ -25,7 +32,6 @@ from trainer.planning.setting import Setting
 from trainer.spec.strategy import Checkpointing
 from trainer.spec.value import Value
 
-IN_FLIGHT = 2  # kept blocks on the device when the rest is in host RAM: one being copied, one being used
 NORM_BACKWARD_BYTES = 24  # an element of the hidden states, six fp32 arrays
 
 
@@ -35,13 +41,18 @@ class BlockActivations(Value, frozen=True, kw_only=True):
     boundary: int  # input of a block, what full checkpointing keeps
     whole: int  # everything one block saves, its share of cast weights included
     kept: int  # of all blocks together, between forward and backward
-    offloaded: int  # of those, in host RAM instead
-    kept_by_one: int  # of those, the most that one block keeps
-    recomputed: int  # what a block's backward makes again on top of what was kept
-    recomputed_beside_mlp: int  # of those, what is left when the feed-forward half is done
+    offloaded: int  # in host RAM instead
+    fetched: int  # brought back from there for the next block, while one runs backwards
+    kept_by_first: int  # what the first block keeps
+    kept_by_last: int
+    recomputed: int  # what the first block's backward makes again on top of what was kept
+    recomputed_by_last: int
+    recomputed_after_last: int  # by the block before the last
+    recomputed_beside_mlp: int  # of the first, what is left when the feed-forward half is done
     temporaries: int  # gradients of activations at the worst moment of a block's backward
     peaks_at_scores: bool  # that moment is attention's, when the feed-forward half has its gradients
     cast_weights: int  # autocast's copies of the weights of one block
+    cached_casts: int  # those of all blocks that no block keeps, alive until the forward ends
 
 
 def block_activations(setting: Setting, recipe: Recipe, dims: Dims) -> BlockActivations:
@@ -50,37 +61,95 @@ def block_activations(setting: Setting, recipe: Recipe, dims: Dims) -> BlockActi
     boundary = recipe.residual_bytes * dims.hidden * tokens
     cast_weights = _cast_weights(setting, recipe, dims)
     saved = saved_tensors(setting, recipe, dims)
-    attention = saved.attention
     whole = saved.total * tokens + cast_weights + _adapted_experts(setting, recipe, dims)
-    is_shared = keeps_input(recipe, dims)
-    num_recomputed, kept_by_one = _kept(setting, recipe, dims, whole, boundary, attention * tokens)
-    kept = num_recomputed * kept_by_one + (dims.layers - num_recomputed) * whole
+    shared = boundary if keeps_input(recipe, dims) else 0
+    in_attention = attention_module_bytes(setting, recipe, dims) * tokens + _attention_casts(setting, recipe, dims)
+    in_attention = max(0, in_attention)  # below: its input is more than all it saves
+    part = _recomputed_part(setting, recipe, dims, whole=whole, boundary=boundary, in_attention=in_attention)
+    num_recomputed, every = _num_recomputed(setting, dims)
+    kept = num_recomputed * part.kept + (dims.layers - num_recomputed) * whole
     if dims.windowed_layers:
-        by_mask = (windowed_attention_bytes(setting, recipe, dims) - attention) * tokens
+        by_mask = (windowed_attention_bytes(setting, recipe, dims) - saved.attention) * tokens
         whole += max(0, by_mask)
         kept += by_mask * dims.windowed_layers * (dims.layers - num_recomputed) // dims.layers
-    largest = kept_by_one if num_recomputed == dims.layers else whole
-    offloaded = max(0, kept - IN_FLIGHT * largest) if setting.activation_offload else 0
-    shared = boundary if is_shared else 0
-    if setting.checkpointing is Checkpointing.NONE or not num_recomputed:
-        recomputed = 0
-    elif setting.checkpointing is Checkpointing.ATTENTION:
-        recomputed = attention * tokens
-    else:
-        recomputed = whole - shared
+    again = 0
+    if setting.checkpointing is Checkpointing.SELECTIVE:
+        again = max(0, whole + boundary - shared + part.unused - part.kept)
+    elif setting.checkpointing is not Checkpointing.ATTENTION:
+        again = whole - shared
+
+    def is_recomputed(index: int) -> bool:
+        return index % every == 0 and index < num_recomputed * every
+
+    def kept_by(index: int) -> int:
+        return part.kept if is_recomputed(index) else whole
+
+    last = dims.layers - 1
+    moves = setting.activation_offload and setting.checkpointing is not Checkpointing.SELECTIVE
+    offloaded = max(0, kept - kept_by(last)) if moves else 0
     in_mlp, at_scores = _temporaries(setting, recipe, dims, saved), _score_temporaries(recipe, dims, saved)
+    if setting.checkpointing is Checkpointing.ATTENTION:
+        at_scores = _attention_temporaries(recipe, dims, saved, in_attention=in_attention)
+    recomputed = again if is_recomputed(0) else 0
     return BlockActivations(
         boundary=boundary,
         whole=whole,
         kept=kept - offloaded,
         offloaded=offloaded,
-        kept_by_one=largest,
+        fetched=min(offloaded, kept_by(last - 1)) if recipe.is_cuda else 0,
+        kept_by_first=kept_by(0),
+        kept_by_last=kept_by(last),
         recomputed=recomputed,
+        recomputed_by_last=again if is_recomputed(last) else 0,
+        recomputed_after_last=again if is_recomputed(max(0, last - 1)) else 0,
         recomputed_beside_mlp=max(0, recomputed - saved.mlp * tokens),
         temporaries=max(in_mlp, at_scores),
         peaks_at_scores=at_scores > in_mlp,
         cast_weights=cast_weights,
+        cached_casts=_cached_casts(setting, recipe, dims, cast_weights, num_recomputed, moves=moves),
     )
+
+
+class _Part(Value, frozen=True, kw_only=True):
+    """What a block that recomputes keeps, and what of it no backward reads."""
+
+    kept: int
+    unused: int = 0
+
+
+def _num_recomputed(setting: Setting, dims: Dims) -> tuple[int, int]:
+    """(blocks that recompute something, from one to the next): the first of every n, as the runtime has it."""
+    if setting.checkpointing is Checkpointing.NONE:
+        return 0, 1
+    if setting.checkpointing is not Checkpointing.EVERY_N:
+        return dims.layers, 1
+    every = setting.checkpoint_every_n or 1
+    return dims.layers // every, every
+
+
+def _recomputed_part(
+    setting: Setting, recipe: Recipe, dims: Dims, *, whole: int, boundary: int, in_attention: int
+) -> _Part:
+    if setting.checkpointing is Checkpointing.ATTENTION:
+        return _Part(kept=whole - in_attention)
+    if setting.checkpointing is not Checkpointing.SELECTIVE:
+        return _Part(kept=boundary)
+    c = recipe.compute_bytes
+    outputs = _product_outputs(setting, dims)
+    log_sums = 4 * dims.heads if recipe.kernel in (Kernel.FLASH, Kernel.EFFICIENT) else 0
+    kept = boundary + (c * (sum(outputs[::2]) + dims.query) + log_sums) * recipe.tokens
+    # The output of the last product is kept where their number is odd: only the next block reads it.
+    unused = c * outputs[-1] * recipe.tokens if len(outputs) % 2 else 0
+    return _Part(kept=min(whole + boundary, kept), unused=unused)
+
+
+def _product_outputs(setting: Setting, dims: Dims) -> list[int]:
+    """Elements of a token that each matrix product of a block makes, in the order they run."""
+    adapted = {name for name, _, _ in adapted_linears(setting, dims)} if setting.method.freezes_base else set()
+    outputs = []
+    for name, num_outputs in dims.products:
+        outputs += [num_outputs, setting.lora.rank, num_outputs] if name in adapted else [num_outputs]
+    return outputs
 
 
 def _cast_weights(setting: Setting, recipe: Recipe, dims: Dims) -> int:
@@ -95,21 +164,20 @@ def _adapted_experts(setting: Setting, recipe: Recipe, dims: Dims) -> int:
     return recipe.compute_bytes * dims.bare_adapted_weights if recipe.is_frozen and adapts_all(setting) else 0
 
 
-def _kept(setting: Setting, recipe: Recipe, dims: Dims, whole: int, boundary: int, attention: int) -> tuple[int, int]:
-    """(blocks that recompute, what each of them keeps)."""
-    checkpointing = setting.checkpointing
-    if checkpointing is Checkpointing.NONE:
-        return 0, whole
-    if checkpointing is Checkpointing.FULL:
-        return dims.layers, boundary
-    if checkpointing is Checkpointing.EVERY_N:
-        return dims.layers // (setting.checkpoint_every_n or 1), boundary
-    if checkpointing is Checkpointing.ATTENTION:
-        return dims.layers, whole - attention
-    c = recipe.compute_bytes
-    matmuls = c * (dims.query + dims.kv + dims.ffn + dims.hidden)  # every second of seven
-    kept = boundary + (matmuls + c * dims.query + 4 * dims.heads) * recipe.tokens
-    return dims.layers, min(whole, kept)
+def _attention_casts(setting: Setting, recipe: Recipe, dims: Dims) -> int:
+    """Autocast's copies of the weights of attention."""
+    cast_weights = _cast_weights(setting, recipe, dims)
+    return cast_weights * dims.attention // dims.linear
+
+
+def _cached_casts(
+    setting: Setting, recipe: Recipe, dims: Dims, cast_weights: int, num_recomputed: int, *, moves: bool
+) -> int:
+    if moves:  # the host has copies of them
+        return (dims.layers if num_recomputed == dims.layers else dims.layers - 1) * cast_weights
+    if setting.checkpointing is Checkpointing.ATTENTION:
+        return dims.layers * _attention_casts(setting, recipe, dims)
+    return num_recomputed * cast_weights
 
 
 def _temporaries(setting: Setting, recipe: Recipe, dims: Dims, saved: SavedTensors) -> int:
@@ -131,11 +199,30 @@ def _score_temporaries(recipe: Recipe, dims: Dims, saved: SavedTensors) -> int:
     """Softmax backward: gradients of probabilities and scores, by when the second half of the block is gone."""
     if recipe.kernel in (Kernel.FLASH, Kernel.EFFICIENT):
         return 0
-    c, h = recipe.compute_bytes, dims.hidden
-    gone = saved.mlp + saved.norms // 2 + c * dims.query + (2 * c * h)
+    return max(0, _score_gradients(recipe, dims) - _gone_before_attention(recipe, dims, saved)) * recipe.tokens
+
+
+def _attention_temporaries(recipe: Recipe, dims: Dims, saved: SavedTensors, *, in_attention: int) -> int:
+    """Backward of an attention module that was just recomputed, by when the feed-forward half is gone."""
+    if recipe.kernel in (Kernel.FLASH, Kernel.EFFICIENT):
+        gradients = recipe.compute_bytes * (2 * dims.query + 2 * dims.kv) + recipe.residual_bytes * dims.hidden
+    else:
+        gradients = _score_gradients(recipe, dims)
+    gone = _gone_before_attention(recipe, dims, saved) - recipe.compute_bytes * dims.query
+    return max(0, in_attention + (gradients - gone) * recipe.tokens)
+
+
+def _score_gradients(recipe: Recipe, dims: Dims) -> int:
+    """Of probabilities and scores, and of the residual stream."""
+    c = recipe.compute_bytes
     in_16_bit = 0 if c == 4 else c if recipe.kernel is Kernel.MATH else -c
-    scores = dims.heads * recipe.seq_len * (8 + in_16_bit) + recipe.residual_bytes * h - gone
-    return max(0, scores) * recipe.tokens
+    return dims.heads * recipe.seq_len * (8 + in_16_bit) + recipe.residual_bytes * dims.hidden
+
+
+def _gone_before_attention(recipe: Recipe, dims: Dims, saved: SavedTensors) -> int:
+    """What the backward of the feed-forward half and of the output projection has freed."""
+    c = recipe.compute_bytes
+    return saved.mlp + saved.norms // 2 + c * dims.query + 2 * c * dims.hidden
 
 
 def _frozen_temporaries(setting: Setting, recipe: Recipe, dims: Dims) -> int:

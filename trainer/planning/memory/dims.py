@@ -37,6 +37,7 @@ class Dims(Value, frozen=True, kw_only=True):
     root: int  # parameters outside the blocks
     largest_tensor: int
     linears: tuple[tuple[str, int, int], ...]  # name, inputs, outputs
+    products: tuple[tuple[str, int], ...]  # name, and outputs of a token: of experts, of those it goes to
     modules: tuple[tuple[str, int, int], ...]  # of those, what an adapter can be put on
     bare_adapter_elements: int  # of a block and a rank of 1: adapters on parameters that are no modules, experts
     bare_adapted_weights: int  # the weights that those change
@@ -96,6 +97,7 @@ def dims_of(shape: ModelShape) -> Dims:
             *(linear.num_copies * linear.num_inputs * linear.num_outputs for linear in linears),
         ),
         linears=tuple((linear.name, linear.num_inputs, linear.num_outputs) for linear in linears),
+        products=tuple((linear.name, linear.num_used * linear.num_outputs) for linear in linears),
         modules=tuple(
             (linear.name, linear.num_inputs, linear.num_outputs)
             for linear in linears

@@ -126,9 +126,8 @@ def _forward_end(step: StepMemory, forward: Event) -> Event:
     event = {**_kept(step, forward, step.sharding.gathered_forward), "logits": step.head.forward_logits}
     recipe, dims = step.recipe, step.dims
     if recipe.is_autocast:
-        # The cache of cast weights lives until the forward ends; without checkpointing the blocks keep them anyway.
-        is_kept = step.setting.checkpointing is Checkpointing.NONE
-        event["cast_weights"] = 0 if is_kept else dims.layers * step.blocks.cast_weights
+        # The cache of cast weights lives until the forward ends; what is not recomputed keeps them anyway.
+        event["cast_weights"] = step.blocks.cached_casts
         event["head_temporaries"] = recipe.residual_bytes * dims.hidden * recipe.tokens
     return event
 
@@ -173,12 +172,13 @@ def _block_backward(step: StepMemory, backward: Event) -> dict[str, Event]:
     blocks, sharding = step.blocks, step.sharding
     common = {
         **backward,
-        "recomputed_block": blocks.recomputed,
         "block_temporaries": blocks.temporaries,
         "fresh_gradients": (0 if sharding.reduce_head else head_gradient(step)) + block_gradient(step),
     }
-    top = with_gathered({**common, "activations": blocks.kept}, sharding.gathered_top)
-    bottom = with_gathered({**common, "activations": blocks.kept_by_one, **_retained(step)}, sharding.gathered_bottom)
+    at_top = {"recomputed_block": blocks.recomputed_by_last, "activations": blocks.kept + blocks.fetched}
+    at_bottom = {"recomputed_block": blocks.recomputed, "activations": blocks.kept_by_first, **_retained(step)}
+    top = with_gathered({**common, **at_top}, sharding.gathered_top)
+    bottom = with_gathered({**common, **at_bottom}, sharding.gathered_bottom)
     top.update(gradients_at_top(step, backward))
     bottom.update(gradients_at_bottom(step, backward))
     if not sharding.reduce_block:
@@ -194,14 +194,15 @@ def _middle(step: StepMemory, top: Event, bottom: Event) -> Event:
     blocks, sharding, one = step.blocks, step.sharding, gradients_of_block(step)
     given_up = step.recipe.reduce_bytes * step.dims.block if step.waits_for_last_micro_batch else 0
     after_last = {
-        **with_gathered(top, sharding.gathered_top),
-        "activations": blocks.kept - blocks.kept_by_one,
+        **with_gathered(top, sharding.gathered_top - sharding.freed_by_last),
+        "activations": blocks.kept - blocks.kept_by_last + blocks.fetched,
+        "recomputed_block": blocks.recomputed_after_last,
         "gradients": max(0, top.get("gradients", 0) - given_up) + one,
         "reduce_scatter": sharding.reduce_block,
     }
     before_first = {
-        **with_gathered(bottom, sharding.gathered_top),
-        "activations": min(blocks.kept, 2 * blocks.kept_by_one),
+        **with_gathered(bottom, sharding.gathered_top - sharding.freed_before_first),
+        "activations": min(blocks.kept + blocks.fetched, blocks.kept_by_first + blocks.kept_by_last),
         "gradients": max(0, bottom.get("gradients", 0) - one),
         "reduce_scatter": sharding.reduce_block,
     }
@@ -217,7 +218,7 @@ def _mlp_finished(step: StepMemory, event: Event) -> Event:
     fresh = event["fresh_gradients"] - block_gradient(step) + trained
     return {
         **event,
-        "recomputed_block": step.blocks.recomputed_beside_mlp,
+        "recomputed_block": min(event["recomputed_block"], step.blocks.recomputed_beside_mlp),
         "block_temporaries": recipe.compute_bytes * dims.hidden * tokens,
         "fresh_gradients": fresh,
     }

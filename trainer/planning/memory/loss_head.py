@@ -22,6 +22,7 @@ from trainer.spec.strategy import LossHead
 from trainer.spec.value import Value
 
 DEFAULT_CHUNK_TOKENS = 1024
+FUSED_SLICE_TOKENS = 256  # as in trainer.runtime.loss
 TOKEN_BYTES = 24  # input_ids, labels and shifted labels, 8 bytes each
 _REDUCTIONS = 24  # bytes a token of the slice: targets, their index, ones
 
@@ -70,13 +71,17 @@ def head_memory(setting: Setting, recipe: Recipe, dims: Dims) -> HeadMemory:
             gradient_extra=max(cast_gradient, at_cast) + hidden,
         )
     if setting.loss is LossHead.FUSED:
+        # The logits once; only a slice of them is ever fp32, and where they are fp32 the gradient takes their place.
+        in_slice = dims.vocab * min(tokens, FUSED_SLICE_TOKENS)
+        own = (0 if c == 4 else 4) + (4 if dims.caps_logits else 0)
+        at_cast = gradient - cast_head - hidden - c * logits if recipe.is_autocast else 0
         return HeadMemory(
-            kept=kept,
-            forward_logits=(c + 4) * logits,
-            backward_logits=c * logits,
-            backward_extra=cast_gradient + hidden,
-            gradient_logits=0,
-            gradient_extra=0,
+            kept=kept + 4 * tokens,
+            forward_logits=c * logits + (8 if dims.caps_logits else 4) * in_slice,
+            backward_logits=c * logits + own * in_slice,
+            backward_extra=0,
+            gradient_logits=c * logits,
+            gradient_extra=max(cast_gradient, at_cast) + hidden,
         )
     if setting.loss is LossHead.FUSED_LINEAR:
         in_slice = min(logits, 2 * dims.hidden * tokens)

@@ -7,10 +7,12 @@ matrices of the blocks and AdamW for the rest; LOMO none. GaLore (arXiv:2403.035
 matrix, m >= n, as 2 r m and a projector r n.
 
 Temporaries of the step: `adamw` (foreach) takes the square root of every second moment at once (w an element);
-`adamw_fused` none; Adafactor and Muon work matrix by matrix; GaLore decomposes one fp32 gradient at a time whenever it
-looks for a new projector (torch.linalg.svd of galore_torch). bitsandbytes updates 8-bit state in one kernel; torchao
-works on fp32 copies of one tensor's weight and state. Paged state is bitsandbytes' in every stack: torchao pages none.
-transformers' Trainer keeps the embedding's state in fp32.
+`adamw_fused` none; the others work tensor by tensor, and take so many copies of the largest: Adafactor two, and two
+more in 16 bit; Lion two; Muon three of a matrix, with foreach AdamW for what is none; GaLore two of the embedding,
+which is not projected, and whenever it looks for a new projector it decomposes one fp32 gradient at a time
+(torch.linalg.svd of galore_torch). bitsandbytes updates 8-bit state in one kernel, on a CPU in plain torch; LAMB needs
+a scratch tensor beside it. torchao works on fp32 copies of one tensor's weight and state. Paged state is bitsandbytes'
+in every stack: torchao pages none. transformers' Trainer keeps the embedding's state in fp32.
 """
 
 from trainer.planning.memory.recipe import Dims, Recipe
@@ -18,6 +20,7 @@ from trainer.planning.setting import Setting
 from trainer.spec.strategy import Method, Optimizer
 from trainer.spec.value import Value
 
+_COPIES_ON_CPU = 5  # of one tensor in fp32: without a kernel bitsandbytes reads moments out, and writes them back
 EIGHT_BIT_BYTES = 1 + 4 / 256  # one 8-bit state of one element with its share of the scale
 
 
@@ -34,15 +37,23 @@ def optimizer_bytes(setting: Setting, recipe: Recipe, dims: Dims, *, num_trained
     """State and step temporaries of the optimizer over `num_trained` elements."""
     optimizer, width = setting.strategy.optimizer, recipe.trained_bytes
     if setting.method is Method.GALORE:
-        low_rank = _galore_elements(setting, dims)
-        per_moment = 1.0 if _is_8bit(optimizer) else float(width)
-        state = round(low_rank[0] * per_moment) + low_rank[1] * width
-        return OptimizerBytes(state=state, temporaries=_projection_bytes(dims), table_temporaries=0, is_paged=False)
+        at_table = 0 if _is_8bit(optimizer) else 2 * width * dims.embedding
+        return OptimizerBytes(
+            state=_galore_bytes(setting, recipe, dims),
+            temporaries=max(_projection_bytes(dims), at_table),
+            table_temporaries=at_table,
+            is_paged=False,
+        )
     table = 0 if recipe.is_frozen else dims.embedding
+    others = 0 if recipe.is_frozen else num_trained - dims.block_linears
     return OptimizerBytes(
         state=_state_bytes(optimizer, recipe, dims, num_trained),
-        temporaries=_temporaries(optimizer, recipe, num_trained, min(num_trained, dims.largest_tensor)),
-        table_temporaries=_temporaries(optimizer, recipe, table, table),
+        temporaries=_muon_temporaries(recipe, dims, others)
+        if optimizer is Optimizer.MUON
+        else _temporaries(optimizer, recipe, num_trained, min(num_trained, dims.largest_tensor)),
+        table_temporaries=recipe.trained_bytes * table
+        if optimizer is Optimizer.MUON
+        else _temporaries(optimizer, recipe, table, table),
         is_paged=optimizer in (Optimizer.PAGED_ADAMW, Optimizer.PAGED_ADAMW_8BIT),
     )
 
@@ -78,14 +89,24 @@ def _temporaries(optimizer: Optimizer, recipe: Recipe, num_elements: int, larges
     """Of the update of `num_elements`, the largest of whose tensors has `largest`."""
     if optimizer is Optimizer.ADAMW:
         return 0 if recipe.stack.fuses_adamw else recipe.trained_bytes * num_elements
+    width = recipe.trained_bytes
     if _is_8bit(optimizer):
-        is_torchao = recipe.stack.dequantises_states and optimizer is not Optimizer.PAGED_ADAMW_8BIT
-        return 3 * 4 * largest if is_torchao else 0
-    if optimizer in (Optimizer.ADAFACTOR, Optimizer.MUON):
-        return 3 * 4 * largest
-    if optimizer in (Optimizer.LION, Optimizer.ADALOMO):
-        return 4 * largest
-    return 0
+        scratch = width * largest if optimizer is Optimizer.LAMB_8BIT else 0
+        if recipe.stack.dequantises_states and optimizer is not Optimizer.PAGED_ADAMW_8BIT:
+            return 3 * 4 * largest + scratch
+        copies = 0 if recipe.is_cuda else _COPIES_ON_CPU + (width < 4)  # of 16-bit weights one more
+        return scratch + copies * 4 * largest
+    if optimizer is Optimizer.ADAFACTOR:  # the update and its square; of 16-bit weights the weight and its gradient
+        return (2 if width == 4 else 4) * 4 * largest
+    if optimizer is Optimizer.LION:
+        return 2 * width * largest
+    return 4 * largest if optimizer is Optimizer.ADALOMO else 0
+
+
+def _muon_temporaries(recipe: Recipe, dims: Dims, num_others: int) -> int:
+    """The matrices' one by one, in 16 bit but for the update; then foreach AdamW's of all others."""
+    largest = max(i * o * copies for i, o, copies in dims.matrices)
+    return max(3 * 4 * largest, recipe.trained_bytes * num_others)
 
 
 def _projection_bytes(dims: Dims) -> int:
@@ -97,6 +118,21 @@ def _rows_and_columns(dims: Dims) -> int:
     per_block = sum(copies * (i + o) for i, o, copies in dims.matrices) + 2 * dims.hidden
     tables = (2 if dims.head else 1) * (dims.vocab + dims.hidden)
     return dims.layers * per_block + tables + dims.hidden
+
+
+def _galore_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
+    """Low-rank moments with their projectors; inside Adafactor rows and columns of what is projected."""
+    optimizer, width = setting.strategy.optimizer, recipe.trained_bytes
+    moments, projectors = _galore_elements(setting, dims)
+    if optimizer is Optimizer.ADAFACTOR:
+        projected = 0
+        for num_inputs, num_outputs, copies in dims.matrices:
+            rank = min(setting.galore.rank, num_inputs, num_outputs)
+            projected += copies * (rank + max(num_inputs, num_outputs))
+        projected += 2 * dims.hidden  # the norms, unfactored
+        tables = (2 if dims.head else 1) * (dims.vocab + dims.hidden)
+        return 4 * (dims.layers * projected + tables + dims.hidden) + width * projectors
+    return round(moments * (1.0 if _is_8bit(optimizer) else float(width))) + projectors * width
 
 
 def _galore_elements(setting: Setting, dims: Dims) -> tuple[int, int]:

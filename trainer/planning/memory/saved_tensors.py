@@ -161,6 +161,19 @@ def _reads_attention(setting: Setting, recipe: Recipe, dims: Dims) -> bool:
     return recipe.adapter_inputs is AdapterInputs.SHARED and bool(adapted & _ATTENTION_OUTPUTS)
 
 
+def attention_module_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
+    """What recomputing the attention module frees: all it saves, but for its input, which is kept for it."""
+    inside = attention_bytes(setting, recipe, dims) + _head_norm_bytes(recipe, dims)
+    c, h = recipe.compute_bytes, dims.hidden
+    if recipe.is_frozen:
+        names = {name for name, _, _ in adapted_linears(setting, dims)}
+        is_shared = recipe.adapter_inputs is AdapterInputs.SHARED and bool(names & _ATTENTION_INPUTS)
+        return inside - (0 if is_shared else c * h)
+    if recipe.is_autocast:  # a cast copy for each product that reads the input
+        return inside + (1 if dims.is_qkv_fused else 3) * (1 if recipe.is_fp8 else c) * h - recipe.residual_bytes * h
+    return inside
+
+
 def windowed_attention_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
     """The same in a block that sees a window only, where PyTorch's attention needs a mask for that.
 

@@ -38,6 +38,8 @@ class ShardingMemory(Value, frozen=True, kw_only=True):
     gathered_top: int = 0  # backward of the last block
     gathered_bottom: int = 0  # backward of the first
     gathered_end: int = 0
+    freed_by_last: int = 0  # when the last block has run backwards, of what stays gathered until then
+    freed_before_first: int = 0  # when only the first two are left
     buffers: int = 0  # for the whole run
     buffers_backward: int = 0  # from the head's backward to the end of backward
     reduce_head: int = 0  # what the head's gradient is copied into to be reduced, before the blocks run backwards
@@ -125,6 +127,8 @@ def _fsdp(setting: Setting, recipe: Recipe, dims: Dims) -> ShardingMemory:
             gathered_head=root + (whole or block),
             gathered_top=root + (whole or block + prefetched),
             gathered_bottom=root + block,
+            freed_by_last=min(whole, block),
+            freed_before_first=max(0, whole - 2 * block),
             reduce_block=reduce_block,
         )
     head, embedding = c * (dims.head + dims.hidden), c * dims.embedding
@@ -138,6 +142,8 @@ def _fsdp(setting: Setting, recipe: Recipe, dims: Dims) -> ShardingMemory:
         gathered_top=rest + (stays or block + prefetched),
         gathered_bottom=rest + block + embedding,
         gathered_end=rest,
+        freed_by_last=min(whole, block),
+        freed_before_first=max(0, whole - 2 * block),
         reduce_head=0 if recipe.is_frozen else recipe.reduce_bytes * dims.head,
         reduce_block=reduce_block,
     )

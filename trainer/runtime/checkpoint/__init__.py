@@ -13,6 +13,7 @@ Nothing in it is pickled and nothing of it is unpickled. docs/checkpoints.md des
     ...
     save_checkpoint(root, model=model, optimizer=optimizer, sharding=sharding, facts=facts, ranks=ranks, keep=3)
 
+A run that trains adapters saves these and their optimizer state; its frozen base is known by a fingerprint.
 What is not in a checkpoint, because it is a function of the step: learning rate, data order, dropout seeds. Nor are
 learning rate, weight decay and betas taken from one: the job decides them, the manifest only records them.
 Sharding `none` and `ddp` are written and read; the other engines are rows to come in `engines`.
@@ -26,8 +27,15 @@ from trainer.runtime.checkpoint.manifest import (
     config_sha256,
     folder_name,
 )
+from trainer.runtime.checkpoint.model_state import canonical_name
 from trainer.runtime.checkpoint.ranks import Ranks
-from trainer.runtime.checkpoint.restore import check_compatible, import_optimizer, import_weights, state_digest
+from trainer.runtime.checkpoint.restore import (
+    check_compatible,
+    import_optimizer,
+    import_weights,
+    read_weights,
+    state_digest,
+)
 from trainer.runtime.checkpoint.save import save_checkpoint
 from trainer.runtime.checkpoint.search import find_checkpoint
 from trainer.runtime.checkpoint.shards import NonFiniteStateError
@@ -39,12 +47,14 @@ __all__ = [
     "Manifest",
     "NonFiniteStateError",
     "Ranks",
+    "canonical_name",
     "check_compatible",
     "config_sha256",
     "find_checkpoint",
     "folder_name",
     "import_optimizer",
     "import_weights",
+    "read_weights",
     "save_checkpoint",
     "state_digest",
 ]

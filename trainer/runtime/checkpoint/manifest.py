@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from trainer.runtime.checkpoint.ranges import covered_in_order
 from trainer.spec.errors import InputError
+from trainer.spec.job import LoraJob
 from trainer.spec.report import Evaluation
 from trainer.spec.strategy import Optimizer, Precision, Sharding
 from trainer.spec.value import Value
@@ -77,6 +78,9 @@ class CheckpointFacts(Value, frozen=True, kw_only=True):
     model_config_sha256: Sha256  # of the model's config.json, see `config_sha256`
     data_fingerprint: str
     optimizer: Optimizer
+    lora: LoraJob | None = None  # of what is trained beside a frozen base; None where all weights are
+    is_quantised: bool = False  # the base is held in 4 bit
+    base_fingerprint: str | None = None  # of the frozen base, which is not in the checkpoint
 
     sharding: Sharding
     world_size: Annotated[int, Meta(ge=1)]

@@ -1,4 +1,8 @@
-"""Names of parameters and persistent buffers as the model's author wrote them, whatever wraps the model."""
+"""Names of parameters and persistent buffers as the model's author wrote them, whatever wraps the model.
+
+Of a model with adapters a checkpoint holds these alone: the frozen base is where it came from, and known again by its
+fingerprint. They are told by PEFT's names, which stand where the base's layers are (`q_proj.lora_A.default.weight`).
+"""
 
 import re
 from typing import NamedTuple
@@ -8,6 +12,9 @@ from torch import nn
 
 _LEADING_WRAPPERS = re.compile(r"^(?:module\.|base_model\.model\.)+")  # DistributedDataParallel, DeepSpeed; PEFT
 _INNER_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")  # torch.compile; checkpointing
+
+
+_ADAPTER = re.compile(r"(?:^|\.)lora_[^.]+\.")
 
 
 class NamedTensor(NamedTuple):
@@ -24,7 +31,10 @@ def canonical_name(name: str) -> str:
 
 
 def named_state(model: nn.Module) -> dict[str, NamedTensor]:
-    """Everything of a model that a checkpoint holds, in the model's order; the first name of a tied tensor owns it."""
+    """Everything of a model that a checkpoint holds, in the model's order; the first name of a tied tensor owns it.
+
+    Parameters and persistent buffers; of a model with adapters, the adapters.
+    """
     owners: dict[int, str] = {}
     found: dict[str, NamedTensor] = {}
     for full_name, tensor, is_buffer in _parameters_and_buffers(model):
@@ -37,11 +47,14 @@ def named_state(model: nn.Module) -> dict[str, NamedTensor]:
 
 
 def _parameters_and_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor, bool]]:
-    parameters = [(name, tensor, False) for name, tensor in model.named_parameters(remove_duplicate=False)]
+    parameters: list[tuple[str, torch.Tensor, bool]] = [
+        (name, tensor, False) for name, tensor in model.named_parameters(remove_duplicate=False)
+    ]
     buffers = [
         (f"{path}.{name}" if path else name, tensor, True)
         for path, module in model.named_modules(remove_duplicate=False)
         for name, tensor in module.named_buffers(recurse=False, remove_duplicate=False)
         if name not in module._non_persistent_buffers_set
     ]
-    return parameters + buffers
+    adapters = [item for item in parameters if _ADAPTER.search(item[0])]
+    return adapters or parameters + buffers

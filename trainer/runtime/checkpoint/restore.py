@@ -14,7 +14,7 @@ from trainer.runtime.checkpoint.engines import engine_of
 from trainer.runtime.checkpoint.manifest import CheckpointFacts, CheckpointFolder, Manifest
 from trainer.runtime.checkpoint.model_state import named_state
 from trainer.runtime.checkpoint.optimizer_state import check_supported
-from trainer.runtime.checkpoint.pieces import flat, type_of
+from trainer.runtime.checkpoint.pieces import dtype_of, flat, type_of
 from trainer.runtime.checkpoint.shards import OpenShards
 from trainer.runtime.optimizers import unwrapped
 from trainer.spec.errors import InputError, InputProblemsError
@@ -37,6 +37,8 @@ def check_compatible(checkpoint: CheckpointFolder, facts: CheckpointFacts) -> No
         ("train.tokens_per_step", saved.tokens_per_step, facts.tokens_per_step),
         ("sequences per step", saved.sequences_per_step, facts.sequences_per_step),
         ("optimizer", *_optimizers(saved.optimizer, facts.optimizer)),
+        ("kind of training", _kind(saved), _kind(facts)),
+        ("base model (fingerprint)", (saved.base_fingerprint or "none")[:12], (facts.base_fingerprint or "none")[:12]),
     )
     where = f"{checkpoint.path.name} of {saved.run_name}"
     problems = [f"{where}: another {what}: it has {old}, this job {new}" for what, old, new in compared if old != new]
@@ -64,6 +66,18 @@ def import_weights(model: nn.Module, checkpoint: CheckpointFolder) -> None:
                 shards.fill(flat(item.tensor, name=name), entry, start=0, what=name)
             elif manifest.entry(name) is not manifest.entry(item.tied_to):
                 raise InputError(f"{name}: is tied to {item.tied_to} in this job and not in the checkpoint")
+
+
+def read_weights(checkpoint: CheckpointFolder) -> dict[str, torch.Tensor]:
+    """Every saved weight by its name, a tied one once, without a model to put them in."""
+    weights = {}
+    with OpenShards(checkpoint) as shards:
+        for name, entry in checkpoint.manifest.parameters.items():
+            if entry.weight is not None:
+                values = torch.empty(entry.weight.num_elements, dtype=dtype_of(entry.weight.type))
+                shards.fill(values, entry.weight, start=0, what=name)
+                weights[name] = values.view(entry.weight.shape)
+    return weights
 
 
 def import_optimizer(model: nn.Module, optimizer: object, checkpoint: CheckpointFolder, *, sharding: Sharding) -> None:
@@ -95,6 +109,16 @@ def state_digest(model: nn.Module, optimizer: object, *, sharding: Sharding) -> 
 def _optimizers(saved: Optimizer, wanted: Optimizer) -> tuple[Optimizer, Optimizer]:
     """The two, as equal where their state means the same."""
     return (saved, saved) if {saved, wanted} <= _ADAM_FP32 else (saved, wanted)
+
+
+def _kind(facts: CheckpointFacts) -> str:
+    """`all weights`, or what the adapters are, as far as they mean another function with the same shapes."""
+    lora = facts.lora
+    if lora is None:
+        return "all weights"
+    base = "4-bit base, " if facts.is_quantised else ""
+    scaling = "rank-stabilised " if lora.rslora else ""
+    return f"{base}adapters of {scaling}rank {lora.rank}, alpha {lora.alpha:g}{', DoRA' if lora.dora else ''}"
 
 
 def _check_names(names: Iterable[str], manifest: Manifest) -> None:

@@ -1,37 +1,56 @@
-"""The optimizer of a plan, over two groups of parameters: those with weight decay and those without.
+"""The optimizer of a plan: one object over named groups of parameters, whatever updates them and when.
 
-Decay applies to matrices (two or more dimensions); norms and biases have none. Betas and epsilon are those of
-Llama-type training (Llama 2, arXiv:2307.09288, section 2.2). The learning rate is set before every step by the loop.
-
-`deepspeed_cpu_adam` is built here, with `adamw_mode` on: Accelerate's own replacement of an optimizer under offload
-would turn it off without a word (docs/workarounds.md, W5).
+`rules` is the table of all optimizers, `groups` says which parameters go together, `galore` projects the matrices of
+the blocks, `in_backward` runs any of them while gradients come, `facts` looks at what was kept. The learning rate is
+set before every step by the loop.
 """
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
+from trainer.runtime.optimizers.facts import state_facts
+from trainer.runtime.optimizers.galore import build_galore, galore_class_name
+from trainer.runtime.optimizers.groups import DECAY, MATRICES, NO_DECAY, Group, matrix_groups, parameter_groups
+from trainer.runtime.optimizers.in_backward import (
+    ALWAYS_IN_BACKWARD,
+    backward_updates,
+    check_in_backward,
+    run_in_backward,
+)
+from trainer.runtime.optimizers.rules import BETAS, EPSILON, UPDATE_RULES, WITH_MATRICES
 from trainer.spec.errors import InputError
 from trainer.spec.job import GaloreJob
 from trainer.spec.strategy import Optimizer
 
-BETAS = (0.9, 0.95)
-EPSILON = 1e-8
-DECAY, NO_DECAY = "decay", "no_decay"
+__all__ = [
+    "BETAS",
+    "DECAY",
+    "EPSILON",
+    "MATRICES",
+    "NO_DECAY",
+    "Group",
+    "build_optimizer",
+    "check_in_backward",
+    "expected_class_name",
+    "expected_groups",
+    "optimizer_facts",
+    "parameter_groups",
+    "set_learning_rate",
+    "unwrapped",
+    "updates_in_backward",
+]
 
-Group = dict[str, Any]
-
-
-def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[Group]:
-    """Two groups, `decay` and `no_decay`, of the parameters that are trained."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay, "name": DECAY},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0, "name": NO_DECAY},
-    ]
+_PLAIN_MODULES = (
+    "torch.optim",
+    "deepspeed.ops",
+    "bitsandbytes.optim",
+    "lion_pytorch",
+    "galore_torch",
+    "transformers.optimization",
+    "trainer.runtime.optimizers",
+)
 
 
 def build_optimizer(
@@ -43,30 +62,44 @@ def build_optimizer(
     galore: GaloreJob | None = None,
     in_backward: bool = False,
 ) -> TorchOptimizer:
-    """The optimizer over both groups; with `galore` the one inside GaLore, with `in_backward` run by gradient hooks."""
-    if galore is not None or in_backward:
-        raise InputError("GaLore and the optimizer in the backward pass come with shardwise 0.3")
-    build = _BUILDERS.get(optimizer)
-    if build is None:
-        raise InputError(
-            f"pin.optimizer: {optimizer} comes with shardwise 0.3; there are {', '.join(sorted(_BUILDERS))}"
-        )
-    return build(parameter_groups(model, weight_decay=weight_decay), lr)
+    """The optimizer over its groups; with `galore` the one inside GaLore, with `in_backward` run by gradient hooks.
+
+    InputError where the two do not go with the optimizer or the model.
+    """
+    if in_backward and optimizer is Optimizer.DEEPSPEED_CPU_ADAM:
+        raise InputError("deepspeed_cpu_adam updates state in host RAM after the backward pass, not inside it")
+    if galore is not None:
+        built = build_galore(optimizer, model, lr=lr, weight_decay=weight_decay, galore=galore)
+    else:
+        rule = UPDATE_RULES[optimizer]
+        groups = matrix_groups if rule.groups == WITH_MATRICES else parameter_groups
+        built = rule.build(groups(model, weight_decay=weight_decay), lr)
+    if in_backward or optimizer in ALWAYS_IN_BACKWARD or (galore is not None and galore.layerwise):
+        run_in_backward(built)
+    return built
 
 
 def expected_class_name(optimizer: Optimizer, *, is_galore: bool = False, in_backward: bool = False) -> str:
-    """The class that `build_optimizer` answers with; what Accelerate or DeepSpeed put in its place has another."""
-    return _CLASS_NAMES[optimizer]
+    """The class that `build_optimizer` answers with; what Accelerate or DeepSpeed put in its place has another.
+
+    An update in the backward pass leaves the class as it is.
+    """
+    return galore_class_name(optimizer) if is_galore else UPDATE_RULES[optimizer].class_name
+
+
+def expected_groups(optimizer: Optimizer, *, is_galore: bool = False) -> tuple[str, ...]:
+    """The names of the groups that `build_optimizer` makes, in their order."""
+    return WITH_MATRICES if is_galore else UPDATE_RULES[optimizer].groups
 
 
 def updates_in_backward(optimizer: object) -> bool:
     """Whether weights are updated while the backward pass runs, so that no gradient is left to clip or to step on."""
-    return bool(getattr(unwrapped(optimizer), "updates_in_backward", False))
+    return backward_updates(unwrapped(optimizer)) is not None
 
 
 def optimizer_facts(optimizer: object) -> dict[str, str]:
-    """What its state is seen to be after a step, in words: types, shapes, where it lies."""
-    return {}
+    """What its state is seen to be after a step, in words: types, shapes, bytes of this rank."""
+    return state_facts(unwrapped(optimizer))
 
 
 def unwrapped(optimizer: object) -> TorchOptimizer:
@@ -79,41 +112,9 @@ def unwrapped(optimizer: object) -> TorchOptimizer:
 
 
 def set_learning_rate(optimizer: Any, lr: float) -> None:  # noqa: ANN401  # torch's, Accelerate's or DeepSpeed's, alike in this
-    """Sets the learning rate of every group."""
+    """Sets the learning rate of every group, and hooks on parameters that an engine has put in since the last step."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-
-
-def _adamw(groups: Iterable[Group], lr: float) -> TorchOptimizer:
-    return torch.optim.AdamW(groups, lr=lr, betas=BETAS, eps=EPSILON, foreach=True)
-
-
-def _adamw_fused(groups: Iterable[Group], lr: float) -> TorchOptimizer:
-    return torch.optim.AdamW(groups, lr=lr, betas=BETAS, eps=EPSILON, fused=True)
-
-
-def _sgd(groups: Iterable[Group], lr: float) -> TorchOptimizer:
-    return torch.optim.SGD(groups, lr=lr)
-
-
-def _deepspeed_cpu_adam(groups: Iterable[Group], lr: float) -> TorchOptimizer:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    built = DeepSpeedCPUAdam(groups, lr=lr, betas=BETAS, eps=EPSILON, adamw_mode=True)
-    assert isinstance(built, TorchOptimizer)
-    return built
-
-
-_PLAIN_MODULES = ("torch.optim", "deepspeed.ops")
-_CLASS_NAMES = {
-    Optimizer.ADAMW: "AdamW",
-    Optimizer.ADAMW_FUSED: "AdamW",
-    Optimizer.SGD: "SGD",
-    Optimizer.DEEPSPEED_CPU_ADAM: "DeepSpeedCPUAdam",
-}
-_BUILDERS: dict[Optimizer, Callable[[Iterable[Group], float], TorchOptimizer]] = {
-    Optimizer.ADAMW: _adamw,
-    Optimizer.ADAMW_FUSED: _adamw_fused,
-    Optimizer.SGD: _sgd,
-    Optimizer.DEEPSPEED_CPU_ADAM: _deepspeed_cpu_adam,
-}
+    updates = backward_updates(optimizer) if isinstance(optimizer, TorchOptimizer) else None
+    if updates is not None:
+        updates.attach()

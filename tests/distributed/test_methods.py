@@ -1,0 +1,229 @@
+"""Adapters train alike under every engine, on a whole base and on one in 4 bit, and nothing but them leaves a run.
+
+Each run of plain LoRA equals PEFT in one process without any of our code; the others equal each other: DDP stands for
+what the method is, and a sharding engine may change nothing about it.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from peft import LoraConfig, get_peft_model
+from rank_factory import LR, SEED, rank_plan, write_attempt
+from safetensors.torch import load_file
+from torch.nn import functional
+from transformers import AutoConfig, LlamaForCausalLM
+
+from trainer.runtime.adapters import seed_adapters
+from trainer.runtime.data import TokenRows, step_micro_batches
+from trainer.spec import codec
+from trainer.spec.job import LoraJob, LrSchedule
+from trainer.spec.lr_schedule import learning_rate
+from trainer.spec.plan import Plan
+from trainer.spec.report import Engaged
+from trainer.spec.strategy import Checkpointing, Method, Precision, Sharding
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks
+
+EXACT = 1e-5
+NUM_ADAPTERS, NUM_LENGTHS = 8192, 1024  # elements of rank 4 on 14 layers; rows of these layers
+LORA = LoraJob(rank=4, alpha=8.0)
+DORA = LoraJob(rank=4, alpha=8.0, dora=True, rslora=True)
+DROPPED = LoraJob(rank=4, alpha=8.0, dora=True, dropout=0.1, targets=("q_proj", "layers.1.mlp.up_proj"))
+CONSTANT = {"lora": LORA, "schedule": LrSchedule.CONSTANT}
+LORA_RUN: dict[str, Any] = {"method": Method.LORA, "train": {"lora": LORA}, "num_steps": 6}
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {**LORA_RUN, "num_steps": 10},
+    "mixed": {**LORA_RUN, "precision": Precision.BF16_MIXED},
+    "dropped": {**LORA_RUN, "train": {"lora": DROPPED}, "checkpointing": Checkpointing.FULL},
+    "noisy": {**LORA_RUN, "train": {"lora": LORA, "neftune_alpha": 5.0}},
+    "qlora": {**LORA_RUN, "method": Method.QLORA, "train": {"lora": DORA}, "checkpointing": Checkpointing.FULL},
+    "qlora-mixed": {**LORA_RUN, "method": Method.QLORA, "precision": Precision.BF16_MIXED},
+    "resumed": {**LORA_RUN, "train": CONSTANT, "num_steps": 3},
+    "straight": {**LORA_RUN, "train": CONSTANT, "num_steps": 6},
+}
+TORCH = (Sharding.DDP, Sharding.FSDP, Sharding.FSDP_GRAD_OP)
+ZERO = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
+TORCH_RUNS = (
+    *((sharding, "lora") for sharding in TORCH),
+    *((sharding, kind) for sharding in TORCH[:2] for kind in ("mixed", "dropped", "noisy", "qlora", "qlora-mixed")),
+    (Sharding.DDP, "resumed"),
+    (Sharding.DDP, "straight"),
+)
+ZERO_RUNS = (
+    *((sharding, "lora") for sharding in ZERO),
+    (Sharding.ZERO1, "qlora"),
+    (Sharding.ZERO2, "qlora-mixed"),
+    (Sharding.ZERO2, "noisy"),
+    (Sharding.ZERO3, "mixed"),
+    (Sharding.ZERO3, "dropped"),
+)
+
+
+def each(runs: Sequence[tuple[Sharding, str]]):
+    return pytest.mark.parametrize(("sharding", "kind"), runs, ids=[f"{sharding}-{kind}" for sharding, kind in runs])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, cache_dir, run_ranks) -> Callable[[Sharding, str], Path]:
+    """The folder of a run; those of one library are trained in one group of ranks, the first time one is asked for."""
+    folder = tmp_path_factory.mktemp("methods")
+    trained: set[bool] = set()
+
+    def run_dir(sharding: Sharding, kind: str) -> Path:
+        if sharding.uses_deepspeed not in trained:
+            trained.add(sharding.uses_deepspeed)
+            run_ranks(list(attempts(ZERO_RUNS if sharding.uses_deepspeed else TORCH_RUNS, folder, cache_dir)), 2)
+        return folder / f"{sharding}-{kind}"
+
+    return run_dir
+
+
+def attempts(wanted: Sequence[tuple[Sharding, str]], folder: Path, cache_dir: Path):
+    for sharding, kind in wanted:
+        run_dir = folder / f"{sharding}-{kind}"
+        plan = plan_of(sharding, cache_dir, KINDS[kind])
+        yield write_attempt(run_dir, plan)
+        if kind == "resumed":
+            on = plan_of(sharding, cache_dir, {**KINDS[kind], "num_steps": 6})
+            yield write_attempt(run_dir, replace(on, resume=True), number=2)
+
+
+def plan_of(sharding: Sharding, cache_dir: Path, settings: Mapping[str, Any]) -> Plan:
+    return rank_plan(cache_dir, sharding, num_ranks=2, micro_batch=4, accumulation=1, **settings)
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def engaged(run_dir: Path, rank: int = 0) -> Engaged:
+    return codec.read(run_dir / "attempts" / "1" / f"engaged-{rank}.json", Engaged)
+
+
+@pytest.fixture(scope="module")
+def reference(cache_dir) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and adapters of ten steps of PEFT's own model in one process, with transformers' own logits."""
+    plan = rank_plan(cache_dir)
+    torch.manual_seed(SEED)
+    config = {name: value for name, value in plan.model_config.items() if name != "model_type"}
+    base = LlamaForCausalLM(AutoConfig.for_model("llama", **config))
+    seed_adapters(SEED)
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8.0, target_modules="all-linear", task_type="CAUSAL_LM"))
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
+    rows, found = TokenRows.open(cache_dir, "train"), []
+    for step in range(10):
+        (batch,), num_targets = step_micro_batches(
+            rows, step=step, seed=SEED, sequences_per_step=8, rank=0, num_ranks=1, micro_batch=8, accumulation=1
+        )
+        optimizer.param_groups[0]["lr"] = learning_rate(plan.schedule, plan.job.train, step + 1)
+        logits = model(input_ids=batch.input_ids, use_cache=False).logits
+        total = functional.cross_entropy(
+            logits[:, :-1].reshape(-1, logits.shape[-1]), batch.labels[:, 1:].reshape(-1), reduction="sum"
+        )
+        (total / num_targets).backward()
+        torch.nn.utils.clip_grad_norm_(trained.values(), plan.job.train.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(total.detach()) / num_targets)
+    return found, {name.replace(".default", ""): value.detach() for name, value in trained.items()}
+
+
+@each([run for run in (*TORCH_RUNS, *ZERO_RUNS) if run[1] == "lora"])
+def test_ten_steps_equal_peft_in_a_single_process(sharding, kind, runs, reference):
+    expected, adapters = reference
+    run_dir = runs(sharding, kind)
+    assert losses(run_dir) == pytest.approx(expected, abs=EXACT)
+    assert expected[-1] < expected[0] - 0.2, "the reference learns, so that a difference would show"
+    exported = load_file(run_dir / "export" / "adapter_model.safetensors")
+    assert exported.keys() == adapters.keys()
+    for name, value in adapters.items():
+        torch.testing.assert_close(exported[name], value, rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@each([run for run in (*TORCH_RUNS, *ZERO_RUNS) if run[1] in ("dropped", "noisy", "qlora") and run[0] is not TORCH[0]])
+def test_a_sharding_engine_trains_adapters_as_ddp_does(sharding, kind, runs):
+    found, expected = losses(runs(sharding, kind)), losses(runs(Sharding.DDP, kind))
+    assert found == pytest.approx(expected, abs=EXACT)
+    assert expected[-1] < expected[0]
+
+
+@each(
+    [
+        (Sharding.FSDP, "mixed"),
+        (Sharding.FSDP, "qlora-mixed"),
+        (Sharding.ZERO2, "qlora-mixed"),
+        (Sharding.ZERO3, "mixed"),
+    ]
+)
+def test_in_16_bit_too_up_to_rounding(sharding, kind, runs):
+    found = losses(runs(sharding, kind))
+    assert found == pytest.approx(losses(runs(Sharding.DDP, kind)), abs=2e-3)
+    exact = losses(runs(Sharding.DDP, "lora" if kind == "mixed" else "qlora"))
+    assert found[0] == pytest.approx(exact[0], abs=5e-3), "before the first update DoRA changes nothing"
+
+
+@each([run for run in (*TORCH_RUNS, *ZERO_RUNS) if run[1] not in ("resumed", "straight")])
+def test_the_method_of_the_plan_is_the_one_that_ran(sharding, kind, runs):
+    seen = engaged(runs(sharding, kind))
+    facts = seen.facts
+    is_mixed, is_zero = "mixed" in kind, sharding.uses_deepspeed
+    trained = {"qlora": NUM_ADAPTERS + NUM_LENGTHS, "dropped": 2048}.get(kind, NUM_ADAPTERS)
+    assert facts["trained parameters"].startswith(f"{trained:,} of {106_816 + trained:,} (")
+    layers = 3 if kind == "dropped" else 14
+    assert facts["adapters"] == f"{'bfloat16' if is_mixed and is_zero else 'float32'}, on {layers} layers"
+    assert facts["base"] == ("bfloat16" if is_mixed else "float32")
+    assert ("4-bit layers" in facts) is kind.startswith("qlora")
+    if kind.startswith("qlora"):
+        stored, computed = "bfloat16" if sharding.uses_fsdp else "uint8", "bfloat16" if is_mixed else "float32"
+        words = f"14 of nf4, scales quantised too, stored as {stored}, computed in {computed}"
+        assert facts["4-bit layers"] == words
+    if kind == "noisy":
+        assert facts["embedding noise"] == "NEFTune, alpha 5, added in 1 forwards"
+    assert seen.checkpointed_blocks == (2 if kind in ("dropped", "qlora") else 0)
+    assert seen.sharded_parameters == (_num_parameters(kind) if sharding.shards_weights else 0)
+
+
+def _num_parameters(kind: str) -> int:
+    return {"dropped": 21 + 3 * 3, "qlora": 21 + 3 * 14}.get(kind, 21 + 2 * 14)
+
+
+def test_fsdp_leaves_each_rank_half_of_the_packed_weights(runs):
+    """81,920 weights in 14 layers are 20,480 pairs of bytes; embeddings, head and norms stay whole numbers."""
+    owned = [engaged(runs(Sharding.FSDP, "qlora-mixed"), rank).partition_elements for rank in (0, 1)]
+    whole = 106_816 - 73_728 + 73_728 // 4 + NUM_ADAPTERS
+    assert sum(owned) == whole
+    assert max(owned) <= 0.51 * whole
+
+
+@each([(Sharding.ZERO1, "lora"), (Sharding.ZERO2, "qlora-mixed"), (Sharding.ZERO3, "mixed")])
+def test_deepspeed_keeps_masters_of_adapters_only(sharding, kind, runs):
+    owned = [engaged(runs(sharding, kind), rank).partition_elements for rank in (0, 1)]
+    assert owned == [NUM_ADAPTERS // 2, NUM_ADAPTERS // 2]
+
+
+@each([run for run in (*TORCH_RUNS, *ZERO_RUNS) if run[1] in ("lora", "qlora", "mixed")])
+def test_a_run_leaves_adapters_and_no_base_behind(sharding, kind, runs):
+    export = runs(sharding, kind) / "export"
+    assert sorted(path.name for path in export.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    tensors = load_file(export / "adapter_model.safetensors")
+    assert len(tensors) == (3 if kind == "qlora" else 2) * 14
+    assert all(tensor.abs().max() > 0 for tensor in tensors.values()), "B starts at zero and was trained"
+
+
+def test_a_run_on_two_ranks_that_was_resumed_ends_bitwise_like_one_that_was_not(runs):
+    resumed, straight = runs(Sharding.DDP, "resumed"), runs(Sharding.DDP, "straight")
+    assert losses(resumed) == losses(straight)
+    for folder in (resumed, straight):
+        assert (folder / "checkpoints" / "step-00000006").is_dir()
+    ends = [load_file(folder / "export" / "adapter_model.safetensors") for folder in (resumed, straight)]
+    assert all(torch.equal(ends[0][name], tensor) for name, tensor in ends[1].items())
+    manifest = json.loads((straight / "checkpoints" / "step-00000006" / "MANIFEST.json").read_text())
+    assert len(manifest["parameters"]) == 28
+    assert all(".lora_" in name and entry["state"].keys() == {"exp_avg", "exp_avg_sq"}
+               for name, entry in manifest["parameters"].items())  # fmt: skip

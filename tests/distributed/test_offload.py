@@ -1,0 +1,241 @@
+"""State off the device trains alike, and lies where the plan says: in host RAM, or in files on a disk.
+
+The two vocabulary tables are just large enough for DeepSpeed to swap them: each rank's piece has 1 MiB in fp32.
+DistributedDataParallel is the reference; `test_engines` holds it against plain PyTorch.
+"""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from engine_plan_factory import TINY_LLAMA
+from operator_cache import folder_with_operators
+from rank_factory import rank_plan, write_attempt
+from safetensors.torch import load_file
+
+from launch.nvme_folder import check_nvme
+from launch.offload_buffers import offload_buffers
+from trainer.spec import codec
+from trainer.spec.job import Limits, NvmeLimit
+from trainer.spec.model_shape import read_model_shape
+from trainer.spec.plan import Buckets, Plan
+from trainer.spec.report import Engaged
+from trainer.spec.strategy import Offload, Precision, Sharding
+from trainer.spec.units import MIB, format_bytes
+
+MODEL = {**TINY_LLAMA, "vocab_size": 8192}
+TABLE_ELEMENTS = 8192 * 64
+TOLERANCE = 1e-5
+LOCKABLE_BYTES = 12 * MIB  # as on a machine that grants little, so that there are several sub-groups
+
+Case = tuple[Sharding, Offload]
+CASES: tuple[Case, ...] = (
+    (Sharding.ZERO2, Offload.OPTIMIZER),
+    (Sharding.ZERO3, Offload.OPTIMIZER),
+    (Sharding.ZERO3, Offload.OPTIMIZER_PARAMS),
+    (Sharding.ZERO3, Offload.NVME_OPTIMIZER),
+    (Sharding.ZERO3, Offload.NVME_ALL),
+)
+NVME = [case for case in CASES if case[1].uses_nvme]
+PURE: tuple[Case, ...] = tuple((each, Offload.NONE) for each in (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3))
+REFERENCE: Case = (Sharding.DDP, Offload.NONE)
+
+
+def name_of(case: Case) -> str:
+    return "+".join(case)
+
+
+def name_of_pure(case: Case) -> str:
+    return f"{case[0]}-bf16"
+
+
+def pure_plan(case: Case, cache_dir: Path) -> Plan:
+    return rank_plan(cache_dir, *case, num_ranks=2, micro_batch=2, accumulation=2, precision=Precision.BF16)
+
+
+def plan_of(case: Case, cache_dir: Path, folder: Path) -> Plan:
+    plan = rank_plan(
+        cache_dir,
+        *case,
+        num_ranks=2,
+        micro_batch=2,
+        accumulation=2,
+        model_config=MODEL,
+        limits=Limits(nvme=NvmeLimit(path=str(folder / name_of(case) / "nvme"))),
+    )
+    if plan.chosen.strategy.base_config is None and case[1] is not Offload.NONE:
+        strategy = msgspec.structs.replace(plan.chosen.strategy, base_config="ds_configs/zero3_nvme_optimizer.json")
+        plan = msgspec.structs.replace(plan, candidates=(msgspec.structs.replace(plan.chosen, strategy=strategy),))
+    host = msgspec.structs.replace(plan.hardware.host, memlock_limit_bytes=LOCKABLE_BYTES)
+    return msgspec.structs.replace(
+        plan,
+        model_shape=read_model_shape(MODEL),
+        hardware=msgspec.structs.replace(plan.hardware, host=host),
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, cache_dir, run_ranks) -> Path:
+    """A folder of run directories, all trained in one group of two ranks."""
+    folder_with_operators("cpu_adam", "async_io")
+    folder = tmp_path_factory.mktemp("offload")
+    plans = {name_of(case): plan_of(case, cache_dir, folder) for case in (REFERENCE, *CASES)}
+    plans |= {name_of_pure(case): pure_plan(case, cache_dir) for case in PURE}
+    check_nvme(plans[name_of(NVME[-1])])
+    run_ranks([write_attempt(folder / name, plan) for name, plan in plans.items()], 2)
+    return folder
+
+
+def engaged(run_dir: Path, rank: int) -> Engaged:
+    return codec.read(run_dir / "attempts" / "1" / f"engaged-{rank}.json", Engaged)
+
+
+def each(cases):
+    return pytest.mark.parametrize("case", cases, ids=[name_of(case) for case in cases])
+
+
+@each(CASES)
+def test_ten_steps_equal_those_of_ddp(case, runs, read_course):
+    expected, course = read_course(runs / name_of(REFERENCE)), read_course(runs / name_of(case))
+    assert len(course.losses) == 10
+    assert expected.losses[9] < expected.losses[0] - 0.5
+    assert course.losses == pytest.approx(expected.losses, abs=TOLERANCE)
+    # torch adds up the squares of half a million elements in fp32 one after the other, DeepSpeed in fp64.
+    assert course.grad_norms == pytest.approx(expected.grad_norms, rel=1e-3)
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(course.weights[name], weight, rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@each(CASES)
+def test_the_optimizer_is_deepspeeds_cpu_adam_and_its_state_is_off_the_device(case, runs):
+    for rank in (0, 1):
+        seen = engaged(runs / name_of(case), rank)
+        assert seen.optimizer_class == "DeepSpeedCPUAdam"
+        assert seen.engine_class == "DeepSpeedEngine"
+        place = "nvme" if case[1].uses_nvme else "cpu"
+        assert f"float32 on {place}" in seen.facts["master weights"]
+
+
+@each([case for case in CASES if case[1].moves_parameters])
+def test_weights_lie_off_the_device(case, runs):
+    place = "nvme" if case[1].uses_nvme else "cpu"
+    assert f"float32 on {place}" in engaged(runs / name_of(case), 0).facts["weights"]
+
+
+def swap_files(runs: Path, case: Case, kind: str, rank: int) -> list[Path]:
+    folder = runs / name_of(case) / "nvme" / "zero_stage_3" / kind / f"rank{rank}"
+    return sorted(folder.glob("*.swp"))
+
+
+@each(NVME)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_master_weights_gradients_and_both_moments_of_the_tables_are_files(case, rank, runs):
+    files = swap_files(runs, case, "optimizer", rank)
+    gradients = [path for path in files if "_gradient_" in path.name]
+    assert [path.stat().st_size for path in gradients] == [4 * TABLE_ELEMENTS // 2] * 2
+    for moment in ("exp_avg-", "exp_avg_sq-"):
+        sizes = [path.stat().st_size for path in files if path.name.startswith(moment)]
+        assert sum(sizes) >= 4 * TABLE_ELEMENTS, "a rank's halves of both tables"
+    facts = engaged(runs / name_of(case), rank).facts
+    assert facts["optimizer on NVMe"].startswith(f"{len(files)} files, ")
+
+
+@each(NVME)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_on_the_disk_is_what_was_trained(case, rank, runs):
+    """Each rank's half of the exported tables stands, to the bit, in one of its files."""
+    weights = load_file(runs / name_of(case) / "export" / "model.safetensors")
+    kinds = ["optimizer", "float32params"] if case[1] is Offload.NVME_ALL else ["optimizer"]
+    for kind in kinds:
+        contents = [path.read_bytes() for path in swap_files(runs, case, kind, rank)]
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            half = weights[name].flatten()[rank * TABLE_ELEMENTS // 2 : (rank + 1) * TABLE_ELEMENTS // 2]
+            assert any(half.numpy().tobytes() in content for content in contents), f"{kind}: {name}"
+
+
+def test_weights_are_files_only_where_the_plan_says_so(runs):
+    for rank in (0, 1):
+        assert len(swap_files(runs, (Sharding.ZERO3, Offload.NVME_ALL), "float32params", rank)) == 2
+        assert swap_files(runs, (Sharding.ZERO3, Offload.NVME_OPTIMIZER), "float32params", rank) == []
+
+
+@each(CASES)
+def test_deepspeed_was_told_the_sizes_of_the_plan(case, runs, cache_dir):
+    sizes = offload_buffers(plan_of(case, cache_dir, runs))
+    config = json.loads((runs / name_of(case) / "attempts" / "1" / "ds_config.json").read_text())["zero_optimization"]
+    if case[0] is Sharding.ZERO3:
+        assert config["sub_group_size"] == sizes.sub_group_elements
+        assert sizes.locked_bytes <= LOCKABLE_BYTES
+    assert config["offload_optimizer"]["pin_memory"] is False
+
+
+def test_several_sub_groups_fit_into_little_memory(runs, cache_dir):
+    """The plan of weights on NVMe cuts each rank's partition into more than one."""
+    plan = plan_of((Sharding.ZERO3, Offload.NVME_ALL), cache_dir, runs)
+    assert offload_buffers(plan).sub_group_elements < plan.model_shape.num_parameters // 4
+    assert "elements in 3" in engaged(runs / "zero3+nvme_all", 0).facts["partitions"]
+
+
+@pytest.mark.parametrize("case", PURE, ids=name_of_pure)
+def test_pure_bf16_under_zero_has_no_fp32_copy_and_trains_nearly_as_well(case, runs, reference, read_course):
+    """The keys `bf16_master_weights_and_grads` and `bf16_optimizer_states`: partitions and both moments are bf16."""
+    for rank in (0, 1):
+        seen = engaged(runs / name_of_pure(case), rank)
+        assert (seen.precision, seen.engine_class, seen.optimizer_class) == ("bf16", "DeepSpeedEngine", "AdamW")
+        half = format_bytes(2 * seen.partition_elements)
+        assert seen.facts["master weights"] == f"bfloat16 on cpu {half}"
+        both = format_bytes(2 * 2 * seen.partition_elements)
+        assert seen.facts["place of optimizer state"] == f"bfloat16 on cpu {both}"
+    losses = read_course(runs / name_of_pure(case)).losses
+    assert losses == pytest.approx(reference.losses, abs=2e-2)
+    assert losses != pytest.approx(reference.losses, abs=1e-4), "fp32 would be as close as that"
+
+
+@pytest.fixture(scope="module")
+def wrong_run(tmp_path_factory, cache_dir, run_ranks) -> str:
+    """What ranks say whose DeepSpeed file is not the plan's."""
+    folder = tmp_path_factory.mktemp("wrong")
+    plan = plan_of((Sharding.ZERO3, Offload.NVME_ALL), cache_dir, folder)
+    buckets = Buckets(
+        reduce_elements=2**18, allgather_elements=2**18, prefetch_elements=2**18, live_parameters=2**20,
+        persistence_elements=640,
+    )  # fmt: skip
+    chosen = msgspec.structs.replace(plan.chosen, buckets=buckets)
+    path = write_attempt(folder / "run", msgspec.structs.replace(plan, candidates=(chosen,)))
+    config = json.loads(path.with_name("ds_config.json").read_text())
+    config["zero_optimization"] |= {"offload_param": {"device": "none"}, "reduce_bucket_size": 2**17}
+    path.with_name("ds_config.json").write_text(json.dumps(config))
+    with pytest.raises(AssertionError) as raised:
+        run_ranks([path], 2)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "offload: the plan says nvme_all, nvme_optimizer runs",
+        "weights on NVMe: the plan says 2, 0 runs",
+        "buckets: reduce elements: the plan says 262144, 131072 runs",
+    ],
+)
+def test_ranks_stop_where_deepspeed_does_something_else(line, wrong_run):
+    assert line in wrong_run
+
+
+READS_TWICE = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+from trainer.runtime import accelerator
+accelerator.read_each_weight_once = lambda: None
+import engine_worker
+engine_worker.main(sys.argv[1:])
+"""
+
+
+def test_w34_deepspeed_asks_for_two_buffers_for_a_weight_that_is_used_twice(tmp_path, cache_dir, start_ranks):
+    (tmp_path / "canary.py").write_text(READS_TWICE)
+    plan = write_attempt(tmp_path / "run", plan_of(NVME[-1], cache_dir, tmp_path))
+    with pytest.raises(AssertionError, match="already assigned swap buffer"):
+        start_ranks([str(tmp_path / "canary.py"), str(Path(__file__).parent), str(plan)], 2)

@@ -1,0 +1,137 @@
+"""Packed rows under the engines: every loss is that of the documents, each learned in a forward of its own.
+
+The reference is one process of plain PyTorch that never sees a packed row: it takes the documents of the global batch
+apart and adds up what each loses alone. The heads that read sharded weights are among the cases.
+"""
+
+import sysconfig
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from rank_factory import LR, NUM_EVAL_ROWS, SEED, SEQ_LEN, rank_plan, write_attempt
+from torch.nn import functional
+from transformers import AutoConfig, LlamaForCausalLM
+
+from trainer.runtime.row_writer import RowShape, RowWriter
+from trainer.runtime.token_rows import TokenLayout, TokenRows
+from trainer.spec import codec
+from trainer.spec.data_order import row_of_sequence
+from trainer.spec.lr_schedule import learning_rate
+from trainer.spec.plan import Plan
+from trainer.spec.report import Engaged
+from trainer.spec.strategy import Attention, Checkpointing, LossHead, Sharding
+
+NUM_STEPS = 4
+TOLERANCE = 1e-5
+NUM_ROWS = 400
+TORCH_CASES = [
+    (Sharding.DDP, Checkpointing.NONE, LossHead.FUSED, Attention.SDPA),
+    (Sharding.DDP, Checkpointing.FULL, LossHead.CHUNKED, Attention.EAGER),
+    (Sharding.FSDP, Checkpointing.FULL, LossHead.FUSED, Attention.SDPA),
+]
+DEEPSPEED_CASES = [
+    (Sharding.ZERO2, Checkpointing.NONE, LossHead.CHUNKED, Attention.SDPA),
+    (Sharding.ZERO3, Checkpointing.FULL, LossHead.FUSED, Attention.SDPA),
+]
+
+
+@pytest.fixture(scope="module")
+def packed_cache(tmp_path_factory) -> Path:
+    """Rows packed from documents of 1 to 60 bytes of text, so that some documents span two rows."""
+    folder = tmp_path_factory.mktemp("packed") / "rows"
+    folder.mkdir()
+    text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("a*.py"))[:6])
+    lengths = np.random.default_rng(1).integers(1, 61, size=800)
+    with (folder / "tokens.bin").open("wb") as stream, (folder / "starts.bin").open("wb") as starts:
+        writer = RowWriter(stream, np.dtype("<u2"), RowShape(SEQ_LEN, is_packed=True, eos_id=0), starts=starts)
+        for end, length in zip(np.cumsum(lengths), lengths, strict=True):
+            writer.add(list(text[end - length : end]), opens_document=True, is_held_out=False, weight=1.0)
+        rows = writer.finish()
+    assert len(rows.train) >= NUM_ROWS
+    np.save(folder / "eval_rows.npy", rows.train[:NUM_EVAL_ROWS])
+    np.save(folder / "train_rows.npy", rows.train[NUM_EVAL_ROWS:NUM_ROWS])
+    layout = TokenLayout(
+        dtype="uint16", num_tokens=rows.num_tokens, seq_len=SEQ_LEN, pad_id=0, num_starts=rows.num_starts
+    )
+    (folder / "layout.json").write_bytes(msgspec.json.encode(layout))
+    return folder
+
+
+def plan_of(case, cache_dir: Path) -> Plan:
+    sharding, checkpointing, loss, attention = case
+    return rank_plan(
+        cache_dir, sharding, num_steps=NUM_STEPS, num_ranks=2, accumulation=2, micro_batch=2,
+        checkpointing=checkpointing, loss=loss, attention=attention,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reference(packed_cache: Path) -> list[float]:
+    plan = plan_of(TORCH_CASES[0], packed_cache)
+    torch.manual_seed(SEED)
+    config = {name: value for name, value in plan.model_config.items() if name != "model_type"}
+    model = LlamaForCausalLM(AutoConfig.for_model("llama", **config))
+    decayed, others = ([p for p in model.parameters() if (p.ndim >= 2) is wide] for wide in (True, False))
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=LR, betas=(0.9, 0.95)
+    )
+    rows = TokenRows.open(packed_cache, "train")
+    losses = []
+    for step in range(NUM_STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(plan.schedule, plan.job.train, step + 1)
+        loss = _mean_loss(model, [document for number in _numbers(step, len(rows)) for document in _cut(rows, number)])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), plan.job.train.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def _numbers(step: int, num_rows: int) -> list[int]:
+    return [row_of_sequence(8 * step + number, seed=SEED, num_rows=num_rows) for number in range(8)]
+
+
+def _cut(rows: TokenRows, number: int) -> Sequence[torch.Tensor]:
+    return [torch.from_numpy(part) for part in np.split(rows.row(number), rows.document_starts(number))]
+
+
+def _mean_loss(model: LlamaForCausalLM, documents: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Over the targets of documents that are each a batch of one."""
+    learned = [document for document in documents if len(document) > 1]
+    total = torch.zeros(())
+    for document in learned:
+        logits = model(input_ids=document[None], use_cache=False).logits[0]
+        total = total + functional.cross_entropy(logits[:-1], document[1:], reduction="sum")
+    return total / sum(len(document) - 1 for document in learned)
+
+
+@pytest.mark.parametrize("cases", [TORCH_CASES, DEEPSPEED_CASES], ids=["torch", "deepspeed"])
+def test_packed_rows_are_learned_as_their_documents_one_by_one(
+    cases, tmp_path, packed_cache, reference, read_course, run_ranks: Callable[[Sequence[Path], int], None]
+):
+    folders = [tmp_path / "-".join(case) for case in cases]
+    attempts = [write_attempt(folder, plan_of(case, packed_cache)) for folder, case in zip(folders, cases, strict=True)]
+    run_ranks(attempts, 2)
+    for case, folder, attempt in zip(cases, folders, attempts, strict=True):
+        assert read_course(folder).losses == pytest.approx(reference, abs=TOLERANCE), folder.name
+        engaged = codec.read(attempt.with_name("engaged-0.json"), Engaged)
+        assert (engaged.loss, engaged.attention) == (case[2], case[3]), folder.name
+    assert reference[-1] < reference[0]
+
+
+def test_the_reference_differs_from_rows_that_are_read_as_one_document(packed_cache, reference):
+    """A loss over whole rows is another one: the test above would see documents run into each other."""
+    plan = plan_of(TORCH_CASES[0], packed_cache)
+    torch.manual_seed(SEED)
+    config = {name: value for name, value in plan.model_config.items() if name != "model_type"}
+    model = LlamaForCausalLM(AutoConfig.for_model("llama", **config))
+    rows = TokenRows.open(packed_cache, "train")
+    with torch.no_grad():
+        whole = _mean_loss(model, [torch.from_numpy(rows.row(number)) for number in _numbers(0, len(rows))])
+    assert abs(float(whole) - reference[0]) > 50 * TOLERANCE

@@ -1,0 +1,52 @@
+"""The full product of where state lives, optimizer, method and checkpointing that a CPU can run; belongs to test-long.
+
+In fp32, where only the order of sums may differ, so that each point is held against its plain run as closely as can be.
+"""
+
+from pathlib import Path
+
+import pytest
+from covering_factory import Point, points
+from point_runs import NUM_STEPS, is_clipped, losses, name_of, reference_of, run_points, tolerance
+
+from trainer.spec.strategy import LossHead, Precision
+
+pytestmark = pytest.mark.long
+BATCH = 40  # points of one process group
+
+
+def product() -> list[Point]:
+    """Every point in fp32, with chunked logits and the most accumulation that its optimizer allows."""
+    plain = [
+        point
+        for point in points()
+        if point.precision is Precision.FP32
+        and point.loss is LossHead.CHUNKED
+        and not point.activation_offload
+        and not point.optimizer_in_backward
+    ]
+    most = {point._replace(accumulation=1): point.accumulation for point in sorted(plain)}
+    return [point._replace(accumulation=accumulation) for point, accumulation in most.items()]
+
+
+PRODUCT = product()
+BATCHES = [PRODUCT[start : start + BATCH] for start in range(0, len(PRODUCT), BATCH)]
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=[batch[0].name for batch in BATCHES])
+def test_every_point_trains_like_the_plain_run_of_its_update(batch, tmp_path: Path, cache_dir, run_ranks):
+    folder = run_points(batch, tmp_path / "runs", cache_dir, tmp_path / "nvme", run_ranks)
+    differing = {}
+    for point in batch:
+        clip = float(is_clipped(point))
+        found, expected = (losses(folder / name_of(each, clip=clip)) for each in (point, reference_of(point)))
+        assert len(found) == NUM_STEPS
+        worst = max(abs(one - other) for one, other in zip(found, expected, strict=True))
+        if worst > tolerance(point):
+            differing[point.name] = worst
+    assert not differing
+
+
+def test_the_product_is_large():
+    """Several hundred: a rule that refuses too much would show here."""
+    assert len(PRODUCT) > 600

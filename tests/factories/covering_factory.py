@@ -1,0 +1,142 @@
+"""What a CPU can run of the product of all axes, and a small set of points in which every pair of values meets.
+
+Which points there are is the planner's to say: every rule of `trainer.planning.rules` is asked, with the point pinned
+and everything allowed, so a combination that is refused cannot be tested by mistake, and one that is not refused is.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import combinations, product
+from random import Random
+from typing import NamedTuple
+
+from msgspec.structs import replace
+from planning_factory import job_of, situation_for
+
+from trainer.planning.catalogue import CATALOGUE
+from trainer.planning.rules import broken_rule
+from trainer.spec.job import Allowance, NvmeLimit
+from trainer.spec.strategy import Checkpointing, LossHead, Method, Offload, Optimizer, Precision, Sharding, Strategy
+
+PRECISIONS = (Precision.FP32, Precision.BF16_MIXED, Precision.BF16, Precision.FP16_MIXED)
+LOSSES = (LossHead.EAGER, LossHead.CHUNKED, LossHead.FUSED)
+IN_BACKWARD = (Optimizer.LOMO, Optimizer.ADALOMO)
+BACKWARD_RUNS = (Optimizer.ADAMW, Optimizer.ADAMW_FUSED, Optimizer.SGD, Optimizer.ADAMW_8BIT)
+
+
+class Point(NamedTuple):
+    """One value on every axis."""
+
+    sharding: Sharding
+    offload: Offload
+    optimizer: Optimizer
+    precision: Precision
+    method: Method
+    checkpointing: Checkpointing
+    loss: LossHead
+    accumulation: int
+    activation_offload: bool
+    optimizer_in_backward: bool
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 if self.sharding is Sharding.NONE else 2
+
+    @property
+    def name(self) -> str:
+        flags = "".join(
+            f"-{flag}"
+            for flag, is_on in (("offload", self.activation_offload), ("backward", self.optimizer_in_backward))
+            if is_on
+        )
+        layout = self.sharding if self.offload is Offload.NONE else f"{self.sharding}+{self.offload}"
+        words = (layout, self.precision, self.optimizer, self.method, self.checkpointing, self.loss)
+        return f"{'-'.join(words)}-x{self.accumulation}{flags}"
+
+    @property
+    def values(self) -> tuple[tuple[str, object], ...]:
+        """(axis, value) of every axis; where state lives is one."""
+        axes = self._asdict()
+        layout = (axes.pop("sharding"), axes.pop("offload"))
+        return (("layout", layout), *axes.items())
+
+    @property
+    def pairs(self) -> frozenset[tuple[tuple[str, object], tuple[str, object]]]:
+        """Every two of its values."""
+        return frozenset(combinations(self.values, 2))
+
+
+@cache
+def rows() -> tuple[tuple[Strategy, Method], ...]:
+    """Every row of the catalogue that two gloo ranks, or one process, can run with a method."""
+    return tuple(
+        (strategy, method)
+        for strategy in CATALOGUE
+        if strategy.precision in PRECISIONS
+        for method in Method
+        if is_row_allowed(strategy, method)
+    )
+
+
+def is_row_allowed(strategy: Strategy, method: Method) -> bool:
+    """Whether no rule forbids the row on a CPU once it is pinned and everything is allowed."""
+    spec = "1xCPU" if strategy.sharding is Sharding.NONE else "2xCPU"
+    pin = {axis: getattr(strategy, axis) for axis in ("sharding", "offload", "optimizer", "precision")}
+    job = job_of(allow=tuple(Allowance), pin=pin, seq_len=512, tokens_per_step=8192)
+    job = replace(job, limits=replace(job.limits, nvme=NvmeLimit(path="/nvme")))
+    situation = situation_for("tiny", spec, method=method, job=job)
+    return broken_rule(situation, strategy, ignoring_version=True) is None
+
+
+def points() -> Iterator[Point]:
+    """The full product, without what makes no sense on it."""
+    flags = product(Checkpointing, LOSSES, (1, 2), (False, True), (False, True))
+    settings = list(flags)
+    for strategy, method in rows():
+        for checkpointing, loss, accumulation, offloads, in_backward in settings:
+            point = Point(
+                strategy.sharding, strategy.offload, strategy.optimizer, strategy.precision, method,
+                checkpointing, loss, accumulation, offloads, in_backward,
+            )  # fmt: skip
+            if is_sound(point):
+                yield point
+
+
+def is_sound(point: Point) -> bool:
+    """Updates inside the backward pass need the whole gradient there: one rank, one micro batch.
+
+    What selective recomputation keeps stays on the device.
+    """
+    if point.activation_offload and point.checkpointing is Checkpointing.SELECTIVE:
+        return False
+    if point.optimizer in IN_BACKWARD and (point.accumulation > 1 or point.optimizer_in_backward):
+        return False
+    return not point.optimizer_in_backward or (
+        point.sharding is Sharding.NONE
+        and point.accumulation == 1
+        and point.method is Method.FULL
+        and point.optimizer in BACKWARD_RUNS
+        and point.precision is not Precision.FP16_MIXED
+    )
+
+
+def covering(candidates: Sequence[Point], *, tries: int = 60) -> list[Point]:
+    """Few of `candidates` in which every pair of values occurs that occurs in any of them; the same ones each time.
+
+    Greedy: of some that hold a pair not met yet, the one that meets the most such pairs.
+    """
+    random = Random(0)
+    by_pair: dict[object, list[Point]] = {}
+    for point in candidates:
+        for pair in point.pairs:
+            by_pair.setdefault(pair, []).append(point)
+    missing = dict.fromkeys(by_pair)  # ordered, unlike a set
+    chosen: list[Point] = []
+    while missing:
+        holders = by_pair[next(iter(missing))]
+        some = holders if len(holders) <= tries else random.sample(holders, tries)
+        best = max(some, key=lambda point: sum(pair in missing for pair in point.pairs))
+        chosen.append(best)
+        for pair in best.pairs:
+            missing.pop(pair, None)
+    return chosen

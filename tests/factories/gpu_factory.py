@@ -1,0 +1,366 @@
+"""Attempts of one GPU: a small Llama over full rows, planned for the card that is there, started as a run starts them.
+
+Every technique is a `GpuCase`: what its row and settings are, what it needs, and what a report must say that it did.
+Everything up to the launch works without a GPU (`tests/gpu/test_gpu_plans.py` runs it for cards of the catalogue).
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from engine_plan_factory import engine_plan
+from operator_cache import folder_with_operators
+
+from launch.attempts import prepare_attempt
+from launch.command import launch_command, launch_environment
+from trainer.planning.device import device_of
+from trainer.planning.memory import estimate_memory
+from trainer.planning.setting import Setting
+from trainer.planning.settings_choices import smallest_buckets
+from trainer.spec import codec
+from trainer.spec.hardware import Hardware
+from trainer.spec.job import GaloreJob, Job, Limits, LoraJob, TrainJob
+from trainer.spec.model_shape import read_model_shape
+from trainer.spec.plan import Candidate, Plan
+from trainer.spec.report import Report
+from trainer.spec.strategy import (
+    Attention,
+    Checkpointing,
+    Fp8Recipe,
+    LossHead,
+    Method,
+    Offload,
+    Optimizer,
+    Precision,
+    Sharding,
+)
+
+SEQ_LEN, MICRO_BATCH = 512, 4
+NUM_STEPS, NUM_ROWS, NUM_EVAL_ROWS = 6, 64, 4
+TIMEOUT_S = 600
+GIB = 2**30
+# 160 million parameters: states of 2.5 GiB under AdamW, activations of as much, and every side a multiple of 128.
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": SEQ_LEN,
+}
+_CANDIDATE_FIELDS = frozenset(field.name for field in msgspec.structs.fields(Candidate))
+_MODULES = {
+    "flash-attn": "flash_attn",
+    "transformer-engine": "transformer_engine",
+    "torchao": "torchao",
+    "liger-kernel": "liger_kernel",
+    "triton": "triton",
+}
+
+
+# So that gradients weigh more than activations.
+_FEW_TOKENS: dict[str, Any] = {"checkpointing": Checkpointing.FULL, "micro_batch": 1}
+
+
+class GpuCase(NamedTuple):
+    """One technique: its row and settings, what it needs, and what must be seen of it."""
+
+    name: str
+    settings: dict[str, Any]
+    capability: tuple[int, int] = (8, 0)
+    libraries: tuple[str, ...] = ()
+    seen: tuple[tuple[str, str], ...] = ()  # (fact of the report, pattern)
+    train: dict[str, Any] = {}
+    learns: bool = True  # six steps lower the loss
+    tolerance: float = 0.10  # of the predicted peak
+
+    @property
+    def sharding(self) -> Sharding:
+        return Sharding(self.settings.get("sharding", Sharding.NONE))
+
+    @property
+    def precision(self) -> Precision:
+        return Precision(self.settings.get("precision", Precision.BF16_MIXED))
+
+
+def _fp8(recipe: Fp8Recipe, least: tuple[int, int], library: str, sharding: Sharding = Sharding.NONE) -> GpuCase:
+    return GpuCase(
+        f"fp8-{recipe}" if sharding is Sharding.NONE else f"fp8-{recipe}-{sharding}",
+        {"precision": Precision.FP8, "fp8_recipe": recipe, "sharding": sharding},
+        capability=least,
+        libraries=(library,),
+        seen=(("fp8 products", r"^[1-9]"), ("fp8 recipe", recipe), ("fp8 library", library)),
+    )
+
+
+def _optimizer(optimizer: Optimizer, *seen: tuple[str, str], lr: float = 1e-3, **more: Any) -> GpuCase:
+    return GpuCase(f"optimizer-{optimizer}", {"optimizer": optimizer, "lr": lr}, seen=seen, **more)
+
+
+def _galore(inner: Optimizer, *seen: tuple[str, str], layerwise: bool = False) -> GpuCase:
+    galore = GaloreJob(rank=128, update_gap=4, layerwise=layerwise)
+    return GpuCase(
+        f"galore-{inner}{'-layerwise' if layerwise else ''}",
+        {"method": Method.GALORE, "optimizer": inner, **_FEW_TOKENS},
+        seen=(("projectors", "128"), *seen),
+        train={"galore": galore},
+    )
+
+
+def _checkpointing(checkpointing: Checkpointing, num_blocks: int, **more: Any) -> GpuCase:
+    seen = (("checkpointing", rf"{num_blocks} of 8 blocks"),)
+    return GpuCase(f"checkpointing-{checkpointing}", {"checkpointing": checkpointing, **more}, seen=seen)
+
+
+def _offload(sharding: Sharding, offload: Offload, method: Method = Method.FULL) -> GpuCase:
+    is_zero = sharding.uses_deepspeed
+    optimizer = Optimizer.DEEPSPEED_CPU_ADAM if is_zero else Optimizer.ADAMW_FUSED
+    name = f"{sharding}+{offload}" if method is Method.FULL else f"{sharding}+{offload}-{method}"
+    return GpuCase(name, {"sharding": sharding, "offload": offload, "optimizer": optimizer, "method": method})
+
+
+# Engines that one rank can run; DistributedDataParallel wraps nothing there.
+ENGINES_OF_ONE = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP, Sharding.FSDP_GRAD_OP)
+EIGHT_BIT = ("optimizer_state", r"uint8")
+GPU_CASES: tuple[GpuCase, ...] = (
+    GpuCase("fp32", {"precision": Precision.FP32}),
+    GpuCase("bf16-mixed", {}),
+    GpuCase("fp16-mixed", {"precision": Precision.FP16_MIXED}, capability=(7, 0), seen=(("loss scale", r"^[0-9]"),)),
+    GpuCase("bf16", {"precision": Precision.BF16}),
+    GpuCase("flash", {"attention": Attention.FLASH}, libraries=("flash-attn",)),
+    GpuCase("few-tokens", _FEW_TOKENS),
+    _checkpointing(Checkpointing.FULL, 8),
+    _checkpointing(Checkpointing.SELECTIVE, 8),
+    _checkpointing(Checkpointing.ATTENTION, 8),
+    _checkpointing(Checkpointing.EVERY_N, 4, checkpoint_every_n=2),
+    GpuCase(
+        "activation_offload",
+        {"activation_offload": True},
+        seen=(("activation_offload", r"tensors of 7 blocks"),),
+    ),
+    GpuCase(
+        "compile",
+        {"compile": True},
+        libraries=("triton",),
+        seen=(("compile", r"8 of 8 blocks"),),
+        tolerance=0.15,  # what the compiler saves is its own decision
+    ),
+    GpuCase("loss-eager", {"loss": LossHead.EAGER}),
+    GpuCase("loss-fused", {"loss": LossHead.FUSED}),
+    GpuCase("loss-fused_linear", {"loss": LossHead.FUSED_LINEAR}, libraries=("liger-kernel",)),
+    *(
+        GpuCase(
+            f"loss-fused_linear-{sharding}",
+            {"loss": LossHead.FUSED_LINEAR, "sharding": sharding},
+            libraries=("liger-kernel",),
+        )
+        for sharding in ENGINES_OF_ONE
+    ),
+    _optimizer(Optimizer.ADAMW_8BIT, EIGHT_BIT),
+    _optimizer(Optimizer.PAGED_ADAMW, ("optimizer_state", r"paged")),
+    _optimizer(Optimizer.PAGED_ADAMW_8BIT, EIGHT_BIT, ("optimizer_state", r"paged")),
+    _optimizer(Optimizer.LION_8BIT, EIGHT_BIT, lr=1e-4),
+    _optimizer(Optimizer.LAMB_8BIT, EIGHT_BIT, lr=1e-2),
+    _optimizer(Optimizer.ADAFACTOR, lr=1e-2),
+    _optimizer(Optimizer.LION, lr=1e-4),
+    _optimizer(Optimizer.MUON),
+    _optimizer(Optimizer.LOMO, ("updates", r"inside the backward pass"), lr=1e-2, learns=False),
+    _optimizer(Optimizer.ADALOMO, ("updates", r"inside the backward pass"), lr=1e-2),
+    GpuCase(
+        "optimizer_in_backward",
+        {"optimizer_in_backward": True, **_FEW_TOKENS},
+        seen=(("updates", r"inside the backward pass"),),
+    ),
+    GpuCase(
+        "lora",
+        {"method": Method.LORA, "checkpointing": Checkpointing.FULL},
+        seen=(("adapters", r"float32"),),
+        train={"lora": LoraJob(rank=16)},
+    ),
+    GpuCase(
+        "qlora",
+        {"method": Method.QLORA, "optimizer": Optimizer.PAGED_ADAMW, "checkpointing": Checkpointing.FULL},
+        seen=(("4-bit layers", r"nf4"), ("checkpointing", r"8 of 8 blocks")),
+        train={"lora": LoraJob(rank=16)},
+    ),
+    _galore(Optimizer.ADAMW),
+    _galore(Optimizer.ADAMW_8BIT, EIGHT_BIT),
+    _galore(Optimizer.ADAFACTOR),
+    _galore(Optimizer.ADAMW, ("updates", r"inside the backward pass"), layerwise=True),
+    _fp8(Fp8Recipe.DELAYED, (8, 9), "transformer-engine"),
+    _fp8(Fp8Recipe.CURRENT, (8, 9), "transformer-engine"),
+    *(_fp8(Fp8Recipe.CURRENT, (8, 9), "transformer-engine", sharding) for sharding in ENGINES_OF_ONE),
+    _fp8(Fp8Recipe.BLOCK, (9, 0), "transformer-engine"),
+    _fp8(Fp8Recipe.MXFP8, (10, 0), "transformer-engine"),
+    _fp8(Fp8Recipe.NVFP4, (10, 0), "transformer-engine"),
+    _fp8(Fp8Recipe.TORCHAO_TENSORWISE, (8, 9), "torchao"),
+    _fp8(Fp8Recipe.TORCHAO_ROWWISE, (9, 0), "torchao"),
+    _offload(Sharding.ZERO2, Offload.OPTIMIZER),
+    _offload(Sharding.ZERO3, Offload.OPTIMIZER),
+    _offload(Sharding.ZERO3, Offload.OPTIMIZER_PARAMS),
+    *(_offload(Sharding.FSDP, Offload.OPTIMIZER_PARAMS, method) for method in (Method.FULL, Method.LORA, Method.QLORA)),
+)  # fmt: skip
+# (a technique, what it is held against): the first needs less.
+SAVINGS = (
+    ("activation_offload", "bf16-mixed"),
+    ("checkpointing-full", "bf16-mixed"),
+    ("checkpointing-selective", "bf16-mixed"),
+    ("checkpointing-every_n", "bf16-mixed"),
+    ("loss-fused_linear", "loss-eager"),
+    ("loss-fused", "loss-eager"),
+    ("optimizer-adamw_8bit", "bf16-mixed"),
+    ("optimizer_in_backward", "few-tokens"),
+    ("lora", "checkpointing-full"),
+    ("qlora", "lora"),
+    ("galore-adamw", "few-tokens"),
+    ("galore-adamw-layerwise", "galore-adamw"),
+    ("zero2+optimizer", "bf16-mixed"),
+    ("zero3+optimizer+params", "zero3+optimizer"),
+    ("fsdp+optimizer+params", "bf16-mixed"),
+)
+
+
+def case_named(name: str) -> GpuCase:
+    """A case of the table."""
+    return next(case for case in GPU_CASES if case.name == name)
+
+
+def missing_for(case: GpuCase) -> str | None:
+    """The hardware or library that this machine lacks for a case, in words; None where it lacks none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "needs a CUDA GPU"
+    capability = torch.cuda.get_device_capability()
+    if capability < case.capability:
+        return f"needs compute capability {case.capability[0]}.{case.capability[1]}"
+    absent = [name for name in case.libraries if importlib.util.find_spec(_MODULES[name]) is None]
+    return f"needs {', '.join(absent)}" if absent else None
+
+
+def write_full_rows(cache_dir: Path, *, vocab_size: int = 256) -> Path:
+    """A token cache of the standard library's own text in rows that are all full, so that every step is alike."""
+    text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-c]*.py")))
+    tokens = np.frombuffer(text[: (NUM_ROWS + NUM_EVAL_ROWS) * SEQ_LEN], np.uint8).astype("<u2")
+    assert len(tokens) == (NUM_ROWS + NUM_EVAL_ROWS) * SEQ_LEN, "the text is too short"
+    rows = np.stack([np.arange(0, len(tokens), SEQ_LEN), np.full(len(tokens) // SEQ_LEN, SEQ_LEN)], axis=1)
+    cache_dir.mkdir(parents=True)
+    tokens.tofile(cache_dir / "tokens.bin")
+    np.save(cache_dir / "eval_rows.npy", rows[:NUM_EVAL_ROWS].astype(np.int64))
+    np.save(cache_dir / "train_rows.npy", rows[NUM_EVAL_ROWS:].astype(np.int64))
+    layout = {"format": 1, "dtype": "uint16", "num_tokens": len(tokens), "seq_len": SEQ_LEN, "pad_id": 0}
+    (cache_dir / "layout.json").write_text(json.dumps(layout))
+    return cache_dir
+
+
+def gpu_plan(case: GpuCase, cache_dir: Path, hardware: Hardware, *, config: dict[str, Any] = LLAMA) -> Plan:
+    """The plan of a case on the one device of `hardware`, with the memory that the planner predicts of it."""
+    settings = {
+        "sharding": Sharding.NONE,
+        "offload": Offload.NONE,
+        "precision": Precision.BF16_MIXED,
+        "optimizer": Optimizer.ADAMW_FUSED,
+        "loss": LossHead.CHUNKED,
+        "loss_chunk_tokens": 1024,
+        "micro_batch": MICRO_BATCH,
+        "accumulation": 1,
+        "lr": 1e-3,
+        **case.settings,
+    }
+    lr, num_rows = settings.pop("lr"), settings["micro_batch"] * settings["accumulation"]
+    if settings["loss"] is not LossHead.CHUNKED:
+        settings["loss_chunk_tokens"] = None
+    job = Job(train=TrainJob(seq_len=SEQ_LEN, tokens_per_step=SEQ_LEN * num_rows, **case.train), limits=Limits())
+    plan = engine_plan(
+        settings.pop("sharding"),
+        settings.pop("offload"),
+        kind=hardware.device_kind,
+        hardware=hardware,
+        job=job,
+        seq_len=SEQ_LEN,
+        **settings,
+    )
+    plan = msgspec.structs.replace(
+        plan,
+        model_config=config,
+        model_shape=read_model_shape(config),
+        data=msgspec.structs.replace(
+            plan.data,
+            cache_dir=str(cache_dir),
+            num_rows=NUM_ROWS,
+            num_tokens=NUM_ROWS * SEQ_LEN,
+            longest_row=SEQ_LEN,
+            num_eval_rows=NUM_EVAL_ROWS,
+            is_packed=False,
+        ),
+        schedule=msgspec.structs.replace(
+            plan.schedule,
+            num_steps=NUM_STEPS,
+            sequences_per_step=num_rows,
+            tokens_per_step=num_rows * SEQ_LEN,
+            lr=lr,
+            warmup_steps=1,
+        ),
+        is_trial=True,  # a few steps, nothing scored, saved or exported
+    )
+    setting = setting_of_case(plan)
+    memory = estimate_memory(plan.model_shape, setting, device_of(hardware))
+    chosen = msgspec.structs.replace(plan.chosen, memory=memory, buckets=setting.buckets)
+    return msgspec.structs.replace(plan, candidates=(chosen,))
+
+
+def setting_of_case(plan: Plan) -> Setting:
+    """What the predictions take for a plan of this file."""
+    chosen, train = plan.chosen, plan.job.train
+    shared = {
+        field.name: getattr(chosen, field.name)
+        for field in msgspec.structs.fields(Setting)
+        if field.name in _CANDIDATE_FIELDS
+    }
+    shared["buckets"] = smallest_buckets(plan.model_shape, chosen.strategy)
+    return Setting(**shared, ranks_per_node=1, lora=train.lora, galore=train.galore)
+
+
+class GpuRun(NamedTuple):
+    """What an attempt left behind."""
+
+    plan: Plan
+    report: Report
+    losses: list[float]
+
+
+def run_on_gpu(plan: Plan, run_dir: Path) -> GpuRun:
+    """Starts the plan as the supervisor would, and reads what it wrote; fails with the end of its output."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    codec.write(run_dir / "plan.json", plan)
+    attempt_dir = prepare_attempt(plan, plan.chosen, run_dir=run_dir, resume=False)
+    extensions_dir = _operators(plan)
+    environment = launch_environment(
+        os.environ, plan, extensions_dir=extensions_dir, cores=plan.hardware.host.num_cores or 1
+    )
+    argv = launch_command(plan, attempt_dir=attempt_dir, log_dir=None, python=sys.executable)
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    path = attempt_dir / "report.json"
+    assert path.exists(), f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    report = codec.read(path, Report)
+    assert report.error is None, f"{report.error}\n{done.stderr[-4000:]}"
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return GpuRun(plan, report, [json.loads(line)["loss"] for line in lines])
+
+
+def _operators(plan: Plan) -> Path:
+    """Where built operators lie; CPU Adam is built where a plan needs it."""
+    if plan.chosen.strategy.optimizer is Optimizer.DEEPSPEED_CPU_ADAM:
+        return Path(folder_with_operators("cpu_adam"))
+    folder = Path(plan.data.cache_dir or ".").parent / "extensions"
+    folder.mkdir(exist_ok=True)
+    return folder

@@ -1,0 +1,104 @@
+"""Points of the product of all axes as attempts that ranks run, and the plain run that each is held against."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from covering_factory import IN_BACKWARD, Point
+from rank_factory import rank_plan, write_attempt
+
+from trainer.spec.job import GaloreJob, Limits, LoraJob, NvmeLimit
+from trainer.spec.plan import Plan
+from trainer.spec.strategy import Checkpointing, LossHead, Method, Offload, Optimizer, Precision, Sharding
+
+NUM_STEPS = 10
+EXACT, MIXED, WHOLE_16_BIT, ROUGH = 1e-5, 2e-3, 4e-3, 2e-2
+LORA = LoraJob(rank=4, alpha=8.0)
+GALORE = GaloreJob(rank=8, update_gap=4, scale=1.0)
+CUT_ANYWHERE = frozenset(
+    {Optimizer.ADAMW, Optimizer.ADAMW_FUSED, Optimizer.PAGED_ADAMW, Optimizer.LION, Optimizer.SGD,
+     Optimizer.DEEPSPEED_CPU_ADAM}
+)  # fmt: skip
+
+
+def reference_of(point: Point) -> Point:
+    """One process, fp32, and nothing that saves memory."""
+    optimizer = Optimizer.ADAMW if point.optimizer is Optimizer.DEEPSPEED_CPU_ADAM else point.optimizer
+    return Point(
+        Sharding.NONE, Offload.NONE, optimizer, Precision.FP32, point.method, Checkpointing.NONE, LossHead.EAGER, 1,
+        activation_offload=False, optimizer_in_backward=False,
+    )  # fmt: skip
+
+
+def is_clipped(point: Point) -> bool:
+    """An update inside the backward pass has no whole gradient to clip."""
+    return not point.optimizer_in_backward and point.optimizer not in IN_BACKWARD
+
+
+def plan_of(point: Point, cache_dir: Path, nvme: Path, *, clip: float) -> Plan:
+    per_rank = 8 // (point.num_ranks * point.accumulation)
+    return rank_plan(
+        cache_dir,
+        point.sharding,
+        point.offload,
+        num_steps=NUM_STEPS,
+        clip=clip,
+        train={"lora": LORA, "galore": GALORE},
+        limits=Limits(nvme=NvmeLimit(path=str(nvme))),
+        optimizer=point.optimizer,
+        method=point.method,
+        num_ranks=point.num_ranks,
+        precision=point.precision,
+        micro_batch=per_rank,
+        accumulation=point.accumulation,
+        checkpointing=point.checkpointing,
+        checkpoint_every_n=2 if point.checkpointing is Checkpointing.EVERY_N else None,
+        loss=point.loss,
+        activation_offload=point.activation_offload,
+        optimizer_in_backward=point.optimizer_in_backward,
+    )
+
+
+def tolerance(point: Point) -> float:
+    """Largest difference of a loss that rounding explains."""
+    if point.precision is Precision.FP32:
+        is_cut = point.sharding.uses_deepspeed and point.optimizer not in CUT_ANYWHERE
+        return MIXED if is_cut else EXACT  # blocks of 8-bit state fall elsewhere in a flat partition
+    if point.precision is Precision.BF16_MIXED and not point.sharding.uses_fsdp:
+        # ZeRO runs the whole model in 16 bit, norms included; GaLore's projector turns with rounding.
+        return WHOLE_16_BIT if point.sharding.uses_deepspeed or point.method is Method.GALORE else MIXED
+    # AdaLomo's step is a share of the weight: without fp32 weights each rounds to the nearest of few values.
+    return 2 * ROUGH if point.optimizer is Optimizer.ADALOMO else ROUGH
+
+
+def name_of(point: Point, *, clip: float) -> str:
+    return f"{point.name}-clip{clip:g}"
+
+
+def run_points(
+    wanted: Sequence[Point],
+    folder: Path,
+    cache_dir: Path,
+    nvme: Path,
+    run_ranks: Callable[[Sequence[Path], int], None],
+) -> Path:
+    """Trains every point and every reference, many in one group of ranks; answers the folder of their runs."""
+    groups: dict[tuple[int, bool], list[Path]] = {}
+    seen = set()
+    for point in wanted:
+        clip = float(is_clipped(point))
+        for each in (point, reference_of(point)):
+            name = name_of(each, clip=clip)
+            if name in seen:
+                continue
+            seen.add(name)
+            attempt = write_attempt(folder / name, plan_of(each, cache_dir, nvme, clip=clip))
+            groups.setdefault((each.num_ranks, each.sharding.uses_deepspeed), []).append(attempt)
+    for (num_ranks, _), attempts in groups.items():
+        run_ranks(attempts, num_ranks)
+    return folder
+
+
+def losses(run_dir: Path) -> list[float]:
+    """The loss of every step."""
+    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

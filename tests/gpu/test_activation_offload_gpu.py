@@ -1,0 +1,92 @@
+"""Activations on their way to host RAM and back, seen on a GPU: the peak falls, and copies run beside the compute."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from trainer.runtime.activation_memory import apply_checkpointing
+from trainer.runtime.activation_offload import offload_activations
+from trainer.runtime.loss import install_loss_head
+from trainer.spec.strategy import Checkpointing, LossHead
+
+pytestmark = pytest.mark.gpu
+NUM_BLOCKS, ROWS, WIDTH = 8, 8, 1024
+
+
+@pytest.fixture
+def card() -> Iterator[torch.device]:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    yield torch.device("cuda", 0)
+    torch.cuda.empty_cache()
+
+
+def build(card: torch.device, *, offloads: bool, checkpointing: Checkpointing = Checkpointing.NONE) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llama", vocab_size=512, hidden_size=1024, intermediate_size=2816, num_hidden_layers=NUM_BLOCKS,
+        num_attention_heads=16, num_key_value_heads=8,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model.config.use_cache = False
+    apply_checkpointing(model, checkpointing)
+    install_loss_head(model, LossHead.CHUNKED, chunk_tokens=1024)
+    if offloads:
+        offload_activations(model)
+    return model.to(card).train()
+
+
+def step(model: PreTrainedModel, card: torch.device) -> float:
+    ids = torch.randint(0, 512, (ROWS, WIDTH), generator=torch.Generator().manual_seed(1)).to(card)
+    with torch.autocast("cuda", torch.bfloat16 if torch.cuda.get_device_capability(card) >= (8, 0) else torch.float16):
+        loss = model(input_ids=ids, labels=ids)
+    loss.backward()
+    return float(loss.detach())
+
+
+def peak_of(model: PreTrainedModel, card: torch.device) -> tuple[int, float, torch.Tensor]:
+    """(bytes above what is held, loss, the gradient of one weight) of a second step."""
+    step(model, card)
+    model.zero_grad()
+    torch.cuda.synchronize(card)
+    torch.cuda.reset_peak_memory_stats(card)
+    held = torch.cuda.memory_allocated(card)
+    loss = step(model, card)
+    gradient = next(p.grad for name, p in model.named_parameters() if "q_proj" in name)
+    assert gradient is not None
+    return torch.cuda.max_memory_allocated(card) - held, loss, gradient.cpu()
+
+
+@pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.FULL, Checkpointing.ATTENTION])
+def test_what_is_moved_leaves_the_device_and_changes_nothing(checkpointing: Checkpointing, card: torch.device) -> None:
+    kept, loss, gradient = peak_of(build(card, offloads=False, checkpointing=checkpointing), card)
+    model = build(card, offloads=True, checkpointing=checkpointing)
+    moved, same_loss, same_gradient = peak_of(model, card)
+    assert same_loss == loss
+    torch.testing.assert_close(same_gradient, gradient, rtol=0, atol=0)
+    moved_bytes = model.shardwise_activation_offload.moved_bytes
+    one_block = moved_bytes / (NUM_BLOCKS - 1)
+    assert moved_bytes - 2.2 * one_block < kept - moved < 1.05 * moved_bytes, (
+        "but for the blocks at work and in transit"
+    )
+
+
+def test_copies_run_beside_the_compute(card: torch.device) -> None:
+    model = build(card, offloads=True)
+    step(model, card)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step(model, card)
+        torch.cuda.synchronize(card)
+    events = [event for event in profiler.events() if event.device_type.name == "CUDA"]
+    copies = [
+        e.time_range for e in events if "Memcpy DtoH (Device -> Pinned)" in e.name or "Memcpy HtoD (Pinned" in e.name
+    ]
+    products = [
+        e.time_range for e in events if "gemm" in e.name.lower() or "cutlass" in e.name.lower() or "nvjet" in e.name
+    ]
+    assert copies and products
+    beside = sum(any(c.start < p.end and p.start < c.end for p in products) for c in copies)
+    assert beside > len(copies) / 2

@@ -1,0 +1,123 @@
+"""The GPU runs before a GPU is asked for anything: every case plans, is allowed and can be started."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from gpu_factory import (
+    GPU_CASES,
+    LLAMA,
+    SAVINGS,
+    GpuCase,
+    case_named,
+    gpu_plan,
+    run_on_gpu,
+    setting_of_case,
+    write_full_rows,
+)
+from planning_factory import job_of, machine, situation_for
+
+from launch.attempts import prepare_attempt
+from launch.command import launch_command, launch_environment
+from trainer.planning.rules import obstacle_to, refuse
+from trainer.spec import codec
+from trainer.spec.job import Allowance
+from trainer.spec.plan import Plan
+from trainer.spec.report import Ending
+from trainer.spec.strategy import Offload, Optimizer, Precision, Sharding
+
+LIBRARIES = ("transformer_engine", "torchao", "flash_attn", "liger_kernel", "triton", "bitsandbytes")
+CARDS = {(10, 0): "1xB200", (9, 0): "1xH200", (8, 9): "1xL40S", (8, 0): "1xA100-SXM4-40GB", (7, 0): "1xV100-16GB"}
+
+
+def card(case: GpuCase):
+    """The oldest card of the catalogue that a case runs on."""
+    return machine(CARDS[case.capability], libraries=LIBRARIES)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_full_rows(tmp_path_factory.mktemp("data") / "rows")
+
+
+def each(function):
+    return pytest.mark.parametrize("case", GPU_CASES, ids=[case.name for case in GPU_CASES])(function)
+
+
+def test_cases_have_names_of_their_own():
+    names = [case.name for case in GPU_CASES]
+    assert len(names) == len(set(names))
+
+
+def test_every_optimizer_and_recipe_has_a_case_on_a_gpu():
+    plain = {Optimizer.ADAMW, Optimizer.SGD}  # nothing about them is of a GPU
+    found = {Optimizer(case.settings.get("optimizer", Optimizer.ADAMW_FUSED)) for case in GPU_CASES}
+    assert found == set(Optimizer) - plain | {Optimizer.ADAMW}
+    assert {case.precision for case in GPU_CASES} == set(Precision)
+
+
+@each
+def test_no_rule_forbids_what_runs(case: GpuCase, rows: Path) -> None:
+    plan = gpu_plan(case, rows, card(case))
+    row = plan.chosen.strategy
+    pin = {axis: getattr(row, axis) for axis in ("sharding", "offload", "optimizer", "precision")}
+    job = job_of(allow=tuple(Allowance), pin=pin, seq_len=512, tokens_per_step=2048, **case.train)
+    situation = situation_for("8b", card(case), method=plan.chosen.method, job=job)
+    refusal = refuse(situation, row, ignoring_version=True)
+    assert refusal is None or refusal.rule == "one_rank_has_no_peer", "pointless on one card, but it runs"
+    assert obstacle_to(situation, setting_of_case(plan)) is None
+
+
+@each
+def test_a_case_can_be_started(case: GpuCase, rows: Path, tmp_path: Path) -> None:
+    """Everything that its ranks read is written, and the plan survives its file."""
+    plan = gpu_plan(case, rows, card(case))
+    attempt_dir = prepare_attempt(plan, plan.chosen, run_dir=tmp_path, resume=False)
+    assert codec.read(attempt_dir / "plan.json", Plan).chosen == plan.chosen
+    settings = yaml.safe_load((attempt_dir / "accelerate.yaml").read_text())
+    assert settings["num_processes"] == 1 and settings["use_cpu"] is False
+    if case.sharding.uses_deepspeed:
+        config = json.loads((attempt_dir / "ds_config.json").read_text())
+        assert "auto" not in json.dumps(config)
+        offloaded = config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
+        assert (offloaded == "cpu") is (plan.chosen.strategy.offload is not Offload.NONE)
+    argv = launch_command(plan, attempt_dir=attempt_dir, log_dir=None, python=sys.executable)
+    assert argv[-2:] == ["trainer", str(attempt_dir / "plan.json")]
+    environment = launch_environment(os.environ, plan, extensions_dir=tmp_path, cores=8)
+    assert environment["DS_ACCELERATOR"] == "cuda"
+
+
+@each
+def test_a_case_has_a_predicted_peak_of_named_parts(case: GpuCase, rows: Path) -> None:
+    memory = gpu_plan(case, rows, card(case)).chosen.memory
+    assert sum(memory.parts.values()) == memory.peak_allocated_bytes
+    assert 50 * 2**20 < memory.peak_allocated_bytes < 12 * 2**30
+
+
+@pytest.mark.parametrize(("name", "base"), SAVINGS)
+def test_a_technique_is_predicted_to_save_enough_to_be_seen(name: str, base: str, rows: Path) -> None:
+    """At least 5 % of the peak: more than twice what the tests on a GPU allow beside a tenth of the saving."""
+    peaks = [
+        gpu_plan(case, rows, machine("1xH200")).chosen.memory.peak_allocated_bytes
+        for case in (case_named(name), case_named(base))
+    ]
+    assert peaks[0] < 0.95 * peaks[1]
+
+
+def test_the_same_functions_start_and_read_a_run_on_a_cpu(tmp_path: Path) -> None:
+    """A tiny model through the launcher, the rank and its report, as the tests on a GPU do."""
+    write_full_rows(tmp_path / "rows")
+    config = {**LLAMA, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    case = GpuCase("cpu", {"precision": Precision.FP32, "optimizer": Optimizer.ADAMW})
+    run = run_on_gpu(gpu_plan(case, tmp_path / "rows", machine("1xCPU"), config=config), tmp_path / "run")
+    assert run.report.ending is Ending.FINISHED
+    assert run.losses[-1] < run.losses[0]
+    measured = run.report.measured.memory.peak_allocated_bytes
+    assert measured is not None
+    assert run.plan.chosen.memory.peak_allocated_bytes == pytest.approx(measured, rel=0.1)
+    assert run.plan.chosen.strategy.sharding is Sharding.NONE
+    assert run.plan.chosen.strategy.offload is Offload.NONE

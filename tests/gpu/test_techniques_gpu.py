@@ -1,0 +1,148 @@
+"""Every technique on a real GPU, started as a run is: it engages, it learns, and its peak is what was predicted.
+
+A case is skipped for the hardware or the library it lacks, by name, and for nothing else. One run of each serves all
+claims about it. `SHARDWISE_GPU_RESULTS=FILE pytest -m gpu tests/gpu` writes what was measured as JSON lines.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from gpu_factory import (
+    GPU_CASES,
+    SAVINGS,
+    GpuCase,
+    GpuRun,
+    case_named,
+    gpu_plan,
+    missing_for,
+    run_on_gpu,
+    write_full_rows,
+)
+from msgspec.structs import replace
+
+from launch.probe import read_hardware
+from trainer.runtime.attention import attention_name
+from trainer.spec.report import Ending
+from trainer.spec.strategy import Attention, LossHead, Precision, Sharding
+
+pytestmark = pytest.mark.gpu
+ENGINES = {
+    Sharding.NONE: "LlamaForCausalLM",
+    **dict.fromkeys((Sharding.FSDP, Sharding.FSDP_GRAD_OP), "FSDPLlamaForCausalLM"),
+}
+EXACT = ("bf16-mixed", "checkpointing-full", "checkpointing-selective", "checkpointing-attention",
+         "checkpointing-every_n", "activation_offload", "loss-eager", "loss-fused", "loss-fused_linear", "flash",
+         "compile", "optimizer-paged_adamw")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[GpuCase], GpuRun]:
+    """Runs a case once, whoever asks for it."""
+    folder = tmp_path_factory.mktemp("gpu")
+    done: dict[str, GpuRun] = {}
+
+    def run(case: GpuCase) -> GpuRun:
+        missing = missing_for(case)
+        if missing is not None:
+            pytest.skip(missing)
+        if case.name not in done:
+            if not done:
+                write_full_rows(folder / "rows")
+            hardware = read_hardware()
+            plan = gpu_plan(case, folder / "rows", replace(hardware, gpus=hardware.gpus[:1]))
+            done[case.name] = run_on_gpu(plan, folder / case.name)
+            _note(done[case.name], case)
+        return done[case.name]
+
+    return run
+
+
+def _note(run: GpuRun, case: GpuCase) -> None:
+    path = os.environ.get("SHARDWISE_GPU_RESULTS")
+    if path is None:
+        return
+    measured, predicted = run.report.measured, run.plan.chosen.memory
+    line = {
+        "case": case.name,
+        "gpu": run.plan.hardware.gpus[0].name,
+        "predicted_peak_bytes": predicted.peak_allocated_bytes,
+        "measured_peak_bytes": measured.memory.peak_allocated_bytes,
+        "measured_reserved_bytes": measured.memory.peak_reserved_bytes,
+        "step_s": measured.speed.step_s,
+        "losses": run.losses,
+        "facts": run.report.engaged.facts if run.report.engaged else {},
+        "versions": run.report.versions,
+    }
+    with Path(path).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def each(cases: tuple[GpuCase, ...]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
+
+
+@each(GPU_CASES)
+def test_it_is_what_its_plan_says(case: GpuCase, run_of: Callable[[GpuCase], GpuRun]) -> None:
+    report = run_of(case).report
+    assert report.ending is Ending.FINISHED
+    engaged = report.engaged
+    assert engaged is not None
+    assert engaged.world_size == 1
+    assert engaged.engine_class == ENGINES.get(case.sharding, "DeepSpeedEngine")
+    assert engaged.precision == case.precision
+    assert engaged.loss == case.settings.get("loss", LossHead.CHUNKED)
+    assert engaged.attention == attention_name(case.settings.get("attention", Attention.SDPA))
+    for fact, pattern in case.seen:
+        assert re.search(pattern, engaged.facts[fact]), f"{fact}: {engaged.facts[fact]}"
+
+
+@each(tuple(case for case in GPU_CASES if case.learns))
+def test_it_learns(case: GpuCase, run_of: Callable[[GpuCase], GpuRun]) -> None:
+    losses = run_of(case).losses
+    assert all(loss < 15 for loss in losses)
+    assert losses[-1] < losses[0]
+
+
+@each(GPU_CASES)
+def test_its_peak_is_what_was_predicted(case: GpuCase, run_of: Callable[[GpuCase], GpuRun]) -> None:
+    """`torch.cuda.max_memory_allocated` of one steady step."""
+    run = run_of(case)
+    measured = run.report.measured.memory.peak_allocated_bytes
+    assert measured is not None
+    assert run.plan.chosen.memory.peak_allocated_bytes == pytest.approx(measured, rel=case.tolerance)
+
+
+@each(tuple(case_named(name) for name in EXACT))
+def test_what_moves_or_recomputes_changes_no_loss(case: GpuCase, run_of: Callable[[GpuCase], GpuRun]) -> None:
+    """Against plain bf16-mixed of the same data, weights and rate; kernels add up in another order."""
+    assert run_of(case).losses == pytest.approx(run_of(case_named("bf16-mixed")).losses, abs=2e-2)
+
+
+@pytest.mark.parametrize("name", ["bf16-mixed", "fp16-mixed", "bf16"])
+def test_a_16_bit_run_follows_fp32(name: str, run_of: Callable[[GpuCase], GpuRun]) -> None:
+    case = case_named(name)
+    tolerance = 5e-2 if case.precision is not Precision.BF16 else 2e-1
+    assert run_of(case).losses == pytest.approx(run_of(case_named("fp32")).losses, abs=tolerance)
+
+
+@pytest.mark.parametrize(("name", "base"), SAVINGS)
+def test_it_saves_the_memory_that_was_predicted(name: str, base: str, run_of: Callable[[GpuCase], GpuRun]) -> None:
+    with_it, without = run_of(case_named(name)), run_of(case_named(base))
+    saved, predicted = (
+        peaks[1] - peaks[0]
+        for peaks in (
+            [run.report.measured.memory.peak_allocated_bytes or 0 for run in (with_it, without)],
+            [run.plan.chosen.memory.peak_allocated_bytes for run in (with_it, without)],
+        )
+    )
+    assert saved > 0
+    assert saved == pytest.approx(predicted, rel=0.1, abs=0.02 * without.plan.chosen.memory.peak_allocated_bytes)
+
+
+def test_activations_offloaded_are_pinned_in_host_ram(run_of: Callable[[GpuCase], GpuRun]) -> None:
+    plan = run_of(case_named("activation_offload")).plan
+    assert plan.chosen.memory.pinned_bytes > 0

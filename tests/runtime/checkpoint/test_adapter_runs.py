@@ -1,0 +1,167 @@
+"""Checkpoints of runs that train adapters: small, exact on resume, and only for the base they were made on."""
+
+import shutil
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from engine_plan_factory import TINY_LLAMA
+from msgspec.structs import replace
+from rank_factory import rank_plan, write_attempt, write_rows
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainer.runtime.checkpoint import CheckpointFolder, find_checkpoint, read_weights
+from trainer.runtime.checkpoint_facts import base_fingerprint
+from trainer.runtime.loop import train
+from trainer.runtime.report_writer import ReportWriter, run_paths
+from trainer.runtime.state import RunState
+from trainer.spec.errors import InputError
+from trainer.spec.job import LoraJob, LrSchedule
+from trainer.spec.plan import Plan
+from trainer.spec.strategy import Checkpointing, Method, Precision
+
+LORA = LoraJob(rank=4, alpha=8.0, dropout=0.1, dora=True)
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("data") / "rows")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "base"
+    torch.manual_seed(11)
+    config = AutoConfig.for_model(**{**TINY_LLAMA, "max_position_embeddings": 48})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_accelerate_state() -> Iterator[None]:
+    """Accelerate's state is global."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def plan_of(
+    cache_dir: Path, base: Path | None, num_steps: int, *, method: Method = Method.LORA, lora: LoraJob = LORA,
+    neftune_alpha: float | None = 5.0,
+) -> Plan:  # fmt: skip
+    train_job = {"lora": lora, "schedule": LrSchedule.CONSTANT, "neftune_alpha": neftune_alpha}
+    plan = rank_plan(
+        cache_dir, method=method, precision=Precision.BF16_MIXED, num_steps=num_steps, train=train_job, micro_batch=8,
+        accumulation=1, checkpointing=Checkpointing.FULL,
+    )  # fmt: skip
+    return replace(plan, model_path=None if base is None else str(base))
+
+
+def run(run_dir: Path, plan: Plan, number: int = 1) -> RunState:
+    paths, state = run_paths(write_attempt(run_dir, plan, number=number), started_at=datetime.now(UTC)), RunState()
+    train(plan, paths, ReportWriter(paths, rank=0), state, lambda: False)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return state
+
+
+def newest(run_dir: Path) -> CheckpointFolder:
+    found = find_checkpoint(run_dir / "checkpoints", on_skip=pytest.fail)
+    assert found is not None
+    return found
+
+
+def files(run_dir: Path) -> dict[str, str]:
+    """The hashes of the newest checkpoint's files: every adapter, moment and count of steps."""
+    return {name: entry.sha256 for name, entry in newest(run_dir).manifest.files.items()}
+
+
+@pytest.mark.parametrize("method", [Method.LORA, Method.QLORA])
+@pytest.mark.parametrize("starts_from_weights", [True, False])
+def test_a_resumed_run_ends_bitwise_like_one_that_was_not_stopped(
+    method, starts_from_weights, base, cache_dir, tmp_path
+):
+    """With dropout, noise and recomputation, in mixed precision."""
+    folder = base if starts_from_weights else None
+    run(tmp_path / "resumed", plan_of(cache_dir, folder, 3, method=method))
+    state = run(tmp_path / "resumed", replace(plan_of(cache_dir, folder, 6, method=method), resume=True), number=2)
+    assert (state.resumed_from_step, state.step) == (3, 6)
+    run(tmp_path / "straight", plan_of(cache_dir, folder, 6, method=method))
+    assert newest(tmp_path / "straight").step == 6
+    assert files(tmp_path / "resumed") == files(tmp_path / "straight")
+
+
+@pytest.fixture(scope="module")
+def saved(base, cache_dir, tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "lora"
+    run(run_dir, plan_of(cache_dir, base, 1))
+    return run_dir
+
+
+def test_a_checkpoint_holds_adapters_and_their_state_and_nothing_of_the_base(saved):
+    checkpoint = newest(saved)
+    parameters = checkpoint.manifest.parameters
+    assert len(parameters) == 3 * 14
+    for name, entry in parameters.items():
+        assert ".lora_" in name and ".default" in name
+        assert entry.is_trained and entry.state.keys() == {"exp_avg", "exp_avg_sq"} and entry.step == 1
+        assert entry.weight is not None and entry.weight.type == "F32"
+    num_bytes = sum(file.size_bytes for file in checkpoint.manifest.files.values())
+    assert num_bytes < 3 * 4 * 9216 + 20_000, "the base alone would be 427,264 bytes"
+    weights = read_weights(checkpoint)
+    assert sum(weight.numel() for weight in weights.values()) == 9216
+
+
+def changed_base(base: Path, folder: Path) -> Path:
+    """The same model with another number in one tensor."""
+    shutil.copytree(base, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 3] += 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"lora": replace(LORA, alpha=16.0)}, "it has adapters of rank 4, alpha 8, DoRA, this job adapters of rank 4"),
+        ({"lora": replace(LORA, rslora=True)}, "this job adapters of rank-stabilised rank 4, alpha 8, DoRA"),
+        ({"lora": replace(LORA, dora=False)}, "another kind of training: it has adapters of rank 4, alpha 8, DoRA, "),
+        ({"method": Method.QLORA}, "this job 4-bit base, adapters of rank 4, alpha 8, DoRA"),
+        ({"method": Method.FULL}, "another kind of training: it has adapters of rank 4, alpha 8, DoRA, this job all "),
+    ],
+)
+def test_adapters_of_another_kind_are_refused_with_both(change, sentence, saved, base, cache_dir, tmp_path):
+    shutil.copytree(saved, tmp_path / "run")
+    plan = replace(plan_of(cache_dir, base, 3, **change), resume=True)
+    with pytest.raises(InputError) as error:
+        run(tmp_path / "run", plan, number=2)
+    assert sentence in str(error.value)
+
+
+def test_adapters_of_another_base_are_refused_wherever_it_lies(saved, base, cache_dir, tmp_path):
+    shutil.copytree(saved, tmp_path / "run")
+    moved, other = shutil.copytree(base, tmp_path / "moved"), changed_base(base, tmp_path / "other")
+    with pytest.raises(InputError, match=r"another base model \(fingerprint\): it has [0-9a-f]{12}, this job [0-9a-f]"):
+        run(tmp_path / "run", replace(plan_of(cache_dir, other, 3), resume=True), number=2)
+    state = run(tmp_path / "run", replace(plan_of(cache_dir, moved, 3), resume=True), number=3)
+    assert state.resumed_from_step == 1
+
+
+def test_adapters_for_other_layers_are_refused_by_name(saved, base, cache_dir, tmp_path):
+    shutil.copytree(saved, tmp_path / "run")
+    plan = plan_of(cache_dir, base, 3, lora=replace(LORA, targets=("q_proj", "v_proj")))
+    with pytest.raises(InputError, match=r"^this job's model has no model\.layers\.0\.mlp\.down_proj\.lora_A\.default"):
+        run(tmp_path / "run", replace(plan, resume=True), number=2)
+
+
+def test_the_fingerprint_of_a_base_that_was_drawn_is_of_its_config_and_seed(cache_dir):
+    plan = plan_of(cache_dir, None, 1)
+    job = replace(plan.job, train=replace(plan.job.train, seed=8))
+    others = (replace(plan, job=job), replace(plan, model_config={**plan.model_config, "rms_norm_eps": 1e-5}))
+    assert base_fingerprint(plan) == base_fingerprint(plan_of(cache_dir, None, 3))
+    assert len({base_fingerprint(each) for each in (plan, *others)}) == 3

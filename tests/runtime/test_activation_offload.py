@@ -1,0 +1,170 @@
+"""What blocks save is copied to host RAM, once each, and the gradients are the same; on a CPU the copies are real."""
+
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from engine_plan_factory import TINY_LLAMA
+from rank_factory import rank_plan
+
+from trainer.runtime import activation_offload
+from trainer.runtime.activation_memory import activation_facts
+from trainer.runtime.activation_offload import MIN_BYTES, PinnedBuffers, offload_activations
+from trainer.runtime.model import build_model
+from trainer.spec.errors import InputError
+from trainer.spec.strategy import Checkpointing, LossHead, Precision
+
+NUM_BLOCKS = 4
+BATCH, SEQ_LEN, HIDDEN = 4, 48, TINY_LLAMA["hidden_size"]
+IDS = torch.arange(BATCH * SEQ_LEN).reshape(BATCH, SEQ_LEN)
+INPUT_BYTES = 4 * BATCH * SEQ_LEN * HIDDEN  # of a block, in fp32
+
+
+def build(checkpointing: Checkpointing = Checkpointing.NONE, *, moves: bool = True, **config: object):
+    plan = rank_plan(
+        Path("nowhere"),
+        checkpointing=checkpointing,
+        checkpoint_every_n=2 if checkpointing is Checkpointing.EVERY_N else None,
+        activation_offload=moves,
+        loss=LossHead.EAGER,
+        precision=Precision.FP32,
+        model_config={**TINY_LLAMA, "num_hidden_layers": NUM_BLOCKS, **config},
+    )
+    return build_model(plan)
+
+
+def backward(model) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    model(input_ids=IDS, labels=IDS).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("checkpointing", sorted(set(Checkpointing) - {Checkpointing.SELECTIVE}))
+def test_moving_activations_changes_no_gradient(checkpointing):
+    model = build(checkpointing, attention_dropout=0.3)
+    expected = backward(build(Checkpointing.NONE, moves=False, attention_dropout=0.3))
+    for ours, theirs in zip(backward(model), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert model.shardwise_activation_offload.num_moved_blocks == NUM_BLOCKS - 1, "the last keeps its own"
+
+
+def test_of_a_recomputed_block_only_its_input_moves():
+    model = build(Checkpointing.FULL)
+    backward(model)
+    offload = model.shardwise_activation_offload
+    assert (offload.num_copies, offload.moved_bytes) == (NUM_BLOCKS - 1, (NUM_BLOCKS - 1) * INPUT_BYTES)
+    assert activation_facts(model)["activation_offload"] == "3 tensors of 3 blocks, 144 KiB, in host RAM"
+
+
+def test_each_tensor_moves_once_however_many_operations_save_it():
+    """All that the blocks but the last keep, counted by their memory: parameters, small and shared tensors aside."""
+    plain = build(moves=False)
+    own = {parameter.untyped_storage().data_ptr() for parameter in plain.parameters()}
+    sizes: dict[int, int] = {}
+    held = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        pointer, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        if pointer not in own and size >= MIN_BYTES:
+            sizes[pointer] = size
+            held.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        plain.model(input_ids=IDS)
+    model = build()
+    backward(model)
+    in_last_norm = 2 * INPUT_BYTES  # its input and its normalised input
+    of_a_block = (sum(sizes.values()) - in_last_norm) // NUM_BLOCKS
+    assert model.shardwise_activation_offload.moved_bytes == pytest.approx((NUM_BLOCKS - 1) * of_a_block, rel=0.02)
+
+
+def test_what_moved_is_no_longer_held_where_it_was():
+    model, originals = build(), []
+    to_host = activation_offload._PlainTransfers.to_host
+
+    class Watching(activation_offload._PlainTransfers):
+        def to_host(self, tensor):
+            originals.append(weakref.ref(tensor.untyped_storage()))
+            return to_host(self, tensor)
+
+    model.shardwise_activation_offload._transfers = Watching()
+    loss = model(input_ids=IDS, labels=IDS)
+    assert len(originals) == model.shardwise_activation_offload.num_copies > 30
+    moved = [view for shelf in model.shardwise_activation_offload._shelves.values() for view in shelf._moved.values()]
+    loss.backward()
+    assert all(view.device is view.host for view in moved), "each came back"
+
+
+def test_after_the_backward_nothing_is_left_on_the_shelves():
+    model = build()
+    loss = model(input_ids=IDS, labels=IDS)
+    shelves = model.shardwise_activation_offload._shelves.values()
+    kept = [weakref.ref(moved) for shelf in shelves for moved in shelf._moved.values()]
+    assert len(kept) > 30 and all(reference() is not None for reference in kept)
+    loss.backward()
+    del loss
+    assert all(reference() is None for reference in kept)
+
+
+def test_nothing_moves_where_no_backward_follows():
+    model = build()
+    with torch.no_grad():
+        model(input_ids=IDS, labels=IDS)
+    assert model.shardwise_activation_offload.num_copies == 0
+
+
+def test_parameters_do_not_move():
+    """They are handed out as they are when the backward asks: an engine may have put them elsewhere by then."""
+    model = build()
+    loss = model(input_ids=IDS, labels=IDS)
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    before = weight.data
+    weight.data = torch.zeros_like(before)
+    loss.backward()
+    expected = build(moves=False)
+    backward(expected)
+    name = "model.layers.0.input_layernorm.weight"
+    ours, theirs = (dict(one.named_parameters())[name].grad for one in (model, expected))
+    assert not torch.allclose(ours, theirs), "the gradient of what lies before was made with the new weight"
+
+
+def test_selective_checkpointing_and_offload_exclude_each_other():
+    with pytest.raises(InputError, match=r"activation_offload and pin\.checkpointing: selective exclude each other"):
+        build(Checkpointing.SELECTIVE)
+
+
+def test_a_model_of_one_block_has_nothing_to_move():
+    with pytest.raises(InputError, match="no two blocks"):
+        offload_activations(build(moves=False, num_hidden_layers=1))
+
+
+@pytest.fixture
+def buffers(monkeypatch) -> PinnedBuffers:
+    """Buffers that are not page-locked, which takes a GPU's driver."""
+    monkeypatch.setattr(activation_offload, "_pinned", lambda size: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(activation_offload, "_unpin", lambda pages: None)
+    return PinnedBuffers(finish_copies=lambda: None)
+
+
+def test_buffers_are_whole_pages_and_are_taken_again(buffers):
+    first = buffers.take(5000)
+    assert (first.numel(), buffers.pinned_bytes) == (5000, 8192)
+    second = buffers.take(8192)
+    pointer = first.data_ptr()
+    buffers.give_back(first)
+    again = buffers.take(6000)
+    assert again.data_ptr() == pointer != second.data_ptr()
+    assert (again.numel(), buffers.pinned_bytes) == (6000, 16384)
+
+
+def test_rows_of_every_length_pin_no_more_than_the_longest(buffers):
+    for width in (3, 1, 4, 2, 5, 1, 5):
+        held = [buffers.take(width * 4096 * size) for size in (1, 2, 3)]
+        for buffer in held:
+            buffers.give_back(buffer)
+    assert buffers.pinned_bytes <= 3 * 5 * 4096 * 3
+    longest = buffers.pinned_bytes
+    buffers.take(5 * 4096 * 3)
+    assert buffers.pinned_bytes == longest

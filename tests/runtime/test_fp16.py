@@ -1,0 +1,240 @@
+"""fp16 by autocast and a loss scaler, the same way on a CPU and on a GPU: what is scaled, skipped and told."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from rank_factory import SEED, rank_plan, write_rows
+
+from trainer.runtime.accelerator import build_accelerator
+from trainer.runtime.data import TokenRows, step_micro_batches
+from trainer.runtime.evaluation import evaluate
+from trainer.runtime.mixed_precision import (
+    INIT_SCALE,
+    AmpScaler,
+    LossScaler,
+    install_precision,
+    loss_scaler,
+    precision_facts,
+)
+from trainer.runtime.model import build_model
+from trainer.runtime.optimizers import build_optimizer
+from trainer.runtime.step import Clock, StepResult, run_step
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.hardware import DeviceKind
+from trainer.spec.plan import Plan
+from trainer.spec.strategy import Checkpointing, Optimizer, Precision
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("data") / "rows")
+
+
+@pytest.fixture(autouse=True)
+def no_accelerate_state():
+    """Accelerate's state is global."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+class Training:
+    """A prepared model of one process and its steps."""
+
+    def __init__(self, plan: Plan, *, weight_decay: float = 0.1) -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        self.plan, chosen = plan, plan.chosen
+        self.accelerator = build_accelerator(plan, ds_config=None)
+        model = build_model(plan)
+        install_precision(model, chosen, DeviceKind.CPU)
+        optimizer = build_optimizer(chosen.strategy.optimizer, model, lr=1.0, weight_decay=weight_decay)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.scaler: LossScaler | None = loss_scaler(self.accelerator, self.model, chosen, DeviceKind.CPU)
+        self.rows = TokenRows.open(Path(plan.data.cache_dir), "train")
+        self.step = 0
+
+    def run(self, num_steps: int, *, clip: float = 1.0) -> list[StepResult]:
+        return [self.run_one(clip=clip) for _ in range(num_steps)]
+
+    def run_one(self, *, clip: float = 1.0) -> StepResult:
+        chosen = self.plan.chosen
+        micro_batches, num_targets = step_micro_batches(
+            self.rows, step=self.step, seed=SEED, sequences_per_step=self.plan.schedule.sequences_per_step, rank=0,
+            num_ranks=1, micro_batch=chosen.micro_batch, accumulation=chosen.accumulation,
+        )  # fmt: skip
+        self.step += 1
+        return run_step(
+            self.accelerator, self.model, self.optimizer, micro_batches, num_targets=num_targets, step=self.step,
+            seed=SEED, lr=1e-3, clip=clip, clock=Clock(self.accelerator.device), scaler=self.scaler,
+        )  # fmt: skip
+
+    def weights(self) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+
+def fp16_plan(cache_dir: Path, **engine) -> Plan:
+    return rank_plan(cache_dir, precision=Precision.FP16_MIXED, **{"micro_batch": 4, "accumulation": 2, **engine})
+
+
+def fp32_plan(cache_dir: Path, **engine) -> Plan:
+    return rank_plan(cache_dir, **{"micro_batch": 4, "accumulation": 2, **engine})
+
+
+def on_embedding_grads(model: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Lets `change` see and replace the gradient of the embeddings' output in each backward."""
+
+    def hook(_module: torch.nn.Module, _inputs: object, out: torch.Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(change)
+
+    model.get_input_embeddings().register_forward_hook(hook)
+
+
+class Gradients:
+    """The largest gradient that reaches the embeddings' output, in each backward; may spoil one."""
+
+    def __init__(self, model: torch.nn.Module, *, overflow_in: int | None = None) -> None:
+        self.seen: list[float] = []
+        self.overflow_in = overflow_in
+        on_embedding_grads(model, self.note)
+
+    def note(self, grad: torch.Tensor) -> torch.Tensor:
+        self.seen.append(grad.abs().max().item())
+        return grad * math.inf if len(self.seen) - 1 == self.overflow_in else grad
+
+
+def test_products_are_fp16_and_weights_gradients_and_loss_fp32(cache_dir):
+    training = Training(fp16_plan(cache_dir, checkpointing=Checkpointing.FULL))
+    outputs, gradients, losses = set(), set(), set()
+    training.model.model.layers[0].mlp.down_proj.register_forward_hook(
+        lambda _module, _inputs, out: outputs.add(out.dtype)
+    )
+    training.model.register_forward_hook(lambda _module, _inputs, loss: losses.add(loss.dtype))
+    for parameter in training.model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: gradients.add(p.grad.dtype))
+    training.run(1)
+    assert (outputs, gradients, losses) == ({torch.float16}, {torch.float32}, {torch.float32})
+    assert {parameter.dtype for parameter in training.model.parameters()} == {torch.float32}
+
+
+def test_training_follows_fp32(cache_dir):
+    expected = Training(fp32_plan(cache_dir)).run(6)
+    training = Training(fp16_plan(cache_dir))
+    found = training.run(6)
+    assert [result.loss for result in found] == pytest.approx([result.loss for result in expected], abs=2e-3)
+    assert [result.loss for result in found] != [result.loss for result in expected], "fp16 rounds"
+    assert [result.grad_norm for result in found] == pytest.approx([r.grad_norm for r in expected], rel=2e-2)
+    assert not any(result.was_skipped for result in found)
+    assert {result.loss_scale for result in found} == {INIT_SCALE}
+
+
+def test_the_backward_pass_sees_the_scale_and_the_update_does_not(cache_dir):
+    plain, scaled = Training(fp32_plan(cache_dir)), Training(fp16_plan(cache_dir))
+    unscaled_grads, scaled_grads = Gradients(plain.model), Gradients(scaled.model)
+    plain.run(1)
+    scaled.run(1)
+    assert scaled_grads.seen == pytest.approx([INIT_SCALE * size for size in unscaled_grads.seen], rel=2e-2)
+    for ours, theirs in zip(scaled.weights(), plain.weights(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2.1e-3)
+
+
+def test_gradients_are_clipped_at_their_own_size(cache_dir):
+    """Clipped before they are scaled back, they would move nothing."""
+    plans = [plan(cache_dir, optimizer=Optimizer.SGD) for plan in (fp32_plan, fp16_plan)]
+    moved = [Training(plan, weight_decay=0.0) for plan in plans]
+    before = [training.weights() for training in moved]
+    for training in moved:
+        training.run(1, clip=0.1)
+    lengths = [
+        math.sqrt(sum(float((a - b).square().sum()) for a, b in zip(training.weights(), old, strict=True)))
+        for training, old in zip(moved, before, strict=True)
+    ]
+    assert lengths == pytest.approx([1e-4, 1e-4], rel=1e-2), "learning rate 1e-3 x clip 0.1"
+
+
+def test_an_overflow_skips_the_step_and_halves_the_scale(cache_dir):
+    training = Training(fp16_plan(cache_dir))
+    Gradients(training.model, overflow_in=3)  # the second micro batch of the second step
+    first = training.run_one()
+    before = training.weights()
+    states = {id(p): int(state["step"]) for p, state in training.optimizer.state.items()}
+    skipped = training.run_one()
+    assert (first.was_skipped, skipped.was_skipped) == (False, True)
+    assert skipped.grad_norm is None
+    assert skipped.loss_scale == INIT_SCALE, "the scale that overflowed"
+    assert all(torch.equal(ours, old) for ours, old in zip(training.weights(), before, strict=True))
+    assert {id(p): int(state["step"]) for p, state in training.optimizer.state.items()} == states
+    assert all(parameter.grad is None for parameter in training.model.parameters())
+    third = training.run_one()
+    assert (third.was_skipped, third.loss_scale) == (False, INIT_SCALE / 2)
+    assert any(not torch.equal(ours, old) for ours, old in zip(training.weights(), before, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", [Optimizer.ADAMW, Optimizer.ADAMW_FUSED, Optimizer.SGD])
+def test_every_kind_of_update_is_skipped(cache_dir, optimizer):
+    """A fused update decides by itself, the others are not called."""
+    training = Training(fp16_plan(cache_dir, optimizer=optimizer))
+    Gradients(training.model, overflow_in=0)
+    before = training.weights()
+    assert training.run_one().was_skipped
+    assert all(torch.equal(ours, old) for ours, old in zip(training.weights(), before, strict=True))
+    assert not training.run_one().was_skipped
+    assert not any(torch.isnan(weight).any() for weight in training.weights())
+
+
+def test_the_scale_doubles_after_a_run_of_good_steps(cache_dir):
+    training = Training(fp16_plan(cache_dir))
+    training.scaler = AmpScaler("cpu", init_scale=1024.0, growth_interval=2)
+    assert [result.loss_scale for result in training.run(5)] == [1024.0, 1024.0, 2048.0, 2048.0, 4096.0]
+
+
+def test_gradients_that_overflow_unscaled_end_the_run(cache_dir):
+    training = Training(fp16_plan(cache_dir))
+    training.scaler = AmpScaler("cpu", init_scale=4.0)
+    on_embedding_grads(training.model, lambda grad: grad * math.nan)
+    assert training.run_one().was_skipped
+    with pytest.raises(EnvironmentFaultError, match=r"overflow at loss scale 1, after 2 skipped steps; take a lower"):
+        training.run_one()
+
+
+def test_the_report_says_what_was_scaled(cache_dir):
+    training = Training(fp16_plan(cache_dir))
+    Gradients(training.model, overflow_in=0)
+    training.run(2)
+    assert precision_facts(training.model, training.scaler) == {
+        "autocast": "float16", "loss scale": "32768", "skipped steps": "1",
+    }  # fmt: skip
+
+
+def test_other_precisions_have_no_scaler_and_no_autocast_of_ours(cache_dir):
+    for precision in (Precision.FP32, Precision.BF16_MIXED, Precision.BF16):
+        training = Training(rank_plan(cache_dir, precision=precision, micro_batch=8, accumulation=1))
+        assert training.scaler is None
+        assert precision_facts(training.model, None) == {}
+        assert training.run_one().loss_scale is None
+
+
+def test_the_score_is_taken_in_fp16_too(cache_dir):
+    training = Training(fp16_plan(cache_dir))
+    outputs = set()
+    training.model.model.layers[0].mlp.down_proj.register_forward_hook(
+        lambda _module, _inputs, out: outputs.add(out.dtype)
+    )
+    rows = TokenRows.open(cache_dir, "eval")
+    found = evaluate(training.accelerator, training.model, rows, training.plan, step=0)
+    assert outputs == {torch.float16}
+    expected = Training(fp32_plan(cache_dir))
+    score = evaluate(expected.accelerator, expected.model, rows, expected.plan, step=0)
+    assert found.loss == pytest.approx(score.loss, abs=1e-3) and found.loss != score.loss
+
+
+@pytest.mark.parametrize("change", [{"optimizer_in_backward": True}, {"optimizer": Optimizer.LOMO}])
+def test_an_update_inside_the_backward_pass_cannot_wait_for_the_verdict(cache_dir, change):
+    plan = fp16_plan(cache_dir, **change)
+    with pytest.raises(InputError, match="updates weights once no gradient has overflowed"):
+        install_precision(build_model(fp16_plan(cache_dir)), plan.chosen, DeviceKind.CPU)

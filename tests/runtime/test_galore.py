@@ -1,0 +1,233 @@
+"""GaLore: moments and projectors of the planned shapes, on the planned matrices, with the planned updates."""
+
+import copy
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from optimizer_factory import random_gradients, tiny_llama, train_steps
+from torch import nn
+
+from trainer.runtime.optimizers import (
+    BETAS,
+    build_optimizer,
+    expected_class_name,
+    expected_groups,
+    optimizer_facts,
+    updates_in_backward,
+)
+from trainer.runtime.optimizers.galore import PROJECTIONS
+from trainer.runtime.optimizers.groups import block_matrices
+from trainer.spec.errors import InputError
+from trainer.spec.job import GaloreJob
+from trainer.spec.strategy import Optimizer
+
+GALORE = GaloreJob(rank=8, update_gap=2, scale=0.5)
+
+
+def after_steps(inner: Optimizer = Optimizer.ADAMW, *, num_steps: int = 3, weight_decay: float = 0.1, **changes: Any):
+    llama = tiny_llama()
+    built = build_optimizer(inner, llama, lr=1e-2, weight_decay=weight_decay, galore=replace(GALORE, **changes))
+    train_steps(llama, built, range(num_steps), lr=1e-2)
+    return llama, built
+
+
+@pytest.mark.parametrize("inner", [Optimizer.ADAMW, Optimizer.ADAFACTOR])
+def test_class_and_groups_are_those_that_are_expected(inner):
+    llama, built = after_steps(inner)
+    assert type(built).__module__.startswith("galore_torch")
+    assert type(built).__name__ == expected_class_name(inner, is_galore=True)
+    assert tuple(group["name"] for group in built.param_groups) == expected_groups(inner, is_galore=True)
+    matrices, decay, no_decay = built.param_groups
+    assert [id(p) for p in matrices["params"]] == [id(p) for p in block_matrices(llama)]
+    assert {p.shape for p in decay["params"]} == {(256, 64)}, "embedding and head"
+    assert {p.ndim for p in no_decay["params"]} == {1}
+    assert [group["weight_decay"] for group in built.param_groups] == [0.1, 0.1, 0.0]
+    assert (matrices["rank"], matrices["update_proj_gap"], matrices["scale"], matrices["proj_type"]) == (
+        8, 2, 0.5, "std"
+    )  # fmt: skip
+    assert "rank" not in decay and "rank" not in no_decay
+    settings = {"betas": BETAS, "eps": 1e-8} if inner is Optimizer.ADAMW else {"relative_step": False}
+    assert {name: built.defaults[name] for name in settings} == settings
+
+
+def test_moments_are_of_rank_by_the_longer_side_and_projectors_of_rank_by_the_smaller():
+    llama, built = after_steps()
+    for parameter in llama.parameters():
+        state = built.state[parameter]
+        rows, columns = parameter.shape if parameter.ndim == 2 else (0, 0)
+        if rows == 256 or parameter.ndim == 1:
+            assert state["exp_avg"].shape == parameter.shape
+            assert "projector" not in state
+            continue
+        projector = state["projector"].ortho_matrix
+        is_tall = rows >= columns
+        assert state["exp_avg"].shape == state["exp_avg_sq"].shape == ((rows, 8) if is_tall else (8, columns))
+        assert projector.shape == ((8, columns) if is_tall else (rows, 8))
+        side = projector if is_tall else projector.T
+        assert torch.allclose(side @ side.T, torch.eye(8), atol=1e-5)
+    facts = optimizer_facts(built)
+    assert facts["optimizer"] == "AdamW of galore_torch"
+    assert facts["projectors"] == (
+        "32 x 8 float32 of 4 matrices, 64 x 8 float32 of 2 matrices, 8 x 64 float32 of 8 matrices"
+    )
+
+
+def test_the_state_is_a_fraction_of_adamws():
+    _, built = after_steps()
+    plain = tiny_llama()
+    adamw = build_optimizer(Optimizer.ADAMW, plain, lr=1e-2, weight_decay=0.1)
+    train_steps(plain, adamw, range(1), lr=1e-2)
+    low, full = (int(optimizer_facts(each)["optimizer_state_bytes"].replace(",", "")) for each in (built, adamw))
+    matrices = sum(parameter.numel() for parameter in block_matrices(plain))
+    projected = sum(8 * (2 * max(p.shape) + min(p.shape)) for p in block_matrices(plain))
+    assert full - low == 4 * (2 * matrices - projected)
+
+
+def test_a_projector_holds_for_the_gap_and_is_then_found_anew():
+    llama, built = after_steps(num_steps=1, update_gap=2)
+    weight = block_matrices(llama)[0]
+    seen = []
+    for step in range(1, 5):
+        seen.append(built.state[weight]["projector"].ortho_matrix.clone())
+        train_steps(llama, built, range(step, step + 1), lr=1e-2)
+    assert [torch.equal(a, b) for a, b in pairwise(seen)] == [True, False, True]
+
+
+@pytest.mark.parametrize("projection", PROJECTIONS)
+def test_every_projection_updates_tall_and_wide_matrices_in_a_space_of_the_rank(projection):
+    llama = tiny_llama()
+    before = [matrix.detach().clone() for matrix in block_matrices(llama)]
+    galore = replace(GALORE, projection=projection)
+    built = build_optimizer(Optimizer.ADAMW, llama, lr=1e-2, weight_decay=0.0, galore=galore)
+    random_gradients(llama, step=0)
+    built.step()
+    for old, new in zip(before, block_matrices(llama), strict=True):
+        update = new.detach() - old
+        assert 0 < torch.linalg.matrix_rank(update, rtol=1e-4) <= 8
+    sides = {tuple(built.state[matrix]["exp_avg"].shape) for matrix in block_matrices(llama)}
+    assert all(8 in shape for shape in sides)
+    assert (sides == {(8, 8)}) == (projection == "full")
+
+
+def test_the_scale_scales_the_projected_update_and_nothing_else():
+    updates = {}
+    for scale in (0.25, 1.0):
+        llama = tiny_llama()
+        before = copy.deepcopy(llama)
+        galore = replace(GALORE, scale=scale)
+        built = build_optimizer(Optimizer.ADAMW, llama, lr=1e-2, weight_decay=0.0, galore=galore)
+        random_gradients(llama, step=0)
+        built.step()
+        updates[scale] = {
+            name: parameter.detach() - before.get_parameter(name) for name, parameter in llama.named_parameters()
+        }
+    inside = {name for name in updates[1.0] if "_proj" in name}
+    for name, update in updates[1.0].items():
+        factor = 0.25 if name in inside else 1.0
+        assert torch.allclose(updates[0.25][name], factor * update, atol=1e-6), name
+
+
+def test_at_full_rank_and_scale_one_the_first_update_has_adams_size_in_a_turned_space():
+    """With rank = smaller side nothing is lost: the update's norm is that of plain Adam, whose elements are +-lr."""
+    llama = tiny_llama()
+    weight = llama.model.layers[0].mlp.up_proj.weight  # 128 x 64
+    before = weight.detach().clone()
+    galore = GaloreJob(rank=64, update_gap=200, scale=1.0)
+    built = build_optimizer(Optimizer.ADAMW, llama, lr=1e-2, weight_decay=0.0, galore=galore)
+    random_gradients(llama, step=0)
+    built.step()
+    update = weight.detach() - before
+    assert float(update.norm()) == pytest.approx(1e-2 * (128 * 64) ** 0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize("inner", [Optimizer.ADAMW, Optimizer.ADAFACTOR])
+def test_layerwise_runs_inside_the_backward_pass_with_the_same_result(inner):
+    plain, _ = after_steps(inner)
+    layerwise, built = after_steps(inner, layerwise=True)
+    assert updates_in_backward(built)
+    assert optimizer_facts(built)["updates"].startswith("inside the backward pass, by hooks on 21 parameters")
+    assert all(parameter.grad is None for parameter in layerwise.parameters())
+    for name, parameter in layerwise.named_parameters():
+        assert torch.equal(parameter, plain.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("inner", [Optimizer.ADAMW, Optimizer.ADAFACTOR])
+def test_a_saved_state_goes_on_as_if_nothing_had_been(inner):
+    llama, built = after_steps(inner)
+    weights, state = copy.deepcopy(llama.state_dict()), copy.deepcopy(built.state_dict())
+    train_steps(llama, built, range(3, 6), lr=1e-2)
+    resumed = tiny_llama()
+    resumed.load_state_dict(weights)
+    again = build_optimizer(inner, resumed, lr=0.5, weight_decay=0.1, galore=GALORE)
+    again.load_state_dict(state)
+    train_steps(resumed, again, range(3, 6), lr=1e-2)
+    for name, parameter in resumed.named_parameters():
+        assert torch.equal(parameter, llama.get_parameter(name)), name
+
+
+def test_adafactor_inside_takes_the_rate_as_it_is():
+    """Its update has a root mean square of one at most, in the space of the rank, whatever the weights' own."""
+    llama = tiny_llama()
+    weight = llama.model.layers[0].mlp.up_proj.weight
+    before = weight.detach().clone()
+    galore = GaloreJob(rank=64, update_gap=200, scale=1.0)
+    built = build_optimizer(Optimizer.ADAFACTOR, llama, lr=1e-2, weight_decay=0.0, galore=galore)
+    random_gradients(llama, step=0)
+    built.step()
+    assert 0.5e-2 < float((weight.detach() - before).square().mean().sqrt()) <= 1.001e-2
+
+
+def test_the_8_bit_optimizer_inside_needs_a_gpu_and_says_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match=r"adamw_8bit waits for a CUDA device .* use adamw or adafactor"):
+        build_optimizer(Optimizer.ADAMW_8BIT, tiny_llama(), lr=1e-2, weight_decay=0.1, galore=GALORE)
+
+
+def test_the_8_bit_optimizer_inside_is_built_without_the_arguments_that_moved(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    built = build_optimizer(Optimizer.ADAMW_8BIT, tiny_llama(), lr=1e-2, weight_decay=0.1, galore=GALORE)
+    assert (type(built).__module__, type(built).__name__) == ("galore_torch.adamw8bit", "AdamW8bit")
+    assert (built.args.max_unorm, built.args.skip_zeros, built.args.optim_bits) == (0, False, 8)
+
+
+@pytest.mark.parametrize("inner", [Optimizer.LION, Optimizer.SGD, Optimizer.ADAMW_FUSED])
+def test_what_galore_torch_has_no_class_for_is_refused(inner):
+    with pytest.raises(InputError, match=rf"inside GaLore runs adamw, adamw_8bit, adafactor, not {inner}"):
+        build_optimizer(inner, tiny_llama(), lr=1e-2, weight_decay=0.1, galore=GALORE)
+
+
+def test_a_projection_that_does_not_exist_is_refused():
+    with pytest.raises(InputError, match=r"projection: diagonal is not one of galore-torch's: std, reverse_std"):
+        after_steps(projection="diagonal")
+
+
+def test_a_rank_that_reverse_std_cannot_project_back_is_refused():
+    with pytest.raises(InputError, match=r"rank: 32 must be below 32, the smaller side"):
+        after_steps(projection="reverse_std", rank=32)
+    after_steps(projection="reverse_std", rank=31)
+
+
+def test_a_model_without_matrices_is_refused():
+    with pytest.raises(InputError, match="finds no matrix"):
+        build_optimizer(Optimizer.ADAMW, nn.LayerNorm(4), lr=1e-2, weight_decay=0.1, galore=GALORE)
+
+
+def test_w13_galore_torchs_8_bit_arguments_have_moved_in_bitsandbytes():
+    from galore_torch import GaLoreAdamW8bit
+
+    built = GaLoreAdamW8bit(tiny_llama().parameters())  # percentile_clipping=100, block_wise=True
+    assert (built.args.max_unorm, built.args.skip_zeros) == (100, True)
+
+
+def test_w14_galore_torch_does_not_project_back_under_reverse_std_at_full_rank():
+    from galore_torch import GaLoreAdamW
+
+    wide = nn.Parameter(torch.randn(4, 8, generator=torch.Generator().manual_seed(0)))
+    group = {"params": [wide], "rank": 4, "update_proj_gap": 10, "scale": 1.0, "proj_type": "reverse_std"}
+    built = GaLoreAdamW([group], no_deprecation_warning=True)
+    wide.grad = torch.ones_like(wide)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        built.step()

@@ -1,0 +1,386 @@
+"""What blocks save for the backward pass is moved to host RAM in the forward and brought back block by block.
+
+Copies run on a stream of their own, beside the compute: a block's tensors leave while the next block runs forwards,
+and come back while the block behind them runs backwards. At most two blocks are on the device at a time: the one at
+work and the one being copied. The last block keeps its own, which the backward needs at once.
+
+Not moved: parameters and views of them (an engine frees and gathers those itself), what several blocks share (masks,
+rotary embeddings), views that are larger than their memory, and tensors below `MIN_BYTES`. Where a block is recomputed
+it saves its input only, so that is what moves. What selective checkpointing keeps is not saved through autograd: the
+two exclude each other.
+
+Host buffers are pinned and used again from step to step (`PinnedBuffers`): what is pinned is what was moved at most.
+Where the device is the host the copies are made all the same, so that a test sees them, and nothing is gained.
+"""
+
+import mmap
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from trainer.runtime.blocks import blocks_of
+from trainer.spec.errors import InputError
+from trainer.spec.strategy import Checkpointing
+from trainer.spec.units import format_bytes
+
+MIN_BYTES = 16 * 1024  # below, starting a copy takes longer than the copy
+
+
+def offload_activations(model: PreTrainedModel) -> None:
+    """Keeps what blocks save for the backward pass in host RAM; after `apply_checkpointing`, before compilation."""
+    blocks = blocks_of(model)
+    if len(blocks) < 2:
+        raise InputError(f"pin.activation_offload: {type(model).__name__} has no two blocks to move activations of")
+    recomputation = getattr(blocks[0], "shardwise_recomputation", None)
+    if recomputation is not None and recomputation.checkpointing is Checkpointing.SELECTIVE:
+        raise InputError(
+            "pin.activation_offload and pin.checkpointing: selective exclude each other: what it keeps stays on the "
+            "device; take full or none"
+        )
+    offload = ActivationOffload(len(blocks))
+    for index, block in enumerate(blocks):
+        _wrap_forward(block, partial(offload.run, index, block))
+    seam: Any = model
+    seam.shardwise_activation_offload = offload
+
+
+def offload_facts(model: nn.Module) -> dict[str, str]:
+    """What was moved in the latest forward, in words."""
+    offload = getattr(model, "shardwise_activation_offload", None)
+    if offload is None:
+        return {}
+    return {
+        "activation_offload": f"{offload.num_copies} tensors of {offload.num_moved_blocks} blocks, "
+        f"{format_bytes(offload.moved_bytes)}, in host RAM"
+    }
+
+
+def _wrap_forward(block: nn.Module, run: Callable[..., Any]) -> None:
+    """Puts `run(forward, args, kwargs)` around the block's forward, whichever class an engine makes of the block."""
+    seam: Any = block
+
+    def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # the signature of whatever block it replaces
+        return run(partial(type(block).forward, block), args, kwargs)
+
+    seam.forward = forward
+    seam.shardwise_offload_run = run
+
+
+def move_around_compiled(block: nn.Module) -> None:
+    """Takes the copies of a block that was just compiled out of what is compiled; nothing where none are made."""
+    seam: Any = block
+    run, compiled = getattr(block, "shardwise_offload_run", None), seam._compiled_call_impl
+    if run is None:
+        return
+    del seam.forward
+
+    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # the signature of whatever block it replaces
+        return run(compiled, args, kwargs)
+
+    seam._compiled_call_impl = call
+
+
+class ActivationOffload:
+    """The shelves of a model, one for each block and forward."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._last = num_blocks - 1
+        self._shelves: dict[int, _Shelf] = {}
+        self._transfers: _Transfers | None = None
+
+    @property
+    def num_copies(self) -> int:
+        return sum(shelf.num_copies for shelf in self._shelves.values())
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(shelf.moved_bytes for shelf in self._shelves.values())
+
+    @property
+    def num_moved_blocks(self) -> int:
+        return sum(shelf.num_copies > 0 for shelf in self._shelves.values())
+
+    def run(
+        self, index: int, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:  # noqa: ANN401  # what the block answers
+        """The block's forward, with what it saves on a shelf."""
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if self._transfers is None:
+            self._transfers = _transfers_of(next(_tensors(args)).device)
+        shelf = _Shelf(
+            block,
+            self._transfers,
+            stays=index == self._last,
+            shared={tensor.untyped_storage().data_ptr() for tensor in _tensors(kwargs)},
+            prefetch=partial(self._fetch, index - 1),
+        )
+        with torch.autograd.graph.saved_tensors_hooks(shelf.put, shelf.take):
+            answer = forward(*args, **kwargs)
+        self._transfers.close(shelf.close())
+        self._shelves[index] = shelf
+        return answer
+
+    def _fetch(self, index: int) -> None:
+        if index in self._shelves:
+            self._shelves[index].fetch()
+
+
+class _ParameterView(NamedTuple):
+    """A saved view of a parameter, made anew when it is asked for: between, its engine may have freed the memory."""
+
+    parameter: nn.Parameter
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        return self.parameter.detach().as_strided(self.size, self.stride, self.offset)
+
+
+class _Moved:
+    """A tensor in host RAM, and on the device again once it was fetched; autograd holds it as long as it needs it."""
+
+    def __init__(self, host: Tensor, give_back: Callable[[], None]) -> None:
+        self.host = host
+        self.device: Tensor | None = None
+        self.arrival: torch.cuda.Event | None = None  # when `device` holds it, where that takes time
+        self._give_back = give_back
+
+    def __del__(self) -> None:
+        self._give_back()
+
+
+class _MovedView(NamedTuple):
+    """A saved tensor as it lay in memory."""
+
+    moved: _Moved
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Shelf:
+    """What one block saved in one forward."""
+
+    def __init__(
+        self,
+        block: nn.Module,
+        transfers: "_Transfers",
+        *,
+        stays: bool,
+        shared: set[int],
+        prefetch: Callable[[], None],
+    ) -> None:
+        self._block = block
+        self._transfers = transfers
+        self._stays = stays
+        self._shared = shared
+        self._prefetch: Callable[[], None] | None = prefetch
+        self._moved: dict[tuple[object, ...], _Moved] = {}
+        self._sources: list[Tensor] = []
+        self.num_copies = 0
+        self.moved_bytes = 0
+
+    def put(self, tensor: Tensor) -> object:
+        """What autograd holds instead of a saved tensor."""
+        storage = tensor.untyped_storage()
+        parameter = self._parameter_at(storage.data_ptr()) if storage.data_ptr() else None
+        if parameter is not None:
+            return _ParameterView(parameter, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        num_bytes = tensor.numel() * tensor.element_size()
+        is_expanded = num_bytes > storage.nbytes()
+        if self._stays or num_bytes < MIN_BYTES or is_expanded or storage.data_ptr() in self._shared:
+            return tensor
+        strides = torch.empty_like(tensor, device="meta").stride()  # its own, unless it has gaps
+        dense = tensor if strides == tensor.stride() else tensor.contiguous()
+        key = (dense.data_ptr(), num_bytes, tensor._version)  # several operations save one tensor in several shapes
+        if key not in self._moved:
+            flat = dense.as_strided((dense.numel(),), (1,))
+            self._moved[key] = self._transfers.to_host(flat)
+            self._sources.append(flat)  # until it is copied, nothing else may take its place
+            self.num_copies += 1
+            self.moved_bytes += num_bytes
+        return _MovedView(self._moved[key], tensor.dtype, tensor.shape, dense.stride())
+
+    def take(self, held: object) -> Tensor:
+        """The saved tensor, on the device; starts bringing back those of the block before."""
+        if self._prefetch is not None:
+            self.fetch()
+            prefetch, self._prefetch = self._prefetch, None
+            prefetch()
+        if isinstance(held, _ParameterView):
+            return held.tensor()
+        if isinstance(held, _MovedView):
+            return self._transfers.arrived(held.moved).view(held.dtype).as_strided(held.size, held.stride)
+        assert isinstance(held, Tensor)
+        return held
+
+    def close(self) -> list[Tensor]:
+        """Ends the forward; the tensors that may go as soon as they are copied."""
+        sources, self._sources = self._sources, []
+        return sources
+
+    def fetch(self) -> None:
+        """Starts bringing back everything, once; from here on autograd alone holds it."""
+        moved, self._moved = list(self._moved.values()), {}
+        if moved:
+            self._transfers.to_device(moved)
+
+    def _parameter_at(self, pointer: int) -> nn.Parameter | None:
+        """The parameter of the block whose memory this is; under ZeRO-3 it lies elsewhere at every forward."""
+        for parameter in self._block.parameters():
+            if _local_pointer(parameter) == pointer:
+                return parameter
+        return None
+
+
+def _local_pointer(parameter: nn.Parameter) -> int:
+    if hasattr(parameter, "to_local"):
+        return 0  # a shard; in a forward FSDP2 has put the gathered parameter in its place
+    return parameter.untyped_storage().data_ptr()
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    """The tensors in arguments, whatever they are nested in."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+
+
+class _Transfers(Protocol):
+    """How tensors leave a device and come back."""
+
+    def to_host(self, tensor: Tensor) -> _Moved:
+        """Starts a copy of a flat tensor to host RAM."""
+
+    def close(self, sources: list[Tensor]) -> None:
+        """Lets the sources of the block before go once they are copied, and keeps those of this one."""
+
+    def to_device(self, moved: list[_Moved]) -> None:
+        """Starts copies back."""
+
+    def arrived(self, moved: _Moved) -> Tensor:
+        """The tensor on the device, for what runs next."""
+
+
+def _transfers_of(device: torch.device) -> _Transfers:
+    return _CudaTransfers(device) if device.type == "cuda" else _PlainTransfers()
+
+
+class _PlainTransfers:
+    """Where the device is the host: a copy leaves, and is used where it is."""
+
+    def to_host(self, tensor: Tensor) -> _Moved:
+        return _Moved(torch.empty_like(tensor).copy_(tensor), _nothing)
+
+    def close(self, sources: list[Tensor]) -> None:
+        sources.clear()
+
+    def to_device(self, moved: list[_Moved]) -> None:
+        for each in moved:
+            each.device = each.host
+
+    def arrived(self, moved: _Moved) -> Tensor:
+        assert moved.device is not None, "a shelf is fetched as a whole"
+        return moved.device
+
+
+def _nothing() -> None:
+    """No buffer is given back."""
+
+
+class _CudaTransfers:
+    """Copies on one stream for both directions: a buffer that is given back is only filled when it has been read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._buffers = PinnedBuffers(self._stream.synchronize)
+        self._leaving: list[Tensor] = []
+        self._left: torch.cuda.Event | None = None  # the copies of `_leaving`
+
+    def to_host(self, tensor: Tensor) -> _Moved:
+        buffer = self._buffers.take(tensor.numel() * tensor.element_size())
+        host = buffer.view(tensor.dtype)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(tensor, non_blocking=True)
+        return _Moved(host, partial(self._buffers.give_back, buffer))
+
+    def close(self, sources: list[Tensor]) -> None:
+        if self._left is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._left)
+        self._leaving, self._left = sources, self._stream.record_event() if sources else None
+
+    def to_device(self, moved: list[_Moved]) -> None:
+        # The memory belongs to the stream that computes, whose earlier work may still use what was there before.
+        for each in moved:
+            each.device = torch.empty_like(each.host, device=self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for each in moved:
+                assert each.device is not None
+                each.device.copy_(each.host, non_blocking=True)
+                each.device.record_stream(self._stream)
+        arrival = self._stream.record_event()
+        for each in moved:
+            each.arrival = arrival
+
+    def arrived(self, moved: _Moved) -> Tensor:
+        assert moved.device is not None and moved.arrival is not None, "a shelf is fetched as a whole"
+        torch.cuda.current_stream(self._device).wait_event(moved.arrival)
+        return moved.device
+
+
+class PinnedBuffers:
+    """Page-locked host memory in whole pages, taken again where it was given back.
+
+    A tensor takes the smallest buffer that holds it. Where none does, the largest that is free goes and one that is
+    large enough comes: rows that grow longer leave no short buffers behind, and what is pinned is bounded by the
+    longest. torch's own pinned memory comes in powers of two, up to twice what the plan counted.
+    """
+
+    def __init__(self, finish_copies: Callable[[], None]) -> None:
+        self.pinned_bytes = 0
+        self._finish_copies = finish_copies  # before memory goes that a copy may still read
+        self._free: list[Tensor] = []  # ascending
+
+    def take(self, num_bytes: int) -> Tensor:
+        """A flat tensor of bytes, as many as were asked for."""
+        size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        index = bisect_left(self._free, size, key=Tensor.numel)
+        if index < len(self._free):
+            return self._free.pop(index)[:num_bytes]
+        if self._free:
+            self._finish_copies()
+            released = self._free.pop()
+            self.pinned_bytes -= released.numel()
+            _unpin(released)
+        self.pinned_bytes += size
+        return _pinned(size)[:num_bytes]
+
+    def give_back(self, buffer: Tensor) -> None:
+        """The buffer may be filled anew by the next copy of the same stream."""
+        size = buffer.untyped_storage().nbytes()
+        insort(self._free, buffer.as_strided((size,), (1,)), key=Tensor.numel)
+
+
+def _pinned(num_bytes: int) -> Tensor:
+    """So many bytes of whole pages that nothing else lies in."""
+    pages = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), num_bytes, 0)))
+    return pages
+
+
+def _unpin(pages: Tensor) -> None:
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(pages.data_ptr())))

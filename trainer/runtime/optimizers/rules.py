@@ -1,0 +1,146 @@
+"""Every optimizer as a row: how it is built over its groups, and the class that must come out.
+
+Where each is from, and why that one:
+
+    adamw, adamw_fused, sgd   torch; foreach and fused kernels of the same update
+    deepspeed_cpu_adam        DeepSpeed's, built here with `adamw_mode` on: Accelerate's own replacement of an optimizer
+                              under offload would turn it off without a word (docs/workarounds.md, W5)
+    *_8bit, paged_*           bitsandbytes: moments in blocks of 256 elements with an fp32 scale each, tensors below
+                              4,096 elements in fp32. Paged state lies in CUDA managed memory, which the driver moves to
+                              host RAM when the device is full; on a CPU it is ordinary memory. Plain tensors only
+    lamb_8bit                 ours on bitsandbytes' moments (`lamb_8bit`)
+    lion                      lion-pytorch: plain tensor operations, so that it runs on FSDP2's shards, where
+                              bitsandbytes' Lion does not. Betas as its authors train language models
+                              (arXiv:2302.06675, section 5)
+    adafactor                 transformers': factors and update are fp32 whatever the weights, the decay is scaled as
+                              the update is, and the schedule of the rate is ours. torch.optim.Adafactor keeps factors
+                              in the weights' type, where 16 bit lose shares of t^-0.8 within a thousand steps, decays
+                              by the rate that is not yet scaled, and caps the rate at 1/sqrt(t)
+    muon                      torch's for the matrices of the blocks, with AdamW (`muon`)
+    lomo, adalomo             ours (`lomo`), always inside the backward pass
+
+bitsandbytes and galore-torch are imported where they are asked for: they take seconds.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.optim.optimizer import Optimizer as TorchOptimizer
+
+from trainer.runtime.optimizers.groups import DECAY, MATRICES, NO_DECAY, Group
+from trainer.runtime.optimizers.lomo import AdaLomo, Lomo
+from trainer.runtime.optimizers.muon import MuonAndAdamW
+from trainer.spec.strategy import Optimizer
+
+BETAS = (0.9, 0.95)  # Llama-type training (Llama 2, arXiv:2307.09288, section 2.2)
+LION_BETAS = (0.95, 0.98)
+EPSILON = 1e-8
+
+WITH_MATRICES = (MATRICES, DECAY, NO_DECAY)
+
+
+class UpdateRule(NamedTuple):
+    """How an optimizer is built; the names of its groups, in order."""
+
+    build: Callable[[list[Group], float], TorchOptimizer]
+    class_name: str
+    groups: tuple[str, ...] = (DECAY, NO_DECAY)
+
+
+def _adamw(groups: list[Group], lr: float) -> TorchOptimizer:
+    return torch.optim.AdamW(groups, lr=lr, betas=BETAS, eps=EPSILON, foreach=True)
+
+
+def _adamw_fused(groups: list[Group], lr: float) -> TorchOptimizer:
+    return torch.optim.AdamW(groups, lr=lr, betas=BETAS, eps=EPSILON, fused=True)
+
+
+def _sgd(groups: list[Group], lr: float) -> TorchOptimizer:
+    return torch.optim.SGD(groups, lr=lr)
+
+
+def _deepspeed_cpu_adam(groups: list[Group], lr: float) -> TorchOptimizer:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    is_fp32 = all(parameter.dtype is torch.float32 for group in groups for parameter in group["params"])
+    built = DeepSpeedCPUAdam(
+        groups, lr=lr, betas=BETAS, eps=EPSILON, adamw_mode=True, fp32_optimizer_states=is_fp32
+    )  # fmt: skip
+    return _as_torch(built)
+
+
+def _adamw_8bit(groups: list[Group], lr: float) -> TorchOptimizer:
+    from bitsandbytes.optim import AdamW8bit
+
+    return _as_torch(AdamW8bit(groups, lr=lr, betas=BETAS, eps=EPSILON))
+
+
+def _paged_adamw(groups: list[Group], lr: float) -> TorchOptimizer:
+    from bitsandbytes.optim import PagedAdamW32bit
+
+    return _paged(PagedAdamW32bit(groups, lr=lr, betas=BETAS, eps=EPSILON))
+
+
+def _paged_adamw_8bit(groups: list[Group], lr: float) -> TorchOptimizer:
+    from bitsandbytes.optim import PagedAdamW8bit
+
+    return _paged(PagedAdamW8bit(groups, lr=lr, betas=BETAS, eps=EPSILON))
+
+
+def _lion(groups: list[Group], lr: float) -> TorchOptimizer:
+    from lion_pytorch import Lion
+
+    return _as_torch(Lion(groups, lr=lr, betas=LION_BETAS))
+
+
+def _lion_8bit(groups: list[Group], lr: float) -> TorchOptimizer:
+    from bitsandbytes.optim import Lion8bit
+
+    return _as_torch(Lion8bit(groups, lr=lr, betas=LION_BETAS))
+
+
+def _lamb_8bit(groups: list[Group], lr: float) -> TorchOptimizer:
+    from trainer.runtime.optimizers.lamb_8bit import Lamb8bit
+
+    return _as_torch(Lamb8bit(groups, lr=lr, betas=BETAS, eps=EPSILON))
+
+
+def _adafactor(groups: list[Group], lr: float) -> TorchOptimizer:
+    from transformers.optimization import Adafactor
+
+    return _as_torch(Adafactor(groups, lr=lr, scale_parameter=True, relative_step=False, warmup_init=False))
+
+
+def _muon(groups: list[Group], lr: float) -> TorchOptimizer:
+    return MuonAndAdamW(groups, lr, betas=BETAS, eps=EPSILON)
+
+
+def _paged(built: object) -> TorchOptimizer:
+    """Without bitsandbytes' warning on CPUs: the facts of a run say that nothing is paged there."""
+    built.__dict__["_cpu_paged_warned"] = True
+    return _as_torch(built)
+
+
+def _as_torch(built: object) -> TorchOptimizer:
+    """For libraries that are published without type information."""
+    assert isinstance(built, TorchOptimizer)
+    return built
+
+
+UPDATE_RULES: dict[Optimizer, UpdateRule] = {
+    Optimizer.ADAMW: UpdateRule(_adamw, "AdamW"),
+    Optimizer.ADAMW_FUSED: UpdateRule(_adamw_fused, "AdamW"),
+    Optimizer.ADAMW_8BIT: UpdateRule(_adamw_8bit, "AdamW8bit"),
+    Optimizer.PAGED_ADAMW: UpdateRule(_paged_adamw, "PagedAdamW32bit"),
+    Optimizer.PAGED_ADAMW_8BIT: UpdateRule(_paged_adamw_8bit, "PagedAdamW8bit"),
+    Optimizer.LION: UpdateRule(_lion, "Lion"),
+    Optimizer.LION_8BIT: UpdateRule(_lion_8bit, "Lion8bit"),
+    Optimizer.LAMB_8BIT: UpdateRule(_lamb_8bit, "Lamb8bit"),
+    Optimizer.ADAFACTOR: UpdateRule(_adafactor, "Adafactor"),
+    Optimizer.MUON: UpdateRule(_muon, "MuonAndAdamW", WITH_MATRICES),
+    Optimizer.LOMO: UpdateRule(Lomo, "Lomo"),
+    Optimizer.ADALOMO: UpdateRule(AdaLomo, "AdaLomo"),
+    Optimizer.SGD: UpdateRule(_sgd, "SGD"),
+    Optimizer.DEEPSPEED_CPU_ADAM: UpdateRule(_deepspeed_cpu_adam, "DeepSpeedCPUAdam"),
+}
