@@ -12,7 +12,7 @@ from trainer.spec.plan import Plan
 from trainer.spec.strategy import Checkpointing, LossHead, Method, Offload, Optimizer, Precision, Sharding
 
 NUM_STEPS = 10
-EXACT, MIXED, WHOLE_16_BIT, ROUGH = 1e-5, 2e-3, 4e-3, 2e-2
+EXACT, ORTHOGONALISED, MIXED, WHOLE_16_BIT, ROUGH = 1e-5, 2e-4, 2e-3, 4e-3, 2e-2
 LORA = LoraJob(rank=4, alpha=8.0)
 GALORE = GaloreJob(rank=8, update_gap=4, scale=1.0)
 CUT_ANYWHERE = frozenset(
@@ -62,12 +62,13 @@ def plan_of(point: Point, cache_dir: Path, nvme: Path, *, clip: float) -> Plan:
 def tolerance(point: Point) -> float:
     """Largest difference of a loss that rounding explains."""
     if point.precision is Precision.FP32:
+        if point.optimizer is Optimizer.MUON:
+            return ORTHOGONALISED  # in bf16, by torch's implementation
         is_cut = point.sharding.uses_deepspeed and point.optimizer not in CUT_ANYWHERE
         return MIXED if is_cut else EXACT  # blocks of 8-bit state fall elsewhere in a flat partition
-    if point.precision is Precision.BF16_MIXED and not point.sharding.uses_fsdp:
-        # ZeRO runs the whole model in 16 bit, norms included; GaLore's projector turns with rounding.
-        return WHOLE_16_BIT if point.sharding.uses_deepspeed or point.method is Method.GALORE else MIXED
-    # AdaLomo's step is a share of the weight: without fp32 weights each rounds to the nearest of few values.
+    if point.precision is Precision.BF16_MIXED and not point.sharding.uses_fsdp and point.method is not Method.GALORE:
+        return WHOLE_16_BIT if point.sharding.uses_deepspeed else MIXED  # ZeRO's norms are 16 bit as well
+    # GaLore's projector turns with rounding; AdaLomo's step is a share of the weight, which bf16 rounds coarsely.
     return 2 * ROUGH if point.optimizer is Optimizer.ADALOMO else ROUGH
 
 
