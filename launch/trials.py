@@ -185,8 +185,8 @@ def _run_trial(
     except EnvironmentFaultError as error:
         return None, f"failed: {_last_words(str(error))} (logs: {run_dir})"
     if report is None or report.ending not in (Ending.FINISHED, Ending.OUT_OF_MEMORY):
-        error = (report.error if report else None) or "no report"
-        return None, f"failed: {' '.join(error.split())} (logs: {run_dir})"
+        reason = (report.error if report else None) or "no report"
+        return None, f"failed: {' '.join(reason.split())} (logs: {run_dir})"
     return report, _words(report)
 
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 from engine_plan_factory import TINY_LLAMA
-from operator_cache import folder_with_operators
+from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
 from rank_factory import rank_plan, write_attempt
 from safetensors.torch import load_file
 
@@ -79,6 +79,8 @@ def plan_of(case: Case, cache_dir: Path, folder: Path) -> Plan:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, cache_dir, run_ranks) -> Path:
     """A folder of run directories, all trained in one group of two ranks."""
+    if lacks_libaio():
+        pytest.skip(NO_LIBAIO)
     folder_with_operators("cpu_adam", "async_io")
     folder = tmp_path_factory.mktemp("offload")
     plans = {name_of(case): plan_of(case, cache_dir, folder) for case in (REFERENCE, *CASES)}

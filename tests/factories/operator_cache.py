@@ -1,6 +1,9 @@
 """DeepSpeed's operators for tests, in the folder that `shardwise train` uses, so that a machine builds each once."""
 
+import os
+import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 from launch import folders
@@ -8,6 +11,16 @@ from launch.console import Console
 from launch.operators import build_operators, extensions_dir
 from launch.plan_job import recorded_versions
 from launch.probe_host import read_host
+
+
+@cache
+def lacks_libaio() -> bool:
+    """Whether the header that DeepSpeed's NVMe operator is compiled with is missing here."""
+    compiler = [os.environ.get("CXX", "c++"), "-E", "-x", "c++", "-"]
+    return subprocess.run(compiler, input=b"#include <libaio.h>\n", capture_output=True, check=False).returncode != 0
+
+
+NO_LIBAIO = "libaio is missing: sudo apt install libaio-dev (Debian, Ubuntu), sudo dnf install libaio-devel (Fedora)"
 
 
 def folder_with_operators(*names: str) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from engine_plan_factory import engine_plan
-from operator_cache import folder_with_operators
+from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
 
 from launch import operators
 from launch.command import launch_environment
@@ -307,6 +307,8 @@ print(torch.equal(read, torch.arange(1 << 18, dtype=torch.float32)))
 
 def test_async_io_writes_a_file_past_the_page_cache_and_reads_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("CXX")
+    if lacks_libaio():
+        pytest.skip(NO_LIBAIO)
     folder = folder_with_operators("async_io")
     plan = engine_plan(Sharding.ZERO3, Offload.NVME_ALL)
     rank = launch_environment({"PATH": "/usr/bin:/bin"}, plan, extensions_dir=folder, cores=1)
