@@ -15,6 +15,7 @@ NUM_STEPS = 10
 EXACT, ORTHOGONALISED, MIXED, WHOLE_16_BIT, ROUGH = 1e-5, 2e-4, 2e-3, 4e-3, 2e-2
 LORA = LoraJob(rank=4, alpha=8.0)
 GALORE = GaloreJob(rank=8, update_gap=4, scale=1.0)
+STEP_BY_SHARE = frozenset({Optimizer.ADALOMO, Optimizer.LAMB_8BIT, Optimizer.ADAFACTOR})
 CUT_ANYWHERE = frozenset(
     {Optimizer.ADAMW, Optimizer.ADAMW_FUSED, Optimizer.PAGED_ADAMW, Optimizer.LION, Optimizer.SGD,
      Optimizer.DEEPSPEED_CPU_ADAM}
@@ -68,8 +69,8 @@ def tolerance(point: Point) -> float:
         return MIXED if is_cut else EXACT  # blocks of 8-bit state fall elsewhere in a flat partition
     if point.precision is Precision.BF16_MIXED and not point.sharding.uses_fsdp and point.method is not Method.GALORE:
         return WHOLE_16_BIT if point.sharding.uses_deepspeed else MIXED  # ZeRO's norms are 16 bit as well
-    # GaLore's projector turns with rounding; AdaLomo's step is a share of the weight, which bf16 rounds coarsely.
-    return 2 * ROUGH if point.optimizer is Optimizer.ADALOMO else ROUGH
+    # GaLore's projector turns with rounding; a step that is a share of the weight is rounded coarsely with it in bf16.
+    return 2 * ROUGH if point.optimizer in STEP_BY_SHARE else ROUGH
 
 
 def name_of(point: Point, *, clip: float) -> str:
