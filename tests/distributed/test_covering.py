@@ -5,6 +5,9 @@ held against a run of one process in fp32, with nothing recomputed, moved or cut
 Plain AdamW itself is held against PyTorch without any of our code in `test_engines`.
 """
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,6 +70,22 @@ def test_every_pair_of_values_that_can_meet_is_met():
     wanted = {pair for point in points() for pair in point.pairs}
     assert {pair for point in POINTS for pair in point.pairs} == wanted
     assert len(POINTS) < 130
+
+
+def test_the_set_is_the_same_in_every_process():
+    program = "import covering_factory as c; print([point.name for point in c.covering(list(c.points()))])"
+    factories = str(Path(__file__).parents[1] / "factories")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([factories, str(Path(__file__).parents[2])])}
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**environment, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(told) == 1
 
 
 def test_every_axis_has_all_its_values():

@@ -61,9 +61,9 @@ class Point(NamedTuple):
         return (("layout", layout), *axes.items())
 
     @property
-    def pairs(self) -> frozenset[tuple[tuple[str, object], tuple[str, object]]]:
-        """Every two of its values."""
-        return frozenset(combinations(self.values, 2))
+    def pairs(self) -> tuple[tuple[tuple[str, object], tuple[str, object]], ...]:
+        """Every two of its values, in an order that no hash decides: the covering set must be the same each time."""
+        return tuple(combinations(self.values, 2))
 
 
 @cache
