@@ -12,6 +12,7 @@ from trainer.spec.plan import Plan
 from trainer.spec.strategy import Checkpointing, LossHead, Method, Offload, Optimizer, Precision, Sharding
 
 NUM_STEPS = 10
+LR = 1e-3  # differences of rounding grow with it
 EXACT, ORTHOGONALISED, MIXED, WHOLE_16_BIT, ROUGH = 1e-5, 2e-4, 2e-3, 4e-3, 2e-2
 LORA = LoraJob(rank=4, alpha=8.0)
 GALORE = GaloreJob(rank=8, update_gap=4, scale=1.0)
@@ -44,6 +45,7 @@ def plan_of(point: Point, cache_dir: Path, nvme: Path, *, clip: float) -> Plan:
         point.offload,
         num_steps=NUM_STEPS,
         clip=clip,
+        lr=LR,
         train={"lora": LORA, "galore": GALORE},
         limits=Limits(nvme=NvmeLimit(path=str(nvme))),
         optimizer=point.optimizer,
