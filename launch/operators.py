@@ -5,7 +5,7 @@ build with a file named `lock` that is only ever removed by the process that mad
 behind, and every later process waits for it for ever, without a message. Hence:
 
 - Operators are built here, one at a time, with the seconds shown, into a folder of our own for each combination of
-  versions and CPU. Nothing else uses that folder, and one builder at a time holds an advisory lock on it.
+  versions, CPU and environment. Nothing else uses that folder, and one builder at a time holds an advisory lock on it.
 - torch keeps its `lock` file open while it works. One that no process has open was left behind: it is named and
   removed, also when everything is built, because a rank killed while it loads an operator leaves one too.
 """
@@ -48,16 +48,20 @@ def needed_operators(plan: Plan) -> tuple[str, ...]:
     return tuple(names)
 
 
-def extensions_dir(cache_home: Path, versions: Mapping[str, str], cpu_flags: Sequence[str]) -> Path:
+def extensions_dir(
+    cache_home: Path, versions: Mapping[str, str], cpu_flags: Sequence[str], *, prefix: str = sys.prefix
+) -> Path:
     """The folder of the operators that fit these versions and this CPU; what $TORCH_EXTENSIONS_DIR is set to.
 
     `versions` names torch (with its CUDA or cpu tag), deepspeed and python; operators are compiled for the CPU at hand.
+    `prefix` is the environment of the ranks: ninja finds torch's headers there, and compiles anew, in the ranks, where
+    it finds them elsewhere than at the last build.
     """
     python = ".".join(versions.get("python", "unknown").split(".")[:2])
     parts = [f"{name}-{versions.get(name, 'none')}" for name in ("torch", "deepspeed")]
     parts += [f"cuda-{versions['cuda']}"] if "cuda" in versions else []
-    cpu = hashlib.sha256(" ".join(sorted(cpu_flags)).encode()).hexdigest()[:8]
-    return cache_home / "operators" / "-".join([*parts, f"py{python}", f"cpu-{cpu}"])
+    cpu, environment = _digest(" ".join(sorted(cpu_flags))), _digest(prefix)
+    return cache_home / "operators" / "-".join([*parts, f"py{python}", f"cpu-{cpu}", f"env-{environment}"])
 
 
 def build_operators(
@@ -133,6 +137,10 @@ def _install(debian: str, fedora: str) -> str:
 def _compiles(compiler: str, source: str, *flags: str) -> bool:
     argv = [compiler, "-x", "c++", "-", *flags]
     return subprocess.run(argv, input=source, text=True, capture_output=True, check=False).returncode == 0
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _marker(extensions_dir: Path, name: str) -> Path:

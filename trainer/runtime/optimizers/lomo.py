@@ -14,6 +14,7 @@ Weights in 16 bit are updated in fp32 and rounded once. Beside the gradient, Ada
 size.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, overload
 
@@ -27,7 +28,7 @@ DECAY_POWER = -0.8
 CLIP_THRESHOLD = 1.0
 
 
-class _Fused(TorchOptimizer):
+class _Fused(TorchOptimizer, ABC):
     """Goes over parameters that have a gradient, in fp32."""
 
     @overload
@@ -47,8 +48,9 @@ class _Fused(TorchOptimizer):
                         parameter.copy_(weight)
         return None
 
+    @abstractmethod
     def _update(self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        raise NotImplementedError
+        """Changes an fp32 weight in place by its fp32 gradient."""
 
 
 class Lomo(_Fused):
