@@ -8,40 +8,27 @@ from importlib import metadata
 from pathlib import Path
 
 from accuracy import ROOT, Score, figure
+from written_page import markdown_table, with_tables
 
 PAGE = ROOT / "docs" / "accuracy.md"
-SCORES, TOOLS = "scores", "tools"
 
 
-def markdown_table(rows: Sequence[dict[str, object]]) -> str:
-    """Rows as a table of Markdown."""
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(map(str, row.values()) for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def page_tables(
+    scores: Sequence[Score], tools: Sequence[dict[str, object]], versions: dict[str, str]
+) -> dict[str, str]:
+    """The parts of the page by the name of their place."""
+    used = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return {"scores": scores_table(scores), "tools": f"{_table(tools)}\nWith {used}.\n"}
 
 
-def scores_section(scores: Sequence[Score]) -> str:
-    """The table of our own figures."""
-    return markdown_table([figure(score) for score in scores])
-
-
-def section(page: str, name: str) -> str:
-    """What stands between the markers of `name`."""
-    return page.partition(_begin(name))[2].partition(_end(name))[0].strip()
-
-
-def with_section(page: str, name: str, content: str) -> str:
-    """The page with that replaced."""
-    before, begin, rest = page.partition(_begin(name))
-    _, end, after = rest.partition(_end(name))
-    assert begin and end, f"{PAGE} has lost the markers of {name}"
-    return f"{before}{begin}\n{content}\n{end}{after}"
+def scores_table(scores: Sequence[Score]) -> str:
+    """Our own figures."""
+    return _table([figure(score) for score in scores])
 
 
 def write_page(scores: Sequence[Score], tools: Sequence[dict[str, object]], *, versions: dict[str, str]) -> None:
     """Renews both tables of docs/accuracy.md."""
-    page = with_section(PAGE.read_text(), SCORES, scores_section(scores))
-    used = ", ".join(f"{name} {version}" for name, version in versions.items())
-    PAGE.write_text(with_section(page, TOOLS, f"{markdown_table(tools)}\n\nWith {used}."))
+    PAGE.write_text(with_tables(PAGE.read_text(), page_tables(scores, tools, versions)))
     print(f"wrote {PAGE.relative_to(ROOT)}")
 
 
@@ -62,9 +49,5 @@ def write_results(scores: Sequence[Score], tools: Sequence[dict[str, object]]) -
     return path
 
 
-def _begin(name: str) -> str:
-    return f"<!-- {name}: written by benchmarks/accuracy.py -->"
-
-
-def _end(name: str) -> str:
-    return f"<!-- end of {name} -->"
+def _table(rows: Sequence[dict[str, object]]) -> str:
+    return markdown_table(list(rows[0]), [list(map(str, row.values())) for row in rows])

@@ -8,18 +8,18 @@ Every row is a job file under examples/ on a machine from the catalogue, planned
 golden choices also as if every later version's features were here. No figure depends on the machine this runs on.
 """
 
-import argparse
-import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+for folder in (ROOT / "benchmarks", ROOT):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
 
-from launch.plan_job import plan_inputs, profile_data, read_inputs  # noqa: E402  (the path comes first)
+from written_page import markdown_table, run_page  # noqa: E402  (the path comes first)
+
+from launch.plan_job import plan_inputs, profile_data, read_inputs  # noqa: E402
 from trainer.planning.candidates import run_hours  # noqa: E402
 from trainer.planning.planner import situation_of  # noqa: E402
 from trainer.spec.errors import InputError, NothingFitsError  # noqa: E402
@@ -74,27 +74,18 @@ WITHIN_8_GB = (
 def tables() -> dict[str, str]:
     """The tables of docs/choices.md by the name of their place."""
     return {
-        "golden": _table(
+        "golden": markdown_table(
             ("job and machine", "this version takes", "shardwise takes once all is there"),
             [(case.words, _answer(case), _answer(case, ignoring_version=True)) for case in GOLDEN],
         ),
-        "combinations": _table(
+        "combinations": markdown_table(
             ("row of the table", "as the row says", "the planner's own choice (`train.method: auto`)"),
             [(case.words, _answer(case), _answer(case, "train.method=auto")) for case in COMBINATIONS],
         ),
-        "within-8-gb": _table(
+        "within-8-gb": markdown_table(
             ("job", "takes", "beside the card"), [(case.words, _answer(case), _beside(case)) for case in WITHIN_8_GB]
         ),
     }
-
-
-def replaced(document: str) -> str:
-    """`document` with every table in its place."""
-    for name, table in tables().items():
-        place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        document, count = place.subn(rf"\g<1>{table}\g<2>", document)
-        assert count == 1, f"docs/choices.md has no place for the table {name}"
-    return document
 
 
 def _answer(case: Case, *overrides: str, ignoring_version: bool = False) -> str:
@@ -120,29 +111,5 @@ def _beside(case: Case) -> str:
     return f"{format_bytes(memory.pinned_bytes + memory.host_bytes)} of host RAM{nvme}"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-
-
-def main() -> int:
-    """Prints, writes or checks."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--check", action="store_true")
-    options = parser.parse_args()
-    if not options.write and not options.check:
-        sys.stdout.write("\n".join(tables().values()))
-        return 0
-    document = DOCUMENT.read_text(encoding="utf-8")
-    current = replaced(document)
-    if options.write:
-        DOCUMENT.write_text(current, encoding="utf-8")
-    elif current != document:
-        sys.stderr.write("docs/choices.md is not what the planner takes now: python benchmarks/choices.py --write\n")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_page(DOCUMENT, tables, command=__file__, summary=(__doc__ or "").splitlines()[0]))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-for folder in (ROOT / "tests" / "factories", ROOT):
+for folder in (ROOT / "tests" / "factories", ROOT / "benchmarks", ROOT):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 os.environ.setdefault("ACCELERATE_USE_CPU", "true")
@@ -27,6 +27,7 @@ os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 from gpu_factory import GpuCase, gpu_plan, write_full_rows  # noqa: E402  (the path comes first)
 from msgspec.structs import replace  # noqa: E402
 from planning_factory import machine  # noqa: E402
+from written_page import markdown_table, with_tables  # noqa: E402
 
 from launch.attempts import prepare_attempt  # noqa: E402
 from trainer.runtime.report_writer import ReportWriter, run_paths  # noqa: E402
@@ -134,10 +135,7 @@ def measure(case: GpuCase, folder: Path) -> Measured:
 
 def table_of(rows: list[Measured]) -> str:
     """Each row against the last one above it whose name does not begin with dots."""
-    lines = [
-        ["technique", "peak", "of the plain one", "predicted", "error", "between steps"],
-        ["---"] * 6,
-    ]
+    lines = []
     plain = base = rows[0]
     for row in rows:
         if row.name == "one row, recomputed":
@@ -152,7 +150,7 @@ def table_of(rows: list[Measured]) -> str:
             f"{row.predicted_bytes / row.peak_bytes - 1:+.1%}",
             f"{row.steady_bytes / MIB:.1f} MiB",
         ])  # fmt: skip
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    return markdown_table(("technique", "peak", "of the plain one", "predicted", "error", "between steps"), lines)
 
 
 def main() -> int:
@@ -175,10 +173,8 @@ def main() -> int:
         found = {"versions": installed_versions(), "model": MODEL, "rows": [row._asdict() for row in rows]}
         path = ROOT / "benchmarks" / "results" / f"techniques-{datetime.now(UTC):%Y-%m-%d}.json"
         path.write_text(json.dumps(found, indent=1) + "\n")
-        place = re.compile(r"(<!-- measured -->\n).*?(<!-- /measured -->)", re.DOTALL)
-        text, count = place.subn(lambda kept: f"{kept[1]}{table}{kept[2]}", DOCUMENT.read_text(encoding="utf-8"))
-        assert count == 1
-        DOCUMENT.write_text(text, encoding="utf-8")
+        document = with_tables(DOCUMENT.read_text(encoding="utf-8"), {"measured": table})
+        DOCUMENT.write_text(document, encoding="utf-8")
     return 0
 
 

@@ -64,7 +64,7 @@ def hybrid_mesh(plan: Plan) -> tuple[int, int]:
 def _launch(plan: Plan, *, node_rank: int, head: str | None, port: int | None) -> dict[str, Any]:
     machines = num_machines(plan)
     if machines > 1 and head is None:
-        raise InputError(f"the plan is for {machines} machines: name the first of them with --head HOST[:PORT]")
+        raise InputError(f"the plan is for {machines} machines; training on several comes with shardwise 0.6")
     gpus = visible_gpus(plan)
     return {
         "compute_environment": "LOCAL_MACHINE",

@@ -6,7 +6,7 @@ The global batch stays: a fallback differs in micro batch, accumulation or mecha
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,7 +66,6 @@ def run_attempts(
     console: Console,
     stop: StopRequest,
     environment: Mapping[str, str] = os.environ,
-    on_attempt: Callable[[Path], None] = lambda _: None,
 ) -> RunOutcome:
     """Runs the chosen candidate, then the fallbacks, until one ends in order."""
     incidents: list[str] = []
@@ -76,7 +75,6 @@ def run_attempts(
     for number, candidate in enumerate(candidates):
         may_resume = resume or (number > 0 and bool(run_dirs.committed_checkpoints(run_dir)))
         attempt_dir = prepare_attempt(plan, candidate, run_dir=run_dir, resume=may_resume)
-        on_attempt(attempt_dir)
         try:
             report = _run_one(plan, attempt_dir, run_dir, extensions_dir, console, stop, environment)
         except AttemptCutShortError as cut:
@@ -113,7 +111,7 @@ def _run_one(
     attempt_plan = codec.read(attempt_dir / "plan.json", Plan)
     tail = MetricsTail(run_dir / "metrics.jsonl", from_end=True)
     progress = Progress(console, attempt_dir=attempt_dir, metrics=tail, num_steps=plan.schedule.num_steps)
-    argv = launch_command(attempt_plan, attempt_dir=attempt_dir, log_dir=attempt_dir / "logs", python=sys.executable)
+    argv = launch_command(attempt_dir, log_dir=attempt_dir / "logs", python=sys.executable)
     cores = plan.hardware.host.num_cores or 1
     remove_stale_locks(extensions_dir, on_progress=console.line)  # a rank of the attempt before may have left one
     check_nvme(attempt_plan)

@@ -3,6 +3,7 @@
 # The same as make, for machines without make. Needs Python 3.11 to 3.13 and, for DeepSpeed's operators, a C++ compiler.
 #
 #   SHARDWISE_PYTHON=/path/to/python   the interpreter to build .venv with
+#   SHARDWISE_OUTCOME=1                test-long keeps what it came to under benchmarks/results/
 #
 # Exit code 2: the target does not exist. 4: something is missing on the machine; the message says what and how to get it.
 set -eu
@@ -19,8 +20,8 @@ usage() {
     cat <<'TEXT'
 install     set up .venv and the shardwise command
 train       install, then train the quickstart example on this machine
-test        everything that continuous integration runs
-test-long   full products and repeated kills; hours
+test        everything that continuous integration runs; half an hour on two cores
+test-long   full products and repeated kills; three quarters of an hour
 check       ruff, mypy, import-linter
 bench       benchmarks, as ratios measured side by side
 golden      runs every known dry run anew and writes tests/golden/dry_run.jsonl; half an hour
@@ -119,7 +120,12 @@ case $target in
     install) install ;;
     train) install; shift; exec "$bin/shardwise" train examples/quickstart.yaml "$@" ;;
     test) install_dev; shift; exec "$bin/python" -m pytest -m "not long and not gpu" "$@" ;;
-    test-long) install_dev; shift; exec "$bin/python" -m pytest -m long "$@" ;;
+    test-long)
+        install_dev
+        shift
+        [ -z "${SHARDWISE_OUTCOME:-}" ] || set -- --outcome "benchmarks/results/test-long-$(date -u +%Y-%m-%d).json" "$@"
+        exec "$bin/python" -m pytest -m long "$@"
+        ;;
     check)
         install_dev
         "$bin/ruff" format --check .

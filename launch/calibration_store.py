@@ -6,7 +6,6 @@ the next plan, never a condition of it.
 
 import fcntl
 import os
-import platform
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -74,7 +73,7 @@ def record_of_run(
         shardwise=plan.versions.get("shardwise"),
         source=source,
         rates=rates_source(plan.hardware),
-        host=platform.node() or None,
+        host=os.uname().nodename or None,
         method=ran.method,
         sharding=ran.strategy.sharding,
         offload=ran.strategy.offload,

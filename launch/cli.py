@@ -5,44 +5,18 @@ Each command imports what it needs when it runs: `probe`, `plan`, `report` answe
 
 import argparse
 import sys
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from launch.command_line import parse_words
 from launch.console import Console, write_error
 from trainer.spec.errors import ExitCode, InputError, ShardwiseError
 
-LATER_COMMANDS = {
-    "chat": "0.4",
-    "data": "0.4",
-    "import": "0.5",
-    "submit": "0.6",
-    "status": "0.6",
-    "logs": "0.6",
-    "cancel": "0.6",
-    "fetch": "0.6",
-    "ladder": "0.7",
-    "profile": "0.7",
-    "watch": "0.7",
-    "doctor": "0.7",
-    "cache": "0.7",
-}
-LATER_OPTIONS = {
-    "plan": {"partition": "0.6", "nodes": "0.6"},
-    "train": {"nodes": "0.6", "node_rank": "0.6", "head": "0.6"},
-    "report": {"html": "0.7"},
-    "export": {"merge": "0.4", "push": "0.4"},
-}
 
+def _print_traceback() -> None:
+    import traceback  # three milliseconds of every start, for --debug
 
-class _Parser(argparse.ArgumentParser):
-    """Errors as one line with exit code 2, and no abbreviated options."""
-
-    def __init__(self, **kwargs: object) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)  # type: ignore[arg-type] # argparse's own, from add_parser
-
-    def error(self, message: str) -> None:  # type: ignore[override] # argparse says NoReturn; raising is that
-        raise InputError(f"{message}; see {self.prog} --help")
+    traceback.print_exc()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(_run([word for word in words if word != "--debug"]))
     except ShardwiseError as error:
         if is_debug:
-            traceback.print_exc()
+            _print_traceback()
         write_error(f"shardwise: {error}")
         return int(error.exit_code)
     except KeyboardInterrupt:
@@ -64,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(ExitCode.DONE)
     except Exception as error:  # noqa: BLE001 - the last resort: a fault of ours must still end in one line
         if is_debug:
-            traceback.print_exc()
+            _print_traceback()
         write_error(
             f"shardwise: internal error: {type(error).__name__}: {error}\n"
             "please report it with the traceback that --debug shows"
@@ -73,133 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> ExitCode:
-    if words and words[0] in LATER_COMMANDS:
-        raise InputError(f"shardwise {words[0]} comes with shardwise {LATER_COMMANDS[words[0]]}")
-    options = _parse(words)
-    for name, version in LATER_OPTIONS.get(options.command, {}).items():
-        if getattr(options, name) not in (None, False):
-            raise InputError(f"--{name.replace('_', '-')} comes with shardwise {version}")
-    command: Callable[[argparse.Namespace], ExitCode] = options.run
-    return command(options)
-
-
-def _parse(words: list[str]) -> argparse.Namespace:
-    """The parsed command; `key=value` words may stand after options, where argparse alone would refuse them."""
-    options, rest = build_parser().parse_known_args(words)
-    unknown = [word for word in rest if word.startswith("-") or not hasattr(options, "overrides")]
-    if unknown:
-        raise InputError(f"unrecognized arguments: {' '.join(unknown)}; see shardwise {options.command} --help")
-    if rest:
-        options.overrides = [*options.overrides, *rest]
-    return options
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
-    parser = _Parser(
-        prog="shardwise",
-        description="Trains language models on whatever hardware is there.",
-        epilog="Exit codes: 0 done, 1 internal error, 2 input, 3 nothing fits, 4 environment, 5 out of memory, "
-        "75 stopped to be requeued, 130 Ctrl-C after a saved checkpoint. --debug shows tracebacks.",
-    )
-    parser.add_argument("--version", action="version", version=f"shardwise {_version()}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
-    _add_init(commands.add_parser("init", help="write a commented job file"))
-    _add_probe(commands.add_parser("probe", help="show what this machine offers"))
-    _add_plan(commands.add_parser("plan", help="choose a strategy and say why; nothing is started"))
-    _add_estimate(commands.add_parser("estimate", help="memory and speed of cases that pin everything"))
-    _add_train(commands.add_parser("train", help="plan, train, evaluate, export, report"))
-    _add_report(commands.add_parser("report", help="predicted beside measured"))
-    _add_export(commands.add_parser("export", help="write a Hugging Face folder from a run"))
-    _add_schema(commands.add_parser("schema", help="print the JSON Schema of the job file"))
-    return parser
-
-
-def _add_init(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help="hub id, folder or preset")
-    parser.add_argument("--data", required=True, help="file, folder or hub id")
-    parser.add_argument("-o", "--output", type=Path, default=Path("job.yaml"), help="default: job.yaml")
-    parser.set_defaults(run=_init)
-
-
-def _add_probe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--measure", action="store_true", help="time disks, memory and matrix products as well")
-    parser.add_argument("--gpus", type=_gpu_list, help="indices, e.g. 0,1")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("-o", "--output", type=Path, help="keep it for --hardware FILE")
-    parser.set_defaults(run=_probe)
-
-
-def _add_job(parser: argparse.ArgumentParser, *, also: str = "") -> None:
-    parser.add_argument("job", type=Path, help=f"job file{also}")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. train.lr=1e-4")
-    parser.add_argument("--vram", type=_size, help="cap of each device, e.g. 8GiB")
-    parser.add_argument("--gpus", type=_gpu_list, help="indices, e.g. 0,1")
-
-
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    _add_job(parser)
-    parser.add_argument(
-        "--hardware",
-        action="append",
-        metavar="FILE|SPEC",
-        help="plan for another machine: 8xH100-SXM5-80GB; repeatable",
-    )
-    parser.add_argument("--top", type=_positive, default=3, help="how many runners-up to show")
-    parser.add_argument("--take", type=_positive, default=1, metavar="N", help="put the N-th candidate first")
-    parser.add_argument("--simulate", action="store_true", help="check the choice by an exact dry run; loads torch")
-    parser.add_argument("--trial", type=_positive, metavar="N", help="run the N best for a few steps, take the fastest")
-    parser.add_argument("--longest-seq", action="store_true", help="the longest sequence that fits")
-    parser.add_argument("--largest-batch", action="store_true", help="the largest micro batch that fits")
-    parser.add_argument("--largest-model", action="store_true", help="the largest preset that fits")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="the plan as one page with charts")
-    parser.add_argument("--partition", help=argparse.SUPPRESS)
-    parser.add_argument("--nodes", type=_positive, help=argparse.SUPPRESS)
-    parser.add_argument("--json", action="store_true")
-    parser.set_defaults(run=_plan)
-
-
-def _add_estimate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("cases", type=Path, metavar="CASES.jsonl", help="one JSON object a line; - reads stdin")
-    parser.set_defaults(run=_estimate)
-
-
-def _add_train(parser: argparse.ArgumentParser) -> None:
-    _add_job(parser, also=" or plan.json")
-    parser.add_argument("--run-dir", type=Path, help="default: runs/<name>-<UTC time>")
-    parser.add_argument(
-        "--resume", action="store_true", help="go on with the newest run of this name, or with --run-dir"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="write the run directory, start nothing")
-    parser.add_argument("--take", type=_positive, default=1, metavar="N", help="run the N-th candidate of the plan")
-    parser.add_argument("--here", action="store_true", help="train on a Slurm login node all the same")
-    parser.add_argument("--trial", type=_positive, metavar="N", help="run the N best for a few steps, take the fastest")
-    parser.add_argument("--nodes", type=_positive, help=argparse.SUPPRESS)
-    parser.add_argument("--node-rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--head", help=argparse.SUPPRESS)
-    parser.add_argument("--json", action="store_true", help="the report on stdout, everything else on stderr")
-    parser.set_defaults(run=_train)
-
-
-def _add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
-    parser.add_argument("--html", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--json", action="store_true")
-    parser.set_defaults(run=_report)
-
-
-def _add_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    parser.add_argument("output", type=Path, metavar="OUT")
-    parser.add_argument("--merge", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--format", choices=("hf", "onnx"), default="hf", help="hf: a Hugging Face folder")
-    parser.add_argument("--push", help=argparse.SUPPRESS)
-    parser.add_argument("--json", action="store_true")
-    parser.set_defaults(run=_export)
-
-
-def _add_schema(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=_schema)
+    options = parse_words(words)
+    return _COMMANDS[options.command](options)
 
 
 def _init(options: argparse.Namespace) -> ExitCode:
@@ -331,41 +180,16 @@ def _schema(_options: argparse.Namespace) -> ExitCode:
     return ExitCode.DONE
 
 
-def _version() -> str:
-    from launch.installed import installed_version
-
-    return installed_version("shardwise") or "unknown"
-
-
-def _gpu_list(text: str) -> tuple[int, ...]:
-    try:
-        indices = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of GPU indices such as 0,1") from None
-    if any(index < 0 for index in indices) or len(set(indices)) != len(indices):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of different GPU indices such as 0,1")
-    return indices
-
-
-def _size(text: str) -> int:
-    from trainer.spec.units import MIB, parse_bytes
-
-    try:
-        size = parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {error}") from None
-    if size <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive size")
-    if size < MIB:
-        raise argparse.ArgumentTypeError(f"{text!r} is {size} bytes; write the unit, as in 8GiB")
-    return size
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
-
+_COMMANDS = {
+    "init": _init,
+    "probe": _probe,
+    "plan": _plan,
+    "estimate": _estimate,
+    "train": _train,
+    "report": _report,
+    "export": _export,
+    "schema": _schema,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

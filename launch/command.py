@@ -45,9 +45,8 @@ _PROGRAMS = Path(sys.executable).parent  # not resolved: the link in a virtual e
 _ALLOCATOR = "expandable_segments:True"  # segments that grow instead of fragmenting; part of the memory estimate
 
 
-def launch_command(plan: Plan, *, attempt_dir: Path, log_dir: Path | None, python: str) -> list[str]:
-    """The argv that starts every rank of this machine; `python` is the interpreter that has the libraries."""
-    del plan  # the files in the attempt say everything
+def launch_command(attempt_dir: Path, *, log_dir: Path | None, python: str) -> list[str]:
+    """The argv that starts every rank of this machine, as the files in the attempt say; `python` has the libraries."""
     folder = attempt_dir.absolute()
     argv = [python, "-m", "accelerate.commands.launch", "--config_file", str(folder / "accelerate.yaml")]
     argv += ["-m", "trainer", str(folder / "plan.json")]
@@ -67,6 +66,8 @@ def launch_environment(base: Mapping[str, str], plan: Plan, *, extensions_dir: P
         "TORCH_EXTENSIONS_DIR": str(extensions_dir),
         "DS_ACCELERATOR": plan.device_kind.value,
     }
+    if plan.chosen.flash_kernel is not None:
+        ours["HF_HUB_OFFLINE"] = "1"  # it is in the cache; no rank asks the hub, nor fetches what is not named
     return kept | ours | (_cuda(kept, plan) if plan.device_kind is DeviceKind.CUDA else {})
 
 

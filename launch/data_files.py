@@ -9,10 +9,13 @@ enough to learn from. Left out are tests, demonstrations, generated tables (`enc
 one version of Python has and the next has not, so that it is much the same text from 3.11 to 3.13.
 """
 
+import errno
 import os
+import stat
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -38,6 +41,14 @@ ROW_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 LATER_SUFFIXES = frozenset({".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst", ".bz2", ".xz", ".zip", ".tar"})
 
 
+class FoundFile(NamedTuple):
+    """A file on disk."""
+
+    path: str
+    size_bytes: int
+    mtime_ns: int
+
+
 def list_files(request: PrepareRequest) -> PrepareRequest:
     """The request with `files` and `eval_files` filled in from what its sources are on disk now."""
     check_format_is_served(request.format)
@@ -59,20 +70,19 @@ def _files_of(sources: Sequence[DataSource], *, setting: str) -> tuple[SourceFil
     for source in sources:
         if not source.weight > 0:
             raise InputError(f"{setting}: weight {source.weight:g} of {source.source}: must be above 0")
-        for path in _paths_of(source.source, setting=setting):
-            status = _status(path)
-            files.append(
-                SourceFile(path=str(path), size_bytes=status.st_size, mtime_ns=status.st_mtime_ns, weight=source.weight)
-            )
+        files += [
+            SourceFile(path=found.path, size_bytes=found.size_bytes, mtime_ns=found.mtime_ns, weight=source.weight)
+            for found in _files_in(source.source, setting=setting)
+        ]
     return tuple(files)
 
 
-def _paths_of(source: str, *, setting: str) -> Sequence[Path]:
+def _files_in(source: str, *, setting: str) -> Sequence[FoundFile]:
     if source == PYTHON_STDLIB:
-        return python_stdlib_paths(Path(sysconfig.get_path("stdlib")))
+        return python_stdlib_files(Path(sysconfig.get_path("stdlib")))
     path = Path(os.path.abspath(Path(source).expanduser()))  # noqa: PTH100 - resolve() would follow links
     if path.is_dir():
-        return _paths_in_folder(path, setting=setting)
+        return _files_in_folder(path, setting=setting)
     if not path.exists():
         raise InputError(_missing(source, path, setting=setting))
     if not path.is_file():
@@ -81,9 +91,10 @@ def _paths_of(source: str, *, setting: str) -> Sequence[Path]:
         raise InputError(
             f"{setting}: {path}: {path.suffix} files come with shardwise 0.4; this version reads text and JSON lines"
         )
-    if _status(path).st_size == 0:
+    found = _found(str(path))
+    if found is None or found.size_bytes == 0:
         raise InputError(f"{setting}: {path} is empty (0 bytes)")
-    return (path,)
+    return (found,)
 
 
 def _missing(source: str, path: Path, *, setting: str) -> str:
@@ -92,42 +103,49 @@ def _missing(source: str, path: Path, *, setting: str) -> str:
     return f"{setting}: {source} was not found: there is no {path}{hint}"
 
 
-def _paths_in_folder(folder: Path, *, setting: str) -> Sequence[Path]:
-    paths = [path for path in _walk(folder, left_out=frozenset()) if _status(path).st_size > 0]
-    taken = [path for path in paths if path.suffix.lower() in TEXT_SUFFIXES | ROW_SUFFIXES]
-    taken = taken or [path for path in paths if path.suffix.lower() == ".json"]
+def _files_in_folder(folder: Path, *, setting: str) -> Sequence[FoundFile]:
+    files = [found for found in _walk(folder) if found.size_bytes > 0]
+    taken = [found for found in files if _suffix(found) in TEXT_SUFFIXES | ROW_SUFFIXES]
+    taken = taken or [found for found in files if _suffix(found) == ".json"]
     if not taken:
         raise InputError(
-            f"{setting}: {folder} holds no text among its {len(paths)} non-empty files;\n"
+            f"{setting}: {folder} holds no text among its {len(files)} non-empty files;\n"
             "text is taken by suffix: .txt, .md, .py and other sources, .jsonl; name a file to read it whatever it is"
         )
     return taken
 
 
-def python_stdlib_paths(folder: Path) -> Sequence[Path]:
+def _suffix(found: FoundFile) -> str:
+    return os.path.splitext(found.path)[1].lower()  # noqa: PTH122 - thousands of paths at every start
+
+
+def python_stdlib_files(folder: Path) -> Sequence[FoundFile]:
     """The standard library's own modules in `folder`, sorted, up to STDLIB_MAX_BYTES."""
-    paths: list[Path] = []
+    files: list[FoundFile] = []
     num_bytes = 0
-    for path in _walk(folder, left_out=STDLIB_LEFT_OUT):
-        if path.suffix != ".py" or path.name.startswith("_sysconfigdata"):
-            continue
-        size_bytes = _status(path).st_size
-        if num_bytes + size_bytes > STDLIB_MAX_BYTES:
+    for found in _walk(folder, left_out=STDLIB_LEFT_OUT, takes=_is_stdlib_source):
+        if num_bytes + found.size_bytes > STDLIB_MAX_BYTES:
             break
-        if size_bytes:
-            paths.append(path)
-            num_bytes += size_bytes
+        if found.size_bytes:
+            files.append(found)
+            num_bytes += found.size_bytes
     if num_bytes < STDLIB_MIN_BYTES:
         raise InputError(
             f"data.train: {PYTHON_STDLIB}: {folder} holds {num_bytes} bytes of sources, {STDLIB_MIN_BYTES} needed;\n"
             "install the whole standard library (Debian: apt-get install libpython3-stdlib) "
             "or give text of your own: data.train=FILE"
         )
-    return paths
+    return files
 
 
-def _walk(folder: Path, *, left_out: frozenset[str]) -> Iterator[Path]:
-    """Every file that is not hidden, in sorted order, top level first."""
+def _is_stdlib_source(name: str) -> bool:
+    return name.endswith(".py") and not name.startswith("_sysconfigdata")
+
+
+def _walk(
+    folder: Path, *, left_out: frozenset[str] = frozenset(), takes: Callable[[str], bool] = lambda _: True
+) -> Iterator[FoundFile]:
+    """Every file that is not hidden and whose name is taken, in sorted order, top level first."""
     for parent, folders, names in os.walk(folder, onerror=_cannot_be_listed):
         folders[:] = sorted(
             name
@@ -135,17 +153,22 @@ def _walk(folder: Path, *, left_out: frozenset[str]) -> Iterator[Path]:
             if name not in left_out and not name.startswith(".") and not (left_out and name.startswith("config-"))
         )
         for name in sorted(names):
-            path = Path(parent, name)
-            if not name.startswith(".") and path.is_file():
-                yield path
+            if not name.startswith(".") and takes(name):
+                found = _found(f"{parent}{os.sep}{name}")
+                if found is not None:
+                    yield found
 
 
 def _cannot_be_listed(error: OSError) -> None:
     raise EnvironmentFaultError(f"{error.filename}: cannot be listed: {error.strerror}") from error
 
 
-def _status(path: Path) -> os.stat_result:
+def _found(path: str) -> FoundFile | None:
+    """A regular file; None for a pipe, a device, or a link that leads nowhere."""
     try:
-        return path.stat()
+        status = os.stat(path)  # noqa: PTH116 - thousands of paths at every start
     except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP):
+            return None
         raise EnvironmentFaultError(f"{path}: cannot be read: {error.strerror}") from error
+    return FoundFile(path, status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None

@@ -1,6 +1,6 @@
 """The folders shardwise writes outside a run directory, by the XDG base directory specification.
 
-cache   token caches and compiled operators; may be deleted at any time
+cache   token caches, compiled operators and timings of FP8; may be deleted at any time
 state   calibration.jsonl, what earlier runs measured
 config  config.yaml, a person's own defaults
 """

@@ -15,6 +15,7 @@ from trainer.spec.value import Value
 # The flags that decide a precision on a CPU, in the order they came.
 PRECISION_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16")
 LOCAL_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "jfs", "overlay"})
+_CAP_IPC_LOCK = 14  # its bit among the capabilities
 # Bridges and their ends inside a machine: no traffic of ours leaves through them.
 _INTERNAL_INTERFACE = re.compile(
     r"lo|docker\d*|br-.*|veth.*|virbr\d*.*|cni\d*|flannel.*|cali.*|lxc.*|lxdbr\d*|tunl\d*|kube-.*"
@@ -46,6 +47,12 @@ def read_text(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:
         return ""
+
+
+def locks_without_limit(status: str) -> bool:
+    """Whether a process may lock any amount of memory, from its `/proc/self/status`: CAP_IPC_LOCK, capabilities(7)."""
+    effective = next((line.split()[1] for line in status.splitlines() if line.startswith("CapEff:")), "0")
+    return bool(int(effective, 16) >> _CAP_IPC_LOCK & 1)
 
 
 def parse_meminfo(text: str) -> dict[str, int]:

@@ -39,6 +39,11 @@ def hub_cache(cache_home: Path | None, environment: Mapping[str, str] = os.envir
     return Path(base).expanduser() / "huggingface" / "hub"
 
 
+def is_offline() -> bool:
+    """Whether HF_HUB_OFFLINE is set, as huggingface_hub reads it."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+
+
 def find_snapshot(repository: str, *, revision: str | None, cache: Path) -> Path | None:
     """The folder of a revision's files that are here, None where there are none."""
     root = cache / f"models--{repository.replace('/', '--')}"
@@ -95,8 +100,5 @@ def download_snapshot(repository: str, *, revision: str | None, cache: Path, set
 def _unreachable(repository: str, *, setting: str, error: BaseException, cache: Path) -> str:
     if isinstance(error, OSError) and error.errno is not None:
         return f"{setting}: {repository} cannot be downloaded into {cache}: {os.strerror(error.errno)}"
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
-        why = "HF_HUB_OFFLINE is set"
-    else:
-        why = "the hub cannot be reached"
+    why = "HF_HUB_OFFLINE is set" if is_offline() else "the hub cannot be reached"
     return f"{setting}: {repository} is neither a folder here nor in {cache}, and {why}; name a local folder"

@@ -9,19 +9,53 @@ import os
 import re
 import sys
 from functools import cache
+from pathlib import Path
 
 _METADATA_FOLDER = re.compile(r"(?P<name>[A-Za-z0-9._]+)-(?P<version>[^-]+)(-py\d\.\d+)?\.(dist|egg)-info")
 
 
 def installed_version(name: str) -> str | None:
     """The version of a package by any spelling of its name, None where it is not installed."""
-    return _installed_versions(tuple(sys.path)).get(_normalized(name))
+    found = _installed(tuple(sys.path)).get(_normalized(name))
+    return None if found is None else found[0]
+
+
+def unfit_version(name: str, *, user: str) -> str | None:
+    """`kernels 0.17.2 is installed; transformers 5.23.0 takes <0.19,>=0.18.2`; None where `user` takes what is here.
+
+    None as well where either is missing, or where `user` says nothing of the versions it takes.
+    """
+    packages = _installed(tuple(sys.path))
+    installed, asking = packages.get(_normalized(name)), packages.get(_normalized(user))
+    if installed is None or asking is None:
+        return None
+    requirement = re.search(rf"^Requires-Dist: {re.escape(name)} *([<>=!~][^;\n]*)", _metadata(asking[1]), re.MULTILINE)
+    if requirement is None:
+        return None
+    # Imported here: an ordinary plan starts faster without it.
+    from packaging.specifiers import SpecifierSet
+
+    wanted = requirement[1].strip()
+    if SpecifierSet(wanted).contains(installed[0], prereleases=True):
+        return None
+    return f"{name} {installed[0]} is installed; {user} {asking[0]} takes {wanted}"
+
+
+def _metadata(folder: str) -> str:
+    """What a package says of itself; empty where it says nothing."""
+    try:
+        return Path(folder, "METADATA").read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 @cache
-def _installed_versions(folders: tuple[str, ...]) -> dict[str, str]:
-    """Every package that can be imported; of several in one name the first folder's counts, as for an import."""
-    versions: dict[str, str] = {}
+def _installed(folders: tuple[str, ...]) -> dict[str, tuple[str, str]]:
+    """Version and metadata folder of every package that can be imported.
+
+    Of several in one name the first folder's counts, as for an import.
+    """
+    packages: dict[str, tuple[str, str]] = {}
     for folder in folders:
         try:
             entries = os.listdir(folder or ".")  # noqa: PTH208 - a hundred Path objects take longer than the rest
@@ -30,8 +64,8 @@ def _installed_versions(folders: tuple[str, ...]) -> dict[str, str]:
         for entry in entries:
             match = _METADATA_FOLDER.fullmatch(entry)
             if match is not None:
-                versions.setdefault(_normalized(match["name"]), match["version"])
-    return versions
+                packages.setdefault(_normalized(match["name"]), (match["version"], f"{folder}/{entry}"))
+    return packages
 
 
 def _normalized(name: str) -> str:

@@ -10,7 +10,6 @@ Every problem of every layer is shown at once, under its file's name or `command
 
 import re
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from trainer.spec.job import Job
 from trainer.spec.job_fields import BY_PATH
 from trainer.spec.job_file import Layer, job_tree, read_layers
 from trainer.spec.job_kinds import shown
+from trainer.spec.nearest import close_matches
 from trainer.spec.value import Value
 
 PERSONAL_SETTINGS = ("price_per_gpu_hour", "log.wandb", "log.notify", "slurm")
@@ -108,7 +108,7 @@ def _personal_layer(path: Path, folders: dict[str, str], problems: list[str]) ->
 
 def _folder_problem(name: object, folder: object) -> str | None:
     if name not in FOLDERS:
-        meant = get_close_matches(str(name), FOLDERS, n=1)
+        meant = close_matches(str(name), FOLDERS)
         hint = f"did you mean folders.{meant[0]}?" if meant else f"folders has {', '.join(FOLDERS)}"
         return f"folders.{name} is not a setting; {hint}"
     if not isinstance(folder, str) or not folder.startswith(("/", "~/")):

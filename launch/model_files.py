@@ -10,17 +10,17 @@ scratch; with `model.name` it stands for the published weights its `_name_or_pat
 
 import json
 from contextlib import suppress
-from difflib import get_close_matches
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+import trainer
 from launch.hub_files import HUB_ID, download_snapshot, find_snapshot, hub_cache
 from launch.weight_files import TensorShapes, check_weights, has_weights
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.job import Job
+from trainer.spec.nearest import close_matches
 from trainer.spec.value import Value
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -288,10 +288,10 @@ def _refuse_unless_hub_id(name: str, *, setting: str) -> None:
     if HUB_ID.fullmatch(name) and ".." not in name:
         return
     presets = preset_names()
-    meant = get_close_matches(name.lower(), presets, n=1)
+    meant = close_matches(name.lower(), presets)
     hint = f"did you mean {meant[0]}?" if meant else f"presets: {', '.join(presets)}"
     raise InputError(f"{setting}: {name} is no folder here, no hub id (ORG/NAME) and no preset; {hint}")
 
 
-def _presets() -> Any:  # noqa: ANN401 - importlib's Traversable moved between versions
-    return resources.files("trainer") / "presets"
+def _presets() -> Path:
+    return Path(trainer.__file__).parent / "presets"

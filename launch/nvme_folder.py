@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from launch.host import locks_without_limit
 from launch.offload_buffers import offload_buffers
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.plan import Plan
@@ -29,7 +30,6 @@ from trainer.spec.units import format_bytes
 
 _PREFIX = "shardwise-"
 _OWNER = ".owner"
-_CAP_IPC_LOCK = 14  # capability(7): memory may be locked without limit
 
 
 def nvme_folder(plan: Plan, run_dir: Path, attempt: int) -> Path | None:
@@ -82,11 +82,9 @@ def check_locked_memory(plan: Plan, limit_bytes: int | None) -> None:
 def lockable_bytes() -> int | None:
     """What a process of ours may lock in RAM; None: as much as it likes."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
+    if soft == resource.RLIM_INFINITY or locks_without_limit(Path("/proc/self/status").read_text()):
         return None
-    status = Path("/proc/self/status").read_text()
-    capabilities = next((line.split()[1] for line in status.splitlines() if line.startswith("CapEff:")), "0")
-    return None if int(capabilities, 16) >> _CAP_IPC_LOCK & 1 else soft
+    return soft
 
 
 @contextmanager

@@ -94,6 +94,13 @@ def build_operators(
             _marker(extensions_dir, name).touch()
 
 
+def build_needed(plan: Plan, *, cache_home: Path, on_progress: Report, should_stop: Callable[[], bool]) -> Path:
+    """Builds what a plan needs, as `build_operators` does; the folder where its ranks find it."""
+    folder = extensions_dir(cache_home, plan.versions, plan.hardware.host.cpu_flags)
+    build_operators(needed_operators(plan), extensions_dir=folder, on_progress=on_progress, should_stop=should_stop)
+    return folder
+
+
 def find_stale_locks(extensions_dir: Path) -> tuple[Path, ...]:
     """Locks of torch under `extensions_dir` that no process of this machine has open."""
     locks = tuple(sorted(extensions_dir.glob(f"*/{_LOCK_NAME}")))

@@ -4,10 +4,12 @@ Nothing heavy is started here: data that was prepared before is found by its ind
 """
 
 import os
-import platform
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from launch import folders
 from launch.calibration_store import read_calibration
@@ -16,8 +18,7 @@ from launch.gpu_selection import select_gpus
 from launch.installed import installed_version
 from launch.job_layers import ResolvedJob, read_job_layers
 from launch.model_files import ModelFiles, download_model, read_model_config
-from launch.prepare_data import find_prepared
-from launch.probe import read_hardware
+from launch.prepared_index import find_prepared
 from trainer.planning.data_estimate import estimate_data
 from trainer.planning.gpu_specs import hardware_from_spec
 from trainer.planning.planner import make_plan
@@ -25,14 +26,15 @@ from trainer.spec.calibration import Calibration
 from trainer.spec.data_profile import DataProfile
 from trainer.spec.data_request import PrepareRequest
 from trainer.spec.errors import InputError
-from trainer.spec.hardware import Hardware
-from trainer.spec.job import DataFormat, Job
+from trainer.spec.hardware import Hardware, Host
+from trainer.spec.job import Allowance, DataFormat, Job
 from trainer.spec.model_shape import ModelShape, read_model_shape, supported_model_types, text_part
-from trainer.spec.plan import Plan, TrialResult
+from trainer.spec.plan import Fp8Gain, Plan, TrialResult
+from trainer.spec.strategy import Precision
 
 RECORDED_LIBRARIES = (
     "torch", "accelerate", "transformers", "deepspeed", "peft", "bitsandbytes", "galore-torch", "lion-pytorch",
-    "flash-attn", "transformer-engine", "torchao", "liger-kernel", "tokenizers", "safetensors",
+    "flash-attn", "kernels", "transformer-engine", "torchao", "liger-kernel", "tokenizers", "safetensors",
 )  # fmt: skip
 
 
@@ -46,6 +48,7 @@ class PlanInputs(NamedTuple):
     request: PrepareRequest
     cache: Path  # of token caches and operators
     hub_home: Path | None  # Hugging Face's home folder where a config.yaml names one
+    fp8_gain: Fp8Gain | None = None  # timed just now; None: what the cache holds
 
 
 def read_inputs(
@@ -146,26 +149,30 @@ def read_machine(
 
     `gpus` are indices in each node of either.
     """
-    import msgspec
-
     from trainer.spec import codec
 
     if spec is None:
+        from launch.probe import read_hardware
+
         return read_hardware(gpus=gpus, vram_cap_bytes=vram_cap_bytes)
     if spec.endswith(".json"):
-        hardware = msgspec.structs.replace(codec.read(Path(spec), Hardware), source=spec)
+        hardware = replace(codec.read(Path(spec), Hardware), source=spec)
     else:
-        hardware = hardware_from_spec(spec, local_host=read_hardware().host)
+        hardware = hardware_from_spec(spec, local_host=_read_local_host)
     hardware = hardware if gpus is None else _only(hardware, gpus)
-    return msgspec.structs.replace(hardware, vram_cap_bytes=vram_cap_bytes)
+    return replace(hardware, vram_cap_bytes=vram_cap_bytes)
+
+
+def _read_local_host() -> Host:
+    from launch.probe_host import read_host
+
+    return read_host()
 
 
 def _only(hardware: Hardware, gpus: tuple[int, ...]) -> Hardware:
-    import msgspec
-
     chosen, excluded = select_gpus(hardware.gpus, wanted=gpus)
     kept = {gpu.index for gpu in chosen}
-    return msgspec.structs.replace(
+    return replace(
         hardware,
         gpus=chosen,
         links=tuple(link for link in hardware.links if {link.a, link.b} <= kept),
@@ -197,7 +204,8 @@ def plan_inputs(
 ) -> Plan:
     """The plan for these inputs; with `ignoring_version` one that a later version may have to train."""
     calibration, versions = read_calibration_of(inputs, environment=environment)
-    return make_plan(
+    fp8_gain, ignored = _fp8_gain_of(inputs, versions)
+    plan = make_plan(
         inputs.resolved.job,
         name=inputs.resolved.name,
         hardware=inputs.hardware,
@@ -209,8 +217,22 @@ def plan_inputs(
         calibration=calibration,
         versions=versions,
         trials=trials,
+        fp8_gain=fp8_gain,
         ignoring_version=ignoring_version,
     )
+    return plan if ignored is None else replace(plan, notes=(*plan.notes, ignored))
+
+
+def _fp8_gain_of(inputs: PlanInputs, versions: dict[str, str]) -> tuple[Fp8Gain | None, str | None]:
+    """What was timed for this job, and a line on a kept timing that had to be passed over; None where FP8 is no
+    question."""
+    job, hardware = inputs.resolved.job, inputs.hardware
+    may_take_it = Allowance.FP8 in job.allow if job.pin.precision is None else job.pin.precision is Precision.FP8
+    if inputs.fp8_gain is not None or not may_take_it or not hardware.gpus:
+        return inputs.fp8_gain, None
+    from launch.fp8_store import fp8_key, read_fp8_gain
+
+    return read_fp8_gain(inputs.cache, fp8_key(job, shape=inputs.shape, hardware=hardware, versions=versions))
 
 
 def read_calibration_of(
@@ -231,4 +253,5 @@ def prepared_tokenizer(data: DataProfile) -> str | None:
 def recorded_versions() -> dict[str, str]:
     """Versions of this program and of the libraries a run depends on, from package metadata."""
     found = {name: version for name in RECORDED_LIBRARIES if (version := installed_version(name)) is not None}
-    return {"shardwise": installed_version("shardwise") or "unknown", "python": platform.python_version()} | found
+    python = ".".join(map(str, sys.version_info[:3]))
+    return {"shardwise": installed_version("shardwise") or "unknown", "python": python} | found

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from launch.gpu_selection import free_memory_note, select_gpus, visible_devices, visible_gpus
-from launch.installed import installed_version
+from launch.installed import installed_version, unfit_version
 from launch.probe_gpus import TIMEOUT_S, GpuFindings, read_gpus
 from launch.probe_host import read_host
 from launch.probe_text import describe_hardware
@@ -38,6 +38,7 @@ LIBRARIES = (
     "safetensors",
     "triton",
     "flash-attn",
+    "kernels",
     "transformer-engine",
     "liger-kernel",
     "torchao",
@@ -78,6 +79,7 @@ def read_hardware(
             *_mixed_order_note(findings.gpus, setting),
         ),
         libraries=read_libraries(),
+        unfit_libraries=_unfit_libraries(),
         vram_cap_bytes=vram_cap_bytes,
     )
     return _with_measurements(hardware) if measure else hardware
@@ -86,6 +88,12 @@ def read_hardware(
 def read_libraries() -> dict[str, str]:
     """Versions of the installed libraries that decide what a plan can use, from their metadata; none is imported."""
     return {name: version for name in LIBRARIES if (version := installed_version(name)) is not None}
+
+
+def _unfit_libraries() -> dict[str, str]:
+    """Of those that only another library loads: the ones at a version that it leaves aside, and its words."""
+    unfit = unfit_version("kernels", user="transformers")
+    return {} if unfit is None else {"kernels": unfit}
 
 
 def _failure_notes(findings: GpuFindings, *, hides_all: bool) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ import fcntl
 import os
 import resource
 import shutil
-import socket
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from launch.host import (
     is_internal_interface,
     is_local_disk,
     is_wsl,
+    locks_without_limit,
     once_each,
     parse_cpuinfo,
     parse_ethernet_speed,
@@ -53,7 +53,7 @@ def read_host(*, root: Path = Path("/"), environment: Mapping[str, str] = os.env
         ram_bytes=ram_bytes,
         ram_available_bytes=available_bytes,
         pinned_limit_bytes=ram_bytes // 2 if wsl and ram_bytes else ram_bytes,
-        memlock_limit_bytes=_memlock_limit(),
+        memlock_limit_bytes=_memlock_limit(read_text(root / "proc/self/status")),
         shm_bytes=_total_bytes(root / "dev/shm"),
         cpu_flags=processor.flags,
         is_wsl=wsl,
@@ -78,10 +78,10 @@ def _least(*amounts: int | None) -> int | None:
     return min((amount for amount in amounts if amount is not None), default=None)
 
 
-def _memlock_limit() -> int | None:
+def _memlock_limit(status: str) -> int | None:
     """What one process may lock (mlock, InfiniBand); None: as much as it likes. CUDA's pinned memory is not counted."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
+    return None if soft == resource.RLIM_INFINITY or locks_without_limit(status) else soft
 
 
 def _total_bytes(path: Path) -> int | None:
@@ -152,6 +152,8 @@ def _read_infiniband(root: Path) -> list[NetworkInterface]:
 
 def interface_address(name: str) -> str | None:
     """The IPv4 address of an interface."""
+    import socket  # two milliseconds of every start, also where no host is looked at
+
     request = struct.pack("256s", name.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

@@ -104,12 +104,15 @@ def _engaged_lines(report: Report) -> list[str]:
     engaged = report.engaged
     if engaged is None:
         return []
+    facts = engaged.facts
+    fp8 = [facts[name] for name in ("fp8 library", "fp8 recipe", "fp8 gain") if name in facts]
     ranks = "1 process" if engaged.world_size == 1 else f"{engaged.world_size} processes"
     return [
         "",
         f"seen to run: {ranks}, {engaged.engine_class}, {engaged.optimizer_class}, {engaged.precision}, "
         f"attention {engaged.attention}, loss {engaged.loss}, accumulation {engaged.accumulation}"
         + (f", {engaged.sharded_parameters} sharded parameters" if engaged.sharded_parameters else ""),
+        *([f"fp8: {', '.join(fp8)}"] if fp8 else []),
     ]
 
 

@@ -18,8 +18,10 @@ from launch.attempts import RunOutcome, prepare_attempt, run_attempts, stop_code
 from launch.calibration_store import append_calibration, record_of_run
 from launch.console import Console
 from launch.disk_check import check_disk
+from launch.flash_kernel import fetch_flash_kernel
 from launch.job_layers import ResolvedJob, render_resolved
-from launch.operators import build_operators, extensions_dir, needed_operators
+from launch.measure_fp8 import fp8_gain_for
+from launch.operators import build_needed
 from launch.plan_job import (
     make_request,
     plan_inputs,
@@ -110,12 +112,14 @@ def _prepare(options: TrainOptions, console: Console, environment: Mapping[str, 
         vram_cap_bytes=options.vram_cap_bytes,
         environment=environment,
     )
-    plan_inputs(inputs, profile_data(inputs), environment=environment)  # whatever cannot fit is refused before any work
+    # Whatever cannot fit is refused before any work.
+    early = plan_inputs(inputs, profile_data(inputs), environment=environment)
     _refuse_login_node(options, inputs.hardware)
     problems = later_problems(inputs.resolved.job)
     if problems:
         raise InputProblemsError(problems)
     check_torch(inputs.hardware)
+    inputs = inputs._replace(fp8_gain=fp8_gain_for(early, cache=inputs.cache, console=console))
     inputs = with_weights(inputs)
     data = prepare_data(inputs.request, on_progress=console.line)
     if options.trial is None:
@@ -288,12 +292,9 @@ def _run(
 ) -> RunOutcome:
     stop = StopRequest()
     with stop.listening():
-        operators = extensions_dir(cache, plan.versions, plan.hardware.host.cpu_flags)
-        build_operators(
-            needed_operators(plan),
-            extensions_dir=operators,
-            on_progress=console.line,
-            should_stop=lambda: stop.kind is not None,
+        fetch_flash_kernel(plan, on_progress=console.line, should_stop=lambda: stop.kind is not None)
+        operators = build_needed(
+            plan, cache_home=cache, on_progress=console.line, should_stop=lambda: stop.kind is not None
         )
         if stop.kind is not None:
             console.line(f"stopped before the first step: nothing was trained ({run_dir})")

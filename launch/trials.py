@@ -23,7 +23,8 @@ from launch import folders
 from launch.attempts import run_attempts, stop_code
 from launch.calibration_store import append_calibration, record_of_run
 from launch.console import Console
-from launch.operators import build_operators, extensions_dir, needed_operators
+from launch.flash_kernel import fetch_flash_kernel
+from launch.operators import build_needed
 from launch.plan_job import PlanInputs, plan_inputs, with_weights
 from launch.prepare_data import prepare_data
 from launch.supervisor import StopRequest
@@ -162,14 +163,11 @@ def _run_trial(
     environment: Mapping[str, str],
 ) -> tuple[Report | None, str]:
     """The report of a candidate that ran, or ran out of memory, and how it went in words."""
-    operators = extensions_dir(cache, plan.versions, plan.hardware.host.cpu_flags)
     run_dir.mkdir()
     try:
-        build_operators(
-            needed_operators(plan),
-            extensions_dir=operators,
-            on_progress=console.line,
-            should_stop=lambda: stop.kind is not None,
+        fetch_flash_kernel(plan, on_progress=console.line, should_stop=lambda: stop.kind is not None)
+        operators = build_needed(
+            plan, cache_home=cache, on_progress=console.line, should_stop=lambda: stop.kind is not None
         )
         if stop.kind is not None:
             return None, "stopped"

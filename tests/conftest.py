@@ -1,8 +1,14 @@
-"""What every test has in common: a state folder of its own, so that plans do not learn from this machine's runs."""
+"""What every test has in common: a state folder of its own, so that plans do not learn from this machine's runs.
+
+And `--outcome FILE`, which keeps what a run came to.
+"""
 
 from collections.abc import Iterator
 
 import pytest
+from outcome_file import pytest_addoption, pytest_configure
+
+__all__ = ["pytest_addoption", "pytest_configure", "state_folder_of_the_tests"]
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,6 +1,7 @@
 """The set-up script on machines that lack something: it names what, and how to get it."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 SCRIPT = REPOSITORY / "launch" / "bootstrap.sh"
-TOOLS = ("sh", "dirname", "cat", "cksum", "tr", "sed", "head", "grep", "rm", "printf")
+TOOLS = ("sh", "dirname", "cat", "cksum", "date", "tr", "sed", "head", "grep", "rm", "printf")
 
 
 @pytest.fixture
@@ -80,6 +81,31 @@ def test_uninstall_removes_the_environment_and_the_cache_and_keeps_runs_and_stat
     assert answer.returncode == 0, answer.stderr
     assert not (project / ".venv").exists() and not (project / "home/.cache/shardwise").exists()
     assert (project / "runs/a").is_dir() and (project / "home/.local/state/shardwise").is_dir()
+
+
+def installed(project: Path) -> Path:
+    """An environment that is up to date, whose Python says what it is asked to run."""
+    python = project / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    for name, other in (("installed", "pyproject.toml"), ("installed-dev", "requirements-dev.lock")):
+        checksum = f"cat requirements.lock {other} | cksum | tr ' ' '-'"
+        answer = subprocess.run(["/bin/sh", "-c", checksum], cwd=project, capture_output=True, check=True)
+        (project / ".venv" / f".{name}").write_bytes(answer.stdout)
+    return project
+
+
+@pytest.mark.parametrize(
+    ("environment", "keeps"),
+    [
+        ({}, r"pytest -m long"),
+        ({"SHARDWISE_OUTCOME": "1"}, r"pytest -m long --outcome \S+/test-long-20\d\d-\d\d-\d\d.json"),
+    ],
+)
+def test_the_outcome_of_the_long_tests_is_kept_where_it_is_asked_for(project: Path, environment, keeps):
+    answer = run(installed(project), "test-long", bare_path(project), **environment)
+    assert re.search(rf"^-m {keeps}$", answer.stdout, re.MULTILINE), answer.stdout + answer.stderr
 
 
 def test_the_script_is_posix_shell():

@@ -56,6 +56,7 @@ COMPILED_TORCH = [
     Case(Sharding.DDP, SELECTIVE, compiles=True),
     Case(Sharding.FSDP, FULL, compiles=True),
     Case(Sharding.FSDP, NONE, moves=True, compiles=True),
+    Case(Sharding.FSDP_GRAD_OP, NONE, compiles=True),
 ]
 COMPILED_DEEPSPEED = [Case(Sharding.ZERO1, FULL, compiles=True), Case(Sharding.ZERO2, NONE, compiles=True)]
 FACTS = {

@@ -4,20 +4,17 @@ The reference is one process of plain PyTorch that never sees a packed row: it t
 apart and adds up what each loses alone. The heads that read sharded weights are among the cases.
 """
 
-import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
-from rank_factory import LR, NUM_EVAL_ROWS, SEED, SEQ_LEN, rank_plan, write_attempt
+from rank_factory import LR, SEED, rank_plan, write_attempt, write_packed_rows
 from torch.nn import functional
 from transformers import AutoConfig, LlamaForCausalLM
 
-from trainer.runtime.row_writer import RowShape, RowWriter
-from trainer.runtime.token_rows import TokenLayout, TokenRows
+from trainer.runtime.token_rows import TokenRows
 from trainer.spec import codec
 from trainer.spec.data_order import row_of_sequence
 from trainer.spec.lr_schedule import learning_rate
@@ -27,7 +24,6 @@ from trainer.spec.strategy import Attention, Checkpointing, LossHead, Sharding
 
 NUM_STEPS = 4
 TOLERANCE = 1e-5
-NUM_ROWS = 400
 TORCH_CASES = [
     (Sharding.DDP, Checkpointing.NONE, LossHead.FUSED, Attention.SDPA),
     (Sharding.DDP, Checkpointing.FULL, LossHead.CHUNKED, Attention.EAGER),
@@ -42,23 +38,7 @@ DEEPSPEED_CASES = [
 @pytest.fixture(scope="module")
 def packed_cache(tmp_path_factory) -> Path:
     """Rows packed from documents of 1 to 60 bytes of text, so that some documents span two rows."""
-    folder = tmp_path_factory.mktemp("packed") / "rows"
-    folder.mkdir()
-    text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("a*.py"))[:6])
-    lengths = np.random.default_rng(1).integers(1, 61, size=800)
-    with (folder / "tokens.bin").open("wb") as stream, (folder / "starts.bin").open("wb") as starts:
-        writer = RowWriter(stream, np.dtype("<u2"), RowShape(SEQ_LEN, is_packed=True, eos_id=0), starts=starts)
-        for end, length in zip(np.cumsum(lengths), lengths, strict=True):
-            writer.add(list(text[end - length : end]), opens_document=True, is_held_out=False, weight=1.0)
-        rows = writer.finish()
-    assert len(rows.train) >= NUM_ROWS
-    np.save(folder / "eval_rows.npy", rows.train[:NUM_EVAL_ROWS])
-    np.save(folder / "train_rows.npy", rows.train[NUM_EVAL_ROWS:NUM_ROWS])
-    layout = TokenLayout(
-        dtype="uint16", num_tokens=rows.num_tokens, seq_len=SEQ_LEN, pad_id=0, num_starts=rows.num_starts
-    )
-    (folder / "layout.json").write_bytes(msgspec.json.encode(layout))
-    return folder
+    return write_packed_rows(tmp_path_factory.mktemp("packed") / "rows")
 
 
 def plan_of(case, cache_dir: Path) -> Plan:

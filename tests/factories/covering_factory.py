@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from planning_factory import job_of, situation_for
 
 from trainer.planning.catalogue import CATALOGUE
-from trainer.planning.rules import broken_rule
+from trainer.planning.rules import may_run
 from trainer.spec.job import Allowance, NvmeLimit
 from trainer.spec.strategy import Checkpointing, LossHead, Method, Offload, Optimizer, Precision, Sharding, Strategy
 
@@ -85,7 +85,7 @@ def is_row_allowed(strategy: Strategy, method: Method) -> bool:
     job = job_of(allow=tuple(Allowance), pin=pin, seq_len=512, tokens_per_step=8192)
     job = replace(job, limits=replace(job.limits, nvme=NvmeLimit(path="/nvme")))
     situation = situation_for("tiny", spec, method=method, job=job)
-    return broken_rule(situation, strategy, ignoring_version=True) is None
+    return may_run(situation, strategy, ignoring_version=True)
 
 
 def points() -> Iterator[Point]:

@@ -55,11 +55,11 @@ def shape_of(fields: dict[str, Any]) -> ModelShape:
 
 
 def gpu(spec: str = "8xA100-SXM4-80GB") -> Device:
-    return device_of(hardware_from_spec(spec, local_host=UNKNOWN_HOST))
+    return device_of(hardware_from_spec(spec, local_host=lambda: UNKNOWN_HOST))
 
 
 def cpu(num_ranks: int = 1) -> Device:
-    device = device_of(hardware_from_spec(f"{num_ranks}xCPU", local_host=CPU_HOST))
+    device = device_of(hardware_from_spec(f"{num_ranks}xCPU", local_host=lambda: CPU_HOST))
     assert device.kind is DeviceKind.CPU
     return device
 

@@ -347,7 +347,7 @@ def run_on_gpu(plan: Plan, run_dir: Path) -> GpuRun:
     environment = launch_environment(
         os.environ, plan, extensions_dir=extensions_dir, cores=plan.hardware.host.num_cores or 1
     )
-    argv = launch_command(plan, attempt_dir=attempt_dir, log_dir=None, python=sys.executable)
+    argv = launch_command(attempt_dir, log_dir=None, python=sys.executable)
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     path = attempt_dir / "report.json"
     assert path.exists(), f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from engine_plan_factory import engine_plan, gpus
+from msgspec.structs import replace
 
 from launch.accelerate_config import accelerate_config
 from launch.command import launch_command, launch_environment
@@ -32,12 +33,7 @@ def cuda_plan(num_ranks: int = 2) -> Plan:
 
 
 def test_the_command_runs_accelerate_on_the_files_of_the_attempt():
-    argv = launch_command(
-        engine_plan(Sharding.NONE),
-        attempt_dir=Path("/r/attempts/1"),
-        log_dir=Path("/r/logs"),
-        python="/venv/bin/python",
-    )
+    argv = launch_command(Path("/r/attempts/1"), log_dir=Path("/r/logs"), python="/venv/bin/python")
     assert argv == [
         "/venv/bin/python", "-m", "accelerate.commands.launch", "--config_file", "/r/attempts/1/accelerate.yaml",
         "-m", "trainer", "/r/attempts/1/plan.json", "--log-dir", "/r/logs",
@@ -45,13 +41,13 @@ def test_the_command_runs_accelerate_on_the_files_of_the_attempt():
 
 
 def test_without_a_log_folder_the_ranks_write_to_the_terminal():
-    argv = launch_command(engine_plan(Sharding.NONE), attempt_dir=Path("/r"), log_dir=None, python="python")
+    argv = launch_command(Path("/r"), log_dir=None, python="python")
     assert argv[-1] == "/r/plan.json"
 
 
 def test_a_path_with_spaces_and_quotes_stays_one_argument():
     folder = Path('/r/a run\'s "first"\nattempt')
-    argv = launch_command(engine_plan(Sharding.NONE), attempt_dir=folder, log_dir=None, python="python")
+    argv = launch_command(folder, log_dir=None, python="python")
     assert str(folder / "plan.json") in argv
 
 
@@ -208,7 +204,7 @@ def test_accelerate_starts_every_rank_on_a_cpu_without_a_question_or_a_warning(
     write_attempt(plan, tmp_path / "attempt")
     (tmp_path / "seen").mkdir()
     (tmp_path / "rank.py").write_text(SEEN_BY_A_RANK)
-    argv = launch_command(plan, attempt_dir=tmp_path / "attempt", log_dir=None, python=sys.executable)
+    argv = launch_command(tmp_path / "attempt", log_dir=None, python=sys.executable)
     start = argv.index("trainer") - 1
     done = run(
         [*argv[:start], str(tmp_path / "rank.py"), "seen"], plan, cwd=tmp_path, ACCELERATE_USE_MEGATRON_LM="true"
@@ -235,8 +231,16 @@ def test_a_trainer_in_the_working_directory_is_not_taken_for_ours(tmp_path: Path
     plan = engine_plan(sharding, num_ranks=num_ranks)
     write_attempt(plan, tmp_path / "attempt")
     (tmp_path / "attempt" / "plan.json").write_text("{}")
-    argv = launch_command(plan, attempt_dir=tmp_path / "attempt", log_dir=None, python=sys.executable)
+    argv = launch_command(tmp_path / "attempt", log_dir=None, python=sys.executable)
     done = run(argv, plan, cwd=tmp_path, PYTHONPATH=":")
     assert done.returncode != 0
     assert "SHADOWED" not in done.stdout
     assert "is not a shardwise plan of this version" in done.stdout
+
+
+def test_ranks_take_a_kernel_of_the_hub_from_the_cache_alone():
+    plan = cuda_plan()
+    kernel = "kernels-community/flash-attn2@" + "0" * 40
+    with_kernel = replace(plan, candidates=(replace(plan.chosen, flash_kernel=kernel),))
+    assert environment({}, with_kernel)["HF_HUB_OFFLINE"] == "1"
+    assert "HF_HUB_OFFLINE" not in environment({}, plan)

@@ -13,7 +13,7 @@ from launch.data_files import (
     STDLIB_MAX_BYTES,
     STDLIB_MIN_BYTES,
     list_files,
-    python_stdlib_paths,
+    python_stdlib_files,
     source_bytes,
 )
 from trainer.spec.errors import InputError
@@ -157,7 +157,7 @@ def test_the_standard_library_is_enough_text_and_not_too_much(tmp_path):
 
 
 def test_the_standard_library_is_its_own_modules_as_text():
-    paths = [path.relative_to(STDLIB) for path in python_stdlib_paths(STDLIB)]
+    paths = [Path(found.path).relative_to(STDLIB) for found in python_stdlib_files(STDLIB)]
     assert {"argparse.py", "json/decoder.py", "asyncio/events.py"} <= set(map(str, paths))
     assert all(path.suffix == ".py" for path in paths)
     assert not [path for path in paths if STDLIB_LEFT_OUT & set(path.parts)]
@@ -172,18 +172,18 @@ def test_the_order_does_not_depend_on_the_disk(tmp_path):
     content = "x" * 1000
     names = [f"module{number:03}.py" for number in range(600)]
     write(tmp_path, *reversed(names), "test/test_a.py", "site-packages/a.py", "config-3.11/a.py", content=content)
-    assert [path.name for path in python_stdlib_paths(tmp_path)] == names
+    assert [Path(found.path).name for found in python_stdlib_files(tmp_path)] == names
 
 
 def test_a_large_standard_library_is_capped_at_whole_files(tmp_path):
     write(tmp_path, *(f"m{number:02}.py" for number in range(20)), content="x" * 1_000_000)
-    assert len(python_stdlib_paths(tmp_path)) == 8
+    assert len(python_stdlib_files(tmp_path)) == 8
 
 
 def test_a_standard_library_without_sources_says_what_to_do(tmp_path):
     write(tmp_path, "os.py", content="x" * 120)
     with pytest.raises(InputError) as caught:
-        python_stdlib_paths(tmp_path)
+        python_stdlib_files(tmp_path)
     assert f"{tmp_path} holds 120 bytes of sources, 500000 needed" in str(caught.value)
     assert "libpython3-stdlib" in str(caught.value)
     assert "data.train=FILE" in str(caught.value)

@@ -10,6 +10,7 @@ from launch.host import (
     is_internal_interface,
     is_local_disk,
     is_wsl,
+    locks_without_limit,
     once_each,
     parse_cpu_list,
     parse_cpuinfo,
@@ -53,6 +54,25 @@ def v1_machine(folder, path, groups, mounts=V1_MOUNTS):
     for file, text in groups.items():
         machine.write(f"sys/fs/cgroup/{file}", text)
     return read_cgroup_limits(machine.root)
+
+
+@pytest.mark.parametrize(
+    ("effective", "is_free"),
+    [("0000000000000000", False), ("0000000000004000", True), ("00000000a80425fb", False), ("000001ffffffffff", True)],
+)
+def test_a_process_that_may_lock_memory_has_no_limit(tmp_path, monkeypatch, effective, is_free):
+    """None, the bit alone, what Docker leaves a container, and root's."""
+    status = f"Name:\tpython\nCapPrm:\t000001ffffffffff\nCapEff:\t{effective}\nCapBnd:\t000001ffffffffff\n"
+    assert locks_without_limit(status) is is_free
+    machine = Machine(tmp_path)
+    machine.write("proc/self/status", status)
+    monkeypatch.setattr("resource.getrlimit", lambda _: (8 * MIB, 8 * MIB))
+    assert read_host(root=machine.root, environment={}).memlock_limit_bytes == (None if is_free else 8 * MIB)
+
+
+def test_without_a_status_the_limit_is_what_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (8 * MIB, 8 * MIB))
+    assert read_host(root=Machine(tmp_path).root, environment={}).memlock_limit_bytes == 8 * MIB
 
 
 def test_meminfo_is_in_bytes():

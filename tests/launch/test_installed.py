@@ -1,5 +1,6 @@
 """Versions of installed packages: the standard library's answers, without its parsers."""
 
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.installed import installed_version
+from launch.installed import installed_version, unfit_version
 
 
 def test_every_installed_package_has_the_version_of_its_metadata() -> None:
@@ -38,3 +39,46 @@ def test_what_is_not_there_has_no_version(tmp_path: Path, monkeypatch: pytest.Mo
 def test_no_mail_parser_is_loaded_for_it() -> None:
     code = "import sys, launch.installed as i; i.installed_version('torch'); sys.exit('email' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("requirement", "expected"),
+    [
+        (
+            'Requires-Dist: part<0.19,>=0.18.2; extra == "part"',
+            "part 0.17.2 is installed; whole 5.0 takes <0.19,>=0.18.2",
+        ),
+        ("Requires-Dist: part>=0.17.2,<0.18", None),
+        ("Requires-Dist: part", None),
+        ("Requires-Dist: part-of-another>=1.0", None),
+        ("", None),
+    ],
+)
+def test_a_version_that_its_user_leaves_aside_is_named_with_what_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requirement: str, expected: str | None
+) -> None:
+    for name in ("part-0.17.2", "whole-5.0"):
+        (tmp_path / f"{name}.dist-info").mkdir()
+    (tmp_path / "whole-5.0.dist-info" / "METADATA").write_text(f"Name: whole\n{requirement}\n\nA description\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert unfit_version("part", user="whole") == expected
+
+
+def test_a_version_of_what_is_missing_is_not_unfit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "part-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert unfit_version("part", user="no-such-package") is None
+    assert unfit_version("no-such-package", user="part") is None
+
+
+def test_transformers_says_which_versions_of_kernels_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A canary: `probe` reads the range from its metadata, and a rank obeys the one in its source."""
+    (tmp_path / "kernels-0.0.1.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    words = unfit_version("kernels", user="transformers")
+    source = Path(
+        str(metadata.distribution("transformers").locate_file("transformers/utils/import_utils.py"))
+    ).read_text()
+    bounds = re.findall(r'^KERNELS_(?:MIN|MAX)_VERSION = "(\S+)"$', source, re.MULTILINE)
+    assert len(bounds) == 2
+    assert words is not None and all(bound.removesuffix(".0") in words for bound in bounds)

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from prepare_request_factory import make_old, numbered_text, request_for
 
-from launch.prepare_data import find_prepared, prepare_data, source_bytes
+from launch.data_files import source_bytes
+from launch.prepare_data import prepare_data
+from launch.prepared_index import find_prepared
 from trainer.spec.errors import EnvironmentFaultError, InputError, ShardwiseError
 from trainer.spec.job import BadRows
 

@@ -196,6 +196,14 @@ def test_only_installed_libraries_are_listed():
     assert set(libraries) <= set(LIBRARIES)
 
 
+def test_a_library_at_a_version_that_its_user_leaves_aside_is_said(tmp_path, monkeypatch):
+    (tmp_path / "kernels-0.0.1.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    hardware = probe(lay_out(tmp_path, "rtx4090_desktop"))
+    assert hardware.libraries["kernels"] == "0.0.1"
+    assert hardware.unfit_libraries["kernels"].startswith("kernels 0.0.1 is installed; transformers ")
+
+
 def test_measuring_fills_disks_and_rates(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     machine = lay_out(tmp_path, "no_gpu_laptop")
@@ -298,7 +306,7 @@ def test_the_table_of_a_machine_with_everything():
 
 def test_what_was_measured_stands_beside_the_datasheet():
     hardware = hardware_from_spec(
-        "1xL40S", local_host=Host(cpu_name=None, num_cores=None, ram_bytes=None, ram_available_bytes=None)
+        "1xL40S", local_host=lambda: Host(cpu_name=None, num_cores=None, ram_bytes=None, ram_available_bytes=None)
     )
     rates = MeasuredRates(
         matmul_flops_per_s=250 * 10**12,

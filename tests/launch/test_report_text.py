@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from report_factory import make_report
 
 from launch.report_text import read_run_report, render_report
@@ -31,6 +32,23 @@ def test_what_was_seen_to_run_and_the_sample_are_shown():
     text = render_report(make_report(), run_dir=Path("r"))
     assert "seen to run: 1 process, LlamaForCausalLM, AdamW, fp32, attention sdpa, loss chunked" in text
     assert "before: x x" in text and "after: main():\n              pass" in text
+
+
+def test_a_run_in_fp8_names_its_library_its_scales_and_what_was_timed():
+    engaged = make_report().engaged
+    assert engaged is not None
+    facts = {"fp8 library": "transformer-engine 2.10.0", "fp8 recipe": "current: Float8CurrentScaling"}
+    timed = {"fp8 gain": "measured 1.31x of bf16 on this model's matrix shapes"}
+    told = [
+        render_report(make_report(engaged=replace(engaged, facts=seen)), run_dir=Path("r")).splitlines()
+        for seen in (facts, facts | timed, {})
+    ]
+    line = "fp8: transformer-engine 2.10.0, current: Float8CurrentScaling"
+    assert [[each for each in lines if each.startswith("fp8")] for lines in told] == [
+        [line],
+        [f"{line}, measured 1.31x of bf16 on this model's matrix shapes"],
+        [],
+    ]
 
 
 def test_a_bad_ending_names_its_error_and_incidents():

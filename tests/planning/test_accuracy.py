@@ -55,8 +55,8 @@ def test_nothing_that_is_asked_goes_unmeasured():
 
 def test_the_page_shows_the_scores_of_these_predictions():
     """Renewed by `python benchmarks/accuracy.py --write`."""
-    shown = accuracy_page.section(accuracy_page.PAGE.read_text(), accuracy_page.SCORES)
-    assert shown == accuracy_page.scores_section(SCORES)
+    page = accuracy_page.PAGE.read_text()
+    assert accuracy_page.with_tables(page, {"scores": accuracy_page.scores_table(SCORES)}) == page
 
 
 def scaled(row, *, memory=1.0, speed=1.0, fits=None):

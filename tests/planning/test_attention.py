@@ -8,15 +8,17 @@ from msgspec.structs import replace
 from planning_factory import data_of, job_of, machine, situation_for
 from rank_factory import rank_plan
 
+from trainer.planning.catalogue import CATALOGUE
 from trainer.planning.input_checks import check_pins
 from trainer.planning.planner import make_plan
-from trainer.planning.settings_choices import attention
+from trainer.planning.settings_choices import attention, first_setting
 from trainer.planning.situation import Situation
 from trainer.spec.calibration import Calibration
 from trainer.spec.errors import InputError
+from trainer.spec.hardware import Hardware
 from trainer.spec.model_shape import read_model_shape
 from trainer.spec.plan import Plan
-from trainer.spec.strategy import Attention, Precision
+from trainer.spec.strategy import Attention, Checkpointing, LossHead, Precision
 
 CONFIGS = {**TINY, "falcon rw": VARIANTS["falcon rw"]}
 MACHINES = {
@@ -29,6 +31,21 @@ def situation_of(model: str, hardware: str, **pin: object) -> Situation:
     job = job_of(seq_len=32, tokens_per_step=256, pin=pin)
     situation = situation_for("tiny", MACHINES[hardware], job=job)
     return replace(situation, shape=read_model_shape(CONFIGS[model]))
+
+
+KERNEL = "kernels-community/flash-attn2@0123456789abcdef0123456789abcdef01234567"
+WITH_KERNELS = machine("1xRTX-4090", libraries=("kernels",))
+UNFIT = replace(
+    machine("1xRTX-4090"),
+    unfit_libraries={"kernels": "kernels 0.17.2 is installed; transformers 5.23.0 takes >=0.18.2"},
+)
+
+
+def allowing(hardware: Hardware, kernel: str | None = KERNEL, **pin: object) -> Situation:
+    """A situation whose job names a kernel of the hub."""
+    job = job_of(seq_len=32, tokens_per_step=256, pin=pin)
+    job = replace(job, model=replace(job.model, flash_kernel=kernel))
+    return replace(situation_for("tiny", hardware, job=job), shape=read_model_shape(CONFIGS["llama"]))
 
 
 def plan_for(model: str) -> Plan:
@@ -92,3 +109,70 @@ def test_a_pin_that_the_model_does_not_have_is_refused(model, pinned, words):
     situation = situation_of(model, "with flash-attn", attention=pinned)
     with pytest.raises(InputError, match=rf"^pin\.attention: {pinned} cannot be taken: {words}$"):
         check_pins(situation)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "kernel", "taken", "words", "runs"),
+    [
+        (WITH_KERNELS, KERNEL, Attention.FLASH, f"the job file allows {KERNEL}", KERNEL),
+        (MACHINES["with flash-attn"], KERNEL, Attention.FLASH, "flash-attn is installed", None),
+        (WITH_KERNELS, None, Attention.SDPA, "flash-attn is not installed", None),
+        (
+            MACHINES["without flash-attn"],
+            KERNEL,
+            Attention.SDPA,
+            "flash-attn is not installed, nor is kernels, which model.flash_kernel needs "
+            "(pip install 'transformers[kernels]')",
+            None,
+        ),
+        (
+            UNFIT,
+            KERNEL,
+            Attention.SDPA,
+            "kernels 0.17.2 is installed; transformers 5.23.0 takes >=0.18.2 (pip install 'transformers[kernels]')",
+            None,
+        ),
+        (machine("1xV100-32GB", libraries=("kernels",)), KERNEL, Attention.SDPA, None, None),
+        (machine("cpu", libraries=("kernels",)), KERNEL, Attention.SDPA, "flash-attn needs a GPU", None),
+    ],
+)
+def test_a_kernel_of_the_hub_is_taken_where_the_job_names_it_and_flash_attn_is_missing(
+    hardware, kernel, taken, words, runs
+):
+    situation = allowing(hardware, kernel)
+    found, why = attention(situation, Precision.BF16_MIXED)
+    assert found is taken
+    assert words is None or why == words
+    row = next(row for row in CATALOGUE if row.precision is Precision.BF16_MIXED)
+    setting = first_setting(situation, row, checkpointing=Checkpointing.NONE, loss=LossHead.EAGER)
+    assert (setting.attention, setting.flash_kernel) == (taken, runs)
+
+
+def test_the_kernel_is_allowed_for_16_bit_alone():
+    assert attention(allowing(WITH_KERNELS), Precision.FP32)[0] is Attention.SDPA
+
+
+def test_a_pin_of_flash_runs_the_kernel_that_the_job_names():
+    situation = allowing(WITH_KERNELS, attention=Attention.FLASH)
+    check_pins(situation)
+    assert attention(situation, Precision.BF16_MIXED) == (
+        Attention.FLASH,
+        f"the job file says pin.attention: flash, by {KERNEL}",
+    )
+
+
+@pytest.mark.parametrize(
+    ("hardware", "kernel", "words"),
+    [
+        (WITH_KERNELS, None, "flash-attn is not installed; use sdpa, or name a prebuilt one in model.flash_kernel"),
+        (
+            UNFIT,
+            KERNEL,
+            "kernels 0.17.2 is installed; .* takes >=0.18.2 .pip install 'transformers.kernels.'.; use sdpa",
+        ),
+        (machine("cpu", libraries=("kernels",)), None, "flash-attn needs a GPU; use sdpa"),
+    ],
+)
+def test_a_pin_of_flash_that_nothing_here_can_run_is_refused_with_what_would_do(hardware, kernel, words):
+    with pytest.raises(InputError, match=rf"^pin\.attention: flash cannot be taken: {words}$"):
+        check_pins(allowing(hardware, kernel, attention=Attention.FLASH))

@@ -15,7 +15,7 @@ from trainer.spec.units import GIB
 
 
 def machine(spec: str, **changes: Any) -> Hardware:
-    return replace(hardware_from_spec(spec, local_host=CPU_HOST), **changes)
+    return replace(hardware_from_spec(spec, local_host=lambda: CPU_HOST), **changes)
 
 
 def stranger(index: int = 0, **fields: Any) -> Gpu:

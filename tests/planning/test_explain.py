@@ -15,8 +15,10 @@ from trainer.planning.text_layout import letters, paragraph, stacked_bar, table
 from trainer.spec.errors import NothingFitsError
 from trainer.spec.job import Allowance, DataFormat
 from trainer.spec.plan import Plan
-from trainer.spec.strategy import Method, Optimizer, Precision, Sharding
+from trainer.spec.strategy import Checkpointing, Method, Optimizer, Precision, Sharding
 from trainer.spec.units import GIB, format_bytes, format_seconds
+
+EVERY_N = Checkpointing.EVERY_N
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +228,19 @@ def test_a_cpu_plan_speaks_of_ranks_and_no_gpu() -> None:
     [
         ("1b", "1xRTX-4090", {}, "weights fp32, computed in bf16; gradients fp32; adamw_fused with state in fp32"),
         ("1b", "1xV100-32GB", {}, "weights fp32, computed in fp16; gradients fp32"),
+        ("1b", "1xA100-SXM4-80GB", {"pin": {"checkpointing": EVERY_N}}, "checkpointing every_n, n = 2"),
+        (
+            "1b",
+            "1xA100-SXM4-80GB",
+            {"pin": {"checkpointing": EVERY_N}},
+            "the job file pins it; the first of every 2 blocks is recomputed, 8 of 16 (pin.checkpointing_n)",
+        ),
+        (
+            "1b",
+            "1xA100-SXM4-80GB",
+            {"pin": {"checkpointing": EVERY_N, "checkpointing_n": 5}},
+            "the job file pins it; the first of every 5 blocks is recomputed, 3 of 16",
+        ),
         (
             "8b",
             "8xH100-SXM5-80GB",

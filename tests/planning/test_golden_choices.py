@@ -129,7 +129,7 @@ def test_the_planners_own_choice_is_at_least_as_good_as_the_tables(name: str, sp
     assert order(own.chosen.method) <= order(method)
     assert run_hours(situation_of(own), own.chosen) <= own.job.limits.hours
     if own.chosen.method is method:
-        seconds = [plan.chosen.speed.step_s * handicap(situation_of(plan), plan.chosen) for plan in (own, row)]
+        seconds = [plan.chosen.speed.step_s * handicap(situation_of(plan), plan.chosen.strategy) for plan in (own, row)]
         assert seconds[0] <= seconds[1] * (1 + SAME_SPEED)
 
 

@@ -49,7 +49,7 @@ def test_a_row_is_found_by_its_own_nvidia_smi_name(spec: GpuSpec) -> None:
 
 @ROWS
 def test_a_row_makes_a_machine(spec: GpuSpec) -> None:
-    hardware = hardware_from_spec(f"4x8x{spec.name}", local_host=CPU_HOST)
+    hardware = hardware_from_spec(f"4x8x{spec.name}", local_host=lambda: CPU_HOST)
     assert (hardware.num_nodes, len(hardware.gpus), hardware.num_devices) == (4, 8, 32)
     assert hardware.source == f"catalogue 4x8x{spec.name}"
     assert {gpu.spec_name for gpu in hardware.gpus} == {spec.name}
@@ -113,20 +113,20 @@ def test_an_unknown_name_answers_with_the_nearest(name: str, hint: str) -> None:
 
 
 def test_a_cpu_spec_shares_this_machine() -> None:
-    hardware = hardware_from_spec("2xCPU", local_host=CPU_HOST)
+    hardware = hardware_from_spec("2xCPU", local_host=lambda: CPU_HOST)
     assert hardware.device_kind is DeviceKind.CPU
     assert (hardware.num_devices, hardware.host) == (2, CPU_HOST)
 
 
 def test_a_bare_name_is_one_card() -> None:
-    assert hardware_from_spec("H200", local_host=CPU_HOST).num_devices == 1
-    assert hardware_from_spec("RTX-4090", local_host=CPU_HOST).num_devices == 1
+    assert hardware_from_spec("H200", local_host=lambda: CPU_HOST).num_devices == 1
+    assert hardware_from_spec("RTX-4090", local_host=lambda: CPU_HOST).num_devices == 1
 
 
 @pytest.mark.parametrize("text", ["", "8x", "0xH200", "1x0xH200", "8xH300", "-1xH200", "2x2xCPU", "1x2x3xH200"])
 def test_a_wrong_spec_says_what_one_looks_like(text: str) -> None:
     with pytest.raises(InputError) as caught:
-        hardware_from_spec(text, local_host=CPU_HOST)
+        hardware_from_spec(text, local_host=lambda: CPU_HOST)
     message = str(caught.value)
     assert "8xH100-SXM5-80GB" in message or "2xCPU" in message
     assert len(message.splitlines()) <= 3

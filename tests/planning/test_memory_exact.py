@@ -19,6 +19,7 @@ from trainer.spec.strategy import Method, Offload, Optimizer, Precision, Quant, 
 
 P, L, V, H, F, KV = 8_030_261_248, 6_979_321_856, 128_256, 4096, 14_336, 1024
 A = 32 * 16 * (2 * (H + H) + 2 * (H + KV) + 3 * (H + F))
+M = 32 * (2 * H + 2 * KV + 2 * F + H)  # rows of those, each with a magnitude under DoRA
 TABLES = 2 * V * H
 FULL, LORA, QLORA, GALORE = Method.FULL, Method.LORA, Method.QLORA, Method.GALORE
 BF16, FP32 = Precision.BF16, Precision.FP32
@@ -126,6 +127,7 @@ ROWS: dict[str, Row] = {
     "sgd": Row(at(optimizer=Optimizer.SGD), 4 * P, 4 * P, 0),
     # methods
     "lora": Row(at(method=LORA), 2 * P, 4 * A, 8 * A, adapters=4 * A),
+    "dora": Row(at(method=LORA, lora=LoraJob(dora=True)), 2 * P, 4 * (A + M), 8 * (A + M), adapters=4 * (A + M)),
     "lora bf16": Row(at(method=LORA, precision=BF16), 2 * P, 2 * A, 4 * A, adapters=2 * A),
     "lora zero3": Row(at(Sharding.ZERO3, 8, method=LORA), 2 * P / 8, 2 * A / 8, 8 * A / 8, 4 * A / 8, 0, 2 * A / 8),
     "lora fsdp": Row(at(Sharding.FSDP, 8, method=LORA), 2 * P / 8, 4 * A / 8, 8 * A / 8, adapters=4 * A / 8),

@@ -25,6 +25,7 @@ from trainer.spec.strategy import Checkpointing, LossHead, Method, Optimizer, Pr
 
 FIELDS = config(4096, 192, 512, 4, 6, 2, is_tied=True, head_dim=32)
 LORA, GALORE = LoraJob(rank=8), GaloreJob(rank=16)
+DORA = LoraJob(rank=8, dora=True)  # holds more than its adapters alone: what leaving it saves is compared
 LAYERWISE = GaloreJob(rank=16, layerwise=True)
 TOLERANCE = 0.02
 SAVING_TOLERANCE = 0.10
@@ -65,6 +66,11 @@ TECHNIQUES = [
     against(SMALL, method=Method.LORA),
     against(LARGE, method=Method.LORA, checkpointing=FULL, without={"checkpointing": FULL}),
     against(LARGE, method=Method.LORA, precision=Precision.BF16_MIXED, without={"precision": Precision.BF16_MIXED}),
+    against(LARGE, method=Method.LORA, lora=LORA, without={"method": Method.LORA, "lora": DORA}),
+    against({**LARGE, "checkpointing": FULL}, method=Method.LORA, lora=LORA,
+            without={"method": Method.LORA, "lora": DORA}),
+    against(LARGE, method=Method.LORA, lora=LORA, precision=Precision.BF16_MIXED,
+            without={"method": Method.LORA, "lora": DORA, "precision": Precision.BF16_MIXED}),
     against(SMALL, optimizer=Optimizer.LION, without={"optimizer": Optimizer.ADAMW}),
     against(SMALL, optimizer=Optimizer.ADAFACTOR),
     against(SMALL, optimizer=Optimizer.MUON),

@@ -16,7 +16,7 @@ from trainer.planning.candidates import candidate_of, run_hours, setting_of
 from trainer.planning.catalogue import CATALOGUE, LAYOUTS
 from trainer.planning.choice import PAGED_HANDICAP, handicap
 from trainer.planning.fallbacks import fallbacks
-from trainer.planning.not_yet import NOT_YET, NotYet, late_members, version_needed
+from trainer.planning.not_yet import late_members, version_needed
 from trainer.planning.planner import situation_of, take_candidate
 from trainer.planning.remedies import memory_remedy, nothing_fits
 from trainer.planning.settings_choices import bucket_ladder, chunk_tokens, micro_batches
@@ -88,13 +88,13 @@ def test_exact_rows_come_first_and_then_the_fastest(plan: Plan) -> None:
     for earlier, later in pairwise(plan.candidates):
         assert earlier.strategy.is_exact >= later.strategy.is_exact
         if earlier.strategy.is_exact == later.strategy.is_exact:
-            seconds = [candidate.speed.step_s * handicap(situation, candidate) for candidate in (earlier, later)]
+            seconds = [each.speed.step_s * handicap(situation, each.strategy) for each in (earlier, later)]
             assert seconds[0] <= seconds[1] * (1 + SAME_SPEED)
 
 
 def test_the_choice_has_the_least_machinery_of_those_as_fast_as_the_fastest(plan: Plan) -> None:
     situation, exact = situation_of(plan), [c for c in plan.candidates if c.strategy.is_exact]
-    seconds = [candidate.speed.step_s * handicap(situation, candidate) for candidate in exact]
+    seconds = [candidate.speed.step_s * handicap(situation, candidate.strategy) for candidate in exact]
     peers = [c for c, s in zip(exact, seconds, strict=True) if s <= min(seconds) * (1 + SAME_SPEED)]
     layouts = [LAYOUTS.index((c.strategy.sharding, c.strategy.offload)) for c in peers]
     assert plan.chosen in peers
@@ -216,7 +216,7 @@ def test_a_larger_card_never_makes_a_plan_worse(model: str, smaller: int, more: 
         except NothingFitsError:
             return float("inf")
         situation = situation_of(plan)
-        return run_hours(situation, plan.chosen) * handicap(situation, plan.chosen)
+        return run_hours(situation, plan.chosen) * handicap(situation, plan.chosen.strategy)
 
     # Two ties of a class, and whole logits passed over.
     worst_tie = (1 + SAME_SPEED) ** 2 * EAGER_HANDICAP
@@ -461,6 +461,10 @@ def test_what_waits_for_a_later_version_is_said_to_fit() -> None:
             r"pin.sharding: zero1, pin.offload: optimizer: there is no such strategy; with sharding zero1 there is "
             r"offload none",
         ),
+        (
+            {"pin": {"checkpointing": Checkpointing.EVERY_N, "checkpointing_n": 33}},
+            r"pin.checkpointing_n is 33; the model has 32 blocks: 32 or less",
+        ),
         ({"pin": {"micro_batch": 5}}, r"pin.micro_batch is 5; a step has 32 sequences .* 8 ranks: 4 or less"),
     ],
 )
@@ -548,16 +552,6 @@ def test_a_plan_ahead_needs_a_version_only_where_it_takes_what_is_late(
     assert axes == pin
 
 
-def test_of_two_things_that_are_late_the_later_version_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Versions are numbers: 0.10 comes after 0.6."""
-    table = (*NOT_YET, NotYet(axis="checkpointing", members=(Checkpointing.SELECTIVE,), version="0.10"))
-    monkeypatch.setattr("trainer.planning.not_yet.NOT_YET", table)
-    pin = {"sharding": Sharding.HSDP, "checkpointing": Checkpointing.SELECTIVE}
-    plan = plan_of("8b", "2x8xH100-SXM5-80GB", pin=pin, ignoring_version=True)
-    assert late_members(plan.chosen) == {"hsdp": "0.6", "checkpointing selective": "0.10"}
-    assert plan.needs_version == "0.10"
-
-
 @pytest.mark.parametrize("method", Method)
 def test_every_method_is_planned_and_trains_now(method: Method) -> None:
     plan = plan_of("1b", "1xRTX-4090", method=method)
@@ -600,7 +594,7 @@ def test_paged_state_of_whole_weights_must_be_much_faster() -> None:
     paged = next(c for c in plan.candidates if c.strategy.optimizer is Optimizer.PAGED_ADAMW)
     whole = next(c for c in plan.candidates if c.strategy.sharding is paged.strategy.sharding)
     situation = situation_of(plan)
-    assert handicap(situation, paged) == PAGED_HANDICAP * handicap(situation, whole)
+    assert handicap(situation, paged.strategy) == PAGED_HANDICAP * handicap(situation, whole.strategy)
     assert plan.chosen.strategy.optimizer is Optimizer.ADAMW_FUSED
 
 

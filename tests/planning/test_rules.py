@@ -5,8 +5,9 @@ from itertools import product
 from typing import Any
 
 import pytest
+from architecture_factory import TINY
 from msgspec.structs import replace
-from planning_factory import machine, shape_of, situation_for
+from planning_factory import fp8_gain_of, machine, shape_of, situation_for
 
 from trainer.planning.catalogue import CATALOGUE
 from trainer.planning.combination import Combination, Incompatibility, Reach, first_broken
@@ -15,11 +16,11 @@ from trainer.planning.incompatible_rows import LAYOUTS, ROWS
 from trainer.planning.incompatible_settings import SETTINGS
 from trainer.planning.input_checks import check_pins
 from trainer.planning.job_rules import OF_THE_JOB
-from trainer.planning.not_yet import NOT_YET, version_that_trains
-from trainer.planning.rules import RULES, obstacle_to, refuse
+from trainer.planning.rules import RULES, may_run, obstacle_to, refuse
 from trainer.planning.settings_choices import first_setting
 from trainer.spec.errors import InputError
-from trainer.spec.job import Allowance, GaloreJob, Limits, NvmeLimit
+from trainer.spec.job import Allowance, GaloreJob, Limits, LoraJob, NvmeLimit
+from trainer.spec.model_shape import read_model_shape
 from trainer.spec.strategy import (
     Attention,
     Checkpointing,
@@ -39,6 +40,7 @@ OFFLOADED = "zero2+optimizer/bf16-mixed/deepspeed_cpu_adam"
 ON_NVME = "zero3+nvme_all/bf16-mixed/deepspeed_cpu_adam"
 GALORE, QLORA = {"method": Method.GALORE}, {"method": Method.QLORA}
 WITH_TE = machine("1xRTX-4090", libraries=("transformer_engine",))
+SLOW_FP8 = {"allow": (Allowance.FP8,), "fp8_gain": fp8_gain_of(0.93)}
 
 # rule, machine, what the job says, a row it refuses, what its reason holds
 OF_A_SITUATION: list[tuple[str, Any, dict[str, Any], str, str]] = [
@@ -62,6 +64,7 @@ OF_A_SITUATION: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("frozen_base_has_no_update", "1xRTX-4090", {"method": Method.LORA}, "none/bf16-mixed/lomo", "small adapters"),
     ("recipe_needs_transformer_engine", "1xRTX-4090", {}, "none/fp8/adamw_fused", "which is not installed"),
     ("fp8_not_allowed", WITH_TE, {}, "none/fp8/adamw_fused", "does not allow it"),
+    ("fp8_does_not_pay", WITH_TE, SLOW_FP8, "none/fp8/adamw_fused", "measured 0.93x of bf16"),
     ("nvme_not_allowed", "1xRTX-4090", {}, ON_NVME, "wears the disk"),
     ("nvme_needs_a_path", "1xRTX-4090", {"allow": (Allowance.OFFLOAD_NVME,)}, ON_NVME, "a folder"),
     ("cpu_offload_not_allowed", "1xRTX-4090", {"allow": ()}, OFFLOADED, "host RAM"),
@@ -103,6 +106,7 @@ def combination(row: str, spec: str = "1xH100-SXM5-80GB", **settled: Any) -> Com
 
 
 PASCAL = replace(device_of(machine("1xV100-16GB")), name="Tesla P40", compute_capability=(6, 1))
+MIXTURE = read_model_shape(TINY["mixtral"])
 
 
 # rule, what breaks it, the same with one value changed so that it does not
@@ -117,6 +121,11 @@ OF_A_COMBINATION: list[tuple[str, Combination, Combination]] = [
         "fsdp_offload_updates_with_adamw",
         combination("fsdp+optimizer+params/fp32/lion"),
         combination("fsdp+optimizer+params/fp32/adamw"),
+    ),
+    (
+        "dora_needs_layers_of_their_own",
+        combination(PLAIN, method=Method.LORA, lora=LoraJob(dora=True), shape=MIXTURE),
+        combination(PLAIN, method=Method.LORA, lora=LoraJob(dora=True, targets=("q_proj",)), shape=MIXTURE),
     ),
     ("lomo_needs_one_rank", combination("fsdp/bf16/lomo"), combination("none/bf16/lomo")),
     ("bitsandbytes_takes_plain_tensors", combination("fsdp/bf16/adamw_8bit"), combination("zero3/bf16/adamw_8bit")),
@@ -314,6 +323,16 @@ def test_what_binds_all_software_binds_ours() -> None:
     assert Reach.PLANNER < Reach.OURS < Reach.ALL
 
 
+@pytest.mark.parametrize("ignoring_version", [False, True])
+@pytest.mark.parametrize("spec", ["1xCPU", "2xCPU", "1xT4", "1xRTX-4090", "8xH100-SXM5-80GB", "2x8xA100-SXM4-80GB"])
+def test_a_row_may_run_where_no_rule_refuses_it(spec: str, ignoring_version: bool) -> None:
+    for method, pin in product(Method, ({}, {"precision": Precision.FP8}, {"checkpointing": Checkpointing.ATTENTION})):
+        situation = situation_for("8b", spec, method=method, pin=pin, allow=tuple(Allowance))
+        for row in CATALOGUE:
+            refusal = refuse(situation, row, ignoring_version=ignoring_version)
+            assert may_run(situation, row, ignoring_version=ignoring_version) is (refusal is None)
+
+
 def test_a_reason_is_filled_for_every_row_of_every_machine() -> None:
     for spec in ("1xCPU", "2xCPU", "1xV100-16GB", "8xA100-SXM4-80GB", "2x8xH100-SXM5-80GB"):
         for method in Method:
@@ -437,12 +456,6 @@ def test_nvme_is_taken_with_leave_and_a_path() -> None:
     assert allowed.nvme_bytes == 1000 * GIB
 
 
-@pytest.mark.parametrize("late", NOT_YET, ids=lambda late: late.axis)
-def test_the_table_of_versions_is_asked(late: Any) -> None:
-    for member in late.members:
-        assert version_that_trains(late.axis, member) == late.version
-
-
 def test_a_row_of_a_later_version_is_refused_with_that_version() -> None:
     for situation in (situation_for("8b", "8xH100-SXM5-80GB"), situation_for("8b", "2x8xH100-SXM5-80GB")):
         for row in CATALOGUE:
@@ -452,34 +465,6 @@ def test_a_row_of_a_later_version_is_refused_with_that_version() -> None:
                 assert refusal.reason.endswith("on") and "trains from shardwise 0." in refusal.reason
                 without = refuse(situation, row, ignoring_version=True)
                 assert without is None or without.rule != "not_yet"
-
-
-def test_the_table_of_versions_names_each_member_once() -> None:
-    named = [(late.axis, member) for late in NOT_YET for member in late.members]
-    assert len(named) == len(set(named))
-    assert ("method", Method.FULL) not in named
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        "none/fp32/adamw_fused",
-        "ddp/bf16-mixed/adamw",
-        "zero1/fp32/sgd",
-        "zero2/bf16-mixed/adamw_fused",
-        "zero3/bf16-mixed/adamw_fused",
-        "none/bf16/adamw_fused",
-        "fsdp/bf16/adamw_fused",
-        "fsdp_grad_op/fp32/adamw",
-        "zero2+optimizer/bf16-mixed/deepspeed_cpu_adam",
-        "zero3+optimizer/bf16-mixed/deepspeed_cpu_adam",
-    ],
-)
-def test_what_this_version_trains_is_not_marked_as_late(row: str) -> None:
-    found = ROWS_BY_NAME[row]
-    for axis in ("sharding", "offload", "optimizer", "precision"):
-        assert version_that_trains(axis, getattr(found, axis)) is None
-    assert version_that_trains("sharding+precision", (found.sharding, found.precision)) is None
 
 
 def test_every_engine_but_hsdp_is_left_on_a_node() -> None:

@@ -34,7 +34,8 @@ from trainer.planning.settings_search import (
     EAGER_HANDICAP,
     SAME_SPEED,
     best_candidate,
-    fitting_settings,
+    by_accumulation,
+    fitting,
     least_need,
     time_class,
 )
@@ -100,6 +101,12 @@ def with_usable(model: str, spec: str, usable_bytes: int, **facts: Any) -> Situa
     return replace(situation, device=replace(situation.device, usable_bytes=usable_bytes))
 
 
+def fitting_sizes(situation: Situation, start: Setting) -> list[int]:
+    """The micro batches of a start that fit, ascending."""
+    groups = by_accumulation(situation, start)
+    return sorted(setting.micro_batch for group in groups for setting in fitting(situation, group))
+
+
 def test_a_whole_share_fits_where_half_of_it_does_not() -> None:
     """Adding up gradients takes room of its own: 8.03B x 4 B = 29.9 GiB that a single micro batch never holds."""
     pin = {"sharding": Sharding.FSDP_GRAD_OP, "checkpointing": Checkpointing.FULL}
@@ -125,8 +132,8 @@ def test_every_micro_batch_that_fits_is_found(model: str, spec: str, row: str, s
         for loss in losses(situation):
             start = first_setting(situation, ROWS[row], checkpointing=checkpointing, loss=loss)
             all_sizes = [with_micro_batch(situation, start, micro_batch) for micro_batch in micro_batches(situation)]
-            fitting = [each for each in all_sizes if needs(situation, each) <= situation.device.usable_bytes]
-            assert fitting_settings(situation, start) == fitting
+            expected = [each for each in all_sizes if needs(situation, each) <= situation.device.usable_bytes]
+            assert fitting_sizes(situation, start) == [each.micro_batch for each in expected]
 
 
 @pytest.mark.parametrize("data", [None, PADDED], ids=["packed", "padded"])
@@ -164,12 +171,24 @@ def test_with_more_leave_there_is_more_to_choose_from_and_nothing_is_slower(mode
 
 
 def test_selective_recomputation_is_taken_where_it_fits_and_keeping_everything_does_not() -> None:
-    row, pin = ROWS["none/bf16-mixed/adamw_fused"], {"micro_batch": 1}
-    whole = situation_for("1b", "1xA100-SXM4-80GB", pin=pin, allow=())
-    start = first_setting(whole, row, checkpointing=Checkpointing.SELECTIVE, loss=losses(whole)[0])
-    best = best_candidate(with_usable("1b", "1xA100-SXM4-80GB", needs(whole, start), pin=pin, allow=()), row)
-    assert best is not None
+    best = best_where_selective_fits(seq_len=16384)
     assert best.checkpointing is Checkpointing.SELECTIVE
+
+
+def test_selective_recomputation_is_left_where_the_host_is_slower_than_the_device() -> None:
+    """It asks Python about every operator, which on short rows takes longer than the products it keeps."""
+    assert best_where_selective_fits(seq_len=1024).checkpointing is Checkpointing.FULL
+
+
+def best_where_selective_fits(*, seq_len: int) -> Candidate:
+    """Of a card that holds a micro batch of one row with selective recomputation, and no byte more."""
+    row, pin = ROWS["none/bf16-mixed/adamw_fused"], {"micro_batch": 1}
+    whole = situation_for("1b", "1xA100-SXM4-80GB", pin=pin, allow=(), seq_len=seq_len)
+    start = first_setting(whole, row, checkpointing=Checkpointing.SELECTIVE, loss=losses(whole)[0])
+    usable = with_usable("1b", "1xA100-SXM4-80GB", needs(whole, start), pin=pin, allow=(), seq_len=seq_len)
+    best = best_candidate(usable, row)
+    assert best is not None
+    return best
 
 
 def test_what_selective_recomputation_keeps_never_goes_to_host_ram() -> None:
@@ -284,7 +303,7 @@ def test_small_slices_are_not_worth_a_slightly_faster_step() -> None:
     start = first_setting(whole, row, checkpointing=Checkpointing.FULL, loss=losses(whole)[0])
     situation = with_usable("1b", "1xL40S", needs(whole, with_micro_batch(whole, start, 4)) - 1, pin=pin)
     small = replace(start, loss_chunk_tokens=MIN_CHUNK_TOKENS)
-    assert [setting.micro_batch for setting in fitting_settings(situation, small)] == [1, 2, 4]
+    assert fitting_sizes(situation, small) == [1, 2, 4]
     best = best_candidate(situation, row)
     assert best is not None
     assert (best.micro_batch, best.loss_chunk_tokens) == (2, 512)

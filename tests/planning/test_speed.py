@@ -15,7 +15,7 @@ from trainer.planning.setting import RecipeChoices
 from trainer.planning.speed import estimate_speed, evaluation_seconds, flops_per_token, speed_notes
 from trainer.planning.speed_rates import rates_of
 from trainer.spec.hardware import Gpu, Hardware
-from trainer.spec.job import GaloreJob
+from trainer.spec.job import GaloreJob, LoraJob
 from trainer.spec.model_shape import Linear, ModelShape, Norm, Positions
 from trainer.spec.strategy import (
     Attention,
@@ -406,3 +406,51 @@ def test_reducing_every_micro_batch_is_paid_for_every_micro_batch() -> None:
     every = replace(chosen, recipe=RecipeChoices(reduces_every_micro_batch=True))
     once, always = (estimate_speed(LLAMA_8B, each, slow).parts["communication_s"] for each in (chosen, every))
     assert always - once == pytest.approx(3 * 4 * P / 2 / (constants.LINK_SHARE * 10**7), rel=0.01)
+
+
+def host_s(**choices: Any) -> float:
+    return estimate_speed(LLAMA_8B, setting(seq_len=256, loss=LossHead.EAGER, **choices), cpu()).parts["host_s"]
+
+
+def test_eager_selective_recomputation_asks_the_host_about_every_operator() -> None:
+    """Six forwards more than recomputing all, which is one more than recomputing nothing; a compiler asks nothing."""
+    none, full, selective = (
+        host_s(checkpointing=each) for each in (Checkpointing.NONE, FULL_AC, Checkpointing.SELECTIVE)
+    )
+    assert full / none == pytest.approx(4 / 3)
+    assert selective - full == pytest.approx(6 * none / 3)
+    compiled = host_s(checkpointing=Checkpointing.SELECTIVE, compile=True)
+    assert compiled == pytest.approx(host_s(checkpointing=FULL_AC, compile=True))
+    assert host_s(checkpointing=Checkpointing.SELECTIVE, stack="torchtitan") == pytest.approx(
+        host_s(checkpointing=FULL_AC, stack="torchtitan")
+    )
+
+
+def test_fused_in_plain_torch_lies_between_whole_logits_and_a_second_product() -> None:
+    """It reads and writes a logit more often than eager, and multiplies with the head once rather than twice."""
+
+    def compute_s(loss: LossHead, **choices: Any) -> float:
+        return estimate_speed(LLAMA_8B, setting(seq_len=8192, loss=loss, **choices), gpu()).parts["compute_s"]
+
+    eager, fused, chunked = (compute_s(loss) for loss in (LossHead.EAGER, LossHead.FUSED, LossHead.CHUNKED))
+    assert eager < fused < chunked
+    moved = (66 - 40) * 8192 * LLAMA_8B.vocab_size / rates_of(setting(), gpu()).memory
+    assert fused - eager == pytest.approx(moved)
+    assert compute_s(LossHead.FUSED, stack="hf-trainer+fused-kernels") < compute_s(LossHead.FUSED)
+
+
+@pytest.mark.parametrize(("precision", "squares", "weights"), [(BF16, 4, 14), (Precision.BF16_MIXED, 12, 38)])
+def test_dora_measures_every_weight_in_every_forward(precision: Precision, squares: int, weights: int) -> None:
+    """Of a batch of one token nothing else is left: the identity's products, and weights through memory."""
+    device = gpu()
+    chosen = setting(method=Method.LORA, precision=precision, seq_len=1, lora=LoraJob(targets=("down_proj",)))
+    dora = replace(chosen, lora=LoraJob(targets=("down_proj",), dora=True))
+    plain, measuring = (estimate_speed(LLAMA_8B, each, device).parts["compute_s"] for each in (chosen, dora))
+    rates = rates_of(chosen, device)
+    products = 2 * 16 * (14336**2 + 14336 * 4096) / rates.matmul
+    moved = (squares * 14336**2 + weights * 14336 * 4096) / rates.memory
+    assert measuring - plain == pytest.approx(32 * (products + moved), rel=0.001)
+    again = replace(dora, checkpointing=FULL_AC)
+    recomputed = estimate_speed(LLAMA_8B, again, device).parts["compute_s"]
+    kept = estimate_speed(LLAMA_8B, replace(chosen, checkpointing=FULL_AC), device).parts["compute_s"]
+    assert recomputed - kept == pytest.approx(2 * (measuring - plain), rel=0.001)

@@ -8,9 +8,9 @@ import torch
 from engine_plan_factory import TINY_LLAMA
 from rank_factory import rank_plan
 
-from trainer.runtime import activation_offload
+from trainer.runtime import host_transfers
 from trainer.runtime.activation_memory import activation_facts
-from trainer.runtime.activation_offload import MIN_BYTES, PinnedBuffers, offload_activations
+from trainer.runtime.activation_offload import MIN_BYTES, offload_activations
 from trainer.runtime.model import build_model
 from trainer.spec.errors import InputError
 from trainer.spec.strategy import Checkpointing, LossHead, Precision
@@ -82,9 +82,9 @@ def test_each_tensor_moves_once_however_many_operations_save_it():
 
 def test_what_moved_is_no_longer_held_where_it_was():
     model, originals = build(), []
-    to_host = activation_offload._PlainTransfers.to_host
+    to_host = host_transfers._PlainTransfers.to_host
 
-    class Watching(activation_offload._PlainTransfers):
+    class Watching(host_transfers._PlainTransfers):
         def to_host(self, tensor):
             originals.append(weakref.ref(tensor.untyped_storage()))
             return to_host(self, tensor)
@@ -138,33 +138,3 @@ def test_selective_checkpointing_and_offload_exclude_each_other():
 def test_a_model_of_one_block_has_nothing_to_move():
     with pytest.raises(InputError, match="no two blocks"):
         offload_activations(build(moves=False, num_hidden_layers=1))
-
-
-@pytest.fixture
-def buffers(monkeypatch) -> PinnedBuffers:
-    """Buffers that are not page-locked, which takes a GPU's driver."""
-    monkeypatch.setattr(activation_offload, "_pinned", lambda size: torch.empty(size, dtype=torch.uint8))
-    monkeypatch.setattr(activation_offload, "_unpin", lambda pages: None)
-    return PinnedBuffers(finish_copies=lambda: None)
-
-
-def test_buffers_are_whole_pages_and_are_taken_again(buffers):
-    first = buffers.take(5000)
-    assert (first.numel(), buffers.pinned_bytes) == (5000, 8192)
-    second = buffers.take(8192)
-    pointer = first.data_ptr()
-    buffers.give_back(first)
-    again = buffers.take(6000)
-    assert again.data_ptr() == pointer != second.data_ptr()
-    assert (again.numel(), buffers.pinned_bytes) == (6000, 16384)
-
-
-def test_rows_of_every_length_pin_no_more_than_the_longest(buffers):
-    for width in (3, 1, 4, 2, 5, 1, 5):
-        held = [buffers.take(width * 4096 * size) for size in (1, 2, 3)]
-        for buffer in held:
-            buffers.give_back(buffer)
-    assert buffers.pinned_bytes <= 3 * 5 * 4096 * 3
-    longest = buffers.pinned_bytes
-    buffers.take(5 * 4096 * 3)
-    assert buffers.pinned_bytes == longest

@@ -4,11 +4,15 @@ import importlib.metadata
 import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
 
 import pytest
 from architecture_factory import TINY, VARIANTS
+from hub_kernel_factory import COMMIT, KERNEL, REPOSITORY
+from transformers.integrations import hub_kernels
 from transformers.modeling_flash_attention_utils import FLASH_ATTN_KERNEL_FALLBACK, is_flash_attn_available
 from transformers.utils import is_kernels_available
+from transformers.utils.generic import is_flash_attention_requested
 
 from trainer.runtime.attention import attention_name, check_attention
 from trainer.spec.errors import EnvironmentFaultError, InputError
@@ -73,3 +77,20 @@ def test_w30_transformers_takes_a_kernel_from_the_hub_where_flash_attn_is_missin
     assert FLASH_ATTN_KERNEL_FALLBACK["flash_attention_2"].startswith("kernels-community/")
     assert not is_flash_attn_available()
     assert is_flash_attn_available(kernels_fallback_ok=True) == is_kernels_available()
+
+
+def test_w30_a_name_with_a_commit_is_a_kernel_at_that_revision(monkeypatch):
+    """A canary: what we name is asked for at its commit, the repository alone at a branch; both are taken for flash."""
+    asked: list[dict[str, object]] = []
+
+    def get_kernel(repository: str, **settings: object) -> SimpleNamespace:
+        asked.append({"repository": repository, **settings})
+        return SimpleNamespace(flash_attn_varlen_func=None)
+
+    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(hub_kernels, "get_kernel", get_kernel)
+    for name in (KERNEL, REPOSITORY):
+        hub_kernels.load_and_register_attn_kernel(name)
+    assert asked[0] == {"repository": REPOSITORY, "revision": COMMIT, "version": None, "allow_all_kernels": False}
+    assert asked[1]["revision"] is None and asked[1]["version"]
+    assert is_flash_attention_requested(requested_attention_implementation=KERNEL)

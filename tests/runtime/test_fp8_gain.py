@@ -1,6 +1,5 @@
 """Whether FP8 pays is timed on the model's own matrix shapes, and on a GPU only."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,11 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_plan_factory import TINY_LLAMA
+from engine_plan_factory import TINY_LLAMA, engine_plan
+from msgspec.structs import replace
+from planning_factory import fp8_gain_of
 
-from trainer.runtime.fp8_gain import Fp8Gain, Fp8GainRequest, ShapeTimes, linear_shapes, main, time_shapes
+from trainer.runtime.fp8 import timed_facts
+from trainer.runtime.fp8_gain import linear_shapes, main, time_shapes
 from trainer.spec import codec
-from trainer.spec.strategy import Fp8Recipe
+from trainer.spec.measurement import Fp8GainRequest
+from trainer.spec.plan import Fp8Gain, ShapeTimes
+from trainer.spec.strategy import Fp8Recipe, Precision, Sharding
 
 FAKE_TE = Path(__file__).parents[1] / "factories" / "fake_te"
 
@@ -51,17 +55,23 @@ def test_the_gain_counts_each_shape_as_often_as_the_model_has_it():
 
 
 def test_without_a_gpu_the_answer_says_so(tmp_path):
-    path = tmp_path / "request.json"
+    path, answered = tmp_path / "request.json", tmp_path / "answer.json"
     codec.write(path, Fp8GainRequest(model_config=TINY_LLAMA, tokens=4096))
-    done = subprocess.run(
-        [sys.executable, "-m", "trainer.runtime.fp8_gain", str(path)], capture_output=True, text=True, timeout=120,
-        cwd=Path(__file__).parents[2], env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=True,
+    subprocess.run(
+        [sys.executable, "-m", "trainer.runtime.fp8_gain", str(path), str(answered)], timeout=120, check=True,
+        cwd=Path(__file__).parents[2], env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
-    told = json.loads(done.stdout)
-    assert told["problem"] == "fp8: there is no CUDA device to time it on"
-    assert (told["recipe"], told["tokens"], told["shapes"], told["speedup"], told["pays"]) == (
-        "current", 4096, [], None, False,
-    )  # fmt: skip
+    assert codec.read(answered, Fp8Gain) == Fp8Gain(
+        recipe=Fp8Recipe.CURRENT, tokens=4096, problem="there is no CUDA device"
+    )
+
+
+def test_the_report_of_a_run_in_fp8_has_what_was_timed_before_it():
+    gain = fp8_gain_of(1.31)
+    run = replace(engine_plan(Sharding.NONE, precision=Precision.FP8), fp8_gain=gain)
+    assert timed_facts(run) == {"fp8 gain": "measured 1.31x of bf16 on this model's matrix shapes"}
+    assert timed_facts(replace(run, fp8_gain=None)) == {}
+    assert timed_facts(replace(engine_plan(Sharding.NONE, precision=Precision.BF16_MIXED), fp8_gain=gain)) == {}
 
 
 @pytest.mark.parametrize(
@@ -72,6 +82,6 @@ def test_a_request_that_cannot_be_read_is_told_in_a_line(tmp_path, capsys, conte
     path = tmp_path / "request.json"
     if content is not None:
         path.write_text(content)
-    assert main([str(path)]) == 2
+    assert main([str(path), str(tmp_path / "answer.json")]) == 2
     assert words in capsys.readouterr().err
-    assert main([]) == 2
+    assert main([str(path)]) == 2

@@ -1,11 +1,13 @@
 """GaLore: moments and projectors of the planned shapes, on the planned matrices, with the planned updates."""
 
 import copy
+import inspect
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from galore_torch.galore_projector import GaLoreProjector
 from msgspec.structs import replace
 from optimizer_factory import random_gradients, tiny_llama, train_steps
 from torch import nn
@@ -51,6 +53,24 @@ def test_class_and_groups_are_those_that_are_expected(inner):
     assert "rank" not in decay and "rank" not in no_decay
     settings = {"betas": BETAS, "eps": 1e-8} if inner is Optimizer.ADAMW else {"relative_step": False}
     assert {name: built.defaults[name] for name in settings} == settings
+
+
+def test_w36_galores_projector_is_a_view_of_all_singular_vectors():
+    """Canary: once it fails, `_keep_projectors_only` can go."""
+    decompose = inspect.unwrap(GaLoreProjector.get_orthogonal_matrix)
+    matrix = decompose(GaLoreProjector(8), torch.randn(64, 32), 8, "right")
+    assert matrix.shape == (8, 32)
+    assert matrix.untyped_storage().nbytes() == 4 * 32 * 32
+
+
+@pytest.mark.parametrize("projection", ["std", "full"])
+def test_a_projector_holds_no_singular_vectors_beyond_its_rank(projection):
+    """As a view of all of them it would hold as much as a square matrix of the smaller side (W36)."""
+    llama, built = after_steps(projection=projection)
+    for parameter in block_matrices(llama):
+        found = built.state[parameter]["projector"].ortho_matrix
+        for matrix in found if isinstance(found, list) else [found]:
+            assert matrix.untyped_storage().nbytes() == 4 * GALORE.rank * max(matrix.shape)
 
 
 def test_moments_are_of_rank_by_the_longer_side_and_projectors_of_rank_by_the_smaller():

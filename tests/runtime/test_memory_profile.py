@@ -4,6 +4,7 @@ import resource
 
 import pytest
 import torch
+from galore_torch.galore_projector import GaLoreProjector
 from torch import nn
 
 from trainer.runtime.memory_profile import (
@@ -41,6 +42,18 @@ def trained_linear() -> tuple[nn.Linear, torch.optim.Optimizer]:
 def test_weights_and_moments_are_held_between_steps():
     held = held_bytes(*trained_linear())
     assert held == {WEIGHTS: WEIGHT_BYTES, OPTIMIZER_STATE: 2 * WEIGHT_BYTES + 4, GRADIENTS: 0}
+
+
+@pytest.mark.parametrize("sides", [1, 2])
+def test_projectors_are_state(sides):
+    """GaLore keeps them in an object beside the moments; one where a side is projected, two where both are."""
+    model, optimizer = trained_linear()
+    before = held_bytes(model, optimizer)[OPTIMIZER_STATE]
+    matrices = [torch.zeros(SIZE, 16) for _ in range(sides)]
+    projector = GaLoreProjector(16)
+    projector.ortho_matrix = matrices if sides > 1 else matrices[0]
+    optimizer.state[model.weight]["projector"] = projector
+    assert held_bytes(model, optimizer)[OPTIMIZER_STATE] - before == sides * 4 * SIZE * 16
 
 
 def test_tied_weights_count_once():

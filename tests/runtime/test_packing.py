@@ -7,8 +7,18 @@ import pytest
 import torch
 from architecture_factory import TINY, VARIANTS
 from estimate_factory import config, cpu, setting, shape_of
-from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, modeling_flash_attention_utils
+from hub_kernel_factory import KERNEL
+from torch_flash_kernel.interface import flash_attn_varlen_func
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    modeling_flash_attention_utils,
+)
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.masking_utils import flash_attention_mask
 from transformers.models.falcon import modeling_falcon
 
 from trainer.planning.memory import estimate_memory
@@ -16,6 +26,7 @@ from trainer.runtime.activation_memory import apply_checkpointing
 from trainer.runtime.loss import IGNORED, install_loss_head
 from trainer.runtime.memory_profile import MemoryProfile
 from trainer.runtime.optimizers import build_optimizer
+from trainer.runtime.packed_attention import FLASH
 from trainer.spec.report import MemoryFigures
 from trainer.spec.strategy import Checkpointing, LossHead, Optimizer, Precision
 
@@ -27,54 +38,24 @@ UNCHANGED = [(0, slice(20, 48)), (1, slice(0, 3)), (1, slice(33, 48))]
 UNDER_FLASH = {name: fields for name, fields in {**TINY, **VARIANTS}.items() if name in TINY and name != "mpt"}
 
 
-def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    deterministic: bool = False,
-) -> torch.Tensor:
-    """Stands in for flash-attn's function, with its parameters: each sequence alone, scores written out."""
-    assert causal and torch.equal(cu_seqlens_q, cu_seqlens_k)
-    assert max_seqlen_q >= int(cu_seqlens_q.diff().max()) and isinstance(max_seqlen_q, int | torch.Tensor)
-    outputs = []
-    for start, end in zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist(), strict=True):
-        query, key, value = (x[start:end].transpose(0, 1) for x in (q, k, v))
-        key, value = (x.repeat_interleave(len(query) // len(key), 0) for x in (key, value))
-        scores = query @ key.transpose(1, 2) * (softmax_scale or query.shape[-1] ** -0.5)
-        if softcap:
-            scores = torch.tanh(scores / softcap) * softcap
-        is_seen = torch.ones(end - start, end - start).tril()
-        if window_size[0] >= 0:
-            is_seen = is_seen.triu(-window_size[0])
-        shares = functional.softmax(scores.masked_fill(is_seen == 0, float("-inf")), dim=-1)
-        outputs.append((shares @ value).transpose(0, 1))
-    return torch.cat(outputs)
-
-
 def flash_attn_func(*args: Any, **kwargs: Any) -> torch.Tensor:
     raise AssertionError("rows of several documents came as rows of one")
 
 
-@pytest.fixture
-def flash_attn(monkeypatch):
-    """transformers with flash-attn's functions loaded, on a machine that could run them."""
+@pytest.fixture(params=[FLASH, KERNEL])
+def flash_attn(request, monkeypatch) -> str:
+    """The name by which transformers has flash-attn's functions loaded, as on a machine that could run them."""
     library = modeling_flash_attention_utils
     prepare = library._lazy_define_process_function(flash_attn_varlen_func)
     loaded = {"_flash_fn": flash_attn_func, "_flash_varlen_fn": flash_attn_varlen_func}
     loaded |= {"_process_flash_kwargs_fn": prepare, "_process_with_kvcache_kwargs_fn": prepare}
-    for name, value in {**loaded, "_loaded_implementation": "flash_attention_2"}.items():
+    for name, value in {**loaded, "_loaded_implementation": request.param}.items():
         monkeypatch.setattr(library, name, value)
     monkeypatch.setattr(PreTrainedModel, "_check_and_adjust_attn_implementation", lambda self, name, **_: name)
     monkeypatch.setattr(modeling_falcon, "_flash_attention_forward", library._flash_attention_forward, raising=False)
+    AttentionInterface.register(KERNEL, flash_attention_forward)  # as transformers does when it loads a kernel
+    AttentionMaskInterface.register(KERNEL, flash_attention_mask)
+    return request.param
 
 
 def build(fields: dict[str, Any], implementation: str) -> PreTrainedModel:
@@ -95,9 +76,8 @@ def token_losses(model: PreTrainedModel, ids: torch.Tensor, places: list[tuple[i
     return model(input_ids=ids, labels=labels, position_ids=POSITIONS)
 
 
-@pytest.mark.usefixtures("flash_attn")
 @pytest.mark.parametrize("name", UNDER_FLASH)
-def test_flash_attn_is_told_the_documents_of_every_row(name):
+def test_flash_attn_is_told_the_documents_of_every_row(flash_attn, name):
     """Whatever the model hands on: another document changes no loss, and its own loss is that of eager attention."""
     ids = torch.randint(3, 200, (2, WIDTH), generator=torch.Generator().manual_seed(1))
     other = ids.clone()
@@ -105,7 +85,7 @@ def test_flash_attn_is_told_the_documents_of_every_row(name):
         other[row, part] = torch.randint(3, 200, (part.stop - part.start,))
     # transformers looks for a Linear to tell the type that fp32 is cast to, and GPT-2 has none in its attention.
     dtype = torch.float64 if name == "gpt2" else torch.float32
-    model = build(UNDER_FLASH[name], "flash_attention_2").eval().to(dtype)
+    model = build(UNDER_FLASH[name], flash_attn).eval().to(dtype)
     install_loss_head(model, LossHead.EAGER, chunk_tokens=None)
     with torch.no_grad():
         before, after = (token_losses(model, tokens, UNCHANGED) for tokens in (ids, other))
@@ -117,13 +97,13 @@ def test_flash_attn_is_told_the_documents_of_every_row(name):
         torch.testing.assert_close(before, token_losses(eager, ids, UNCHANGED), rtol=1e-5, atol=0)
 
 
-@pytest.mark.usefixtures("flash_attn")
-def test_w32_qwen2_moe_does_not_hand_its_window_to_flash_attn():
+@pytest.mark.parametrize("flash_attn", [FLASH], indirect=True)
+def test_w32_qwen2_moe_does_not_hand_its_window_to_flash_attn(flash_attn):
     """A canary: where flash-attn gets the windows, `check_attention` need not refuse them."""
     fields = VARIANTS["qwen2_moe with windows"]
     ids = torch.randint(3, 200, (1, WIDTH), generator=torch.Generator().manual_seed(1))
     windows: list[int | None] = []
-    model = build(fields, "flash_attention_2").eval()
+    model = build(fields, flash_attn).eval()
     module = modeling_flash_attention_utils
     forward = partial(module._flash_fn)
     module._flash_fn = lambda q, k, v, window_size=None, **_: (windows.append(window_size), q)[1]

@@ -14,7 +14,6 @@ from trainer.planning.setting import fp8_recipe_of
 from trainer.runtime.precision import accelerate_precision, check_precision, compute_type, weight_type
 from trainer.spec import codec
 from trainer.spec.errors import InputError
-from trainer.spec.hardware import DeviceKind
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Fp8Recipe, Precision
 
@@ -36,14 +35,13 @@ def test_what_a_precision_is_to_each_library(precision, to_accelerate, weights, 
     assert (weight_type(precision), compute_type(precision)) == (weights, computes)
 
 
-@pytest.mark.parametrize("kind", DeviceKind)
-def test_fp8_without_a_library_is_refused_before_a_model_is_loaded(monkeypatch, kind):
+def test_fp8_without_a_library_is_refused_before_a_model_is_loaded(monkeypatch):
     for package in ("transformer_engine", "torchao"):
         monkeypatch.setitem(sys.modules, package, None)  # Python's way to say that it is not there
     with pytest.raises(InputError, match=r"needs Transformer Engine or torchao, and neither is installed"):
-        check_precision(Precision.FP8, kind)
+        check_precision(Precision.FP8)
     for precision in set(Precision) - {Precision.FP8}:
-        check_precision(precision, kind)
+        check_precision(precision)
 
 
 @pytest.mark.parametrize(("instructions", "words"), [("AVX2", "InputError"), ("ALL", "no error")])

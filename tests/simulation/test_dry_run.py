@@ -37,6 +37,9 @@ REQUESTS = {
     "lora bf16": replace(BASE, method=Method.LORA, lora=LoraJob(rank=8), precision=BF16),
     "lora of two": replace(BASE, method=Method.LORA, lora=LoraJob(rank=8, targets=("q_proj", "v_proj"))),
     "qlora": replace(BASE, method=Method.QLORA, lora=LoraJob(rank=8)),
+    "dora": replace(BASE, method=Method.LORA, lora=LoraJob(rank=8, dora=True)),
+    "qdora": replace(BASE, method=Method.QLORA, lora=LoraJob(rank=8, dora=True)),
+    "fsdp lora": fsdp(8, method=Method.LORA, lora=LoraJob(rank=8), checkpointing=FULL),
     "fsdp 2": fsdp(2, checkpointing=FULL),
     "fsdp 8": fsdp(8, checkpointing=FULL),
     "fsdp 512": fsdp(512, checkpointing=FULL),
@@ -129,6 +132,15 @@ def test_adapters_are_fp32_except_where_all_is_bf16(answers: dict[str, GoldenAns
     assert answers["lora of two"].num_trained_parameters == of_two
     difference = answers["lora"].steady_allocated_bytes - answers["lora bf16"].steady_allocated_bytes
     assert difference == pytest.approx(3 * 2 * trained, rel=0.02)
+
+
+def test_dora_trains_a_magnitude_a_row_and_measures_every_weight(answers: dict[str, GoldenAnswer]) -> None:
+    rows = LAYERS * (2 * HIDDEN + 2 * (HIDDEN // 2) + 2 * FFN + HIDDEN)
+    for dora, plain in (("dora", "lora"), ("qdora", "qlora")):
+        more = answers[dora].num_trained_parameters - answers[plain].num_trained_parameters
+        assert more == rows
+        held = answers[dora].events["forward_end"] - answers[plain].events["forward_end"]
+        assert held > 2 * 2 * rows // LAYERS * 1024, "the products of layers and adapters, of each of 1024 tokens"
 
 
 def test_nf4_holds_half_a_byte_a_weight_and_its_scales(answers: dict[str, GoldenAnswer]) -> None:

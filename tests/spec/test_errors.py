@@ -13,7 +13,6 @@ CODES = {
     "InputProblemsError": 2,
     "NothingFitsError": 3,
     "EnvironmentFaultError": 4,
-    "MemoryExhaustedError": 5,
 }
 
 
@@ -31,8 +30,9 @@ def test_every_error_stands_in_the_tree_of_the_docstring(name):
     assert any(line.split()[-2:] != [] and name in line for line in (errors.__doc__ or "").splitlines())
 
 
-def test_endings_that_are_no_errors_keep_the_codes_of_the_shell():
-    assert (ExitCode.DONE, ExitCode.REQUEUE, ExitCode.INTERRUPTED) == (0, 75, 130)
+def test_endings_that_are_no_errors_have_codes_of_their_own():
+    endings = (ExitCode.DONE, ExitCode.OUT_OF_MEMORY, ExitCode.REQUEUE, ExitCode.INTERRUPTED)
+    assert endings == (0, 5, 75, 130)
 
 
 def test_several_problems_are_lines_of_one_message():

@@ -28,6 +28,7 @@ from trainer.spec.units import GIB
 
 MODEL = {"name": "org/model"}
 DATA = {"train": "text.txt"}
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def tree(**settings: Any) -> dict[str, Any]:
@@ -87,6 +88,8 @@ SPELLINGS = [
     ("model.tokenizer", None, None),
     ("model.trust_remote_code", False, None),
     ("model.trust_remote_code", "org/code", "org/code"),
+    ("model.flash_kernel", None, None),
+    ("model.flash_kernel", f"kernels-community/flash-attn2@{COMMIT}", f"kernels-community/flash-attn2@{COMMIT}"),
     ("data.train", "a.txt", (DataSource(source="a.txt"),)),
     ("data.train", ["a", {"source": "b", "weight": 2}], (DataSource(source="a"), DataSource(source="b", weight=2.0))),
     ("data.train", [{"source": "b"}], (DataSource(source="b"),)),
@@ -213,6 +216,12 @@ REFUSED = [
     ("model.name", "a\0b", 'is "a\\u0000b"; expected null or a hub id, a folder or a preset; it holds bytes that'),
     ("model.name", "\udcff", 'is "\\udcff"; expected null or a hub id, a folder or a preset; it holds bytes that'),
     ("model.trust_remote_code", True, "expected false or the name of the repository whose code may run"),
+    ("model.flash_kernel", "org/flash-attn2", "or OWNER/flash-attn2@COMMIT; the commit is missing: a commit is 40"),
+    ("model.flash_kernel", "org/flash-attn2@v4", '"v4" may come to name other code: a commit is 40 hexadecimal digits'),
+    ("model.flash_kernel", f"org/flash-attn2@{COMMIT[1:]}", "may come to name other code: a commit is 40 hexadecimal"),
+    ("model.flash_kernel", f"org/flash-attn3@{COMMIT}", "flash is FlashAttention 2, as in kernels-community/flash-"),
+    ("model.flash_kernel", f"flash-attn2@{COMMIT}", "flash is FlashAttention 2, as in kernels-community/flash-attn2"),
+    ("model.flash_kernel", True, "model.flash_kernel is true; expected null or OWNER/flash-attn2@COMMIT"),
     ("data.train", [], "is an empty list; expected a file, a folder, a hub id, or a list of {source"),
     ("data.train", [{"weight": 1}], "entry 1 is not {source: ..., weight: 1.0}"),
     ("data.train", ["a", {"source": "b", "weight": 0}], "entry 2 needs a source and a number above 0 as its weight"),

@@ -20,7 +20,6 @@ fits, how long the run is said to take, and which row is taken.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from statistics import median
 
 from msgspec.structs import replace
 
@@ -147,7 +146,7 @@ def factor_of(ratios: Iterable[float]) -> Factor:
     logs = [math.log(ratio) for ratio in ratios][-MAX_RECORDS:]
     if not logs:
         return NO_FACTOR
-    middle, number = median(logs), len(logs)
+    middle, number = _median(logs), len(logs)
     spread = _spread(logs, middle)
     drawn = abs(middle) * number / (number + 1)
     if spread is not None:
@@ -253,13 +252,19 @@ def _ratios(records: Sequence[CalibrationRecord], name: str) -> list[float]:
     return [measured / predicted for measured, predicted in pairs if measured and predicted]
 
 
+def _median(values: Sequence[float]) -> float:
+    from statistics import median  # two milliseconds of every start, for machines that have trained
+
+    return median(values)
+
+
 def _spread(logs: Sequence[float], middle: float) -> float | None:
     """One sigma, from the median of absolute deviations; of two values from their distance."""
     if len(logs) < 2:
         return None
     if len(logs) == 2:
         return abs(logs[1] - logs[0]) / math.sqrt(2)
-    return _MAD_TO_SIGMA * median(abs(log - middle) for log in logs)
+    return _MAD_TO_SIGMA * _median([abs(log - middle) for log in logs])
 
 
 def _grouped(

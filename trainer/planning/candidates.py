@@ -8,8 +8,8 @@ import msgspec
 from msgspec.structs import replace
 
 from trainer.planning.calibrate import corrected_memory, corrected_speed
-from trainer.planning.memory import estimate_memory, needed_bytes
-from trainer.planning.padding import longest_width, mean_width
+from trainer.planning.memory import estimate_memory, held_bytes, needed_bytes
+from trainer.planning.padding import longest_width, mean_width, row_recipe
 from trainer.planning.setting import Setting
 from trainer.planning.situation import Situation
 from trainer.planning.speed import estimate_speed, evaluation_seconds
@@ -40,6 +40,13 @@ def predicted_need(situation: Situation, setting: Setting) -> int:
     if situation.corrections.of(setting.strategy, setting.method).peak.num_runs:
         return predicted_memory(situation, setting).need_bytes
     return needed_bytes(situation.shape, at_longest(situation, setting), situation.device)
+
+
+def never_fits(situation: Situation, setting: Setting) -> bool:
+    """Whether what a row holds between steps is too much already; where runs correct its memory it is searched."""
+    if situation.corrections.of(setting.strategy, setting.method).peak.num_runs:
+        return False
+    return held_bytes(situation.shape, setting, situation.device) > situation.device.usable_bytes
 
 
 def at_longest(situation: Situation, setting: Setting) -> Setting:
@@ -79,6 +86,7 @@ def setting_of(situation: Situation, candidate: Candidate) -> Setting:
     return Setting(
         **{name: getattr(candidate, name) for name in _SHARED_FIELDS},
         ranks_per_node=situation.hardware.num_devices_per_node,
+        recipe=row_recipe(situation.data, seq_len=candidate.seq_len),
         lora=situation.job.train.lora,
         galore=situation.job.train.galore,
     )

@@ -9,7 +9,7 @@ wrong with a value by itself: a field that belongs to another choice, a number b
 from collections.abc import Callable
 
 from trainer.planning.case_input import TrainInput
-from trainer.planning.combination import Combination, Reach, capability_words, facts_of, first_broken
+from trainer.planning.combination import Reach, capability_words, combination_of, facts_of, first_broken
 from trainer.planning.device import Device
 from trainer.planning.incompatible_rows import LAYOUTS, ROWS
 from trainer.planning.incompatible_settings import RECIPE_CAPABILITY, SETTINGS
@@ -30,7 +30,7 @@ _IN_OTHER_WORDS = {
 def impossibility(shape: ModelShape, device: Device, setting: Setting) -> str | None:
     """Why this setting cannot run on this device, or None where it can."""
     is_ours = setting.stack == OUR_STACK
-    combination = _combination(shape, device, setting)
+    combination = combination_of(setting, shape, device, trusts_unknown_cards=True)
     broken = first_broken(_INCOMPATIBILITIES, combination, reach=Reach.OURS if is_ours else Reach.ALL)
     if broken is not None:
         said = _IN_OTHER_WORDS.get(broken.name, broken.reason).format(**facts_of(combination))
@@ -51,27 +51,6 @@ def misplaced(train: TrainInput, device: Device) -> str | None:
         version = f"{least[0]}.{least[1]}"
         return f"train.fp8_recipe: {train.fp8_recipe} needs compute capability {version}; {capability_words(device)}"
     return None
-
-
-def _combination(shape: ModelShape, device: Device, setting: Setting) -> Combination:
-    return Combination(
-        strategy=setting.strategy,
-        method=setting.method,
-        num_ranks=setting.num_ranks,
-        device=device,
-        shape=shape,
-        accumulation=setting.accumulation,
-        checkpointing=setting.checkpointing,
-        attention=setting.attention,
-        loss=setting.loss,
-        compile=setting.compile,
-        activation_offload=setting.activation_offload,
-        optimizer_in_backward=setting.optimizer_in_backward,
-        fp8_recipe=setting.fp8_recipe,
-        lora=setting.lora,
-        galore=setting.galore,
-        trusts_unknown_cards=True,
-    )
 
 
 def _layerwise(_shape: ModelShape, setting: Setting) -> str | None:

@@ -5,7 +5,6 @@ no default: what was left out would be a guess. Every fault is one sentence that
 what may stand there.
 """
 
-import difflib
 import re
 from collections.abc import Mapping
 from enum import Enum, StrEnum
@@ -17,6 +16,7 @@ from trainer.planning.setting import OUR_STACK
 from trainer.spec.errors import InputError
 from trainer.spec.hardware import Hardware
 from trainer.spec.job import GaloreJob, LoraJob
+from trainer.spec.nearest import close_matches
 from trainer.spec.strategy import (
     Attention,
     Checkpointing,
@@ -159,7 +159,7 @@ def _sentence(message: str, kind: type[Value], content: Any, at: str) -> str:  #
 
 def _unknown(name: str, steps: list[str], section: type[Value], _content: object) -> str:
     legal = section.__struct_fields__
-    near = difflib.get_close_matches(name, legal, n=1)
+    near = close_matches(name, legal)
     hint = f"did you mean {near[0]}?" if near else f"fields: {', '.join(legal)}"
     return f"{'.'.join([*steps, name])} is not a field; {hint}"
 

@@ -138,7 +138,7 @@ def _device_of(fields: CaseInput) -> Device:
 def _catalogue_device(machine: MachineInput) -> Device:
     """One GPU stands for all of a node: they are equal, and a node of a thousand costs no more than one of eight."""
     find_gpu_spec(machine.gpu)
-    hardware = hardware_from_spec(f"1x{machine.gpu}", local_host=_UNKNOWN_HOST)
+    hardware = hardware_from_spec(f"1x{machine.gpu}", local_host=lambda: _UNKNOWN_HOST)
     hardware = replace(hardware, num_nodes=machine.nodes, vram_cap_bytes=machine.vram_bytes)
     return replace(device_of(hardware), devices_per_node=machine.gpus_per_node)
 

@@ -17,10 +17,17 @@ from msgspec.structs import replace
 
 from trainer.planning.budget import excess
 from trainer.planning.catalogue import CATALOGUE, LAYOUTS
-from trainer.planning.not_yet import version_that_trains
+from trainer.planning.not_yet import version_that_saves
 from trainer.planning.remedies import remedy_for
-from trainer.planning.rules import PAGED, broken_rule, refuse
-from trainer.planning.settings_search import SAME_SPEED, best_candidate, least_need, loss_handicap
+from trainer.planning.rules import PAGED, may_run, refuse
+from trainer.planning.settings_search import (
+    SAME_SPEED,
+    Bounded,
+    best_candidate,
+    bounded_starts,
+    least_need,
+    loss_handicap,
+)
 from trainer.planning.situation import Situation
 from trainer.spec.plan import Candidate, Rejection, TrialResult
 from trainer.spec.strategy import Offload, Sharding, Strategy
@@ -58,7 +65,7 @@ def rank(situation: Situation, trials: Sequence[TrialResult] = ()) -> Ranking:
             rejections.append(
                 Rejection(strategy=row.name, reason=refusal.reason, remedy=refusal.instead, rule=refusal.rule)
             )
-            if refusal.is_version and broken_rule(situation, row, ignoring_version=True) is None:
+            if refusal.is_version and may_run(situation, row, ignoring_version=True):
                 late.append(row)
             continue
         candidate = best_candidate(situation, row) or least_need(situation, row)
@@ -74,19 +81,45 @@ def rank(situation: Situation, trials: Sequence[TrialResult] = ()) -> Ranking:
 
 def survey(situation: Situation) -> Ranking:
     """The best row for the situation's method, where only that is asked: one row a layout, exact ones first."""
-    rows = one_a_layout(
-        CATALOGUE, lambda row: broken_rule(situation, row, ignoring_version=situation.ignores_version) is None
+    rows = one_a_layout(CATALOGUE, lambda row: may_run(situation, row, ignoring_version=situation.ignores_version))
+    best, beyond = best_of(situation, rows)
+    candidates = () if best is None else (best,)
+    smallest = (
+        {}
+        if best is not None
+        else beyond | {row.name: least_need(situation, row) for row in rows if row.name not in beyond}
     )
-    smallest: dict[str, Candidate] = {}
-    for is_exact in (True, False):
-        found = [
-            best_candidate(situation, row) or least_need(situation, row) for row in rows if row.is_exact is is_exact
-        ]
-        candidates = [candidate for candidate in found if excess(situation, candidate) is None]
-        smallest |= {candidate.strategy.name: candidate for candidate in found if candidate not in candidates}
-        if candidates:
-            return Ranking(candidates=in_order(situation, candidates)[:1], rejections=(), smallest=smallest, late=())
-    return Ranking(candidates=(), rejections=(), smallest=smallest, late=())
+    return Ranking(candidates=candidates, rejections=(), smallest=smallest, late=())
+
+
+def best_of(situation: Situation, rows: Iterable[Strategy]) -> tuple[Candidate | None, dict[str, Candidate]]:
+    """What `in_order` puts first of the rows, and those met on the way that fit the device and no other budget.
+
+    By branch and bound: a row that cannot come within a per cent of the best so far is not searched.
+    """
+    bounded = [(_least_rank(situation, row, starts := bounded_starts(situation, row)), row, starts) for row in rows]
+    candidates: list[Candidate] = []
+    beyond: dict[str, Candidate] = {}
+    best: tuple[bool, float] | None = None
+    for (is_approximate, bound), row, starts in sorted(bounded, key=lambda entry: entry[0]):
+        if best is not None and (is_approximate, bound) > (best[0], (1 + SAME_SPEED) * best[1]):
+            break
+        candidate = best_candidate(situation, row, starts)
+        if candidate is None:
+            continue
+        if excess(situation, candidate) is not None:
+            beyond[row.name] = candidate
+            continue
+        candidates.append(candidate)
+        rank = is_approximate, _predicted_seconds(situation, candidate)
+        best = rank if best is None else min(best, rank)
+    return next(iter(in_order(situation, candidates)), None), beyond
+
+
+def _least_rank(situation: Situation, row: Strategy, starts: Sequence[Bounded]) -> tuple[bool, float]:
+    """What no setting of a row ranks before: approximate or not, and seconds as earlier runs correct them."""
+    factor = situation.corrections.of(row, situation.method).step.value
+    return not row.is_exact, starts[0].seconds * factor * handicap(situation, row)
 
 
 def with_remedies(situation: Situation, ranking: Ranking) -> tuple[Rejection, ...]:
@@ -99,13 +132,13 @@ def with_remedies(situation: Situation, ranking: Ranking) -> tuple[Rejection, ..
     )
 
 
-def handicap(situation: Situation, candidate: Candidate) -> float:
-    """What a candidate's time is multiplied by when it is ranked."""
-    is_unsaved = version_that_trains("saved_sharding", candidate.strategy.sharding) is not None
-    pages_much = candidate.strategy.optimizer in PAGED and not candidate.method.freezes_base
+def handicap(situation: Situation, row: Strategy) -> float:
+    """What the time of a row's candidate is multiplied by when it is ranked."""
+    is_unsaved = version_that_saves(row.sharding) is not None
+    pages_much = row.optimizer in PAGED and not situation.method.freezes_base
     unsaved = UNSAVED_HANDICAP if is_unsaved and not situation.ignores_version else 1.0
     paged = PAGED_HANDICAP if pages_much else 1.0
-    return unsaved * paged * (OFFLOAD_HANDICAP if candidate.strategy.offload is not Offload.NONE else 1.0)
+    return unsaved * paged * (OFFLOAD_HANDICAP if row.offload is not Offload.NONE else 1.0)
 
 
 def in_order(
@@ -115,9 +148,9 @@ def in_order(
 
     def rank_of(candidate: Candidate) -> tuple[bool, bool, float]:
         measured = [trial.step_s for trial in _trials_of(candidate, trials) if trial.step_s is not None]
-        seconds = min(measured, default=loss_handicap(candidate.loss) * candidate.speed.step_s)
-        seconds *= handicap(situation, candidate)
-        return not candidate.strategy.is_exact, not measured, seconds
+        if not measured:
+            return not candidate.strategy.is_exact, True, _predicted_seconds(situation, candidate)
+        return not candidate.strategy.is_exact, False, min(measured) * handicap(situation, candidate.strategy)
 
     left = sorted(((rank_of(candidate), candidate) for candidate in candidates), key=lambda ranked: ranked[0])
     ordered: list[Candidate] = []
@@ -131,6 +164,10 @@ def in_order(
         ordered += sorted(peers, key=_machinery)
         left = left[len(peers) :]
     return tuple(ordered)
+
+
+def _predicted_seconds(situation: Situation, candidate: Candidate) -> float:
+    return loss_handicap(candidate.loss) * candidate.speed.step_s * handicap(situation, candidate.strategy)
 
 
 def _machinery(candidate: Candidate) -> tuple[int, bool, int, int]:

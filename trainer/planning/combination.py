@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from enum import IntEnum
 
 from trainer.planning.device import Device
+from trainer.planning.setting import Setting
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.job import GaloreJob, LoraJob
 from trainer.spec.job_clashes import OFFLOAD_SHARDINGS
@@ -85,6 +86,36 @@ class Combination(Value, frozen=True, kw_only=True):
     def lacks_flag(self, flag: str) -> bool:
         """Whether the CPU is known not to have a unit."""
         return self.cpu_flags is not None and flag not in self.cpu_flags
+
+
+def combination_of(
+    setting: Setting,
+    shape: ModelShape,
+    device: Device,
+    *,
+    libraries: frozenset[str] | None = None,
+    trusts_unknown_cards: bool = False,
+) -> Combination:
+    """A setting with model and device: all is settled but the host, of which it knows `libraries` at most."""
+    return Combination(
+        strategy=setting.strategy,
+        method=setting.method,
+        num_ranks=setting.num_ranks,
+        device=device,
+        shape=shape,
+        accumulation=setting.accumulation,
+        checkpointing=setting.checkpointing,
+        attention=setting.attention,
+        loss=setting.loss,
+        compile=setting.compile,
+        activation_offload=setting.activation_offload,
+        optimizer_in_backward=setting.optimizer_in_backward,
+        fp8_recipe=setting.fp8_recipe,
+        lora=setting.lora,
+        galore=setting.galore,
+        libraries=libraries,
+        trusts_unknown_cards=trusts_unknown_cards,
+    )
 
 
 class Reach(IntEnum):

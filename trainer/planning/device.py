@@ -48,6 +48,7 @@ class Device(Value, frozen=True, kw_only=True):
     is_matmul_assumed: bool = False
     measured_fp32_flops_per_s: int | None = None
     measured_fp8_flops_per_s: int | None = None
+    measured_fp8_speedup: float | None = None  # of a model's linear layers over bf16, casts included
     measured_attention_flops_per_s: int | None = None
     halves_fp32_sums: bool = False  # products that sum in fp32 run at half the rate of those that sum in fp16
     memory_bytes_per_s: int | None = None  # datasheet

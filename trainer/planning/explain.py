@@ -49,7 +49,7 @@ def plan_page(plan: Plan, *, top: int = 3) -> Page:
         _sentences("why", plan.chosen.reasons),
         methods_section(plan),
         runners_up_section(plan, situation, top),
-        leave_section(leaves(situation, plan.chosen), plan),
+        leave_section(leaves(situation, plan), plan),
         fallbacks_section(plan),
         rejections_section(plan.rejections),
         _sentences("notes", (*plan.notes, *(f"not used: {words}" for words in plan.hardware.excluded))),

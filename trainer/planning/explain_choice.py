@@ -114,7 +114,8 @@ def _recipe_parts(chosen: Candidate, situation: Situation) -> Iterator[str]:
     yield f"loss head {chosen.loss}{chunk}, {_LOGITS[chosen.loss]}"
     yield f"attention {chosen.attention}"
     moved = ", what is kept in host RAM" if chosen.activation_offload else ""
-    yield f"checkpointing {chosen.checkpointing}{moved}"
+    every = f", n = {chosen.checkpoint_every_n}" if chosen.checkpoint_every_n else ""
+    yield f"checkpointing {chosen.checkpointing}{every}{moved}"
     if chosen.compile:
         yield "torch.compile"
     if chosen.buckets:

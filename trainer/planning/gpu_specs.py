@@ -13,12 +13,13 @@ Sources: each row names NVIDIA's datasheet or architecture whitepaper; usable me
 Not covered: laptop GPUs, AMD, Intel, and PCIe bridges of NVLink (a machine that has them is probed instead).
 """
 
-import difflib
 import re
+from collections.abc import Callable
 from enum import StrEnum
 
 from trainer.spec.errors import InputError
 from trainer.spec.hardware import Gpu, Hardware, Host
+from trainer.spec.nearest import close_matches
 from trainer.spec.strategy import Precision
 from trainer.spec.units import MIB
 from trainer.spec.value import Value
@@ -84,9 +85,7 @@ def find_gpu_spec(name: str) -> GpuSpec:
     if row is not None:
         return row
     near = [spec.name for key, spec in _BY_NORMALISED_NAME.items() if wanted and wanted in key]
-    near += [
-        _BY_NORMALISED_NAME[key].name for key in difflib.get_close_matches(wanted, _BY_NORMALISED_NAME, n=3, cutoff=0.6)
-    ]
+    near += [_BY_NORMALISED_NAME[key].name for key in close_matches(wanted, _BY_NORMALISED_NAME, count=3)]
     unique = list(dict.fromkeys(near))[:4]
     hint = f"did you mean {', '.join(unique)}?" if unique else f"known: {', '.join(GPU_SPECS)}"
     raise InputError(f"unknown GPU {name!r}; {hint}")
@@ -102,10 +101,11 @@ def match_gpu_name(nvidia_smi_name: str, memory_bytes: int) -> str | None:
     return None
 
 
-def hardware_from_spec(text: str, *, local_host: Host) -> Hardware:
+def hardware_from_spec(text: str, *, local_host: Callable[[], Host]) -> Hardware:
     """The machine that a SPEC on the command line describes; InputError says what a SPEC looks like.
 
-    `2xCPU` is two ranks that share this machine's CPU and RAM. Of machines that are not here the host is unknown.
+    `2xCPU` is two ranks that share this machine's CPU and RAM; nothing else asks `local_host`. Of machines that are not
+    here the host is unknown.
     """
     match = re.fullmatch(r"\s*(?:(\d+)\s*x)?(?:(\d+)\s*x)?\s*([A-Za-z].*?)\s*", text, re.IGNORECASE)
     if match is None:
@@ -118,7 +118,7 @@ def hardware_from_spec(text: str, *, local_host: Host) -> Hardware:
     if name.upper() == "CPU":
         if num_nodes > 1:
             raise InputError(f"{text!r}: CPU ranks share this machine, so there is one node; write {num_devices}xCPU")
-        return Hardware(gpus=(), host=local_host, num_cpu_devices=num_devices, source=source)
+        return Hardware(gpus=(), host=local_host(), num_cpu_devices=num_devices, source=source)
     try:
         spec = find_gpu_spec(name)
     except InputError as error:

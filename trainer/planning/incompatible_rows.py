@@ -35,6 +35,12 @@ def _is_offloaded(c: Combination) -> bool:
     return c.strategy.offload is not Offload.NONE
 
 
+def _adapts_experts(c: Combination) -> bool:
+    """Whether adapters go on parameters that are no modules."""
+    in_one = any(linear.adapter_rank_factor and not linear.is_linear_module for linear in c.shape.linears)
+    return in_one and c.lora.targets == ("all-linear",)
+
+
 LAYOUTS: tuple[Incompatibility, ...] = (
     Incompatibility(
         name="only_zero3_moves_parameters",
@@ -241,6 +247,13 @@ ROWS: tuple[Incompatibility, ...] = (
         reason="{precision} converts linear layers, and those of qlora's base are 4-bit ones",
         instead="bf16-mixed, or lora",
         evidence="bitsandbytes' Linear4bit multiplies in 16 bit; nothing plain is left in the blocks",
+    ),
+    Incompatibility(
+        name="dora_needs_layers_of_their_own",
+        is_broken=lambda c: c.lora.dora and c.method.freezes_base and _adapts_experts(c),
+        reason="train.lora.dora adapts linear layers, and the experts of this model lie in one tensor",
+        instead="train.lora.targets with the layers beside the experts, or train.lora.dora: false",
+        evidence="PEFT 0.21, lora/layer.py: ParamWrapper does not work with use_dora",
     ),
     Incompatibility(
         name="frozen_base_has_no_update",

@@ -193,16 +193,3 @@ SETTINGS: tuple[Incompatibility, ...] = (
         reach=Reach.PLANNER,
     ),
 )
-
-
-def settles_nothing(combination: Combination) -> bool:
-    """Whether every setting beside the row is still open."""
-    return not (
-        combination.attention
-        or combination.loss
-        or combination.checkpointing
-        or combination.fp8_recipe
-        or combination.compile
-        or combination.activation_offload
-        or combination.backward_update
-    )

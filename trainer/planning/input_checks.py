@@ -10,9 +10,8 @@ from trainer.planning.catalogue import CATALOGUE
 from trainer.planning.combination import first_broken
 from trainer.planning.incompatible_rows import LAYOUTS
 from trainer.planning.incompatible_settings import SETTINGS
-from trainer.planning.not_yet import version_that_trains
 from trainer.planning.rules import Refusal, pinned_combination, refuse
-from trainer.planning.settings_choices import attention_words, obstacle_to_flash
+from trainer.planning.settings_choices import attention_words, every_n, missing_flash, obstacle_to_flash
 from trainer.planning.situation import Situation
 from trainer.spec.data_profile import DataProfile
 from trainer.spec.errors import InputError, InputProblemsError
@@ -25,11 +24,9 @@ _OF_SETTINGS = frozenset(rule.name for rule in SETTINGS)
 _SETTING_AXES = ("checkpointing", "loss", "compile", "activation_offload", "optimizer_in_backward")
 
 
-def check_job(job: Job, shape: ModelShape, data: DataProfile, *, ignoring_version: bool = False) -> None:
-    """InputError for sequences, vocabularies and methods that cannot be."""
+def check_job(job: Job, shape: ModelShape, data: DataProfile) -> None:
+    """InputError for sequences and vocabularies that cannot be."""
     problems = [*_length_problems(job, shape), *_vocabulary_problems(shape, data)]
-    if not ignoring_version:
-        problems += _method_problems(job)
     if problems:
         raise InputProblemsError(problems)
 
@@ -92,21 +89,19 @@ def _vocabulary_problems(shape: ModelShape, data: DataProfile) -> list[str]:
     ]
 
 
-def _method_problems(job: Job) -> list[str]:
-    version = version_that_trains("method", job.train.method)
-    return [] if version is None else [f"train.method: {job.train.method} trains from shardwise {version} on; use full"]
-
-
 def _setting_problems(situation: Situation) -> list[str]:
     pin = situation.job.pin
-    late = [(axis, getattr(pin, axis), version_that_trains(axis, getattr(pin, axis))) for axis in _SETTING_AXES]
-    problems = [f"pin.{axis}: {member} trains from shardwise {version} on" for axis, member, version in late if version]
-    problems = [] if situation.ignores_version else problems
+    problems, blocks = [], situation.shape.num_layers
+    every = every_n(situation, pin.checkpointing) if pin.checkpointing is not None else None
+    if every is not None and every > blocks:
+        problems.append(f"pin.checkpointing_n is {every}; the model has {blocks} blocks: {blocks} or less")
     if pin.attention is not None and pin.attention not in situation.shape.attentions:
         problems.append(f"pin.attention: {pin.attention} cannot be taken: {attention_words(situation.shape)}")
     elif pin.attention is Attention.FLASH:
         obstacle = obstacle_to_flash(situation, pin.precision or Precision.BF16_MIXED)
-        problems += [f"pin.attention: flash cannot be taken: {obstacle}; use sdpa"] if obstacle else []
+        could_be_allowed = situation.job.model.flash_kernel is None and obstacle == missing_flash(situation)
+        instead = "use sdpa, or name a prebuilt one in model.flash_kernel" if could_be_allowed else "use sdpa"
+        problems += [f"pin.attention: flash cannot be taken: {obstacle}; {instead}"] if obstacle else []
     return problems
 
 

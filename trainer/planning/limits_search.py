@@ -20,7 +20,7 @@ from trainer.planning.candidates import candidate_of, predicted_memory, predicte
 from trainer.planning.catalogue import CATALOGUE
 from trainer.planning.choice import OFFLOAD_HANDICAP, one_a_layout, survey
 from trainer.planning.not_yet import version_needed
-from trainer.planning.rules import broken_rule, obstacle_to
+from trainer.planning.rules import may_run, obstacle_to
 from trainer.planning.setting import Setting
 from trainer.planning.settings_choices import (
     activation_offloads,
@@ -87,7 +87,8 @@ def _versions(situation: Situation) -> tuple[Situation, Situation]:
     """The situation today and under later versions, without a deadline, every row as long as it may be."""
     job = situation.job
     free = replace(job, limits=replace(job.limits, hours=math.inf, cost=None))
-    today = replace(situation, job=free, data=None, ignores_version=False)
+    data = situation.data if situation.data is not None and situation.data.is_packed else None
+    today = replace(situation, job=free, data=data, ignores_version=False)
     return today, replace(today, ignores_version=True)
 
 
@@ -106,7 +107,7 @@ def _ladders(
 
 def _reached(situation: Situation, reach: Callable[[Situation, Setting], Setting | None]) -> list[Rung]:
     """What each mechanism that the job allows reaches."""
-    rows = [row for row in CATALOGUE if broken_rule(situation, row, ignoring_version=situation.ignores_version) is None]
+    rows = [row for row in CATALOGUE if may_run(situation, row, ignoring_version=situation.ignores_version)]
     starts = [
         replace(
             first_setting(situation, row, checkpointing=checkpointing, loss=losses(situation)[0]),
@@ -225,7 +226,7 @@ def _largest_model(situation: Situation, presets: Mapping[str, ModelShape]) -> R
 
 def _may_fit(situation: Situation) -> bool:
     """Whether any row's smallest setting fits the device: most presets are passed over by this alone."""
-    rows = [row for row in CATALOGUE if broken_rule(situation, row, ignoring_version=situation.ignores_version) is None]
+    rows = [row for row in CATALOGUE if may_run(situation, row, ignoring_version=situation.ignores_version)]
     sizes = micro_batches(situation)
     return any(
         predicted_memory(situation, with_micro_batch(situation, start, micro_batch)).fits

@@ -5,9 +5,11 @@ data, decides whether memory suffices, the mean width how long a step takes, and
 were learned from. Packed rows are all `seq_len` long, and so is what nobody has counted yet.
 """
 
+from functools import lru_cache
 from itertools import pairwise
 
-from trainer.spec.data_profile import BatchWidth, DataProfile
+from trainer.planning.setting import RecipeChoices
+from trainer.spec.data_profile import BatchWidth, DataProfile, LengthHistogram
 
 WIDTH_MULTIPLE = 8  # batches are padded to a multiple of it where seq_len allows
 
@@ -29,6 +31,32 @@ def mean_width(data: DataProfile | None, micro_batch: int, *, seq_len: int) -> f
     if data is None or not longest_row_decides(data):
         return float(seq_len)
     return min(float(seq_len), widths_at(data, micro_batch).mean_width)
+
+
+def row_recipe(data: DataProfile | None, *, seq_len: int) -> RecipeChoices:
+    """What the data says about the rows of a setting."""
+    return RecipeChoices(document_tokens=document_tokens(data, seq_len=seq_len))
+
+
+def document_tokens(data: DataProfile | None, *, seq_len: int) -> float | None:
+    """Tokens of the document that an average token of packed rows is in, `seq_len` where nobody counted them.
+
+    None where a row is one document. What is longer than a row is cut into whole rows and a rest.
+    """
+    if data is None or not data.is_packed:
+        return None
+    return float(seq_len) if data.documents is None else _mean_over_tokens(data.documents, seq_len)
+
+
+@lru_cache(maxsize=16)
+def _mean_over_tokens(documents: LengthHistogram, seq_len: int) -> float:
+    tokens = squares = 0.0
+    lowest = documents.edges[0] * 2 // 3  # two bins an octave
+    for lower, upper, count in zip((lowest, *documents.edges), documents.edges, documents.counts, strict=False):
+        whole, rest = divmod((lower + 1 + upper) / 2, seq_len)
+        tokens += count * (whole * seq_len + rest)
+        squares += count * (whole * seq_len**2 + rest**2)
+    return squares / tokens if tokens else float(seq_len)
 
 
 def padding_share(width: float, mean_tokens: float) -> float:

@@ -21,7 +21,7 @@ from trainer.planning.device import device_of
 from trainer.planning.fallbacks import fallbacks
 from trainer.planning.input_checks import check_job, check_pins
 from trainer.planning.methods import method_rows
-from trainer.planning.not_yet import version_needed, version_that_trains
+from trainer.planning.not_yet import version_needed
 from trainer.planning.prospects import prospect_notes
 from trainer.planning.reasons import notes, reasons
 from trainer.planning.remedies import nothing_fits
@@ -33,7 +33,7 @@ from trainer.spec.errors import InputError
 from trainer.spec.hardware import Hardware
 from trainer.spec.job import Job
 from trainer.spec.model_shape import ModelShape
-from trainer.spec.plan import Candidate, Plan, Schedule, TrialResult
+from trainer.spec.plan import Candidate, Fp8Gain, Plan, Schedule, TrialResult
 from trainer.spec.strategy import Method
 
 
@@ -50,6 +50,7 @@ def make_plan(
     calibration: Calibration,
     versions: dict[str, str],
     trials: tuple[TrialResult, ...] = (),
+    fp8_gain: Fp8Gain | None = None,
     ignoring_version: bool = False,
 ) -> Plan:
     """The plan of `job` on `hardware`.
@@ -57,15 +58,18 @@ def make_plan(
     InputError where job, model, data and pins cannot go together; NothingFitsError where no row stays within the
     machine and the limits.
     """
-    check_job(job, shape, data, ignoring_version=ignoring_version)
-    wanted = _methods(job, ignoring_version=ignoring_version)
+    check_job(job, shape, data)
+    wanted = _methods(job)
     learned = corrections_of(calibration, shape=shape, hardware=hardware, version=versions.get("shardwise"))
     corrections = after_trials(learned, trials)
     situations = {
         # What the job does not ask for is predicted all the same, whatever version it takes.
-        method: replace(
-            _situation(job, hardware, shape, data, method, ignores=ignoring_version or method not in wanted),
-            corrections=corrections,
+        method: with_fp8_gain(
+            replace(
+                _situation(job, hardware, shape, data, method, ignores=ignoring_version or method not in wanted),
+                corrections=corrections,
+            ),
+            fp8_gain,
         )
         for method in Method
     }
@@ -95,6 +99,7 @@ def make_plan(
         calibration=calibration,
         versions=versions,
         trials=trials,
+        fp8_gain=fp8_gain,
         notes=(*notes(situation, data, trials, ranking.candidates), *prospect_notes(situation, chosen, ranking.late)),
         needs_version=version_needed(chosen),
     )
@@ -135,11 +140,11 @@ def question_situations(
     versions: dict[str, str],
 ) -> dict[Method, Situation]:
     """Each method that the job leaves open, for questions on what a machine can hold."""
-    check_job(job, shape, data, ignoring_version=True)
+    check_job(job, shape, data)
     corrections = corrections_of(calibration, shape=shape, hardware=hardware, version=versions.get("shardwise"))
     return {
         method: replace(_situation(job, hardware, shape, data, method, ignores=True), corrections=corrections)
-        for method in _methods(job, ignoring_version=True)
+        for method in _methods(job)
     }
 
 
@@ -150,7 +155,14 @@ def situation_of(plan: Plan) -> Situation:
     learned = corrections_of(
         plan.calibration, shape=plan.model_shape, hardware=plan.hardware, version=plan.versions.get("shardwise")
     )
-    return replace(situation, corrections=after_trials(learned, plan.trials))
+    return with_fp8_gain(replace(situation, corrections=after_trials(learned, plan.trials)), plan.fp8_gain)
+
+
+def with_fp8_gain(situation: Situation, gain: Fp8Gain | None) -> Situation:
+    """The situation once FP8 was timed: its speed is what was measured."""
+    if gain is None:
+        return situation
+    return replace(situation, fp8_gain=gain, device=replace(situation.device, measured_fp8_speedup=gain.speedup))
 
 
 def _rank_methods(
@@ -167,11 +179,9 @@ def _rank_methods(
     return taken, rankings
 
 
-def _methods(job: Job, *, ignoring_version: bool) -> list[Method]:
+def _methods(job: Job) -> tuple[Method, ...]:
     """The methods that may be taken, the most faithful first."""
-    if job.train.method is not None:
-        return [job.train.method]
-    return [method for method in Method if ignoring_version or version_that_trains("method", method) is None]
+    return tuple(Method) if job.train.method is None else (job.train.method,)
 
 
 def _situation(

@@ -8,16 +8,14 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from trainer.planning.budget import excess
 from trainer.planning.candidates import run_hours
 from trainer.planning.catalogue import CATALOGUE
-from trainer.planning.choice import in_order, one_a_layout
+from trainer.planning.choice import best_of, one_a_layout
 from trainer.planning.not_yet import late_members, version_needed
-from trainer.planning.rules import Rule, broken_rule
-from trainer.planning.settings_search import best_candidate
+from trainer.planning.rules import Rule, broken_rule, may_run, rule_named
 from trainer.planning.situation import Situation
 from trainer.spec.job import Allowance
-from trainer.spec.plan import Candidate
+from trainer.spec.plan import Candidate, Plan, Rejection
 from trainer.spec.strategy import Strategy
 from trainer.spec.units import format_bytes, format_seconds
 from trainer.spec.value import Value
@@ -31,9 +29,7 @@ def prospect_notes(situation: Situation, chosen: Candidate, late: Sequence[Strat
     if situation.ignores_version:
         return
     ahead = replace(situation, ignores_version=True)
-    found = (best_candidate(ahead, row) for row in (chosen.strategy, *one_a_layout(late)))
-    fitting = [candidate for candidate in found if candidate is not None and excess(ahead, candidate) is None]
-    best = next(iter(in_order(ahead, fitting)), None)
+    best, _ = best_of(ahead, (chosen.strategy, *one_a_layout(late)))
     version = version_needed(best) if best is not None else None
     if best is None or version is None or chosen.strategy.is_exact > best.strategy.is_exact:
         return
@@ -51,14 +47,10 @@ class Leave(Value, frozen=True, kw_only=True):
     candidate: Candidate
 
 
-def leaves(situation: Situation, chosen: Candidate) -> tuple[Leave, ...]:
-    """What each entry that `allow` leaves out would open, where it is faster or needs less than `chosen`."""
+def leaves(situation: Situation, plan: Plan) -> tuple[Leave, ...]:
+    """What each entry that `allow` leaves out would open, where it is faster or needs less than what was chosen."""
     ahead = replace(situation, ignores_version=True)
-    waiting = [
-        (row, rule)
-        for row in CATALOGUE
-        if (rule := broken_rule(ahead, row, ignoring_version=True)) is not None and rule.asks_leave
-    ]
+    waiting = list(_waiting(ahead, plan.rejections))
     found = (
         (allowance, _opened_by(ahead, allowance, waiting))
         for allowance in Allowance
@@ -67,8 +59,19 @@ def leaves(situation: Situation, chosen: Candidate) -> tuple[Leave, ...]:
     return tuple(
         Leave(allowance=allowance, candidate=candidate)
         for allowance, candidate in found
-        if candidate is not None and _is_worth_leave(candidate, chosen)
+        if candidate is not None and _is_worth_leave(candidate, plan.chosen)
     )
+
+
+def _waiting(ahead: Situation, rejections: Sequence[Rejection]) -> Iterator[tuple[Strategy, Rule]]:
+    """The rows that a rule on leave refuses, or would were every later version here."""
+    rows = {row.name: row for row in CATALOGUE}
+    for rejection in rejections:
+        row, rule = rows[rejection.strategy], None if rejection.rule is None else rule_named(rejection.rule)
+        if rule is not None and rule.is_version:  # stands before the rules on leave
+            rule = broken_rule(ahead, row, ignoring_version=True)
+        if rule is not None and rule.asks_leave:
+            yield row, rule
 
 
 def _opened_by(ahead: Situation, allowance: Allowance, waiting: Sequence[tuple[Strategy, Rule]]) -> Candidate | None:
@@ -77,11 +80,10 @@ def _opened_by(ahead: Situation, allowance: Allowance, waiting: Sequence[tuple[S
     opened = [
         row
         for row, rule in waiting
-        if not rule.is_broken(allowed, row) and broken_rule(allowed, row, ignoring_version=True) is None
+        if not rule.is_broken(allowed, row) and may_run(allowed, row, ignoring_version=True)
     ]
-    found = (best_candidate(allowed, row) for row in one_a_layout(opened))
-    fitting = [candidate for candidate in found if candidate is not None and excess(allowed, candidate) is None]
-    return next(iter(in_order(allowed, fitting)), None)
+    best, _ = best_of(allowed, one_a_layout(opened))
+    return best
 
 
 def _is_worth_leave(candidate: Candidate, chosen: Candidate) -> bool:

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from trainer.planning.candidates import candidate_of, setting_of, with_micro_batch
 from trainer.planning.certainty import certainty_words, trial_words
 from trainer.planning.data_words import data_words
-from trainer.planning.not_yet import version_that_trains
+from trainer.planning.not_yet import version_that_saves
 from trainer.planning.rules import capability_words
 from trainer.planning.settings_choices import attention, micro_batches, updates_in_backward
 from trainer.planning.settings_search import SAME_SPEED
@@ -28,6 +28,8 @@ _WHY_SHARDING = {
     Sharding.FSDP_GRAD_OP: "gradients and optimizer state are spread; weights stay gathered until the backward ends",
     Sharding.HSDP: "state is spread inside each node and replicated across nodes",
 }
+
+_TIMES_FP8_FIRST = "`shardwise train` times it on this model's matrix shapes first and takes it only where it pays"
 
 
 def reasons(situation: Situation, candidate: Candidate) -> tuple[str, ...]:
@@ -55,6 +57,7 @@ def notes(
         *trial_words(trials),
         *certainty_words(situation.corrections, chosen, situation.device),
         *_engine_notes(candidates),
+        *_fp8_notes(situation, candidates),
         *_host_notes(situation, chosen),
         *speed_notes(situation.device),
         *situation.hardware.notes,
@@ -73,6 +76,8 @@ def _why_sharding(row: Strategy, num_ranks: int) -> str:
 
 
 def _why_precision(situation: Situation, precision: Precision) -> str:
+    if precision is Precision.FP8:
+        return _why_fp8(situation)
     if situation.job.pin.precision is not None:
         return "the job file pins it"
     if situation.is_cpu:
@@ -80,6 +85,29 @@ def _why_precision(situation: Situation, precision: Precision) -> str:
     if precision in (Precision.FP32, Precision.FP16_MIXED):
         return f"bf16 needs compute capability 8.0; {capability_words(situation)}"
     return f"bf16 from compute capability 8.0; {capability_words(situation)}"
+
+
+def _why_fp8(situation: Situation) -> str:
+    is_pinned, timed = situation.job.pin.precision is not None, _fp8_words(situation)
+    if is_pinned:
+        return f"the job file pins it; {timed}" if timed else "the job file pins it"
+    return timed or f"its speed is assumed; {_TIMES_FP8_FIRST}"
+
+
+def _fp8_words(situation: Situation) -> str | None:
+    gain = situation.fp8_gain
+    if gain is None:
+        return None
+    return f"{gain.words} ({gain.library})" if gain.library else gain.words
+
+
+def _fp8_notes(situation: Situation, candidates: Sequence[Candidate]) -> Iterator[str]:
+    """Of rows in FP8 that stand behind the chosen one."""
+    chosen = candidates[0].strategy
+    if chosen.precision is Precision.FP8 or all(row.strategy.precision is not Precision.FP8 for row in candidates):
+        return
+    timed = _fp8_words(situation) or f"the speed of its rows is assumed; {_TIMES_FP8_FIRST}"
+    yield f"fp8: {timed}" + ("; rows that are exact come first" if chosen.is_exact else "")
 
 
 def _why_micro_batch(situation: Situation, candidate: Candidate) -> str:
@@ -97,7 +125,7 @@ def _why_micro_batch(situation: Situation, candidate: Candidate) -> str:
 
 def _why_checkpointing(situation: Situation, candidate: Candidate) -> str:
     if situation.job.pin.checkpointing is not None:
-        return "the job file pins it"
+        return f"the job file pins it{_every_n_words(situation, candidate)}"
     is_kept = candidate.checkpointing is Checkpointing.NONE
     setting = setting_of(situation, candidate)
     other = candidate_of(
@@ -111,6 +139,15 @@ def _why_checkpointing(situation: Situation, candidate: Candidate) -> str:
         slower = "a larger micro batch gains more" if gain > SAME_SPEED else "recomputing them costs no time"
         return f"kept activations would fit at {format_bytes(other.memory.need_bytes)}, but {slower}"
     return f"kept activations would need {format_bytes(other.memory.need_bytes)}"
+
+
+def _every_n_words(situation: Situation, candidate: Candidate) -> str:
+    """Which blocks `every_n` recomputes; nothing for other kinds."""
+    every, blocks = candidate.checkpoint_every_n, situation.shape.num_layers
+    if every is None:
+        return ""
+    words = f"; the first of every {every} blocks is recomputed, {blocks // every} of {blocks}"
+    return words if situation.job.pin.checkpointing_n is not None else f"{words} (pin.checkpointing_n)"
 
 
 def _why_loss(situation: Situation, candidate: Candidate) -> str:
@@ -158,12 +195,12 @@ def _host_notes(situation: Situation, chosen: Candidate) -> Iterator[str]:
 
 def _engine_notes(candidates: Sequence[Candidate]) -> Iterator[str]:
     chosen = candidates[0]
-    version = version_that_trains("saved_sharding", chosen.strategy.sharding)
+    version = version_that_saves(chosen.strategy.sharding)
     if version is not None:
         yield f"checkpoints and --resume under {chosen.strategy.sharding} come with shardwise {version}"
         return
     number, fastest = min(enumerate(candidates, start=1), key=lambda numbered: numbered[1].speed.step_s)
-    version = version_that_trains("saved_sharding", fastest.strategy.sharding)
+    version = version_that_saves(fastest.strategy.sharding)
     ratio = chosen.speed.step_s / fastest.speed.step_s
     if version is not None and ratio > 1 + SAME_SPEED:
         yield (

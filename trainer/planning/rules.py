@@ -11,13 +11,19 @@ Both look at settings and hardware only; `job_rules` looks at the job and the ve
 Nothing here knows a number of bytes: memory, host RAM, hours and money are budgets (`budget`), checked after it.
 """
 
-from enum import StrEnum
-
-from trainer.planning.combination import IN_BACKWARD, Combination, Incompatibility, Reach, facts_of, first_broken
+from trainer.planning.combination import (
+    IN_BACKWARD,
+    Combination,
+    Incompatibility,
+    Reach,
+    combination_of,
+    facts_of,
+    first_broken,
+)
 from trainer.planning.combination import capability_words as words_of_capability
 from trainer.planning.incompatible_rows import ROWS
 from trainer.planning.incompatible_settings import SETTINGS
-from trainer.planning.job_rules import OF_THE_JOB, PAGED, Kind, Rule, versioned_axes
+from trainer.planning.job_rules import OF_THE_JOB, PAGED, Kind, Rule
 from trainer.planning.not_yet import version_that_trains
 from trainer.planning.setting import Setting, fp8_recipe_of
 from trainer.planning.situation import Situation
@@ -31,9 +37,11 @@ __all__ = [
     "Rule",
     "broken_rule",
     "capability_words",
+    "may_run",
     "obstacle_to",
     "pinned_combination",
     "refuse",
+    "rule_named",
 ]
 _SETTING_PINS = ("checkpointing", "attention", "loss", "compile", "activation_offload", "optimizer_in_backward")
 
@@ -67,6 +75,19 @@ def broken_rule(situation: Situation, strategy: Strategy, *, ignoring_version: b
     incompatibility = _incompatibility(situation, strategy)
     if incompatibility is not None:
         return _BY_NAME[incompatibility.name]
+    return _broken_by_job(situation, strategy, ignoring_version=ignoring_version)
+
+
+def may_run(situation: Situation, strategy: Strategy, *, ignoring_version: bool = False) -> bool:
+    """Whether no rule is broken; what is quickly found is asked first."""
+    return (
+        not _PINNED.is_broken(situation, strategy)
+        and _broken_by_job(situation, strategy, ignoring_version=ignoring_version) is None
+        and _incompatibility(situation, strategy) is None
+    )
+
+
+def _broken_by_job(situation: Situation, strategy: Strategy, *, ignoring_version: bool) -> Rule | None:
     pin = situation.job.pin
     for rule in OF_THE_JOB:
         if ignoring_version and rule.is_version:
@@ -85,24 +106,7 @@ def obstacle_to(situation: Situation, setting: Setting) -> Incompatibility | Non
     """
     if not _is_remarkable(setting):
         return None
-    combination = Combination(
-        strategy=setting.strategy,
-        method=setting.method,
-        num_ranks=setting.num_ranks,
-        device=situation.device,
-        shape=situation.shape,
-        accumulation=setting.accumulation,
-        checkpointing=setting.checkpointing,
-        attention=setting.attention,
-        loss=setting.loss,
-        compile=setting.compile,
-        activation_offload=setting.activation_offload,
-        optimizer_in_backward=setting.optimizer_in_backward,
-        fp8_recipe=setting.fp8_recipe,
-        lora=setting.lora,
-        galore=setting.galore,
-        libraries=_libraries(situation),
-    )
+    combination = combination_of(setting, situation.shape, situation.device, libraries=_libraries(situation))
     return first_broken(SETTINGS, combination, reach=Reach.OURS)
 
 
@@ -183,7 +187,6 @@ def _libraries(situation: Situation) -> frozenset[str]:
 
 def _facts(situation: Situation, strategy: Strategy) -> dict[str, object]:
     axes = {axis: getattr(strategy, axis) for axis in ("sharding", "offload", "optimizer", "precision")}
-    late = [(axis, member) for axis, member in versioned_axes(situation, strategy) if version_that_trains(axis, member)]
     return {
         **axes,
         "pins": ", ".join(
@@ -191,18 +194,14 @@ def _facts(situation: Situation, strategy: Strategy) -> dict[str, object]:
         ),
         "method": situation.method,
         "device": situation.device.name,
-        "late": _words(late[0][1]) if late else "",
-        "version": version_that_trains(*late[0]) if late else "",
+        "version": version_that_trains(strategy.sharding),
+        "fp8_words": situation.fp8_gain.words if situation.fp8_gain else "",
     }
 
 
 def capability_words(situation: Situation) -> str:
     """`V100-16GB has 7.0`, the other half of a sentence on compute capability."""
     return words_of_capability(situation.device)
-
-
-def _words(member: StrEnum | tuple[StrEnum, StrEnum]) -> str:
-    return " with ".join(member) if isinstance(member, tuple) else member
 
 
 def _differing(situation: Situation, strategy: Strategy) -> list[str]:
@@ -246,3 +245,8 @@ RULES: tuple[Rule, ...] = (
     *OF_THE_JOB,
 )
 _BY_NAME = {rule.name: rule for rule in RULES}
+
+
+def rule_named(name: str) -> Rule:
+    """The rule of a rejection."""
+    return _BY_NAME[name]

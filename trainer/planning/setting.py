@@ -9,9 +9,11 @@ OUR_STACK = "shardwise"
 
 
 class RecipeChoices(Value, frozen=True, kw_only=True):
-    """What a case may say about its software beyond the axes; None: as its stack does."""
+    """What a case may say about its software beyond the axes, and data about its rows; None: as its stack does."""
 
     longest_seq: int | None = None  # tokens of the longest row of a micro batch, where rows are padded to it
+    # Of packed rows the length of the document that an average token is in; None: a row is one document.
+    document_tokens: float | None = None
     residual_bytes: int | None = None  # an element of the residual stream
     adapter_bytes: int | None = None  # an element of an adapter
     reduce_bytes: int | None = None  # an element of a gradient as ranks add it up
@@ -37,6 +39,7 @@ class Setting(Value, frozen=True, kw_only=True):
     activation_offload: bool = False
     optimizer_in_backward: bool = False
     fp8_recipe: Fp8Recipe | None = None  # of precision fp8
+    flash_kernel: str | None = None  # of attention flash, from the hub; None: flash-attn
     buckets: Buckets | None = None
     lora: LoraJob = LoraJob()
     galore: GaloreJob = GaloreJob()

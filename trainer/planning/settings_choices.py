@@ -7,7 +7,7 @@ it is otherwise an InputError of `input_checks`.
 import math
 
 from trainer.planning.combination import IN_BACKWARD
-from trainer.planning.not_yet import version_that_trains
+from trainer.planning.padding import row_recipe
 from trainer.planning.rules import capability_words
 from trainer.planning.setting import Setting, fp8_recipe_of
 from trainer.planning.situation import Situation
@@ -50,7 +50,7 @@ def checkpointings(situation: Situation) -> tuple[Checkpointing, ...]:
     pinned = situation.job.pin.checkpointing
     if pinned is not None:
         return (pinned,)
-    if _trains(situation, "checkpointing", member=Checkpointing.SELECTIVE) and not situation.method.freezes_base:
+    if not situation.method.freezes_base:
         return (Checkpointing.FULL, Checkpointing.SELECTIVE, Checkpointing.NONE)
     return (Checkpointing.FULL, Checkpointing.NONE)
 
@@ -60,11 +60,6 @@ def every_n(situation: Situation, checkpointing: Checkpointing) -> int | None:
     if checkpointing is not Checkpointing.EVERY_N:
         return None
     return situation.job.pin.checkpointing_n or EVERY_SECOND
-
-
-def _trains(situation: Situation, axis: str, *, member: object) -> bool:
-    """Whether this version trains a member of an axis, or what later ones train is asked for."""
-    return situation.ignores_version or version_that_trains(axis, member) is None
 
 
 def losses(situation: Situation) -> tuple[LossHead, ...]:
@@ -78,8 +73,7 @@ def compiles(situation: Situation) -> tuple[bool, ...]:
     pinned = situation.job.pin.compile
     if pinned is not None:
         return (pinned,)
-    is_allowed = Allowance.COMPILE in situation.job.allow
-    return (False, True) if is_allowed and _trains(situation, "compile", member=True) else (False,)
+    return (False, True) if Allowance.COMPILE in situation.job.allow else (False,)
 
 
 def activation_offloads(situation: Situation) -> tuple[bool, ...]:
@@ -88,18 +82,19 @@ def activation_offloads(situation: Situation) -> tuple[bool, ...]:
     if pinned is not None:
         return (pinned,)
     is_allowed = Allowance.OFFLOAD_CPU in situation.job.allow and situation.host_ram_bytes is not None
-    is_useful = is_allowed and not situation.is_cpu
-    return (False, True) if is_useful and _trains(situation, "activation_offload", member=True) else (False,)
+    return (False, True) if is_allowed and not situation.is_cpu else (False,)
 
 
 def attention(situation: Situation, precision: Precision) -> tuple[Attention, str]:
     """The best attention kernel that there is for this model, and why."""
     pinned, shape = situation.job.pin.attention, situation.shape
     if pinned is not None:
-        return pinned, f"the job file says pin.attention: {pinned}"
+        kernel = flash_kernel(situation, pinned)
+        return pinned, f"the job file says pin.attention: {pinned}" + (f", by {kernel}" if kernel else "")
     obstacle = obstacle_to_flash(situation, precision)
     if obstacle is None:
-        return Attention.FLASH, "flash-attn is installed"
+        kernel = flash_kernel(situation, Attention.FLASH)
+        return Attention.FLASH, f"the job file allows {kernel}" if kernel else "flash-attn is installed"
     if Attention.SDPA in shape.attentions:
         return Attention.SDPA, obstacle
     return Attention.EAGER, f"{attention_words(shape)}; {obstacle}"
@@ -120,7 +115,26 @@ def obstacle_to_flash(situation: Situation, precision: Precision) -> str | None:
         return f"flash-attn needs compute capability 8.0; {capability_words(situation)}"
     if precision is Precision.FP32:
         return "flash-attn computes in 16 bit, not in fp32"
-    return None if situation.has_library("flash-attn") else "flash-attn is not installed"
+    return missing_flash(situation)
+
+
+def missing_flash(situation: Situation) -> str | None:
+    """What has to be installed or allowed before flash runs, or None where it is."""
+    if situation.has_library("flash-attn"):
+        return None
+    if situation.job.model.flash_kernel is None:
+        return "flash-attn is not installed"
+    unfit = situation.hardware.unfit_libraries.get("kernels")
+    if unfit is None and situation.has_library("kernels"):
+        return None
+    missing = unfit or "flash-attn is not installed, nor is kernels, which model.flash_kernel needs"
+    return f"{missing} (pip install 'transformers[kernels]')"
+
+
+def flash_kernel(situation: Situation, taken: Attention) -> str | None:
+    """The kernel of the hub that flash runs by the job's leave; None where it is flash-attn's own, or not taken."""
+    is_needed = taken is Attention.FLASH and not situation.has_library("flash-attn")
+    return situation.job.model.flash_kernel if is_needed else None
 
 
 def chunk_tokens(shape: ModelShape) -> int:
@@ -177,17 +191,19 @@ def _buckets(shape: ModelShape, strategy: Strategy, num_elements: int) -> Bucket
 def first_setting(situation: Situation, strategy: Strategy, *, checkpointing: Checkpointing, loss: LossHead) -> Setting:
     """The smallest micro batch and buffers of a row under two choices."""
     micro_batch = micro_batches(situation, strategy)[0]
+    taken = attention(situation, strategy.precision)[0]
     return Setting(
         strategy=strategy,
         method=situation.method,
         num_ranks=situation.num_ranks,
         ranks_per_node=situation.hardware.num_devices_per_node,
+        recipe=row_recipe(situation.data, seq_len=situation.job.train.seq_len),
         micro_batch=micro_batch,
         accumulation=-(-situation.schedule.sequences_per_step // (situation.num_ranks * micro_batch)),
         seq_len=situation.job.train.seq_len,
         checkpointing=checkpointing,
         checkpoint_every_n=every_n(situation, checkpointing),
-        attention=attention(situation, strategy.precision)[0],
+        attention=taken,
         loss=loss,
         loss_chunk_tokens=chunk_sizes(situation.shape, loss)[0],
         buckets=smallest_buckets(situation.shape, strategy),
@@ -195,6 +211,7 @@ def first_setting(situation: Situation, strategy: Strategy, *, checkpointing: Ch
         activation_offload=activation_offloads(situation)[0],
         optimizer_in_backward=bool(situation.job.pin.optimizer_in_backward),
         fp8_recipe=fp8_recipe_of(strategy.precision, situation.job.pin.fp8_recipe),
+        flash_kernel=flash_kernel(situation, taken),
         lora=situation.job.train.lora,
         galore=situation.job.train.galore,
     )

@@ -11,11 +11,12 @@ and grow into half of what is left, so that the other half covers what a predict
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from trainer.planning.candidates import candidate_of, predicted_need, relative_speed, with_micro_batch
+from trainer.planning.candidates import candidate_of, never_fits, predicted_need, relative_speed, with_micro_batch
 from trainer.planning.rules import obstacle_to
 from trainer.planning.setting import Setting
 from trainer.planning.settings_choices import (
@@ -46,72 +47,123 @@ def loss_handicap(loss: LossHead) -> float:
     return EAGER_HANDICAP if loss is LossHead.EAGER else 1.0
 
 
-def best_candidate(situation: Situation, strategy: Strategy) -> Candidate | None:
-    """The fastest setting of a row that fits on the device; None where none does."""
-    for offloads in activation_offloads(situation):  # the second only where nothing fits under the first
-        best = _fastest(situation, _starts(situation, strategy, offloads=offloads))
-        if best is not None:
-            return _with_grown_buckets(situation, best)
-    return None
+class Bounded(NamedTuple):
+    """A choice of a row beside its micro batch, with the seconds that none of its micro batches goes below."""
+
+    seconds: float
+    micro_batch: int  # which takes them
+    start: Setting
+
+
+def bounded_starts(situation: Situation, strategy: Strategy) -> list[Bounded]:
+    """Each choice of a row with its activations where they are taken first, the fastest bound first."""
+    return _bounded(situation, strategy, offloads=activation_offloads(situation)[0])
+
+
+def best_candidate(
+    situation: Situation, strategy: Strategy, starts: Sequence[Bounded] | None = None
+) -> Candidate | None:
+    """The fastest setting of a row that fits on the device; None where none does.
+
+    `starts`: the row's `bounded_starts`, where they are known already.
+    """
+    starts = bounded_starts(situation, strategy) if starts is None else starts
+    if never_fits(situation, starts[0].start):
+        return None
+    _, *others = activation_offloads(situation)  # the second only where nothing fits under the first
+    best = _fastest(situation, starts)
+    for offloads in others:
+        best = best or _fastest(situation, _bounded(situation, strategy, offloads=offloads))
+    return None if best is None else _with_grown_buckets(situation, best)
 
 
 def least_need(situation: Situation, strategy: Strategy) -> Candidate:
-    """The setting of a row that needs the least memory; where it fits there is a `best_candidate`, and nowhere else."""
+    """The setting of a row that needs the least memory; where it fits there is a `best_candidate`, and nowhere else.
+
+    It is at one end of the micro batches, and larger slices of logits never need less.
+    """
     sizes = micro_batches(situation, strategy)
     settings = [
         setting
         for offloads in activation_offloads(situation)
         for start in _starts(situation, strategy, offloads=offloads)
+        if start.loss_chunk_tokens == chunk_sizes(situation.shape, start.loss)[-1]
         for micro_batch in sorted({sizes[0], sizes[-1]})
         if obstacle_to(situation, setting := with_micro_batch(situation, start, micro_batch)) is None
     ]
     return candidate_of(situation, min(settings, key=lambda setting: predicted_need(situation, setting)))
 
 
-def fitting_settings(situation: Situation, start: Setting) -> list[Setting]:
-    """`start` with every micro batch that can run and fits, ascending."""
-    sizes = micro_batches(situation, start.strategy)
-    settings = [with_micro_batch(situation, start, micro_batch) for micro_batch in sizes]
-    settings = [setting for setting in settings if obstacle_to(situation, setting) is None]
-    usable = situation.device.usable_bytes
-    adding_up = [setting for setting in settings if setting.accumulation > 1]
-    at_once = [setting for setting in settings if setting.accumulation == 1]
-    return [
-        *adding_up[: _num_within(situation, adding_up, usable)],
-        *at_once[: _num_within(situation, at_once, usable)],
-    ]
+def _fastest(situation: Situation, starts: Sequence[Bounded]) -> Setting | None:
+    """The fastest setting that fits, by branch and bound.
 
-
-def _fastest(situation: Situation, starts: Iterable[Setting]) -> Setting | None:
-    """The fastest setting that fits, by branch and bound."""
-    bounds = [(_least_class(situation, start), start) for start in starts]
+    Where rows are not padded smaller micro batches are no faster. Smaller slices of logits never are: they are looked
+    at for the micro batches that do not fit with larger ones.
+    """
     best: tuple[tuple[int, int], Setting] | None = None
-    for bound, start in sorted(bounds, key=lambda bounded: bounded[0]):
-        if best is not None and bound > best[0][0]:
+    cuts = not _is_padded(situation)
+    sizes_of: dict[Setting, set[int]] = {}
+
+    def key_of(setting: Setting, bounded: Bounded) -> tuple[int, int]:
+        is_bound = setting.micro_batch == bounded.micro_batch
+        seconds = bounded.seconds if is_bound else _seconds_of(situation, setting)
+        return time_class(seconds), setting.micro_batch
+
+    for bounded in starts:
+        if best is not None and time_class(bounded.seconds) > best[0][0]:
             break
-        for setting in reversed(fitting_settings(situation, start)):
-            key = (_class_of(situation, setting), setting.micro_batch)
-            if best is None or key < best[0]:
-                best = key, setting
-            elif not _is_padded(situation) and key[0] > best[0][0]:
-                break  # smaller micro batches are no faster
+        known = sizes_of.setdefault(replace(bounded.start, loss_chunk_tokens=None), set())
+        for group in by_accumulation(situation, bounded.start):
+            settings = [setting for setting in group if setting.micro_batch not in known]
+            if best is not None and cuts and settings and key_of(settings[-1], bounded)[0] > best[0][0]:
+                break
+            found = fitting(situation, settings)
+            known.update(setting.micro_batch for setting in found)
+            for setting in reversed(found):
+                key = key_of(setting, bounded)
+                if best is None or key < best[0]:
+                    best = key, setting
+                elif cuts and key[0] > best[0][0]:
+                    break
     return None if best is None else best[1]
 
 
-def _least_class(situation: Situation, start: Setting) -> int:
+def by_accumulation(situation: Situation, start: Setting) -> tuple[list[Setting], list[Setting]]:
+    """`start` with every micro batch that can run, ascending: the whole share at once, and what is added up to it."""
+    settings = [
+        setting
+        for micro_batch in micro_batches(situation, start.strategy)
+        if obstacle_to(situation, setting := with_micro_batch(situation, start, micro_batch)) is None
+    ]
+    at_once = [setting for setting in settings if setting.accumulation == 1]
+    return at_once, [setting for setting in settings if setting.accumulation > 1]
+
+
+def fitting(situation: Situation, settings: Sequence[Setting]) -> Sequence[Setting]:
+    """Those of one accumulation that fit the device: need grows with the micro batch."""
+    return settings[: _num_within(situation, settings, situation.device.usable_bytes)]
+
+
+def _bounded(situation: Situation, strategy: Strategy, *, offloads: bool) -> list[Bounded]:
+    starts = _starts(situation, strategy, offloads=offloads)
+    return sorted((_bound(situation, start) for start in starts), key=lambda bounded: bounded.seconds)
+
+
+def _bound(situation: Situation, start: Setting) -> Bounded:
     """No micro batch is faster: the largest, which is a rank's whole share, but for rows padded to the longest."""
     sizes = micro_batches(situation, start.strategy)
     settings = [with_micro_batch(situation, start, size) for size in (sizes if _is_padded(situation) else sizes[-1:])]
-    return min(_class_of(situation, setting) for setting in settings)
+    seconds, at = min((_seconds_of(situation, setting), setting.micro_batch) for setting in settings)
+    return Bounded(seconds, at, start)
 
 
 def _is_padded(situation: Situation) -> bool:
     return situation.data is not None and not situation.data.is_packed
 
 
-def _class_of(situation: Situation, setting: Setting) -> int:
-    seconds = relative_speed(situation, setting).step_s
-    return time_class(seconds * loss_handicap(setting.loss))
+def _seconds_of(situation: Situation, setting: Setting) -> float:
+    """What settings of a row are compared by."""
+    return relative_speed(situation, setting).step_s * loss_handicap(setting.loss)
 
 
 def _starts(situation: Situation, strategy: Strategy, *, offloads: bool) -> Iterator[Setting]:
@@ -126,11 +178,10 @@ def _starts(situation: Situation, strategy: Strategy, *, offloads: bool) -> Iter
 
 
 def _with_grown_buckets(situation: Situation, setting: Setting) -> Candidate:
-    smallest = candidate_of(situation, setting)
     ladder = bucket_ladder(situation.shape, setting.strategy)
     if len(ladder) == 1:
-        return smallest
-    budget = (smallest.memory.need_bytes + smallest.memory.usable_bytes) // 2
+        return candidate_of(situation, setting)
+    budget = (predicted_need(situation, setting) + situation.device.usable_bytes) // 2
     grown = [replace(setting, buckets=buckets) for buckets in ladder]
     return candidate_of(situation, grown[max(0, _num_within(situation, grown, budget) - 1)])
 

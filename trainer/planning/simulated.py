@@ -13,7 +13,7 @@ from trainer.planning.candidates import at_longest, setting_of
 from trainer.planning.fallbacks import fallbacks
 from trainer.planning.memory import on_device, step_memory
 from trainer.planning.memory.events import resident_bytes, step_events
-from trainer.planning.memory.overheads import OVERHEADS, overheads
+from trainer.planning.memory.overheads import OVERHEADS, StepBytes, overheads
 from trainer.planning.memory.step_memory import StepMemory
 from trainer.planning.not_yet import version_needed
 from trainer.planning.padding import longest_width
@@ -85,15 +85,15 @@ def simulated_memory(situation: Situation, candidate: Candidate, simulation: Sim
         for name, size in named_events(simulation.events, predicted).items()
     }
     parts = {name: totals.get(name, 0) for name in predicted}
-    around = overheads(
-        step.recipe,
-        situation.device,
-        {**{name: {} for name in totals}, **predicted},
-        parts | totals,
+    held = StepBytes(
+        recipe=step.recipe,
+        device=situation.device,
         num_ranks=candidate.num_ranks,
+        events={**{name: {} for name in totals}, **predicted},
+        totals=parts | totals,
         steady=simulation.steady_allocated_bytes + workspace + step.sharding.root,
-        table=OVERHEADS,
     )
+    around = overheads(held, OVERHEADS)
     outside = around.device - around.reserved
     peak = simulation.peak_allocated_bytes + workspace
     reserved = around.reserved

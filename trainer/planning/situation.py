@@ -6,7 +6,7 @@ from trainer.spec.data_profile import DataProfile
 from trainer.spec.hardware import DeviceKind, Hardware
 from trainer.spec.job import Job
 from trainer.spec.model_shape import ModelShape
-from trainer.spec.plan import Schedule
+from trainer.spec.plan import Fp8Gain, Schedule
 from trainer.spec.strategy import Method
 from trainer.spec.units import format_bytes
 from trainer.spec.value import Value
@@ -24,6 +24,7 @@ class Situation(Value, frozen=True, kw_only=True):
     num_eval_tokens: int = 0
     data: DataProfile | None = None  # None: rows of seq_len tokens
     corrections: Corrections = NO_CORRECTIONS  # what earlier runs teach of every row
+    fp8_gain: Fp8Gain | None = None  # what timing this model's matrix shapes found
     ignores_version: bool = False  # as if every later version's features were here
 
     @property
@@ -61,11 +62,6 @@ class Situation(Value, frozen=True, kw_only=True):
         if self.is_cpu:
             return "amx_bf16" in self.hardware.host.cpu_flags
         return (self.device.compute_capability or (0, 0)) >= (8, 0)
-
-    @property
-    def fast_fp16(self) -> bool:
-        """Fp16 matrix products in hardware: Volta and newer."""
-        return not self.is_cpu and (self.device.compute_capability or (0, 0)) >= (7, 0)
 
     def has_library(self, name: str) -> bool:
         """Whether the probe found the package; names as on the package index."""

@@ -14,7 +14,15 @@ margin, so it never runs there).
 from trainer.planning import speed_constants as constants
 from trainer.planning.device import Device
 from trainer.planning.setting import Setting
-from trainer.planning.speed_compute import FORWARD, both, device_seconds, fed, host_seconds, training_passes
+from trainer.planning.speed_compute import (
+    FORWARD,
+    both,
+    device_seconds,
+    fed,
+    forward_host_seconds,
+    host_seconds,
+    training_passes,
+)
 from trainer.planning.speed_optimizer import optimizer_seconds
 from trainer.planning.speed_rates import rates_of, speed_notes
 from trainer.planning.speed_transfers import activation_copy_seconds, collective_seconds, offload_seconds
@@ -69,7 +77,7 @@ def evaluation_seconds(shape: ModelShape, setting: Setting, device: Device, num_
     work, rates, adapters = work_of(shape), rates_of(setting, device), adapters_of(shape, setting)
     is_cpu = device.kind is DeviceKind.CPU
     busy = device_seconds(shape, setting, work, adapters, rates, device, FORWARD)
-    host = host_seconds(setting, work, adapters, is_cpu=is_cpu) / training_passes(setting).elementwise
+    host = forward_host_seconds(setting, work, adapters, is_cpu=is_cpu)
     wire, _ = collective_seconds(setting, work, rates, 0)
     micro = both(busy + host if is_cpu else fed(busy, host), wire / 2)
     return micro * num_tokens / setting.tokens_per_micro_batch / setting.num_ranks

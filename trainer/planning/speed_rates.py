@@ -121,6 +121,8 @@ def _power_limited_rate(generation: Generation, watts: float, rated_watts: float
 
 
 def _fp8_rate(device: Device, matmul: float) -> float:
+    if device.measured_fp8_speedup is not None:
+        return device.measured_fp8_speedup * matmul
     if device.measured_fp8_flops_per_s is not None:
         return float(device.measured_fp8_flops_per_s)
     return constants.FP8_GAIN * matmul if Precision.FP8 in device.peak_flops_per_s else matmul

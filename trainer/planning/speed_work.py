@@ -8,12 +8,14 @@ Bytes of one element in one forward, counted from the kernels that run; a backwa
     rotary      20, fused 4; queries and keys are moved once more, 4, to where attention wants them
     activation  gated 10, fused 6; one matrix 4, and 0 where the compiler joins it to its neighbours
     adapter     4 an input and 8 an output in 16 bit; fp32 matrices on 16-bit layers 23 and 12: inputs are cast and kept
+    DoRA        24 an output in 16 bit, 48 in fp32; for the lengths of a weight i x o, whatever the batch is,
+                4 i i + 14 i o in 16 bit, 12 i i + 38 i o in fp32
     autocast    6 an input of every linear layer, since activations are fp32 until a product casts them
     experts     12 an element of a token's hidden state for each expert it is sent to and fetched from
 
 Nothing here is fitted. Operators are counted the same way: views, attention and residual 8 a block, one a linear
-layer, 6 a norm, 10 for rotary embeddings, 10 an adapter, 8 an NF4 layer, 20 a unit of FSDP, 20 a block's experts:
-transformers sorts tokens by expert and multiplies in groups, however many experts there are.
+layer, 6 a norm, 10 for rotary embeddings, 10 an adapter, 30 with DoRA, 8 an NF4 layer, 20 a unit of FSDP, 20 a
+block's experts: transformers sorts tokens by expert and multiplies in groups, however many experts there are.
 """
 
 from functools import lru_cache
@@ -28,6 +30,8 @@ from trainer.spec.value import Value
 
 # Bytes of a logit through memory in forward and backward; chunked computes its slices twice in plain torch.
 LOGIT_BYTES = {LossHead.EAGER: 40, LossHead.CHUNKED: 64, LossHead.FUSED: 14, LossHead.FUSED_LINEAR: 10}
+# Of our own `fused`, plain torch in slices: forward 30 (cast, highest, difference, exponential, sum), backward 36.
+OWN_FUSED_LOGIT_BYTES = 66
 # Of the head's weight, for each slice of `chunked`: read three times, in fp32 added to a gradient that is written once.
 SLICE_WEIGHT_BYTES, SLICE_GRADIENT_BYTES = 6, 12
 SLICE_OPERATORS = 24  # forward and backward
@@ -78,6 +82,8 @@ class Adapters(Value, frozen=True, kw_only=True):
     count: int = 0
     inputs: int = 0
     outputs: int = 0
+    squares: int = 0  # of the inputs
+    weights: int = 0  # elements of the layers they are beside
 
     @property
     def sizes(self) -> int:
@@ -170,11 +176,17 @@ def _adapters(shape: ModelShape, targets: tuple[str, ...]) -> Adapters:
         count=sum(blocks * len(linears) for blocks, linears in weights),
         inputs=sum(blocks * linear.num_inputs for blocks, linears in weights for linear in linears),
         outputs=sum(blocks * linear.num_outputs for blocks, linears in weights for linear in linears),
+        squares=sum(blocks * linear.num_inputs**2 for blocks, linears in weights for linear in linears),
+        weights=sum(
+            blocks * linear.num_inputs * linear.num_outputs for blocks, linears in weights for linear in linears
+        ),
     )
 
 
 def trained_parameters(setting: Setting, work: Work, adapters: Adapters) -> int:
-    return setting.lora.rank * adapters.sizes if setting.method.freezes_base else work.parameters
+    if not setting.method.freezes_base:
+        return work.parameters
+    return setting.lora.rank * adapters.sizes + (adapters.outputs if setting.lora.dora else 0)
 
 
 def tokens_computed(setting: Setting) -> int:
@@ -231,16 +243,28 @@ def _adapter_bytes(setting: Setting) -> tuple[int, int]:
     is_fused = setting.compile or (
         stack.fuses_adapters and setting.method is Method.QLORA and setting.loss is not LossHead.EAGER
     )
-    if is_fused or own == precision.compute_bytes:
-        return 2 * precision.compute_bytes, 4 * precision.compute_bytes
-    return 23, 12
+    in_one_type, is_dora = is_fused or own == precision.compute_bytes, setting.lora.dora
+    if in_one_type:
+        return 2 * precision.compute_bytes, (12 if is_dora else 4) * precision.compute_bytes
+    return 23, 48 if is_dora else 12
+
+
+def weight_norm_bytes(setting: Setting, adapters: Adapters) -> float:
+    """Bytes that DoRA moves in one forward for the lengths of its weights' rows."""
+    if not setting.lora.dora:
+        return 0.0
+    width, stack = setting.strategy.precision.compute_bytes, stack_of(setting.stack)
+    own = setting.recipe.adapter_bytes or stack.adapter_bytes or setting.strategy.precision.master_bytes
+    if own == width:  # identity written and read; product, its multiple, sum and length
+        return 2 * width * adapters.squares + 7 * width * adapters.weights
+    return 12 * adapters.squares + 38 * adapters.weights
 
 
 def operators(setting: Setting, work: Work, adapters: Adapters) -> int:
     """Operators that the host starts in one forward of all blocks."""
     is_fused = has_fused_kernels(setting)
     count = work.fused_operators if is_fused else work.plain_operators
-    count += (4 if setting.compile else 10) * adapters.count
+    count += (4 if setting.compile else 10) * (3 if setting.lora.dora else 1) * adapters.count
     if setting.method is Method.QLORA:
         count += (2 if setting.compile else 8) * work.linear_operators
     if setting.strategy.sharding in (Sharding.NONE, Sharding.DDP):

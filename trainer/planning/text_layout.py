@@ -72,13 +72,13 @@ def _aligned(rows: Sequence[Sequence[str]], right: set[int], indent: str) -> lis
     return lines
 
 
-def paragraph(text: str, *, width: int, indent: str = "  ", hanging: str = "  ") -> list[str]:
-    """`text` wrapped at words; lines after the first stand `hanging` deeper."""
+def paragraph(text: str, *, width: int, indent: str = "  ") -> list[str]:
+    """`text` wrapped at words; lines after the first stand two columns deeper."""
     return textwrap.wrap(
         text,
         width=max(width, 40),
         initial_indent=indent,
-        subsequent_indent=indent + hanging,
+        subsequent_indent=indent + "  ",
         break_long_words=False,
         break_on_hyphens=False,
     )

@@ -32,7 +32,7 @@ NCCL = "nccl"
 def build_accelerator(plan: Plan, *, ds_config: Mapping[str, Any] | None) -> Accelerator:
     """The Accelerator of the chosen candidate; its engine is what `prepare` will wrap the model in."""
     chosen, kind = plan.chosen, plan.device_kind
-    check_precision(chosen.strategy.precision, kind)
+    check_precision(chosen.strategy.precision)
     _check_sharding(chosen)
     _check_launch(chosen)
     if chosen.strategy.sharding.uses_deepspeed:

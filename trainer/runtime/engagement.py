@@ -168,7 +168,7 @@ def _comparisons(
     yield "precision", str(chosen.strategy.precision), engaged.precision
     yield "accumulation", chosen.accumulation, engaged.accumulation
     yield "accumulation as Accelerate counts it", chosen.accumulation, accelerator.gradient_accumulation_steps
-    yield "attention", attention_name(chosen.attention), engaged.attention
+    yield "attention", attention_name(chosen.attention, chosen.flash_kernel), engaged.attention
     yield "loss head", str(chosen.loss), engaged.loss
     yield from _optimizer_rows(model, optimizer, chosen, engaged)
     yield from _method_rows(plain, chosen)
@@ -184,7 +184,7 @@ def _comparisons(
 def _optimizer_rows(model: nn.Module, optimizer: Any, chosen: Candidate, engaged: Engaged) -> Iterator[Row]:  # noqa: ANN401  # Accelerate's wrapper
     kind, inner = chosen.strategy.optimizer, unwrapped(optimizer)
     is_galore = chosen.method is Method.GALORE
-    name = expected_class_name(kind, is_galore=is_galore, in_backward=chosen.optimizer_in_backward)
+    name = expected_class_name(kind, is_galore=is_galore)
     yield "optimizer", name, engaged.optimizer_class
     planned = expected_groups(kind, is_galore=is_galore)
     found = tuple(group.get("name") for group in inner.param_groups)

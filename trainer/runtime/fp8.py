@@ -22,8 +22,8 @@ from trainer.runtime import fp8_te, fp8_torchao
 from trainer.runtime.fp8_layers import Fp8Layers, fp8_layers, replace_layer, token_multiple
 from trainer.runtime.loss import IGNORED
 from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.plan import Candidate
-from trainer.spec.strategy import Checkpointing, Fp8Recipe
+from trainer.spec.plan import Candidate, Plan
+from trainer.spec.strategy import Checkpointing, Fp8Recipe, Precision
 
 EXPERIMENTAL = (Fp8Recipe.MXFP8, Fp8Recipe.NVFP4)
 _TORCHAO = (Fp8Recipe.TORCHAO_TENSORWISE, Fp8Recipe.TORCHAO_ROWWISE)
@@ -103,6 +103,12 @@ def check_fp8_ran(model: nn.Module) -> None:
         )
 
 
+def library_of(recipe: Fp8Recipe) -> str:
+    """The distribution that a recipe computes with, and its version."""
+    package = package_of(recipe)
+    return f"{_DISTRIBUTIONS[package]} {_version(package)}"
+
+
 def fp8_facts(model: nn.Module) -> dict[str, str]:
     """What is seen of FP8 after a step, in words; nothing where there is none."""
     fp8: Fp8 | None = getattr(model, "shardwise_fp8", None)
@@ -111,11 +117,18 @@ def fp8_facts(model: nn.Module) -> dict[str, str]:
     mark = " (experimental)" if fp8.recipe in EXPERIMENTAL else ""
     return {
         "fp8 recipe": f"{fp8.recipe}{mark}: {type(fp8.region.recipe).__name__}",
-        "fp8 library": f"{_DISTRIBUTIONS[fp8.package]} {_version(fp8.package)}",
+        "fp8 library": library_of(fp8.recipe),
         "fp8 layers": str(len(fp8.layers)),
         "fp8 products": f"{fp8.num_products} in forwards" if fp8.num_products else "not counted in compiled blocks",
         "fp8 layers left in 16 bit": fp8.skipped_words,
     }
+
+
+def timed_facts(plan: Plan) -> dict[str, str]:
+    """What was timed of FP8 before a run in it; nothing where nothing was, or where the run is not in FP8."""
+    gain = plan.fp8_gain
+    is_timed = gain is not None and plan.chosen.strategy.precision is Precision.FP8
+    return {"fp8 gain": gain.words} if gain is not None and is_timed else {}
 
 
 def _convert(model: nn.Module, layers: Fp8Layers, region: Region) -> dict[str, nn.Module]:

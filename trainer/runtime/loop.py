@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from trainer.runtime.data import MicroBatch, step_micro_batches
 from trainer.runtime.engagement import facts_after_step
 from trainer.runtime.evaluation import evaluate
-from trainer.runtime.fp8 import check_fp8_ran
+from trainer.runtime.fp8 import check_fp8_ran, timed_facts
 from trainer.runtime.memory_profile import MemoryProfile, anonymous_bytes
 from trainer.runtime.metrics import MetricsFile, StepMetrics
 from trainer.runtime.model import plain_model
@@ -96,7 +96,8 @@ def _one_step(session: Session) -> Callable[[Evaluation | None], StepMetrics]:
     session.writer.write_status("training", step=step)
     if state.engaged is not None and not state.engaged.facts:
         check_fp8_ran(plain_model(session.model))
-        state.engaged = replace(state.engaged, facts=facts_after_step(session.model, session.optimizer, session.scaler))
+        seen = facts_after_step(session.model, session.optimizer, session.scaler)
+        state.engaged = replace(state.engaged, facts=seen | timed_facts(session.plan))
     return lambda evaluation: _metrics(session, result, clock, lr=lr, step_s=step_s, evaluation=evaluation)
 
 

@@ -22,7 +22,10 @@ from torch._C._autograd import DeviceType  # torch.autograd has it under no publ
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
+from trainer.runtime.engine_state import partitions
+from trainer.runtime.model import is_deepspeed
 from trainer.runtime.optimizers import unwrapped
+from trainer.runtime.optimizers.facts import projectors
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.report import MemoryFigures
 from trainer.spec.units import MIB
@@ -55,7 +58,7 @@ class MemoryProfile:
                 self._peak_bytes = torch.cuda.max_memory_allocated(self._device)
                 gradients = sum(num_bytes for _, num_bytes in arrivals)
             else:
-                self._steady_bytes = sum(held.values())
+                self._steady_bytes = sum(held.values()) + _engine_buffers(self._model)
                 with _room_for_a_profile():
                     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
                         yield
@@ -79,24 +82,49 @@ class MemoryProfile:
     def _split(self, held: dict[str, int], gradients: int) -> dict[str, int]:
         assert self._peak_bytes is not None
         parts = {name: held[name] for name in (WEIGHTS, OPTIMIZER_STATE)}
-        parts[GRADIENTS] = max(gradients, held[GRADIENTS])
+        # ZeRO-3 frees a parameter's gradient once its share is in the flat partition.
+        is_flat = _zero3_gradients(self._model) is not None
+        parts[GRADIENTS] = held[GRADIENTS] if is_flat else max(gradients, held[GRADIENTS])
         parts[ACTIVATIONS] = max(0, self._peak_bytes - sum(parts.values()))
         return parts
 
 
 def held_bytes(model: nn.Module, optimizer: Any) -> dict[str, int]:  # noqa: ANN401  # Accelerate's wrapper
-    """Bytes held between steps by part; under DDP the gradients' buckets stay allocated."""
+    """Bytes held between steps by part; DDP's gradients and ZeRO-3's stay allocated, GaLore's projectors are state."""
     shards = [p.ds_tensor for p in model.parameters() if hasattr(p, "ds_tensor")]  # ZeRO-3 keeps them beside
     weights = [*model.parameters(), *model.buffers(), *shards]
     inner = unwrapped(optimizer)
     states = [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
+    states += [matrix for state in inner.state.values() for matrix in projectors(state)]
     masters = [p for group in inner.param_groups for p in group["params"]]  # DeepSpeed's fp32 partitions; else weights
+    masters += partitions(model) if is_deepspeed(model) else []  # ZeRO-3 hands them over one by one
     held_weights = _storage_bytes(weights)
     return {
         WEIGHTS: held_weights,
         OPTIMIZER_STATE: _storage_bytes([*weights, *masters, *states]) - held_weights,
-        GRADIENTS: _bucket_bytes(model) if isinstance(model, DistributedDataParallel) else 0,
+        GRADIENTS: _held_gradients(model),
     }
+
+
+def _held_gradients(model: nn.Module) -> int:
+    """DDP's buckets, or the flat partition that ZeRO-3 adds its gradients up in."""
+    if isinstance(model, DistributedDataParallel):
+        return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    flat = _zero3_gradients(model)
+    return 0 if flat is None else _storage_bytes([flat])
+
+
+def _zero3_gradients(model: nn.Module) -> Tensor | None:
+    zero: Any = model.optimizer if is_deepspeed(model) else None
+    flat = getattr(zero, "grad_partitions_flat_buffer", None)
+    return flat if isinstance(flat, Tensor) else None
+
+
+def _engine_buffers(model: nn.Module) -> int:
+    """Bytes that ZeRO-3 gathers gradients in before it reduces them, whatever the step does."""
+    zero: Any = model.optimizer if _zero3_gradients(model) is not None else None
+    buckets = getattr(zero, "ipg_buckets", {}).values()
+    return _storage_bytes(bucket.buffer for bucket in buckets if bucket.buffer is not None)
 
 
 def highest_rise(events: Iterable[tuple[int, int]]) -> tuple[int, int]:
@@ -189,10 +217,6 @@ def _storage_bytes(tensors: Iterable[Tensor]) -> int:
         storage = local.untyped_storage()
         sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
-
-
-def _bucket_bytes(model: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 
 
 def _device_bytes(device: torch.device) -> int:

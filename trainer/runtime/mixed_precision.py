@@ -14,7 +14,6 @@ from functools import wraps
 from typing import Any, Protocol
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -136,7 +135,7 @@ def install_autocast(model: PreTrainedModel, kind: DeviceKind, dtype: torch.dtyp
     seam.forward = autocast_forward
 
 
-def loss_scaler(accelerator: Accelerator, model: nn.Module, chosen: Candidate, kind: DeviceKind) -> LossScaler | None:
+def loss_scaler(model: nn.Module, chosen: Candidate, kind: DeviceKind) -> LossScaler | None:
     """The scaler of an fp16 run, after `prepare`; None where nothing is scaled."""
     if chosen.strategy.precision is not Precision.FP16_MIXED:
         return None

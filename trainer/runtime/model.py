@@ -6,6 +6,7 @@ comes with shardwise 0.5. Nothing pickled is read: weights come from safetensors
 computing type of the precision, one of qlora in 4 bit from the moment it is read (`quantisation`).
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def build_model(plan: Plan) -> PreTrainedModel:
     chosen, shape = plan.chosen, plan.model_shape
     if shape.loss_obstacle is not None:
         raise InputError(f"{shape.model_type} cannot be trained: {shape.loss_obstacle}")
-    check_attention(chosen.attention, shape)
+    check_attention(chosen.attention, shape, chosen.flash_kernel)
     model = _build_base(plan)
     apply_method(model, plan)
     make_trainable(
@@ -55,12 +56,14 @@ def build_model(plan: Plan) -> PreTrainedModel:
     return model
 
 
-def model_from_config(config: dict[str, Any], *, dtype: torch.dtype, attention: Attention) -> PreTrainedModel:
+def model_from_config(
+    config: dict[str, Any], *, dtype: torch.dtype, attention: Attention, flash_kernel: str | None = None
+) -> PreTrainedModel:
     """A model with new weights on torch's default device; on `meta`, one without any."""
     fields = {name: value for name, value in config.items() if name not in ("model_type", "dtype", "torch_dtype")}
     built = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(config["model_type"], **fields),
-        attn_implementation=attention_name(attention),
+        attn_implementation=attention_name(attention, flash_kernel),
         dtype=torch.float32,
     )
     assert isinstance(built, PreTrainedModel)
@@ -109,14 +112,13 @@ def _build_base(plan: Plan) -> PreTrainedModel:
     dtype = base_type(chosen.method, chosen.strategy.precision)
     packing = packing_of(plan) if chosen.method is Method.QLORA else None
     if plan.model_path is not None:
-        attention = attention_name(chosen.attention)
+        attention = attention_name(chosen.attention, chosen.flash_kernel)
         return _from_weights(
             plan.model_path, model_type=config["model_type"], dtype=dtype, attention=attention, packing=packing
         )
     torch.manual_seed(plan.job.train.seed)
-    if packing is None:
-        return model_from_config(config, dtype=dtype, attention=chosen.attention)
-    return draw_quantised(lambda: model_from_config(config, dtype=torch.float32, attention=chosen.attention), packing)
+    build = partial(model_from_config, config, attention=chosen.attention, flash_kernel=chosen.flash_kernel)
+    return build(dtype=dtype) if packing is None else draw_quantised(lambda: build(dtype=torch.float32), packing)
 
 
 def _from_weights(

@@ -8,7 +8,8 @@ Documents are told apart by their positions, which start at 0 in each (data.py).
         CPU                                                       the kernel behind PyTorch's attention, a document at
                                                                   a time
         else, or with attention dropout                           PyTorch's attention, a document at a time
-    flash    flash-attn's function for rows of variable length: transformers calls it where it is given the bounds
+    flash    flash-attn's function for rows of variable length, its own or the hub's: transformers calls it where it is
+             given the bounds
     eager    transformers makes the mask from the positions
 
 Falcon and MPT tell neither transformers nor the kernel where documents start: they are given a mask of row x row, bool
@@ -37,6 +38,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.utils.generic import is_flash_attention_requested
 
 from trainer.spec.errors import InputError
 
@@ -70,13 +72,14 @@ def packed_inputs(model: PreTrainedModel, input_ids: Tensor, position_ids: Tenso
     """
     isolate_documents(model)
     name, is_masked = model.config._attn_implementation, model.config.model_type in _NEEDS_MASK
-    if name == FLASH and model.config.model_type in _LOSES_BOUNDS:
+    is_flash = is_flash_attention_requested(model.config)  # by whichever name
+    if is_flash and model.config.model_type in _LOSES_BOUNDS:
         return {"input_ids": input_ids.reshape(1, -1), "position_ids": position_ids.reshape(1, -1)}
     inputs: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids}
     if is_masked:
         embedding: Any = model.get_input_embeddings()
         inputs["attention_mask"] = _row_mask(position_ids, torch.bool if name == SDPA else embedding.weight.dtype)
-    elif name in (PACKED_SDPA, FLASH):
+    elif is_flash or name == PACKED_SDPA:
         bounds, longest = document_bounds(position_ids), position_ids.shape[1]
         inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         inputs |= {"max_length_q": longest, "max_length_k": longest}

@@ -9,7 +9,6 @@ the autocast of fp16-mixed, which Accelerate leaves out on a CPU (`mixed_precisi
 import torch
 
 from trainer.runtime.fp8 import check_some_backend
-from trainer.spec.hardware import DeviceKind
 from trainer.spec.strategy import Precision
 
 _ACCELERATE_NAMES = {
@@ -28,7 +27,7 @@ _COMPUTE_TYPES = {
 }
 
 
-def check_precision(precision: Precision, device_kind: DeviceKind) -> None:
+def check_precision(precision: Precision) -> None:
     """InputError for a precision whose library is not here, before a model is loaded for it."""
     if precision is Precision.FP8:
         check_some_backend()

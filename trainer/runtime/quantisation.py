@@ -49,7 +49,7 @@ class Packing(NamedTuple):
     lives_on: torch.device  # where it is kept until the engine takes it
 
 
-def packing_of(plan: Plan, quant: Quant = Quant.NF4_DQ) -> Packing:
+def packing_of(plan: Plan) -> Packing:
     """The packing of a plan's base on this rank; InputError where the engine cannot hold one."""
     strategy, cpu = plan.chosen.strategy, torch.device("cpu")
     if strategy.sharding is Sharding.ZERO3:
@@ -58,7 +58,7 @@ def packing_of(plan: Plan, quant: Quant = Quant.NF4_DQ) -> Packing:
     is_cuda = plan.device_kind is DeviceKind.CUDA
     works_on = torch.device("cuda", torch.cuda.current_device()) if is_cuda else cpu
     return Packing(
-        quant=quant,
+        quant=Quant.NF4_DQ,
         compute=compute,
         storage=storage_type(strategy.precision) if strategy.sharding.uses_fsdp else torch.uint8,
         works_on=works_on,

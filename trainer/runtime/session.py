@@ -91,7 +91,7 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
     writer.write_status("preparing the engine")
     wrapped, wrapped_optimizer = accelerator.prepare(model, optimizer)
     state.engaged = check_engagement(accelerator, wrapped, wrapped_optimizer, chosen)
-    scaler = loss_scaler(accelerator, wrapped, chosen, plan.device_kind)
+    scaler = loss_scaler(wrapped, chosen, plan.device_kind)
     if checkpoint is not None:
         import_optimizer(wrapped, wrapped_optimizer, checkpoint, sharding=sharding)
         _take_over(state, checkpoint)

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from trainer.runtime.packed_attention import FLASH
 from trainer.simulation.build import blocks_of, build_on_meta
 from trainer.simulation.own_loss import loss_obstacle
 from trainer.spec.architecture import Linear, ModelShape, Norm, Positions
@@ -270,7 +271,9 @@ def _num_sliding_layers(config: _Config, num_layers: int) -> int:
 
 def _attentions(model: Any, config: _Config) -> tuple[Attention, ...]:  # noqa: ANN401  # transformers' switches
     found = []
-    if model._supports_flash_attn and not config.says("alibi"):
+    # Where the class lists others, transformers takes one of those for it, from the hub.
+    takes_flash = FLASH in (model._compatible_flash_implementations or (FLASH,))
+    if model._supports_flash_attn and takes_flash and not config.says("alibi"):
         found.append(Attention.FLASH)
     if model._supports_sdpa:
         found.append(Attention.SDPA)

@@ -74,6 +74,7 @@ def as_if_available(compute_capability: tuple[int, int]) -> Iterator[None]:
     }
     with (
         replaced(torch.cuda, **answers),
+        replaced(torch.accelerator, current_stream=lambda *_: stream),  # FSDP2's, of a block that nothing waited for
         replaced(torch.cuda.amp.common, amp_definitely_not_available=lambda: False),
         replaced(torch.Tensor, record_stream=lambda *_: None),
     ):

@@ -28,6 +28,17 @@ class Nf4Linear(bitsandbytes.nn.Linear4bit):  # type: ignore[misc]  # published 
 
     num_scales: int
 
+    @property
+    def W_q(self) -> Tensor:  # noqa: N802  # PEFT's mark of a layer that makes its weight whole itself
+        """The packed weight."""
+        packed: Tensor = self.weight
+        return packed
+
+    def dequantize(self) -> Tensor:
+        """The whole weight [outputs, inputs] in the computing type, which DoRA measures."""
+        shape = (self.out_features, self.in_features)
+        return _whole_weight(self.weight, shape, self.num_scales, self.compute_dtype)
+
     def forward(self, value: Tensor) -> Tensor:
         inner = value.to(self.compute_dtype)
         shape = (self.out_features, self.in_features)

@@ -3,8 +3,8 @@
 A model is a table of embeddings, `num_layers` blocks and a head. The blocks are alike, with two exceptions that are
 counted rather than listed: mixture-of-experts models may have `num_dense_layers` blocks with an ordinary feed-forward
 layer (`dense_linears` in place of `linears`), and in `num_sliding_layers` blocks a token sees the last
-`sliding_window` tokens only. Which blocks they are matters to no formula. `block_parameters` and
-`used_linear_parameters` add up over all blocks; `parameters_per_block` is one block of the usual kind.
+`sliding_window` tokens only. Which blocks they are matters to no formula. `block_parameters`
+adds up over all blocks; `parameters_per_block` is one block of the usual kind.
 
 A shape comes from a config by a reader, or is described from the model itself (`is_described`), which any architecture
 can be: its sums are then exact as well, and of its structure it says what can be seen of the modules.
@@ -127,12 +127,6 @@ class ModelShape(Value, frozen=True, kw_only=True):
         return num_usual * self.parameters_per_block + self.num_dense_layers * self.dense_parameters_per_block
 
     @property
-    def used_linear_parameters(self) -> int:
-        """Weights that one token is multiplied with in the linear layers of all blocks: only its own experts."""
-        num_usual = self.num_layers - self.num_dense_layers
-        return num_usual * _used(self.linears) + self.num_dense_layers * _used(self.dense_linears)
-
-    @property
     def embedding_parameters(self) -> int:
         return self.vocab_size * self.hidden_size
 
@@ -160,7 +154,3 @@ class ModelShape(Value, frozen=True, kw_only=True):
             + (self.hidden_size if self.final_norm_parameters is None else self.final_norm_parameters)
             + self.other_parameters
         )
-
-
-def _used(linears: tuple[Linear, ...]) -> int:
-    return sum(linear.num_used * linear.num_inputs * linear.num_outputs for linear in linears)

@@ -3,7 +3,7 @@
 A file of another format, a truncated one or one with unknown fields is an InputError that names the file.
 """
 
-import secrets
+import os
 from pathlib import Path
 from typing import TypeVar
 
@@ -44,7 +44,7 @@ def write(path: Path, value: Value) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Replaces the file `path` by `content` in one rename."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     try:
         temporary.write_bytes(content)
         temporary.replace(path)

@@ -5,9 +5,9 @@
     |   +-- InputProblemsError    2  several of them, shown together
     +-- NothingFitsError          3  no strategy fits this machine
     +-- EnvironmentFaultError     4  permission, disk, missing library, or the run failed
-    +-- MemoryExhaustedError      5  out of memory after every fallback
 
-Two more endings are not errors: 75 (stopped to be requeued) and 130 (Ctrl-C after a saved checkpoint).
+Three more endings are not errors but outcomes of a run: 5 (out of memory after every fallback), 75 (stopped to be
+requeued) and 130 (Ctrl-C after a saved checkpoint).
 A message is one to three lines: what is wrong, with both numbers where there are two, and what would do.
 """
 
@@ -60,9 +60,3 @@ class EnvironmentFaultError(ShardwiseError):
     """The machine is in the way: a permission, a full disk, a missing library, a run that failed."""
 
     exit_code = ExitCode.ENVIRONMENT
-
-
-class MemoryExhaustedError(ShardwiseError):
-    """Out of memory, and every fallback of the plan was tried."""
-
-    exit_code = ExitCode.OUT_OF_MEMORY

@@ -153,6 +153,7 @@ class Hardware(Value, frozen=True, kw_only=True):
     excluded: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     libraries: dict[str, str] = {}
+    unfit_libraries: dict[str, str] = {}  # installed, but at a version that another does not take: why, in words
     rates: MeasuredRates = MeasuredRates()
     vram_cap_bytes: int | None = None  # --vram or limits.vram
     source: str = "probe"  # probe | catalogue SPEC | file

@@ -107,6 +107,7 @@ class ModelJob(Value, frozen=True, kw_only=True):
     revision: str | None = None
     tokenizer: str | None = None  # None: the model's own; "train": a byte-level BPE made from the data
     trust_remote_code: str | None = None  # the repository whose code may run, or None
+    flash_kernel: str | None = None  # OWNER/flash-attn2@COMMIT: may run where flash-attn is missing
 
 
 class DataSource(Value, frozen=True, kw_only=True):

@@ -134,23 +134,19 @@ _LOSS_FORMATS: dict[LossOn, tuple[DataFormat, ...]] = {
 
 
 def _objective_format(job: Job) -> str | None:
-    fitting = _OBJECTIVE_FORMATS.get(job.train.objective)
-    if fitting is None or job.data.format is DataFormat.AUTO or job.data.format in fitting:
-        return None
-    return (
-        f"train.objective: {job.train.objective} and data.format: {job.data.format} exclude each other; "
-        f"it learns from {one_of(tuple(fitting))}"
-    )
+    objective = job.train.objective
+    return _other_format(job, f"train.objective: {objective}", "learns from", _OBJECTIVE_FORMATS.get(objective))
 
 
 def _loss_format(job: Job) -> str | None:
-    fitting = _LOSS_FORMATS.get(job.data.loss_on)
+    return _other_format(job, f"data.loss_on: {job.data.loss_on}", "needs", _LOSS_FORMATS.get(job.data.loss_on))
+
+
+def _other_format(job: Job, what: str, verb: str, fitting: tuple[DataFormat, ...] | None) -> str | None:
+    """Where the format is not among the `fitting` ones; None: all are."""
     if fitting is None or job.data.format is DataFormat.AUTO or job.data.format in fitting:
         return None
-    return (
-        f"data.loss_on: {job.data.loss_on} and data.format: {job.data.format} exclude each other; "
-        f"it needs {one_of(tuple(fitting))}"
-    )
+    return f"{what} and data.format: {job.data.format} exclude each other; it {verb} {one_of(fitting)}"
 
 
 def _template_format(job: Job) -> str | None:

@@ -13,9 +13,10 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from enum import StrEnum
 from typing import Any
+
+from trainer.spec.nearest import close_matches
 
 _YES, _NO = ("yes", "on", "true"), ("no", "off", "false")
 
@@ -43,7 +44,7 @@ def one_of(words: tuple[str, ...]) -> str:
 
 def nearest(word: str, words: tuple[str, ...]) -> str | None:
     """The member of `words` that was probably meant."""
-    matches = get_close_matches(word.lower(), words, n=1, cutoff=0.6)
+    matches = close_matches(word.lower(), words)
     if matches:
         return matches[0]
     # One wrong letter of two is too far apart for that ratio.
@@ -164,6 +165,30 @@ def texts(expected: str, *, may_be_empty: bool) -> Kind:
         read=read,
         write=lambda value: value[0] if len(value) == 1 else list(value),
         schema={"anyOf": [one, {"type": "array", "items": one, "minItems": 0 if may_be_empty else 1}]},
+    )
+
+
+_FLASH_KERNEL = r"[A-Za-z0-9][A-Za-z0-9._-]*/flash-attn2@[0-9a-f]{40}"
+
+
+def flash_kernel() -> Kind:
+    """A FlashAttention 2 kernel of the hub at a commit: its code runs, and a branch or a tag may come to name other."""
+
+    def read(value: object) -> str:
+        checked = read_text(value)
+        if re.fullmatch(_FLASH_KERNEL, checked):
+            return checked
+        repository, _, revision = checked.partition("@")
+        if re.fullmatch(r"[^/]+/flash-attn2", repository) is None:
+            raise HintError("flash is FlashAttention 2, as in kernels-community/flash-attn2")
+        what = f"{shown(revision)} may come to name other code" if revision else "the commit is missing"
+        raise HintError(f"{what}: a commit is 40 hexadecimal digits")
+
+    return Kind(
+        expected="OWNER/flash-attn2@COMMIT",
+        read=read,
+        schema={"type": "string", "pattern": f"^({_FLASH_KERNEL})$"},
+        is_text=True,
     )
 
 

@@ -57,35 +57,35 @@ def number(
     return Kind(expected=_bounded(above, minimum, below, maximum), read=read, schema={"anyOf": [schema, text_form]})
 
 
-def share(*, maximum: float = 1.0) -> Kind:
+def share() -> Kind:
     """A share as `3%`; a bare number is refused, because 1 may mean 1 % or everything."""
 
     def read(value: object) -> float:
         parsed = read_share(value)
-        if parsed > maximum:
+        if parsed > 1:
             raise ValueError
         return parsed
 
     return Kind(
-        expected=f'a share of at most {maximum * 100:g}%, such as "3%"',
+        expected='a share of at most 100%, such as "3%"',
         read=read,
         write=write_share,
         schema={"type": "string", "pattern": rf"^\s*({_NUMBER_PATTERN})\s*%\s*$"},
     )
 
 
-def size(*, minimum: int = MIB) -> Kind:
-    """Bytes as `8GiB` or `80GB`; a plain number is bytes, and one below `minimum` was surely meant otherwise."""
+def size() -> Kind:
+    """Bytes as `8GiB` or `80GB`; a plain number is bytes, and one below a MiB was surely meant otherwise."""
 
     def read(value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int | float | str):
             raise ValueError
         text_form = _bounded_text(str(value).strip()).removesuffix(".0")
         in_g = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*[gG]?", text_form)
-        if in_g is not None and (not text_form.isdigit() or 0 < int(text_form) < minimum):
+        if in_g is not None and (not text_form.isdigit() or 0 < int(text_form) < MIB):
             raise HintError(f'did you mean "{in_g[1]}GiB"?')
         num_bytes = parse_bytes(text_form)
-        if not minimum <= num_bytes <= LARGEST_WHOLE:
+        if not MIB <= num_bytes <= LARGEST_WHOLE:
             raise ValueError
         return num_bytes
 
@@ -96,7 +96,7 @@ def size(*, minimum: int = MIB) -> Kind:
         write=write_size,
         schema={
             "anyOf": [
-                {"type": "integer", "minimum": minimum, "maximum": LARGEST_WHOLE},
+                {"type": "integer", "minimum": MIB, "maximum": LARGEST_WHOLE},
                 {"type": "string", "pattern": rf"^\s*({_NUMBER_PATTERN}){units}$"},
             ]
         },

@@ -1,6 +1,10 @@
-"""What a measuring process writes for the probe that started it: figures, and a line for each that is missing."""
+"""What measuring processes are asked and what they write for whoever started them; what of it is kept, and for whom."""
+
+from typing import Any
 
 from trainer.spec.hardware import MeasuredRates
+from trainer.spec.plan import Fp8Gain
+from trainer.spec.strategy import Fp8Recipe
 from trainer.spec.value import Value
 
 
@@ -16,3 +20,29 @@ class GatherResult(Value, frozen=True, kw_only=True):
 
     bytes_per_s: int  # each way through its device
     is_correct: bool
+
+
+class Fp8GainRequest(Value, frozen=True, kw_only=True):
+    """What to time in FP8: a model's config.json, the tokens of one micro batch, and how scales are found."""
+
+    model_config: dict[str, Any]
+    tokens: int
+    recipe: Fp8Recipe = Fp8Recipe.CURRENT
+
+
+class Fp8GainKey(Value, frozen=True, kw_only=True):
+    """What a timing of FP8 holds for."""
+
+    model_type: str
+    layers: tuple[tuple[int, int, int], ...]  # (inputs, outputs, number in the model) of the blocks' linear layers
+    device: str  # GPU catalogue or probe name
+    recipe: Fp8Recipe
+    tokens: int
+    versions: dict[str, str]
+
+
+class KeptFp8Gain(Value, frozen=True, kw_only=True):
+    """A timing of FP8 as the cache holds it."""
+
+    key: Fp8GainKey
+    gain: Fp8Gain

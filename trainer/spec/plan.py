@@ -22,6 +22,7 @@ from trainer.spec.strategy import (
 from trainer.spec.value import Value
 
 PLAN_FORMAT = 1
+LEAST_FP8_GAIN = 1.05  # what is within the noise of a few repetitions is no gain
 
 
 class MemoryEstimate(Value, frozen=True, kw_only=True):
@@ -94,6 +95,7 @@ class Candidate(Value, frozen=True, kw_only=True):
     activation_offload: bool = False
     optimizer_in_backward: bool = False
     fp8_recipe: Fp8Recipe | None = None  # of precision fp8
+    flash_kernel: str | None = None  # of attention flash, OWNER/flash-attn2@COMMIT on the hub; None: flash-attn
     buckets: Buckets | None = None
     reasons: tuple[str, ...] = ()
 
@@ -145,6 +147,44 @@ class TrialResult(Value, frozen=True, kw_only=True):
     predicted_step_s: float | None = None  # by the plan that the trial was of
 
 
+class ShapeTimes(Value, frozen=True, kw_only=True):
+    """Seconds of one forward and backward of a linear layer."""
+
+    in_features: int
+    out_features: int
+    count: int  # layers of this shape in the model
+    bf16_s: float
+    fp8_s: float
+
+
+class Fp8Gain(Value, frozen=True, kw_only=True):
+    """How much faster a model's linear layers were in FP8, casts included; measured before a plan was taken."""
+
+    recipe: Fp8Recipe
+    tokens: int  # of the micro batch that was timed
+    library: str | None = None  # what multiplied, with its version
+    shapes: tuple[ShapeTimes, ...] = ()
+    problem: str | None = None  # why nothing was timed
+
+    @property
+    def speedup(self) -> float | None:
+        """Seconds of all layers in bf16 over their seconds in FP8; None where nothing was timed."""
+        fp8_s = sum(shape.count * shape.fp8_s for shape in self.shapes)
+        return sum(shape.count * shape.bf16_s for shape in self.shapes) / fp8_s if fp8_s else None
+
+    @property
+    def pays(self) -> bool:
+        """Whether FP8 is worth its rounding."""
+        return self.speedup is not None and self.speedup >= LEAST_FP8_GAIN
+
+    @property
+    def words(self) -> str:
+        """What follows `fp8` in a sentence."""
+        if self.speedup is None:
+            return f"was not timed: {self.problem}"
+        return f"measured {self.speedup:.2f}x of bf16 on this model's matrix shapes"
+
+
 class Plan(Value, frozen=True, kw_only=True):
     """The decision, with everything it was made from."""
 
@@ -166,6 +206,7 @@ class Plan(Value, frozen=True, kw_only=True):
     calibration: Calibration
     versions: dict[str, str]
     trials: tuple[TrialResult, ...] = ()  # what --trial measured before the candidates were ranked
+    fp8_gain: Fp8Gain | None = None  # None: nobody timed it, or nobody asked for FP8
     notes: tuple[str, ...] = ()
     needs_version: str | None = None  # the first version that trains the chosen candidate; None: this one does
     resume: bool = False  # set by the supervisor: go on from the newest committed checkpoint of the run

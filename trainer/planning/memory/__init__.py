@@ -19,7 +19,7 @@ from trainer.planning.memory.activations import block_activations
 from trainer.planning.memory.events import resident_bytes, step_events
 from trainer.planning.memory.host import host_memory
 from trainer.planning.memory.loss_head import head_memory
-from trainer.planning.memory.overheads import OVERHEADS, OverheadTable, needed, overheads
+from trainer.planning.memory.overheads import OVERHEADS, OverheadTable, StepBytes, needed, overheads
 from trainer.planning.memory.recipe import dims_of, recipe_of
 from trainer.planning.memory.sharding import sharding_memory
 from trainer.planning.memory.states import model_states
@@ -34,19 +34,16 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Bytes of one device, and of its node's host, at the worst event of a step of `setting`."""
     step = step_memory(shape, setting, device)
-    recipe = step.recipe
-    resident = resident_bytes(step)
-    events = step_events(step, resident)
-    totals = {name: sum(event.values()) for name, event in events.items()}
+    recipe, held = step.recipe, _bytes_of(step, setting, device)
+    totals = held.totals
     peak_event = max(totals, key=totals.__getitem__)
-    steady = sum(resident.values())
+    steady = held.steady - step.sharding.root
     if recipe.stack.uses_fsdp1 and recipe.uses_fsdp and not recipe.updates_in_backward:
         steady += step.states.gradients  # flat parameters keep their sharded gradients until the next backward
-    throughout = sum(resident.values()) + step.sharding.root
-    around = overheads(recipe, device, events, totals, num_ranks=setting.num_ranks, steady=throughout, table=table)
+    around = overheads(held, table)
     host = host_memory(setting, recipe, step.dims, step.states, activations=step.blocks.offloaded)
     return MemoryEstimate(
-        parts={name: num_bytes for name, num_bytes in events[peak_event].items() if num_bytes},
+        parts={name: num_bytes for name, num_bytes in held.events[peak_event].items() if num_bytes},
         peak_event=peak_event,
         events=totals,
         steady_allocated_bytes=steady,
@@ -63,14 +60,14 @@ def estimate_memory(
     )
 
 
-def needed_bytes(shape: ModelShape, setting: Setting, device: Device, table: OverheadTable = OVERHEADS) -> int:
+def needed_bytes(shape: ModelShape, setting: Setting, device: Device) -> int:
     """`need_bytes` of `estimate_memory` alone, for a search over settings: a quarter less work."""
-    step = step_memory(shape, setting, device)
-    resident = resident_bytes(step)
-    throughout = sum(resident.values()) + step.sharding.root
-    events = step_events(step, resident)
-    totals = {name: sum(event.values()) for name, event in events.items()}
-    return needed(step.recipe, device, events, totals, num_ranks=setting.num_ranks, steady=throughout, table=table)
+    return needed(_bytes_of(step_memory(shape, setting, device), setting, device), OVERHEADS)
+
+
+def held_bytes(shape: ModelShape, setting: Setting, device: Device) -> int:
+    """What stays on the device between steps: of a row the same at every micro batch, recomputation and loss head."""
+    return sum(resident_bytes(step_memory(shape, setting, device)).values())
 
 
 def step_memory(shape: ModelShape, setting: Setting, device: Device) -> StepMemory:
@@ -91,3 +88,16 @@ def step_memory(shape: ModelShape, setting: Setting, device: Device) -> StepMemo
 def on_device(num_bytes: int, managed_bytes: int, device: Device) -> int:
     """Bytes on the device with paged state beside them: managed memory moves to the host where it has no room."""
     return min(num_bytes + managed_bytes, max(num_bytes, device.usable_bytes))
+
+
+def _bytes_of(step: StepMemory, setting: Setting, device: Device) -> StepBytes:
+    resident = resident_bytes(step)
+    events = step_events(step, resident)
+    return StepBytes(
+        recipe=step.recipe,
+        device=device,
+        num_ranks=setting.num_ranks,
+        events=events,
+        totals={name: sum(event.values()) for name, event in events.items()},
+        steady=sum(resident.values()) + step.sharding.root,
+    )

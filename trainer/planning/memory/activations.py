@@ -18,6 +18,7 @@ Offload leaves the last block's activations behind; on a GPU those of the next b
 Not covered: workspaces that oneDNN and cuBLAS allocate inside an operation, padding masks.
 """
 
+from trainer.planning.memory.dora import NormMoment, backward_bytes, norm_moment, row_bytes, uses_dora
 from trainer.planning.memory.recipe import Dims, Kernel, Recipe, adapted_linears, adapter_parameters, adapts_all
 from trainer.planning.memory.saved_tensors import (
     SavedTensors,
@@ -50,6 +51,7 @@ class BlockActivations(Value, frozen=True, kw_only=True):
     recomputed_after_last: int  # by the block before the last
     recomputed_beside_mlp: int  # of the first, what is left when the feed-forward half is done
     temporaries: int  # gradients of activations at the worst moment of a block's backward
+    norms: NormMoment  # of DoRA, in a block's forward
     peaks_at_scores: bool  # that moment is attention's, when the feed-forward half has its gradients
     cast_weights: int  # autocast's copies of the weights of one block
     cached_casts: int  # those of all blocks that no block keeps, alive until the forward ends
@@ -62,6 +64,7 @@ def block_activations(setting: Setting, recipe: Recipe, dims: Dims) -> BlockActi
     cast_weights = _cast_weights(setting, recipe, dims)
     saved = saved_tensors(setting, recipe, dims)
     whole = saved.total * tokens + cast_weights + _adapted_experts(setting, recipe, dims)
+    whole += row_bytes(setting, dims)
     shared = boundary if keeps_input(recipe, dims) else 0
     in_attention = attention_module_bytes(setting, recipe, dims) * tokens + _attention_casts(setting, recipe, dims)
     in_attention = max(0, in_attention)  # below: its input is more than all it saves
@@ -104,6 +107,7 @@ def block_activations(setting: Setting, recipe: Recipe, dims: Dims) -> BlockActi
         recomputed_after_last=again if is_recomputed(max(0, last - 1)) else 0,
         recomputed_beside_mlp=max(0, recomputed - saved.mlp * tokens),
         temporaries=max(in_mlp, at_scores),
+        norms=norm_moment(setting, recipe, dims, saved.mlp),
         peaks_at_scores=at_scores > in_mlp,
         cast_weights=cast_weights,
         cached_casts=_cached_casts(setting, recipe, dims, cast_weights, num_recomputed, moves=moves),
@@ -135,21 +139,25 @@ def _recomputed_part(
     if setting.checkpointing is not Checkpointing.SELECTIVE:
         return _Part(kept=boundary)
     c = recipe.compute_bytes
-    outputs = _product_outputs(setting, dims)
+    outputs = _product_elements(setting, recipe, dims)
     log_sums = 4 * dims.heads if recipe.kernel in (Kernel.FLASH, Kernel.EFFICIENT) else 0
-    kept = boundary + (c * (sum(outputs[::2]) + dims.query) + log_sums) * recipe.tokens
+    kept = boundary + c * sum(outputs[::2]) + (c * dims.query + log_sums) * recipe.tokens
     # The output of the last product is kept where their number is odd: only the next block reads it.
-    unused = c * outputs[-1] * recipe.tokens if len(outputs) % 2 else 0
+    unused = c * outputs[-1] if len(outputs) % 2 else 0
     return _Part(kept=min(whole + boundary, kept), unused=unused)
 
 
-def _product_outputs(setting: Setting, dims: Dims) -> list[int]:
-    """Elements of a token that each matrix product of a block makes, in the order they run."""
+def _product_elements(setting: Setting, recipe: Recipe, dims: Dims) -> list[int]:
+    """Elements that each matrix product of a block makes, in the order they run."""
     adapted = {name for name, _, _ in adapted_linears(setting, dims)} if setting.method.freezes_base else set()
-    outputs = []
-    for name, num_outputs in dims.products:
-        outputs += [num_outputs, setting.lora.rank, num_outputs] if name in adapted else [num_outputs]
-    return outputs
+    rank, tokens = setting.lora.rank, recipe.tokens
+    elements = []
+    for (name, num_inputs, _), (_, num_outputs) in zip(dims.linears, dims.products, strict=True):
+        elements.append(num_outputs * tokens)
+        if name in adapted:
+            elements += [rank * num_inputs, num_outputs * num_inputs] if uses_dora(setting) else []
+            elements += [rank * tokens, num_outputs * tokens]
+    return elements
 
 
 def _cast_weights(setting: Setting, recipe: Recipe, dims: Dims) -> int:
@@ -186,6 +194,8 @@ def _temporaries(setting: Setting, recipe: Recipe, dims: Dims, saved: SavedTenso
     in_mlp += recipe.residual_bytes * h
     if recipe.is_frozen:
         in_mlp = max(in_mlp, _frozen_temporaries(setting, recipe, dims))
+        if uses_dora(setting):  # the products of the last layer and its adapter are gone by then
+            in_mlp = max(in_mlp - 2 * c * h, backward_bytes(setting, recipe, dims))
     elif recipe.stack.keeps_block_output and recipe.is_checkpointed:
         in_mlp += recipe.residual_bytes * h
     # RMSNorm after the MLP is done with: six fp32 arrays, its saved input counted already, its output gone.

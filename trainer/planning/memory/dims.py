@@ -51,20 +51,22 @@ class Dims(Value, frozen=True, kw_only=True):
     has_fp32_norms: bool  # weights applied in fp32: the normalised input is kept in fp32
     has_qk_norm: bool
     has_rotary: bool
+    rotary_dim: int  # elements of a head that are rotated
     is_rotary_joined: bool  # rotated part and rest put together: attention's output is laid out anew for its product
     is_qkv_fused: bool  # one tensor, kept whole by the views of it
     window: int | None  # of `windowed_layers` blocks
     windowed_layers: int
     is_gated: bool
+    is_gate_up_fused: bool
     activation: str
     shared_ffn: int  # of the expert that every token passes; 0 where there is none
     experts: int
     experts_per_token: int  # 0 where there are no experts
     broadcasts_heads: bool  # attention is handed fewer key than query heads, which no fused kernel takes
+    masks_documents: bool  # told apart in packed rows by a mask of row x row
     caps_scores: bool
     caps_logits: bool
     has_hidden_dropout: bool
-    has_attention_dropout: bool
 
 
 @lru_cache(maxsize=64)
@@ -112,6 +114,7 @@ def dims_of(shape: ModelShape) -> Dims:
 _FUSED_QKV = ("qkv_proj", "query_key_value", "Wqkv", "c_attn")
 _FUSED_GATE_UP = "gate_up_proj"
 _MASK_OWNERS = ("gpt_bigcode",)
+MASKED_DOCUMENTS = ("falcon", "mpt")  # as `runtime/packed_attention.py` has it
 _JOINED_ROTARY = ("phi3", "gpt_neox", "stablelm", "phi")
 
 
@@ -150,8 +153,10 @@ def _structure(shape: ModelShape) -> dict[str, Any]:
         "has_fp32_norms": is_gemma,
         "has_qk_norm": shape.has_qk_norm,
         "has_rotary": shape.positions is Positions.ROTARY,
+        "rotary_dim": (shape.rotary_dim or shape.head_dim) if shape.positions is Positions.ROTARY else 0,
         "is_qkv_fused": is_qkv_fused,
         "is_gated": shape.is_gated,
+        "is_gate_up_fused": _FUSED_GATE_UP in names,
         "activation": shape.activation,
         "window": shape.sliding_window,
         "windowed_layers": shape.num_sliding_layers,
@@ -160,19 +165,20 @@ def _structure(shape: ModelShape) -> dict[str, Any]:
         "experts": shape.num_experts,
         "experts_per_token": shape.experts_per_token if has_experts else 0,
         "broadcasts_heads": shape.model_type == "falcon" and shape.num_kv_heads == 1 < shape.num_heads,
+        "masks_documents": shape.model_type in MASKED_DOCUMENTS,
         "caps_scores": shape.attention_softcap is not None,
         "caps_logits": shape.logit_softcap is not None,
         "has_hidden_dropout": shape.hidden_dropout > 0,
-        "has_attention_dropout": shape.attention_dropout > 0,
     }
 
 
 def adapter_parameters(setting: Setting, dims: Dims) -> int:
-    """Elements of the low-rank adapters of one block; 0 where the method has none."""
+    """Elements of the adapters of one block, magnitudes of DoRA included; 0 where the method has none."""
     if setting.method not in (Method.LORA, Method.QLORA):
         return 0
-    elements = sum(i + o for _, i, o in adapted_linears(setting, dims))
-    return setting.lora.rank * (elements + (dims.bare_adapter_elements if adapts_all(setting) else 0))
+    adapted = adapted_linears(setting, dims)
+    elements = sum(i + o for _, i, o in adapted) + (dims.bare_adapter_elements if adapts_all(setting) else 0)
+    return setting.lora.rank * elements + (sum(o for _, _, o in adapted) if setting.lora.dora else 0)
 
 
 def adapts_all(setting: Setting) -> bool:

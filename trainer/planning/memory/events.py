@@ -25,7 +25,7 @@ from trainer.planning.memory.gradients import (
     head_gradient,
     table_gradients,
 )
-from trainer.planning.memory.loss_head import TOKEN_BYTES
+from trainer.planning.memory.loss_head import POSITION_BYTES, TOKEN_BYTES
 from trainer.planning.memory.recipe import Kernel, Recipe
 from trainer.planning.memory.sharding import accumulated_gradients
 from trainer.planning.memory.step_memory import Event, StepMemory
@@ -85,12 +85,20 @@ def _workspace(recipe: Recipe) -> int:
 
 
 def _input_bytes(step: StepMemory) -> int:
-    """Ids and labels, cosines and sines of rotary embeddings, and eager attention's mask for blocks that run again."""
+    """Ids and labels, cosines and sines of rotary embeddings, and eager attention's mask for blocks that run again.
+
+    Packed rows have positions of their own, and so cosines and sines each; some model types are given a mask of theirs.
+    """
     recipe, dims = step.recipe, step.dims
     width, seq_len = recipe.residual_bytes, recipe.seq_len
     is_masked = recipe.kernel is Kernel.EAGER and step.setting.checkpointing is not Checkpointing.NONE
     mask = width * recipe.tokens * seq_len if is_masked else 0
-    return TOKEN_BYTES * recipe.tokens + 2 * width * seq_len * (dims.query // dims.heads) + mask
+    positions = recipe.tokens if recipe.is_packed else seq_len
+    if recipe.is_packed:
+        mask += POSITION_BYTES * recipe.tokens
+        if dims.masks_documents and recipe.kernel is not Kernel.EAGER:
+            mask += recipe.tokens * seq_len  # one byte a pair
+    return TOKEN_BYTES * recipe.tokens + 2 * width * positions * dims.rotary_dim + mask
 
 
 def _load(step: StepMemory, resident: Event) -> Event:
@@ -129,7 +137,12 @@ def _forward_end(step: StepMemory, forward: Event) -> Event:
         # The cache of cast weights lives until the forward ends; what is not recomputed keeps them anyway.
         event["cast_weights"] = step.blocks.cached_casts
         event["head_temporaries"] = recipe.residual_bytes * dims.hidden * recipe.tokens
-    return event
+    norms = step.blocks.norms
+    if not norms.alone:
+        return event
+    in_last = norms.alone if step.blocks.recomputed_by_last else norms.forward
+    before_head = {**event, "head_activations": 0, "logits": 0, "head_temporaries": 0, "block_temporaries": in_last}
+    return max(event, before_head, key=_total)
 
 
 def _loss_backward(step: StepMemory, backward: Event) -> dict[str, Event]:
@@ -170,13 +183,22 @@ def _norm_backward(step: StepMemory, backward: Event) -> Event:
 def _block_backward(step: StepMemory, backward: Event) -> dict[str, Event]:
     """The backward of the last block and that of the first."""
     blocks, sharding = step.blocks, step.sharding
+    recomputing = max(blocks.temporaries, blocks.norms.again)
     common = {
         **backward,
-        "block_temporaries": blocks.temporaries,
         "fresh_gradients": (0 if sharding.reduce_head else head_gradient(step)) + block_gradient(step),
     }
-    at_top = {"recomputed_block": blocks.recomputed_by_last, "activations": blocks.kept + blocks.fetched}
-    at_bottom = {"recomputed_block": blocks.recomputed, "activations": blocks.kept_by_first, **_retained(step)}
+    at_top = {
+        "block_temporaries": recomputing if blocks.recomputed_by_last else blocks.temporaries,
+        "recomputed_block": blocks.recomputed_by_last,
+        "activations": blocks.kept + blocks.fetched,
+    }
+    at_bottom = {
+        "block_temporaries": recomputing if blocks.recomputed else blocks.temporaries,
+        "recomputed_block": blocks.recomputed,
+        "activations": blocks.kept_by_first,
+        **_retained(step),
+    }
     top = with_gathered({**common, **at_top}, sharding.gathered_top)
     bottom = with_gathered({**common, **at_bottom}, sharding.gathered_bottom)
     top.update(gradients_at_top(step, backward))

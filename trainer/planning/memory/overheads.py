@@ -70,6 +70,17 @@ OVERHEADS = OverheadTable()
 _BLOCKS = ("block_backward_top", "block_backward_middle", "block_backward_bottom")
 
 
+class StepBytes(Value, frozen=True, kw_only=True):
+    """What one of `num_ranks` devices holds at each event of a step, and in all (`totals`)."""
+
+    recipe: Recipe
+    device: Device
+    num_ranks: int
+    events: dict[str, Event]
+    totals: dict[str, int]
+    steady: int  # what stays on the device through a whole step
+
+
 class Overheads(Value, frozen=True, kw_only=True):
     """Bytes of one device beyond, around and under the predicted peak."""
 
@@ -80,27 +91,17 @@ class Overheads(Value, frozen=True, kw_only=True):
     need: int
 
 
-def overheads(
-    recipe: Recipe,
-    device: Device,
-    events: dict[str, Event],
-    totals: dict[str, int],
-    *,
-    num_ranks: int,
-    steady: int,
-    table: OverheadTable,
-) -> Overheads:
-    """What surrounds the largest of `totals`; `steady` is what stays on the device through a whole step."""
-    peak = max(totals.values())
-    need = needed(recipe, device, events, totals, num_ranks=num_ranks, steady=steady, table=table)
+def overheads(held: StepBytes, table: OverheadTable) -> Overheads:
+    """What surrounds the largest of the totals."""
+    recipe, peak = held.recipe, max(held.totals.values())
+    need = needed(held, table)
     if not recipe.is_cuda:
-        return _on_cpu(peak, need, _context_bytes(device, table), table)
-    outside = _outside_bytes(device, num_ranks, table)
-    block, loss = _block_bytes(totals, steady), _largest(totals, "forward_end", "loss_backward")
-    limit = table.given_back.likely * max(0, device.usable_bytes - outside)
-    disjoint = _disjoint(recipe, events, totals, table, steady=steady, block=block, loss=loss)
+        return _on_cpu(peak, need, _context_bytes(held.device, table), table)
+    outside, block = _outside_bytes(held.device, held.num_ranks, table), _block_bytes(held)
+    limit = table.given_back.likely * max(0, held.device.usable_bytes - outside)
+    disjoint = _disjoint(held, block, table)
     waste = table.fragmentation_sharded if recipe.uses_fsdp else table.fragmentation_alone
-    wasted = waste.likely * (block if recipe.uses_fsdp else max(0, peak - steady))
+    wasted = waste.likely * (block if recipe.uses_fsdp else max(0, peak - held.steady))
     reserved = round(max(table.least_reserved.likely * peak, min(max(disjoint, peak) + wasted, limit)))
     return Overheads(
         reserved=reserved,
@@ -111,22 +112,13 @@ def overheads(
     )
 
 
-def needed(
-    recipe: Recipe,
-    device: Device,
-    events: dict[str, Event],
-    totals: dict[str, int],
-    *,
-    num_ranks: int,
-    steady: int,
-    table: OverheadTable,
-) -> int:
+def needed(held: StepBytes, table: OverheadTable) -> int:
     """Bytes the device must have for every event of a step to work, context and communicator included."""
-    if not recipe.is_cuda:
-        peak = max(totals.values())
-        return peak + round(table.cpu_margin.likely * peak) + _context_bytes(device, table)
-    inside = max(_needed(recipe, name, event, totals[name], steady, table) for name, event in events.items())
-    return round(inside) + _outside_bytes(device, num_ranks, table)
+    if not held.recipe.is_cuda:
+        peak = max(held.totals.values())
+        return peak + round(table.cpu_margin.likely * peak) + _context_bytes(held.device, table)
+    inside = max(_needed(held, name, event, table) for name, event in held.events.items())
+    return round(inside) + _outside_bytes(held.device, held.num_ranks, table)
 
 
 def _context_bytes(device: Device, table: OverheadTable) -> int:
@@ -150,42 +142,32 @@ def _on_cpu(peak: int, need: int, context: int, table: OverheadTable) -> Overhea
     )
 
 
-def _largest(totals: dict[str, int], *names: str) -> str:
-    return max(names, key=totals.__getitem__)
-
-
-def _block_bytes(totals: dict[str, int], steady: int) -> int:
+def _block_bytes(held: StepBytes) -> int:
     """What the backward of a block adds to what is there all the time, gathered parameters outside blocks included."""
-    return max(0, max(totals.get(name, 0) for name in _BLOCKS) - steady)
+    return max(0, max(held.totals.get(name, 0) for name in _BLOCKS) - held.steady)
 
 
-def _needed(recipe: Recipe, name: str, event: Event, total: int, steady: int, table: OverheadTable) -> float:
+def _needed(held: StepBytes, name: str, event: Event, table: OverheadTable) -> float:
     """What an event needs after the allocator has given back what it can."""
+    total = held.totals[name]
     if name == "optimizer_step":
         return (1 + table.step_margin.likely) * total
     needed = (1 + table.margin.likely) * total + table.logits_margin.likely * event.get("logits", 0)
-    if recipe.uses_fsdp and name in _BLOCKS:
+    if held.recipe.uses_fsdp and name in _BLOCKS:
         kept = event["activations"] + event.get("retained_gradients", 0)
-        needed += table.sharded_margin.likely * max(0, total - steady - kept)
+        needed += table.sharded_margin.likely * max(0, total - held.steady - kept)
     return needed
 
 
-def _disjoint(
-    recipe: Recipe,
-    events: dict[str, Event],
-    totals: dict[str, int],
-    table: OverheadTable,
-    *,
-    steady: int,
-    block: int,
-    loss: str,
-) -> float:
+def _disjoint(held: StepBytes, block: int, table: OverheadTable) -> float:
     """The sum of a step's phases, each less what the phase before left that it can use."""
+    recipe, events = held.recipe, held.events
+    loss = max("forward_end", "loss_backward", key=held.totals.__getitem__)
     reuse = table.loss_not_reused_alone
     if recipe.uses_fsdp:
         reuse = table.loss_not_reused_frozen if recipe.is_frozen else table.loss_not_reused_sharded
-    beside = max(0, min(totals[loss] - steady, block) - events[loss]["activations"])
-    disjoint = steady + block + reuse.likely * beside
+    beside = max(0, min(held.totals[loss] - held.steady, block) - events[loss]["activations"])
+    disjoint = held.steady + block + reuse.likely * beside
     step = events.get("optimizer_step", {})
     if recipe.uses_fsdp:
         disjoint += step.get("gradients", 0) + step.get("optimizer_temporaries", 0)

@@ -53,6 +53,7 @@ class Recipe(Value, frozen=True, kw_only=True):
     stack: Stack
     tokens: int  # of a micro batch on a rank
     seq_len: int  # of its longest row, which the others are padded to
+    is_packed: bool  # rows of several documents, with positions of their own
     master_bytes: int  # of a model weight, as the optimizer would see it
     trained_bytes: int  # of a weight that is trained: an adapter, or any
     reduce_bytes: int  # of a gradient while ranks add it up
@@ -62,7 +63,7 @@ class Recipe(Value, frozen=True, kw_only=True):
     adapter_inputs: AdapterInputs
     replicates_adapters: bool
     is_autocast: bool
-    has_fp32_products: bool  # 4-bit layers answer in the type of their input, which autocast's LayerNorm makes fp32
+    has_fp32_products: bool  # of 4-bit layers, in the type of their input: after autocast's LayerNorm, or DoRA
     is_fused: bool  # norms keep their input only: fused kernels, or torch.compile
     is_compiled: bool
     is_checkpointed: bool
@@ -89,7 +90,8 @@ def recipe_of(setting: Setting, device: Device, dims: Dims) -> Recipe:
     uses_deepspeed, uses_fsdp = sharding.uses_deepspeed, sharding.uses_fsdp
     is_mixed = precision not in (Precision.FP32, Precision.BF16)
     is_autocast = is_mixed and not uses_deepspeed and not uses_fsdp
-    has_fp32_products = is_autocast and setting.method is Method.QLORA and dims.norm is Norm.LAYER
+    has_fp32_products = is_autocast and setting.method is Method.QLORA
+    has_fp32_products = has_fp32_products and (dims.norm is Norm.LAYER or setting.lora.dora)
     fuses_adapters = stack.fuses_adapters and setting.method is Method.QLORA and setting.loss is not LossHead.EAGER
     replicates_adapters = fuses_adapters and uses_fsdp
     trained = master
@@ -100,6 +102,7 @@ def recipe_of(setting: Setting, device: Device, dims: Dims) -> Recipe:
         stack=stack,
         tokens=setting.micro_batch * seq_len,
         seq_len=seq_len,
+        is_packed=choices.document_tokens is not None,
         master_bytes=master,
         trained_bytes=trained,
         reduce_bytes=choices.reduce_bytes or stack.reduce_bytes or trained,

@@ -19,9 +19,12 @@ of the residual stream. In a 16-bit model r = c; under autocast r = 4.
     dropout          a mask, 1 B an element
 
 A frozen linear layer does not keep its input, a frozen RMSNorm not its normalised input. An adapter keeps the input of
-its own two matrices.
+its own two matrices, with DoRA (`dora`) the products of layer and adapter besides.
 """
 
+from collections.abc import Iterable, Iterator
+
+from trainer.planning.memory.dora import saved_product_bytes
 from trainer.planning.memory.recipe import Dims, Kernel, Recipe, adapted_linears
 from trainer.planning.memory.stacks import AdapterInputs
 from trainer.planning.setting import Setting
@@ -94,7 +97,9 @@ def _linear_input_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
     """Inputs of linear layers that nothing else keeps: those that come from norms."""
     c, h = recipe.compute_bytes, dims.hidden
     if recipe.is_frozen:
-        return _adapter_input_bytes(setting, recipe, dims)
+        return _adapter_input_bytes(setting, recipe, dims) + saved_product_bytes(
+            setting, recipe, dims, adapted_linears(setting, dims)
+        )
     if recipe.is_autocast:
         return dims.num_normed_linears * (1 if recipe.is_fp8 else c) * h
     return dims.num_norm_outputs * c * h
@@ -103,7 +108,7 @@ def _linear_input_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
 def _adapter_input_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
     c, adapted, rank = recipe.compute_bytes, adapted_linears(setting, dims), setting.lora.rank
     if recipe.adapter_inputs is AdapterInputs.AUTOCAST:
-        return sum(c * num_inputs for _, num_inputs, _ in adapted) + c * rank * len(adapted)
+        return c * (sum(copied_inputs(recipe, dims, adapted)) + rank * len(adapted))
     if recipe.adapter_inputs is AdapterInputs.FP32:
         return sum(4 * num_inputs for _, num_inputs, _ in adapted) + 4 * rank * len(adapted)
     if recipe.adapter_inputs is AdapterInputs.FUSED:
@@ -111,6 +116,12 @@ def _adapter_input_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
     names = {name for name, _, _ in adapted}
     distinct = sum(num_inputs for sources, num_inputs in _sources(dims) if names & sources)
     return c * (distinct + rank * len(adapted))
+
+
+def copied_inputs(recipe: Recipe, dims: Dims, adapted: Iterable[tuple[str, int, int]]) -> Iterator[int]:
+    """Inputs of each of these layers that its adapter casts and keeps; attention's output is 16 bit already."""
+    output = dims.linears[1 if dims.is_qkv_fused else 3] if recipe.has_fp32_products else None
+    return (linear[1] for linear in adapted if linear != output)
 
 
 def shares_product(setting: Setting, dims: Dims) -> bool:
@@ -139,7 +150,8 @@ def attention_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
     if recipe.kernel in (Kernel.FLASH, Kernel.EFFICIENT):
         is_repeated = recipe.stack.repeats_kv and setting.attention is Attention.SDPA
         # Flash lays its output out as its query is: where that was put together anew, the next product needs a copy.
-        is_copied = dims.is_rotary_joined and recipe.kernel is Kernel.FLASH
+        # The kernels of packed rows lay it out for the product.
+        is_copied = dims.is_rotary_joined and recipe.kernel is Kernel.FLASH and not recipe.is_packed
         is_copied = is_copied and (not recipe.is_frozen or recipe.has_fp32_products)
         inputs = _attention_inputs(dims, 2 * q if is_repeated else 2 * k)
         if recipe.has_fp32_products:  # attention casts them
@@ -166,6 +178,7 @@ def attention_module_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
     inside = attention_bytes(setting, recipe, dims) + _head_norm_bytes(recipe, dims)
     c, h = recipe.compute_bytes, dims.hidden
     if recipe.is_frozen:
+        inside += _attention_adapter_bytes(setting, recipe, dims)
         names = {name for name, _, _ in adapted_linears(setting, dims)}
         is_shared = recipe.adapter_inputs is AdapterInputs.SHARED and bool(names & _ATTENTION_INPUTS)
         return inside - (0 if is_shared else c * h)
@@ -174,12 +187,24 @@ def attention_module_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
     return inside
 
 
+def _attention_adapter_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
+    """What the adapters of the attention module keep, but for an input that they share."""
+    if recipe.adapter_inputs not in (AdapterInputs.AUTOCAST, AdapterInputs.SHARED):
+        return 0
+    c, adapted = recipe.compute_bytes, adapted_linears(setting, dims)
+    inside = [each for each in dims.linears[: 2 if dims.is_qkv_fused else 4] if each in adapted]
+    is_copied = recipe.adapter_inputs is AdapterInputs.AUTOCAST
+    copied = sum(copied_inputs(recipe, dims, inside)) if is_copied else 0
+    return c * (setting.lora.rank * len(inside) + copied) + saved_product_bytes(setting, recipe, dims, inside)
+
+
 def windowed_attention_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
     """The same in a block that sees a window only, where PyTorch's attention needs a mask for that.
 
     It then runs its memory-efficient kernel on as many key and value heads as queries, and keeps the mask as numbers.
     """
     needs_mask = dims.window is not None and recipe.seq_len >= dims.window and setting.attention is Attention.SDPA
+    needs_mask = needs_mask and not recipe.is_packed  # a window is the kernel's own there
     if not needs_mask or recipe.kernel not in (Kernel.FLASH, Kernel.EFFICIENT):
         return attention_bytes(setting, recipe, dims)
     c, q = recipe.compute_bytes, dims.query

@@ -46,11 +46,6 @@ class States(Value, frozen=True, kw_only=True):
     pageable: int
     nvme: int
 
-    @property
-    def persistent(self) -> int:
-        """What lives on the device between steps."""
-        return self.weights + self.quant_state + self.adapters + self.master_weights + self.optimizer_state
-
 
 def model_states(setting: Setting, recipe: Recipe, dims: Dims) -> States:
     """The states of one rank in the setting."""

@@ -79,7 +79,7 @@ def build_optimizer(
     return built
 
 
-def expected_class_name(optimizer: Optimizer, *, is_galore: bool = False, in_backward: bool = False) -> str:
+def expected_class_name(optimizer: Optimizer, *, is_galore: bool = False) -> str:
     """The class that `build_optimizer` answers with; what Accelerate or DeepSpeed put in its place has another.
 
     An update in the backward pass leaves the class as it is.

@@ -21,9 +21,9 @@ def state_facts(optimizer: TorchOptimizer) -> dict[str, str]:
         "optimizer_state": _types(states) or "none",
         "optimizer_state_bytes": f"{_num_bytes(states):,}",
     }
-    projectors = Counter(_sizes(matrix) for state in states for matrix in _projectors(state))
-    if projectors:
-        facts["projectors"] = ", ".join(f"{sizes} of {count} matrices" for sizes, count in sorted(projectors.items()))
+    counts = Counter(_sizes(matrix) for state in states for matrix in projectors(state))
+    if counts:
+        facts["projectors"] = ", ".join(f"{sizes} of {count} matrices" for sizes, count in sorted(counts.items()))
     updates = backward_updates(optimizer)
     if updates is not None:
         facts["updates"] = (
@@ -59,11 +59,11 @@ def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 def _num_bytes(states: list[Mapping[str, Any]]) -> int:
     held = [tensor for state in states for _, tensor in _tensors(state)]
-    held += [matrix for state in states for matrix in _projectors(state)]
+    held += [matrix for state in states for matrix in projectors(state)]
     return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
-def _projectors(state: Mapping[str, Any]) -> list[Tensor]:
+def projectors(state: Mapping[str, Any]) -> list[Tensor]:
     """The orthogonal matrices of a parameter under GaLore: one, or two where both sides are projected."""
     found = getattr(state.get("projector"), "ortho_matrix", None)
     if found is None:

@@ -14,9 +14,11 @@ arguments are given so that they mean what they did when it was written (docs/wo
 """
 
 from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
 from trainer.runtime.optimizers.groups import MATRICES, Group, matrix_groups
@@ -35,6 +37,7 @@ def build_galore(
     build = _BUILDERS.get(inner)
     if build is None:
         raise InputError(f"inside GaLore runs {', '.join(_BUILDERS)}, not {inner}")
+    _keep_projectors_only()
     groups = matrix_groups(model, weight_decay=weight_decay)
     matrices = next(group for group in groups if group["name"] == MATRICES)
     _check_projection(galore, matrices["params"])
@@ -45,6 +48,22 @@ def build_galore(
         "proj_type": galore.projection,
     }
     return build(groups, lr)
+
+
+def _keep_projectors_only() -> None:
+    """Makes projectors matrices of their own: of fp32 gradients they are views of all singular vectors (W36)."""
+    from galore_torch.galore_projector import GaLoreProjector
+
+    decompose = GaLoreProjector.get_orthogonal_matrix
+    if hasattr(decompose, "__wrapped__"):
+        return
+
+    @wraps(decompose)
+    def of_rank(*args: Any, **kwargs: Any) -> Tensor | list[Tensor]:  # noqa: ANN401  # what galore-torch hands it
+        found = decompose(*args, **kwargs)
+        return [matrix.clone() for matrix in found] if isinstance(found, list) else found.clone()
+
+    GaLoreProjector.get_orthogonal_matrix = of_rank
 
 
 def galore_class_name(inner: Optimizer) -> str:

@@ -1,0 +1,103 @@
+"""Which test proves which cells of the support matrix: on a CPU, and what only a GPU can run.
+
+The first proof that shows a cell is the one that the page names, so the more particular come first.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from support_cells import Cell
+
+from trainer.spec.strategy import Fp8Recipe, LossHead, Method, Offload, Precision, Sharding
+
+
+class Proof(NamedTuple):
+    """A test, and the cells that it runs."""
+
+    name: str
+    test: str  # file::function
+    shows: Callable[[Cell], bool]
+
+
+_GPU = "tests/gpu/test_techniques_gpu.py::test_it_is_what_its_plan_says"
+
+
+def _gpu_case(name: str, shows: Callable[[Cell], bool]) -> Proof:
+    return Proof(f"gpu-{name}".replace("+", "-"), f"{_GPU}[{name}]", shows)
+
+
+def _fp8_under(sharding: Sharding) -> Proof:
+    return _gpu_case(
+        f"fp8-current-{sharding}", lambda cell: cell.precision is Precision.FP8 and cell.sharding is sharding
+    )
+
+
+def _fused_under(sharding: Sharding) -> Proof:
+    return _gpu_case(
+        f"loss-fused_linear-{sharding}",
+        lambda cell: cell.loss is LossHead.FUSED_LINEAR and cell.sharding is sharding,
+    )
+
+
+def _recipe(recipe: Fp8Recipe) -> Proof:
+    return _gpu_case(
+        f"fp8-{recipe}",
+        lambda cell: cell.precision is Precision.FP8 and (cell.fp8_recipe or Fp8Recipe.CURRENT) is recipe,
+    )
+
+
+def _offloaded(method: Method) -> Proof:
+    name = "fsdp+optimizer+params" if method is Method.FULL else f"fsdp+optimizer+params-{method}"
+    return _gpu_case(
+        name, lambda cell: cell.sharding is Sharding.FSDP and cell.offload is not Offload.NONE and cell.method is method
+    )
+
+
+_ENGINES = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP, Sharding.FSDP_GRAD_OP)
+# What runs on a CPU, the more particular first.
+PROOFS: tuple[Proof, ...] = (
+    Proof(
+        "compiled-alone",
+        "tests/runtime/test_compilation.py::test_compiled_and_recomputed_blocks_give_the_gradients_of_eager_ones",
+        lambda cell: cell.compile and cell.sharding is Sharding.NONE,
+    ),
+    Proof(
+        "compiled",
+        "tests/distributed/test_activations.py::test_compiled_blocks_train_alike_under_every_engine",
+        lambda cell: cell.compile,
+    ),
+    Proof(
+        "inside-fsdp",
+        "tests/distributed/test_optimizers_sharded.py::test_a_sharded_optimizer_steps_as_one_with_whole_tensors",
+        lambda cell: cell.optimizer_in_backward and cell.sharding.uses_fsdp,
+    ),
+    Proof(
+        "offload",
+        "tests/distributed/test_offload.py::test_ten_steps_equal_those_of_ddp",
+        lambda cell: cell.offload is not Offload.NONE and cell.method is Method.FULL,
+    ),
+    Proof(
+        "covering",
+        "tests/distributed/test_covering.py::test_a_point_trains_like_the_plain_run_of_its_update",
+        lambda _cell: True,
+    ),
+)
+# What a CPU cannot run; cases of one GPU, and of two for DistributedDataParallel.
+GPU_PROOFS: tuple[Proof, ...] = (
+    *(_fp8_under(sharding) for sharding in _ENGINES),
+    Proof(
+        "wiring",
+        "tests/distributed/test_precision.py::test_every_forward_multiplies_in_fp8_recomputation_too",
+        lambda cell: cell.precision is Precision.FP8 and cell.sharding is Sharding.DDP,
+    ),
+    Proof(
+        "fp16-engine",
+        "tests/distributed/test_precision.py::test_deepspeed_scales_and_its_scale_is_told",
+        lambda cell: cell.precision is Precision.FP16_MIXED,
+    ),
+    *(_recipe(recipe) for recipe in Fp8Recipe),
+    *(_fused_under(sharding) for sharding in _ENGINES),
+    _gpu_case("loss-fused_linear", lambda cell: cell.loss is LossHead.FUSED_LINEAR),
+    *(_offloaded(method) for method in Method),
+    _gpu_case("galore-adamw_8bit", lambda cell: cell.method is Method.GALORE),
+)

@@ -1,0 +1,81 @@
+"""Fetches the kernel of the hub that a plan's attention runs, once and before any rank starts.
+
+Which of its builds fits is for torch to say, so it is loaded in a process of its own (`trainer.runtime.flash_kernel`):
+from the cache, and from the hub where the cache has it not and HF_HUB_OFFLINE is not set. The ranks are started with
+HF_HUB_OFFLINE set (`launch.command`), so that none of them fetches anything.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import IO
+
+from launch.hub_files import is_offline
+from trainer.spec.errors import EnvironmentFaultError
+from trainer.spec.plan import Plan
+
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+_POLL_S = 0.1
+
+
+def fetch_flash_kernel(
+    plan: Plan,
+    *,
+    on_progress: Callable[[str], None],
+    should_stop: Callable[[], bool] = lambda: False,
+    python: str = sys.executable,
+) -> None:
+    """Has the kernel of the plan in the cache, loaded once on this machine; nothing where the plan takes none.
+
+    EnvironmentFaultError, with the next step, where it cannot be had. Ends early once `should_stop` says so.
+    """
+    kernel = next((each.flash_kernel for each in (plan.chosen, *plan.fallbacks) if each.flash_kernel), None)
+    if kernel is None:
+        return
+    problem = _load(kernel, python, OFFLINE, should_stop)
+    if problem is not None and not is_offline() and not should_stop():
+        on_progress(f"fetching {kernel}, once for this machine")
+        problem = _load(kernel, python, {}, should_stop)
+    if problem is not None:
+        raise EnvironmentFaultError(problem)
+
+
+def _load(kernel: str, python: str, settings: dict[str, str], should_stop: Callable[[], bool]) -> str | None:
+    """What the process has to say where it failed; None where it loaded the kernel or was stopped."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        code = _run([python, "-m", "trainer.runtime.flash_kernel", kernel], settings, errors, should_stop)
+        if not code:
+            return None
+        errors.seek(0)
+        lines = [line for line in errors.read().splitlines() if line.strip()]
+    starts = [
+        number for number, line in enumerate(lines) if line.startswith("attention: ")
+    ]  # libraries speak before it
+    if starts:
+        return "\n".join(lines[starts[-1] :])
+    return "\n".join([f"attention: loading {kernel} ended with code {code}", *lines[-2:]])
+
+
+def _run(argv: list[str], settings: dict[str, str], errors: IO[str], should_stop: Callable[[], bool]) -> int | None:
+    """Its exit code; None where it was stopped."""
+    environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
+    process = subprocess.Popen(
+        argv,
+        env=environment | settings,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        start_new_session=True,  # Ctrl-C reaches us alone, and we end it
+    )
+    try:
+        while process.poll() is None and not should_stop():
+            time.sleep(_POLL_S)
+        return process.returncode
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

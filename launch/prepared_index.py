@@ -1,0 +1,76 @@
+"""Finds data that was prepared before, without reading a source.
+
+What was prepared is found again through an index: a key over the paths, sizes and times of all files and over the
+settings, pointing to the fingerprint of the content. So an unchanged source is not read, and a touched one is only
+read, not tokenised. The index is a cache of a cache: without it everything works, slower.
+"""
+
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from launch.data_files import list_files
+from trainer.spec import codec
+from trainer.spec.data_profile import DataProfile
+from trainer.spec.data_request import PrepareRequest
+from trainer.spec.errors import InputError
+from trainer.spec.value import Value
+
+RACY_NS = 2 * 10**9
+_INDEX_FORMAT = 3
+_FILES = ("layout.json", "tokens.bin", "starts.bin", "train_rows.npy", "eval_rows.npy")
+
+
+class PreparedIndex(Value, frozen=True, kw_only=True):
+    """Where the prepared form of unchanged files is."""
+
+    fingerprint: str
+
+
+def find_prepared(request: PrepareRequest) -> DataProfile | None:
+    """The profile of data that was prepared before and whose files are unchanged since; reads no source."""
+    return find_listed(list_files(request))
+
+
+def find_listed(listed: PrepareRequest) -> DataProfile | None:
+    """The same of a request whose files are listed."""
+    root = Path(listed.cache_root, "data")
+    index_path = _index_path(listed)
+    try:
+        index = codec.read(index_path, PreparedIndex)
+        folder = root / index.fingerprint
+        profile = codec.read(folder / "profile.json", DataProfile)
+    except InputError:  # never prepared, or removed since, or of another version
+        return None
+    is_whole = all((folder / name).is_file() for name in _FILES)
+    return msgspec.structs.replace(profile, cache_dir=str(folder)) if is_whole else None
+
+
+def _index_path(listed: PrepareRequest) -> Path:
+    request = msgspec.json.encode(msgspec.structs.replace(listed, cache_root="", sources=(), eval_source=None))
+    key = blake2b(f"{_INDEX_FORMAT}\n".encode() + request, digest_size=16)
+    if listed.tokenizer is not None:
+        for path in sorted(_files_in(Path(listed.tokenizer))):
+            status = path.stat()
+            key.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    return Path(listed.cache_root, "data", "index", f"{key.hexdigest()}.json")
+
+
+def _files_in(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise InputError(f"model.tokenizer: {folder} is not a folder")
+    return [path for path in folder.iterdir() if path.is_file()]
+
+
+def write_index(listed: PrepareRequest, profile: DataProfile, started_ns: int) -> None:
+    """Remembers the fingerprint, unless a file is so young that a second change could hide behind the same time."""
+    youngest_ns = max(file.mtime_ns for file in (*listed.files, *listed.eval_files))
+    if youngest_ns > started_ns - RACY_NS:
+        return
+    path = _index_path(listed)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        codec.write(path, PreparedIndex(fingerprint=profile.fingerprint))
+    except OSError:  # the data is prepared; the next start reads the files again
+        return

@@ -1,0 +1,59 @@
+"""`shardwise train` has FP8 timed before it takes a plan, where a job allows it: here by a torch that finds no GPU."""
+
+import re
+from pathlib import Path
+
+import pytest
+from captured_machine import lay_out
+from planning_factory import fp8_gain_of
+from workplace_factory import Workplace
+
+from launch.fp8_store import keep_fp8_gain, key_of
+from trainer.spec import codec
+from trainer.spec.plan import Plan
+from trainer.spec.strategy import Precision
+
+LINE = "timing FP8 on the model's own matrix shapes"
+
+
+@pytest.fixture
+def place(workplace: Workplace, tmp_path: Path) -> Workplace:
+    """Beside a card of compute capability 8.9, with Transformer Engine's metadata."""
+    machine = lay_out(tmp_path, "rtx4090_desktop")
+    packages = tmp_path / "packages"
+    (packages / "transformer_engine-2.10.0.dist-info").mkdir(parents=True)
+    changes = {"PATH": f"{machine.programs}:{workplace.environment['PATH']}", "PYTHONPATH": str(packages)}
+    workplace.write_job(allow=["fp8"])
+    return workplace._replace(environment={**workplace.environment, **changes})
+
+
+def rules_of_fp8(plan: Plan) -> dict[str, str]:
+    """Why the rows in FP8 with plain AdamW were rejected, by row."""
+    return {
+        row.strategy: row.reason
+        for row in plan.rejections
+        if row.strategy in ("none/fp8/adamw_fused", "none/fp8/adamw")
+    }
+
+
+def test_train_times_it_and_goes_on_without_it_where_that_fails(place: Workplace) -> None:
+    before = codec.decode(place.run("plan", "job.yaml", "--json").stdout.encode(), Plan, origin="plan")
+    assert rules_of_fp8(before) == {}
+    assert [note for note in before.notes if "`shardwise train` times it on this model's matrix shapes first" in note]
+
+    lines = [line for line in place.run("train", "job.yaml", "--dry-run").stdout.splitlines() if line.startswith(LINE)]
+    assert lines[0] == f"{LINE} ..."
+    assert re.fullmatch(rf"{LINE}: .* s; fp8 was not timed: there is no CUDA device; it is not taken", lines[1])
+    taken = codec.read(place.only_run() / "plan.json", Plan)
+    assert set(rules_of_fp8(taken).values()) == {"fp8 was not timed: there is no CUDA device"}
+    assert len(rules_of_fp8(taken)) == 2
+
+
+def test_train_times_nothing_that_is_known(place: Workplace) -> None:
+    before = codec.decode(place.run("plan", "job.yaml", "--json").stdout.encode(), Plan, origin="plan")
+    gain = fp8_gain_of(1.31)
+    assert keep_fp8_gain(Path(place.environment["SHARDWISE_CACHE"]), key_of(before), gain) is None
+    assert LINE not in place.run("train", "job.yaml", "--dry-run").stdout
+    taken = codec.read(place.only_run() / "plan.json", Plan)
+    assert taken.fp8_gain == gain
+    assert any(candidate.strategy.precision is Precision.FP8 for candidate in taken.candidates)

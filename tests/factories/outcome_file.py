@@ -1,0 +1,150 @@
+"""A pytest plugin: `--outcome FILE` keeps what a run of tests came to, as JSON.
+
+It says what was selected, with which versions and on which machine, and of every file how many tests passed, failed
+and were skipped, and their seconds. A test that measures how far two runs are apart adds it with
+`record_property(DIFFERENCES, [Difference(...), ...])`; of these the file keeps the number and the largest.
+"""
+
+import json
+import platform
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from launch.probe_host import read_host
+from trainer.spec.units import GIB
+
+DIFFERENCES = "differences"
+PACKAGES = ("shardwise", "torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes", "datasets")
+_WORST_FIRST = ("failed", "skipped", "passed")
+
+
+class Difference(NamedTuple):
+    """How far the losses of a point were from those of its reference, and how far they may be."""
+
+    group: str
+    tolerance: float
+    largest: float
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--outcome", type=Path, metavar="FILE", help="keep versions, machine, counts and seconds as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--outcome")
+    if path is not None:
+        config.pluginmanager.register(OutcomeFile(config, path))
+
+
+class OutcomeFile:
+    """Hears of every test, and writes the file once the last has ended; also where the run was interrupted."""
+
+    def __init__(self, config: pytest.Config, path: Path) -> None:
+        self._config = config
+        self._path = path.resolve()  # a test may change the working directory
+        self._started = time.monotonic()
+        self._outcomes: dict[str, str] = {}
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._reasons: Counter[str] = Counter()
+        self._differences: dict[str, list[Difference]] = defaultdict(list)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        file = _file_of(report.nodeid)
+        self._seconds[file] += report.duration
+        outcomes = (report.outcome, self._outcomes.get(report.nodeid, report.outcome))
+        self._outcomes[report.nodeid] = min(outcomes, key=_WORST_FIRST.index)
+        if report.skipped:
+            self._reasons[_reason(report)] += 1
+        if report.when == "call":
+            found = dict(report.user_properties).get(DIFFERENCES, ())
+            self._differences[file] += [Difference(*each) for each in found]
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._outcomes[report.nodeid] = "failed"
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps(self._content(int(exitstatus)), indent=1) + "\n")
+
+    def _content(self, exit_code: int) -> dict[str, Any]:
+        option = self._config.option
+        return {
+            "date": f"{datetime.now(UTC):%Y-%m-%d}",
+            "selected": {"marks": option.markexpr, "keyword": option.keyword, "paths": self._paths()},
+            "versions": _versions(),
+            "machine": _machine(),
+            "exit_code": exit_code,
+            "seconds": round(time.monotonic() - self._started),
+            **self._counts(self._outcomes.values()),
+            "files": self._files(),
+            "failed_tests": [name for name, outcome in self._outcomes.items() if outcome == "failed"],
+            "skipped_because": dict(self._reasons),
+            "differences": {file: summary(found) for file, found in self._differences.items() if found},
+        }
+
+    def _paths(self) -> list[str]:
+        """What the command line named, where it named anything: testpaths are everything."""
+        asked = self._config.args_source is pytest.Config.ArgsSource.ARGS
+        return [Path(name).name if Path(name).is_absolute() else name for name in self._config.args] if asked else []
+
+    def _files(self) -> dict[str, dict[str, Any]]:
+        by_file: dict[str, list[str]] = defaultdict(list)
+        for name, outcome in self._outcomes.items():
+            by_file[_file_of(name)].append(outcome)
+        return {
+            file: {**self._counts(found), "seconds": round(self._seconds[file], 1)}
+            for file, found in sorted(by_file.items())
+        }
+
+    def _counts(self, outcomes: Iterable[str]) -> dict[str, int]:
+        found = Counter(outcomes)
+        return {name: found[name] for name in ("passed", "failed", "skipped")}
+
+
+def summary(differences: list[Difference]) -> dict[str, Any]:
+    """By what may differ: the number of points, the largest difference of all, and that of every group."""
+    return {
+        f"at most {tolerance:g}": {
+            "points": sum(each.tolerance == tolerance for each in differences),
+            "largest": max(each.largest for each in differences if each.tolerance == tolerance),
+            "groups": _largest(each for each in differences if each.tolerance == tolerance),
+        }
+        for tolerance in sorted({each.tolerance for each in differences})
+    }
+
+
+def _largest(differences: Iterable[Difference]) -> dict[str, float]:
+    groups: dict[str, float] = {}
+    for each in differences:
+        groups[each.group] = max(each.largest, groups.get(each.group, 0.0))
+    return groups
+
+
+def _file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def _reason(report: pytest.TestReport) -> str:
+    if hasattr(report, "wasxfail"):
+        return f"expected to fail: {report.wasxfail}"
+    return report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else "no reason"
+
+
+def _versions() -> dict[str, str]:
+    found = {name: metadata.version(name) for name in PACKAGES}
+    return {"python": platform.python_version(), **found}
+
+
+def _machine() -> dict[str, Any]:
+    host = read_host()
+    ram = host.ram_bytes
+    return {"cpu": host.cpu_name, "cores": host.num_cores, "ram_gib": None if ram is None else round(ram / GIB)}

@@ -1,0 +1,129 @@
+"""FP8 is planned by what timing the model's own matrix shapes found, and is not taken where it does not pay."""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from planning_factory import fp8_gain_of, machine, plan_of, situation_for
+
+from trainer.planning.candidates import candidate_of, setting_of
+from trainer.planning.explain import explain_plan
+from trainer.planning.planner import situation_of
+from trainer.planning.rules import refuse
+from trainer.planning.speed_rates import rates_of
+from trainer.spec import codec
+from trainer.spec.job import Allowance
+from trainer.spec.plan import LEAST_FP8_GAIN, Candidate, Fp8Gain, Plan
+from trainer.spec.strategy import Fp8Recipe, Precision
+
+HOPPERS = machine("8xH100-SXM5-80GB", libraries=("transformer-engine",))
+# 8B on them trains for 5 min 44 s in bf16-mixed, and for less than these 5 min 24 s where FP8 gains 1.3 times.
+IN_A_HURRY: dict[str, Any] = {"allow": (Allowance.FP8,), "hours": 0.09}
+AT_EASE: dict[str, Any] = {"allow": (Allowance.FP8,)}
+PINNED: dict[str, Any] = {"pin": {"precision": Precision.FP8}}
+NOT_TIMED = Fp8Gain(recipe=Fp8Recipe.CURRENT, tokens=4096, problem="it took more than 120 s")
+
+
+def plan(gain: Fp8Gain | None, facts: dict[str, Any]) -> Plan:
+    return plan_of("8b", HOPPERS, fp8_gain=gain, **facts)
+
+
+def in_fp8(candidates: tuple[Candidate, ...]) -> list[Candidate]:
+    return [candidate for candidate in candidates if candidate.strategy.precision is Precision.FP8]
+
+
+def why_fp8(made: Plan) -> str:
+    (reason,) = [reason for reason in made.chosen.reasons if reason.startswith("fp8: ")]
+    return reason
+
+
+def test_where_it_pays_it_is_taken_with_the_figure() -> None:
+    made = plan(fp8_gain_of(1.31), IN_A_HURRY)
+    assert made.chosen.strategy.precision is Precision.FP8
+    assert why_fp8(made) == "fp8: measured 1.31x of bf16 on this model's matrix shapes (transformer-engine 2.10.0)"
+    assert why_fp8(made) in " ".join(explain_plan(made).split())
+
+
+@pytest.mark.parametrize(
+    ("gain", "words"),
+    [
+        (fp8_gain_of(0.93), "fp8 measured 0.93x of bf16 on this model's matrix shapes"),
+        (fp8_gain_of(LEAST_FP8_GAIN - 0.01), "fp8 measured 1.04x of bf16 on this model's matrix shapes"),
+        (NOT_TIMED, "fp8 was not timed: it took more than 120 s"),
+    ],
+)
+def test_where_it_does_not_pay_no_row_is_in_it(gain: Fp8Gain, words: str) -> None:
+    for facts in (AT_EASE, {**IN_A_HURRY, "hours": 0.1}):
+        made = plan(gain, facts)
+        assert in_fp8((*made.candidates, *made.fallbacks)) == []
+        refused = {row.reason: row.remedy for row in made.rejections if row.rule == "fp8_does_not_pay"}
+        assert refused == {words: "bf16-mixed, or pin it"}
+
+
+def test_the_rejection_is_one_line_of_the_plan() -> None:
+    told = " ".join(explain_plan(plan(fp8_gain_of(0.93), AT_EASE)).split())
+    assert "rows): measured 0.93x of bf16 on this model's matrix shapes; instead: bf16-mixed, or pin it" in told
+
+
+def test_a_pin_keeps_it_with_the_figure() -> None:
+    made = plan(fp8_gain_of(0.93), PINNED)
+    assert made.chosen.strategy.precision is Precision.FP8
+    assert why_fp8(made).startswith("fp8: the job file pins it; measured 0.93x of bf16 on this model's matrix shapes")
+    assert why_fp8(plan(None, PINNED)) == "fp8: the job file pins it"
+    assert made.chosen.speed.step_s > plan(None, PINNED).chosen.speed.step_s
+
+
+def test_before_it_is_timed_its_speed_is_assumed_and_the_plan_says_so() -> None:
+    made = plan(None, IN_A_HURRY)
+    assert made.chosen.strategy.precision is Precision.FP8
+    assert why_fp8(made) == (
+        "fp8: its speed is assumed; `shardwise train` times it on this model's matrix shapes first and takes it only "
+        "where it pays"
+    )
+    (note,) = [note for note in plan(None, AT_EASE).notes if note.startswith("fp8: ")]
+    assert note.startswith("fp8: the speed of its rows is assumed; `shardwise train` times it")
+    assert note.endswith("; rows that are exact come first")
+
+
+def test_rows_behind_an_exact_one_have_the_figure_too() -> None:
+    made = plan(fp8_gain_of(1.31), AT_EASE)
+    assert in_fp8(made.candidates) and made.chosen.strategy.precision is Precision.BF16_MIXED
+    (note,) = [note for note in made.notes if note.startswith("fp8: ")]
+    assert note.startswith("fp8: measured 1.31x of bf16 on this model's matrix shapes (transformer-engine 2.10.0); ")
+
+
+def test_a_plan_without_fp8_does_not_speak_of_it() -> None:
+    made = plan_of("8b", HOPPERS)
+    assert not [words for words in (*made.notes, *made.chosen.reasons) if "fp8" in words.lower()]
+
+
+def test_its_products_run_at_the_measured_multiple_of_bf16s() -> None:
+    situation = situation_for("8b", HOPPERS, fp8_gain=fp8_gain_of(1.25), **AT_EASE)
+    (candidate, *_) = in_fp8(plan(None, AT_EASE).candidates)
+    setting = setting_of(situation, candidate)
+    rates = rates_of(setting, situation.device)
+    assert rates.linear == pytest.approx(1.25 * rates.matmul)
+    bf16 = replace(setting, strategy=replace(setting.strategy, precision=Precision.BF16_MIXED), fp8_recipe=None)
+    assert rates_of(bf16, situation.device).linear == rates.matmul
+
+
+def test_as_fast_as_bf16_it_takes_as_long() -> None:
+    """The casts are in what was measured and are not counted again."""
+    situation = situation_for("8b", HOPPERS, fp8_gain=fp8_gain_of(1.0), **PINNED)
+    setting = setting_of(situation, plan(None, PINNED).chosen)
+    bf16 = replace(setting, strategy=replace(setting.strategy, precision=Precision.BF16_MIXED), fp8_recipe=None)
+    assert candidate_of(situation, setting).speed.step_s == pytest.approx(
+        candidate_of(situation, bf16).speed.step_s, rel=1e-3
+    )
+
+
+def test_a_plan_that_was_written_is_judged_by_the_same_figure() -> None:
+    made = plan(fp8_gain_of(1.31), IN_A_HURRY)
+    read = codec.decode(codec.encode(made), Plan, origin="plan.json")
+    assert read.fp8_gain == fp8_gain_of(1.31)
+    situation = situation_of(read)
+    again = candidate_of(situation, setting_of(situation, read.chosen))
+    assert again.speed.step_s == pytest.approx(made.chosen.speed.step_s)
+    slow = situation_of(replace(read, fp8_gain=fp8_gain_of(0.9)))
+    refusal = refuse(slow, read.chosen.strategy)
+    assert refusal is not None and refusal.rule == "fp8_does_not_pay"

@@ -1,0 +1,110 @@
+"""`--outcome FILE` keeps what really happened in a run of tests."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+TESTS = """
+import pytest
+from outcome_file import DIFFERENCES, Difference
+
+@pytest.fixture
+def broken():
+    yield
+    raise RuntimeError("at the end")
+
+def test_passes(record_property):
+    record_property(DIFFERENCES, [Difference("zero2 adamw", 1e-5, 3e-6), Difference("zero2 lion", 1e-5, 2e-6)])
+
+def test_passes_too(record_property):
+    record_property(DIFFERENCES, [Difference("zero2 adamw", 1e-5, 1e-6), Difference("zero2 muon", 1e-4, 4e-5)])
+
+def test_fails(record_property):
+    record_property(DIFFERENCES, [Difference("zero3 adamw", 1e-5, 0.5)])
+    raise AssertionError
+
+def test_fails_when_it_has_passed(broken): pass
+
+@pytest.mark.skip(reason="needs two GPUs")
+def test_needs_more(): pass
+
+@pytest.mark.xfail(reason="a defect upstream", strict=True)
+def test_of_a_defect(): raise AssertionError
+"""
+
+
+def outcome_of(tmp_path: Path, *words: str, tests: str = TESTS, code: int = 1) -> dict[str, Any]:
+    """Of a pytest of its own."""
+    (tmp_path / "test_some.py").write_text(tests)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    kept = tmp_path / "new" / "outcome.json"
+    answer = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "outcome_file",
+            "-p",
+            "no:cacheprovider",
+            "--outcome",
+            str(kept),
+            *words,
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "tests" / "factories"), str(REPOSITORY)])},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == code, answer.stdout + answer.stderr
+    return json.loads(kept.read_text())
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return outcome_of(tmp_path_factory.mktemp("tests"))
+
+
+def test_it_counts_what_passed_what_failed_and_what_was_skipped(outcome):
+    counts = {"passed": 2, "failed": 2, "skipped": 2}
+    assert {name: outcome[name] for name in counts} == counts
+    assert {name: outcome["files"]["test_some.py"][name] for name in counts} == counts
+    assert outcome["exit_code"] == 1
+    assert outcome["failed_tests"] == ["test_some.py::test_fails", "test_some.py::test_fails_when_it_has_passed"]
+    assert outcome["skipped_because"] == {"needs two GPUs": 1, "expected to fail: a defect upstream": 1}
+
+
+def test_it_keeps_the_largest_difference_of_every_group(outcome):
+    """Those of a test that failed as well."""
+    assert outcome["differences"]["test_some.py"] == {
+        "at most 1e-05": {
+            "points": 4,
+            "largest": 0.5,
+            "groups": {"zero2 adamw": 3e-06, "zero2 lion": 2e-06, "zero3 adamw": 0.5},
+        },
+        "at most 0.0001": {"points": 1, "largest": 4e-05, "groups": {"zero2 muon": 4e-05}},
+    }
+
+
+def test_it_says_with_what_and_where_it_ran(outcome):
+    assert outcome["versions"].keys() >= {"python", "shardwise", "torch", "deepspeed"}
+    assert outcome["machine"]["cores"] >= 1
+
+
+def test_a_part_of_the_tests_is_not_taken_for_all(tmp_path: Path, outcome):
+    assert outcome["selected"] == {"marks": "", "keyword": "", "paths": []}
+    part = outcome_of(tmp_path, "test_some.py", "-k", "passes_too", code=0)
+    assert part["selected"] == {"marks": "", "keyword": "passes_too", "paths": ["test_some.py"]}
+    assert (part["passed"], part["failed"], part["skipped"]) == (1, 0, 0)
+
+
+def test_a_file_that_cannot_be_loaded_has_failed(tmp_path: Path):
+    broken = outcome_of(tmp_path, tests="import nowhere\n", code=2)
+    assert (broken["failed"], broken["failed_tests"]) == (1, ["test_some.py"])
