@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 import trainer
 from trainer.planning.device import Device
-from trainer.planning.memory import estimate_memory, held_bytes, step_memory
+from trainer.planning.memory import estimate_memory, floor_bytes, held_bytes, step_memory
 from trainer.planning.memory.activations import block_activations
 from trainer.planning.memory.events import resident_bytes, step_events
 from trainer.planning.memory.recipe import dims_of, recipe_of
@@ -253,3 +253,8 @@ def test_what_a_row_holds_between_steps_is_the_same_in_every_start_and_never_mor
     if chosen.stack == "shardwise":  # adapters of other stacks may follow their loss head
         assert held_bytes(shape, other, device) == held
     assert estimate_memory(shape, chosen, device).need_bytes >= held
+
+
+@given(SHAPES, settings_of(), DEVICES)
+def test_no_need_is_below_its_floor(shape: ModelShape, chosen: Setting, device: Device) -> None:
+    assert floor_bytes(shape, chosen, device) <= estimate_memory(shape, chosen, device).need_bytes

@@ -4,11 +4,13 @@ The one place where the closed forms meet what is known of this data and this de
 for the longest and time for the average, and both figures are corrected by what earlier runs measured.
 """
 
+from collections.abc import Iterable
+
 import msgspec
 from msgspec.structs import replace
 
 from trainer.planning.calibrate import corrected_memory, corrected_speed
-from trainer.planning.memory import estimate_memory, held_bytes, needed_bytes
+from trainer.planning.memory import estimate_memory, floor_bytes, held_bytes, needed_bytes
 from trainer.planning.padding import longest_width, mean_width, row_recipe
 from trainer.planning.setting import Setting
 from trainer.planning.situation import Situation
@@ -37,16 +39,44 @@ def predicted_memory(situation: Situation, setting: Setting) -> MemoryEstimate:
 
 def predicted_need(situation: Situation, setting: Setting) -> int:
     """`need_bytes` of `predicted_memory`, sooner where no run corrects it."""
-    if situation.corrections.of(setting.strategy, setting.method).peak.num_runs:
+    if _is_corrected(situation, setting):
         return predicted_memory(situation, setting).need_bytes
     return needed_bytes(situation.shape, at_longest(situation, setting), situation.device)
 
 
+def needs_more(situation: Situation, setting: Setting, budget: int) -> bool:
+    """Whether `predicted_need` is above `budget` bytes: most settings for which it is are seen to be far above it."""
+    return _floor(situation, setting) > budget or predicted_need(situation, setting) > budget
+
+
+def least_needy(situation: Situation, settings: Iterable[Setting]) -> Setting:
+    """The first of the settings whose `predicted_need` is the least."""
+    first, *others = settings
+    least, found = predicted_need(situation, first), first
+    for setting in others:
+        if _floor(situation, setting) < least:
+            need = predicted_need(situation, setting)
+            if need < least:
+                least, found = need, setting
+    return found
+
+
 def never_fits(situation: Situation, setting: Setting) -> bool:
-    """Whether what a row holds between steps is too much already; where runs correct its memory it is searched."""
-    if situation.corrections.of(setting.strategy, setting.method).peak.num_runs:
-        return False
-    return held_bytes(situation.shape, setting, situation.device) > situation.device.usable_bytes
+    """Whether what a row holds between steps is too much already."""
+    return not _is_corrected(situation, setting) and (
+        held_bytes(situation.shape, setting, situation.device) > situation.device.usable_bytes
+    )
+
+
+def _floor(situation: Situation, setting: Setting) -> int:
+    """What `predicted_need` is never below."""
+    if _is_corrected(situation, setting):
+        return 0  # runs may have shown that less is needed
+    return floor_bytes(situation.shape, at_longest(situation, setting), situation.device)
+
+
+def _is_corrected(situation: Situation, setting: Setting) -> bool:
+    return bool(situation.corrections.of(setting.strategy, setting.method).peak.num_runs)
 
 
 def at_longest(situation: Situation, setting: Setting) -> Setting:

@@ -12,11 +12,20 @@ and grow into half of what is left, so that the other half covers what a predict
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from trainer.planning.candidates import candidate_of, never_fits, predicted_need, relative_speed, with_micro_batch
+from trainer.planning.candidates import (
+    candidate_of,
+    least_needy,
+    needs_more,
+    never_fits,
+    predicted_need,
+    relative_speed,
+    with_micro_batch,
+)
 from trainer.planning.rules import obstacle_to
 from trainer.planning.setting import Setting
 from trainer.planning.settings_choices import (
@@ -31,7 +40,7 @@ from trainer.planning.settings_choices import (
 )
 from trainer.planning.situation import Situation
 from trainer.spec.plan import Candidate
-from trainer.spec.strategy import LossHead, Strategy
+from trainer.spec.strategy import Checkpointing, LossHead, Strategy
 
 SAME_SPEED = 0.01  # predictions that differ by less are one
 EAGER_HANDICAP = 1.10  # whole logits must be faster by more than nine predictions in ten err, to be worth their memory
@@ -91,7 +100,7 @@ def least_need(situation: Situation, strategy: Strategy) -> Candidate:
         for micro_batch in sorted({sizes[0], sizes[-1]})
         if obstacle_to(situation, setting := with_micro_batch(situation, start, micro_batch)) is None
     ]
-    return candidate_of(situation, min(settings, key=lambda setting: predicted_need(situation, setting)))
+    return candidate_of(situation, least_needy(situation, settings))
 
 
 def _fastest(situation: Situation, starts: Sequence[Bounded]) -> Setting | None:
@@ -102,7 +111,7 @@ def _fastest(situation: Situation, starts: Sequence[Bounded]) -> Setting | None:
     """
     best: tuple[tuple[int, int], Setting] | None = None
     cuts = not _is_padded(situation)
-    sizes_of: dict[Setting, set[int]] = {}
+    sizes_of: dict[tuple[Checkpointing, LossHead, bool], set[int]] = {}
 
     def key_of(setting: Setting, bounded: Bounded) -> tuple[int, int]:
         is_bound = setting.micro_batch == bounded.micro_batch
@@ -112,8 +121,9 @@ def _fastest(situation: Situation, starts: Sequence[Bounded]) -> Setting | None:
     for bounded in starts:
         if best is not None and time_class(bounded.seconds) > best[0][0]:
             break
-        known = sizes_of.setdefault(replace(bounded.start, loss_chunk_tokens=None), set())
-        for group in by_accumulation(situation, bounded.start):
+        start = bounded.start
+        known = sizes_of.setdefault((start.checkpointing, start.loss, start.compile), set())
+        for group in by_accumulation(situation, start):
             settings = [setting for setting in group if setting.micro_batch not in known]
             if best is not None and cuts and settings and key_of(settings[-1], bounded)[0] > best[0][0]:
                 break
@@ -191,12 +201,9 @@ def _num_within(situation: Situation, settings: Sequence[Setting], budget: int) 
 
     The ends are asked first: as a rule all fit or none does.
     """
-
-    def needs(setting: Setting) -> int:
-        return predicted_need(situation, setting)
-
-    if not settings or needs(settings[0]) > budget:
+    needs = partial(predicted_need, situation)
+    if not settings or (len(settings) > 1 and needs(settings[0]) > budget):
         return 0
-    if len(settings) == 1 or needs(settings[-1]) <= budget:
+    if not needs_more(situation, settings[-1], budget):
         return len(settings)
-    return bisect_right(settings, budget, lo=1, hi=len(settings) - 1, key=needs)
+    return 0 if len(settings) == 1 else bisect_right(settings, budget, lo=1, hi=len(settings) - 1, key=needs)

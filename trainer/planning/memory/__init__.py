@@ -70,6 +70,15 @@ def held_bytes(shape: ModelShape, setting: Setting, device: Device) -> int:
     return sum(resident_bytes(step_memory(shape, setting, device)).values())
 
 
+def floor_bytes(shape: ModelShape, setting: Setting, device: Device) -> int:
+    """No more than `need_bytes`, for a third of the work: the states, and what blocks keep for the backward."""
+    dims = dims_of(shape)
+    recipe = recipe_of(setting, device, dims)
+    states = model_states(setting, recipe, dims)
+    held = states.weights + states.master_weights + states.quant_state + states.adapters + states.optimizer_state
+    return held + block_activations(setting, recipe, dims).kept
+
+
 def step_memory(shape: ModelShape, setting: Setting, device: Device) -> StepMemory:
     """What the events of a step are put together from; `step_events` names every byte of every event."""
     dims = dims_of(shape)
