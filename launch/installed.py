@@ -20,6 +20,12 @@ def installed_version(name: str) -> str | None:
     return None if found is None else found[0]
 
 
+def installed_ns(name: str) -> int | None:
+    """When a package was installed, in nanoseconds since the epoch; None where it is not."""
+    found = _installed(tuple(sys.path)).get(_normalized(name))
+    return None if found is None else os.stat(found[1]).st_mtime_ns  # noqa: PTH116 - as above
+
+
 def unfit_version(name: str, *, user: str) -> str | None:
     """`kernels 0.17.2 is installed; transformers 5.23.0 takes <0.19,>=0.18.2`; None where `user` takes what is here.
 

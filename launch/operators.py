@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from launch.installed import installed_ns
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Offload, Optimizer
@@ -49,19 +50,19 @@ def needed_operators(plan: Plan) -> tuple[str, ...]:
 
 
 def extensions_dir(
-    cache_home: Path, versions: Mapping[str, str], cpu_flags: Sequence[str], *, prefix: str = sys.prefix
+    cache_home: Path, versions: Mapping[str, str], cpu_flags: Sequence[str], *, environment: str | None = None
 ) -> Path:
     """The folder of the operators that fit these versions and this CPU; what $TORCH_EXTENSIONS_DIR is set to.
 
     `versions` names torch (with its CUDA or cpu tag), deepspeed and python; operators are compiled for the CPU at hand.
-    `prefix` is the environment of the ranks: ninja finds torch's headers there, and compiles anew, in the ranks, where
-    it finds them elsewhere than at the last build.
+    `environment` is where the ranks' torch is and since when: ninja compiles anew, in the ranks, where it finds torch's
+    headers elsewhere than at the last build, or younger.
     """
     python = ".".join(versions.get("python", "unknown").split(".")[:2])
     parts = [f"{name}-{versions.get(name, 'none')}" for name in ("torch", "deepspeed")]
     parts += [f"cuda-{versions['cuda']}"] if "cuda" in versions else []
-    cpu, environment = _digest(" ".join(sorted(cpu_flags))), _digest(prefix)
-    return cache_home / "operators" / "-".join([*parts, f"py{python}", f"cpu-{cpu}", f"env-{environment}"])
+    cpu, where = _digest(" ".join(sorted(cpu_flags))), _digest(environment or f"{sys.prefix} {installed_ns('torch')}")
+    return cache_home / "operators" / "-".join([*parts, f"py{python}", f"cpu-{cpu}", f"env-{where}"])
 
 
 def build_operators(

@@ -1,5 +1,6 @@
 """Versions of installed packages: the standard library's answers, without its parsers."""
 
+import os
 import re
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.installed import installed_version, unfit_version
+from launch.installed import installed_ns, installed_version, unfit_version
 
 
 def test_every_installed_package_has_the_version_of_its_metadata() -> None:
@@ -22,6 +23,17 @@ def test_a_name_is_found_in_any_spelling(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "Some_Package-1.0+cu130.dist-info").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert installed_version(spelling) == "1.0+cu130"
+
+
+def test_a_package_that_was_installed_anew_is_known_by_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "dated-1.0.dist-info"
+    folder.mkdir()
+    os.utime(folder, ns=(1, 10**18))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert installed_ns("dated") == 10**18
+    assert installed_ns("missing-here") is None
 
 
 def test_of_two_versions_the_one_that_an_import_takes_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,7 @@ def test_what_a_fallback_needs_is_built_beforehand_too():
         extensions_dir(HOME, VERSIONS | {"python": "3.12.1"}, ("avx2",)),
         extensions_dir(HOME, VERSIONS | {"cuda": "13.0"}, ("avx2",)),
         extensions_dir(HOME, VERSIONS, ("avx2", "avx512f")),
-        extensions_dir(HOME, VERSIONS, ("avx2",), prefix="/home/user/another/.venv"),
+        extensions_dir(HOME, VERSIONS, ("avx2",), environment="/home/user/another/.venv 1"),
     ],
 )
 def test_operators_of_another_combination_are_kept_elsewhere(other: Path):
