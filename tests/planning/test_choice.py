@@ -9,7 +9,8 @@ from trainer.planning.budget import excess
 from trainer.planning.catalogue import CATALOGUE
 from trainer.planning.choice import best_of, in_order, one_a_layout, survey
 from trainer.planning.rules import may_run
-from trainer.planning.settings_search import Bounded, best_candidate, bounded_starts
+from trainer.planning.setting import Setting
+from trainer.planning.settings_search import Bounded, best_candidate, best_setting, bounded_starts
 from trainer.planning.situation import Situation
 from trainer.spec.data_profile import BatchWidth
 from trainer.spec.job import Allowance
@@ -66,11 +67,11 @@ def test_rows_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     situation = situation_for("8b", "8xH100-SXM5-80GB", method=Method.LORA)
     searched = []
 
-    def counted(situation: Situation, row: Strategy, starts: list[Bounded]) -> Candidate | None:
+    def counted(situation: Situation, row: Strategy, starts: list[Bounded]) -> Setting | None:
         searched.append(row)
-        return best_candidate(situation, row, starts)
+        return best_setting(situation, row, starts)
 
-    monkeypatch.setattr(choice, "best_candidate", counted)
+    monkeypatch.setattr(choice, "best_setting", counted)
     best, _ = best_of(situation, rows_of(situation))
     assert best is not None
     assert 0 < len(searched) < len(rows_of(situation))

@@ -16,17 +16,21 @@ from collections.abc import Callable, Iterable, Sequence
 from msgspec.structs import replace
 
 from trainer.planning.budget import excess
+from trainer.planning.candidates import candidate_of
 from trainer.planning.catalogue import CATALOGUE, LAYOUTS
 from trainer.planning.not_yet import version_that_saves
 from trainer.planning.remedies import remedy_for
 from trainer.planning.rules import PAGED, may_run, refuse
+from trainer.planning.setting import Setting
 from trainer.planning.settings_search import (
     SAME_SPEED,
     Bounded,
     best_candidate,
+    best_setting,
     bounded_starts,
     least_need,
     loss_handicap,
+    with_grown_buckets,
 )
 from trainer.planning.situation import Situation
 from trainer.spec.plan import Candidate, Rejection, TrialResult
@@ -100,20 +104,26 @@ def best_of(situation: Situation, rows: Iterable[Strategy]) -> tuple[Candidate |
     bounded = [(_least_rank(situation, row, starts := bounded_starts(situation, row)), row, starts) for row in rows]
     candidates: list[Candidate] = []
     beyond: dict[str, Candidate] = {}
+    settings: dict[str, Setting] = {}
     best: tuple[bool, float] | None = None
     for (is_approximate, bound), row, starts in sorted(bounded, key=lambda entry: entry[0]):
         if best is not None and (is_approximate, bound) > (best[0], (1 + SAME_SPEED) * best[1]):
             break
-        candidate = best_candidate(situation, row, starts)
-        if candidate is None:
+        setting = best_setting(situation, row, starts)
+        if setting is None:
             continue
+        candidate = candidate_of(situation, setting)  # larger buffers change neither its time nor its host RAM
         if excess(situation, candidate) is not None:
             beyond[row.name] = candidate
             continue
         candidates.append(candidate)
+        settings[row.name] = setting
         rank = is_approximate, _predicted_seconds(situation, candidate)
         best = rank if best is None else min(best, rank)
-    return next(iter(in_order(situation, candidates)), None), beyond
+    if not candidates:
+        return None, beyond
+    first = in_order(situation, candidates)[0]
+    return with_grown_buckets(situation, settings[first.strategy.name]), beyond
 
 
 def _least_rank(situation: Situation, row: Strategy, starts: Sequence[Bounded]) -> tuple[bool, float]:

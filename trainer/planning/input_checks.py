@@ -41,10 +41,12 @@ def check_pins(situation: Situation) -> None:
     rows = [row for row in CATALOGUE if all(getattr(row, axis) == member for axis, member in pins.items())]
     if not rows:
         raise InputError(f"{words}: there is no such strategy; {_what_there_is(pins)}{_why_there_is_none(situation)}")
+    settings = {axis: _written(member) for axis, member in _pins(situation, _SETTING_AXES).items()}
+    if not pins and not settings:
+        return
     ignores = situation.ignores_version
     refusals = [refusal for row in rows if (refusal := refuse(situation, row, ignoring_version=ignores))]
-    settings = {axis: _written(member) for axis, member in _pins(situation, _SETTING_AXES).items()}
-    if len(refusals) == len(rows) and (pins or settings):
+    if len(refusals) == len(rows):
         refusal = most_telling(refusals)
         instead = f"; use {refusal.instead}" if refusal.instead else ""
         if refusal.rule in _OF_SETTINGS:

@@ -34,6 +34,7 @@ from trainer.planning.settings_choices import (
     checkpointings,
     chunk_sizes,
     compiles,
+    every_n,
     first_setting,
     losses,
     micro_batches,
@@ -69,21 +70,21 @@ def bounded_starts(situation: Situation, strategy: Strategy) -> list[Bounded]:
     return _bounded(situation, strategy, offloads=activation_offloads(situation)[0])
 
 
-def best_candidate(
-    situation: Situation, strategy: Strategy, starts: Sequence[Bounded] | None = None
-) -> Candidate | None:
-    """The fastest setting of a row that fits on the device; None where none does.
+def best_candidate(situation: Situation, strategy: Strategy) -> Candidate | None:
+    """The fastest setting of a row that fits on the device, its buffers grown; None where none does."""
+    best = best_setting(situation, strategy, bounded_starts(situation, strategy))
+    return None if best is None else with_grown_buckets(situation, best)
 
-    `starts`: the row's `bounded_starts`, where they are known already.
-    """
-    starts = bounded_starts(situation, strategy) if starts is None else starts
+
+def best_setting(situation: Situation, strategy: Strategy, starts: Sequence[Bounded]) -> Setting | None:
+    """The fastest setting of a row with its smallest buffers; `starts` are the row's `bounded_starts`."""
     if never_fits(situation, starts[0].start):
         return None
     _, *others = activation_offloads(situation)  # the second only where nothing fits under the first
     best = _fastest(situation, starts)
     for offloads in others:
         best = best or _fastest(situation, _bounded(situation, strategy, offloads=offloads))
-    return None if best is None else _with_grown_buckets(situation, best)
+    return best
 
 
 def least_need(situation: Situation, strategy: Strategy) -> Candidate:
@@ -178,16 +179,19 @@ def _seconds_of(situation: Situation, setting: Setting) -> float:
 
 def _starts(situation: Situation, strategy: Strategy, *, offloads: bool) -> Iterator[Setting]:
     """Each choice of checkpointing, loss head and slice, at the smallest micro batch and buffers."""
-    for checkpointing in checkpointings(situation):
-        for loss in losses(situation):
-            first = first_setting(situation, strategy, checkpointing=checkpointing, loss=loss)
-            start = replace(first, activation_offload=offloads) if offloads else first
+    kinds, heads = checkpointings(situation), losses(situation)
+    first = first_setting(situation, strategy, checkpointing=kinds[0], loss=heads[0])
+    first = replace(first, activation_offload=offloads)
+    for checkpointing in kinds:
+        start = replace(first, checkpointing=checkpointing, checkpoint_every_n=every_n(situation, checkpointing))
+        for loss in heads:
             for tokens in chunk_sizes(situation.shape, loss):
                 for is_compiled in compiles(situation):
-                    yield replace(start, loss_chunk_tokens=tokens, compile=is_compiled)
+                    yield replace(start, loss=loss, loss_chunk_tokens=tokens, compile=is_compiled)
 
 
-def _with_grown_buckets(situation: Situation, setting: Setting) -> Candidate:
+def with_grown_buckets(situation: Situation, setting: Setting) -> Candidate:
+    """A setting that fits, with the buffers that half of what it leaves has room for."""
     ladder = bucket_ladder(situation.shape, setting.strategy)
     if len(ladder) == 1:
         return candidate_of(situation, setting)
