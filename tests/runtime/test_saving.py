@@ -13,6 +13,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from rank_factory import rank_plan, write_attempt, write_rows
 
+from trainer.planning.not_yet import unsaved_words
 from trainer.runtime.checkpoint import NonFiniteStateError
 from trainer.runtime.loop import train
 from trainer.runtime.report_writer import ReportWriter, run_paths
@@ -175,6 +176,7 @@ def test_a_run_whose_optimizer_has_no_place_in_a_checkpoint_yet_says_so_once_and
     plan = rank_plan(cache_dir, num_steps=2, checkpoint_every_steps=1, micro_batch=8, accumulation=1, **settings)
     paths, state = run_paths(write_attempt(run_dir, plan), started_at=datetime.now(UTC)), RunState()
     assert train(plan, paths, ReportWriter(paths, rank=0), state, lambda: False) is Ending.FINISHED
+    assert (unsaved_words(plan.chosen) is not None) == (settings in NOT_SAVED.values())  # the plan said so
     if settings in NOT_SAVED.values():
         (incident,) = state.incidents
         assert incident.startswith("no checkpoint: checkpoints of ") and " come with shardwise 0.5" in incident

@@ -4,11 +4,14 @@ Such a row is refused with the version that trains it, while the table of method
 """
 
 from trainer.spec.plan import Candidate
-from trainer.spec.strategy import Sharding
+from trainer.spec.strategy import Method, Optimizer, Sharding
 
 TRAINED_FROM: dict[Sharding, str] = {Sharding.HSDP: "0.6"}
 # Checkpoints of a run under one of these engines, and going on from them.
 SAVED_FROM: dict[Sharding, str] = {sharding: "0.5" for sharding in Sharding if sharding.shards_optimizer}
+
+# Optimizers whose state a checkpoint has a place for: torch's own.
+_SAVED_OPTIMIZERS, _OTHERS_SAVED_FROM = (Optimizer.ADAMW, Optimizer.ADAMW_FUSED, Optimizer.SGD), "0.5"
 
 
 def version_that_trains(sharding: Sharding) -> str | None:
@@ -19,6 +22,21 @@ def version_that_trains(sharding: Sharding) -> str | None:
 def version_that_saves(sharding: Sharding) -> str | None:
     """The first version whose runs under it can be resumed; None where those of this one can."""
     return SAVED_FROM.get(sharding)
+
+
+def unsaved_words(candidate: Candidate) -> str | None:
+    """Of what about a candidate no checkpoint is written yet, and the first version that does; None where one is."""
+    strategy = candidate.strategy
+    version = version_that_saves(strategy.sharding)
+    if version is not None:
+        return f"under {strategy.sharding} come with shardwise {version}"
+    if candidate.method is Method.GALORE:
+        return f"of {Method.GALORE} come with shardwise {_OTHERS_SAVED_FROM}"
+    if candidate.optimizer_in_backward:
+        return f"of an optimizer in the backward pass come with shardwise {_OTHERS_SAVED_FROM}"
+    if strategy.optimizer not in _SAVED_OPTIMIZERS:
+        return f"of {strategy.optimizer} come with shardwise {_OTHERS_SAVED_FROM}"
+    return None
 
 
 def late_members(candidate: Candidate) -> tuple[str, ...]:
