@@ -60,9 +60,9 @@ def list_files(request: PrepareRequest) -> PrepareRequest:
     )
 
 
-def source_bytes(request: PrepareRequest) -> int:
-    """Bytes of the training sources on disk, each counted as often as its weight draws it."""
-    return round(sum(file.size_bytes * file.weight for file in list_files(request).files))
+def source_bytes(listed: PrepareRequest) -> int:
+    """Bytes of the listed training files, each counted as often as its weight draws it."""
+    return round(sum(file.size_bytes * file.weight for file in listed.files))
 
 
 def _files_of(sources: Sequence[DataSource], *, setting: str) -> tuple[SourceFile, ...]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from launch.data_files import list_files
-from launch.prepared_index import find_listed, write_index
+from launch.prepared_index import find_prepared, write_index
 from trainer.spec import codec
 from trainer.spec.data_profile import DataProfile
 from trainer.spec.data_request import PrepareRequest
@@ -37,7 +37,7 @@ def prepare_data(
 ) -> DataProfile:
     """The profile of the prepared data; raises the ShardwiseError that the subprocess ended with."""
     listed = list_files(request)
-    found = find_listed(listed)
+    found = find_prepared(listed)
     if found is not None:
         return found
     started_ns = time.time_ns()

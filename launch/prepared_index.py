@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 
-from launch.data_files import list_files
 from trainer.spec import codec
 from trainer.spec.data_profile import DataProfile
 from trainer.spec.data_request import PrepareRequest
@@ -28,13 +27,8 @@ class PreparedIndex(Value, frozen=True, kw_only=True):
     fingerprint: str
 
 
-def find_prepared(request: PrepareRequest) -> DataProfile | None:
-    """The profile of data that was prepared before and whose files are unchanged since; reads no source."""
-    return find_listed(list_files(request))
-
-
-def find_listed(listed: PrepareRequest) -> DataProfile | None:
-    """The same of a request whose files are listed."""
+def find_prepared(listed: PrepareRequest) -> DataProfile | None:
+    """The profile of data that was prepared before and whose listed files are unchanged since; reads no source."""
     root = Path(listed.cache_root, "data")
     index_path = _index_path(listed)
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from prepare_request_factory import make_old, numbered_text, request_for
 
-from launch.data_files import source_bytes
+from launch.data_files import list_files
 from launch.prepare_data import prepare_data
 from launch.prepared_index import find_prepared
 from trainer.spec.errors import EnvironmentFaultError, InputError, ShardwiseError
@@ -40,6 +40,11 @@ def prepare(request, **settings):
     return prepare_data(request, on_progress=lines.append, **settings), lines
 
 
+def find(request):
+    """What a start finds of the files as they are now."""
+    return find_prepared(list_files(request))
+
+
 def fake_python(folder, body):
     """An interpreter that answers `-m trainer.runtime.prepare REQUEST ANSWER` as `body` does."""
     path = folder / "python"
@@ -57,9 +62,9 @@ def test_the_profile_comes_back_with_its_progress(request_of, text):
 
 def test_what_was_prepared_is_found_without_starting_anything(request_of, text):
     request = request_of(text, eval_share=0.1)
-    assert find_prepared(request) is None
+    assert find(request) is None
     profile, _ = prepare(request)
-    assert find_prepared(request) == profile
+    assert find(request) == profile
     assert prepare(request, python="/no/such/python") == (profile, [])
 
 
@@ -68,7 +73,7 @@ def test_the_standard_library_is_prepared_from_its_name(request_of):
     assert profile.num_tokens > 1_000_000
     assert 0 < profile.eval_unigram_entropy_nats < 7
     assert profile.skipped_rows == 0
-    assert find_prepared(request_of("python-stdlib", eval_share=0.01, vocab_size=512, seq_len=128)) == profile
+    assert find(request_of("python-stdlib", eval_share=0.01, vocab_size=512, seq_len=128)) == profile
 
 
 @pytest.mark.parametrize("change", ["content", "time", "another file", "a setting", "a weight"])
@@ -88,14 +93,14 @@ def test_a_change_is_not_overlooked(request_of, text, tmp_path, change):
         request = request_of(folder, seq_len=17)
     else:
         request = request_of((folder, 2.0))
-    assert find_prepared(request) is None
+    assert find(request) is None
 
 
 def test_a_touched_file_is_read_but_not_tokenised_again(request_of, text):
     profile, _ = prepare(request_of(text))
     make_old(text)
     assert prepare(request_of(text)) == (profile, [])
-    assert find_prepared(request_of(text)) == profile
+    assert find(request_of(text)) == profile
 
 
 def test_a_change_of_the_tokenizer_is_not_overlooked(request_of, text, tmp_path):
@@ -104,24 +109,24 @@ def test_a_change_of_the_tokenizer_is_not_overlooked(request_of, text, tmp_path)
     request = request_of(text, tokenizer=str(folder))
     profile, _ = prepare(request)
     assert profile.fingerprint != made.fingerprint
-    assert find_prepared(request) == profile
+    assert find(request) == profile
     settings = folder / "tokenizer_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"model_max_length": 7}))
-    assert find_prepared(request) is None
+    assert find(request) is None
 
 
 def test_a_file_that_may_still_be_changing_is_not_indexed(request_of, text):
     now_ns = time.time_ns()
     os.utime(text, ns=(now_ns, now_ns))
     prepare(request_of(text))
-    assert find_prepared(request_of(text)) is None
+    assert find(request_of(text)) is None
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "starts.bin", "profile.json", "train_rows.npy"])
 def test_a_removed_cache_is_not_found(request_of, text, name):
     profile, _ = prepare(request_of(text))
     Path(profile.cache_dir, name).unlink()
-    assert find_prepared(request_of(text)) is None
+    assert find(request_of(text)) is None
     assert prepare(request_of(text))[0] == profile
 
 
@@ -129,7 +134,7 @@ def test_an_unwritten_index_is_a_slower_start_and_nothing_else(request_of, text,
     (tmp_path / "cache" / "data").mkdir(parents=True)
     (tmp_path / "cache" / "data" / "index").write_text("in the way")
     profile, _ = prepare(request_of(text))
-    assert find_prepared(request_of(text)) is None
+    assert find(request_of(text)) is None
     assert prepare(request_of(text))[0] == profile
 
 
@@ -144,15 +149,14 @@ def test_a_problem_with_the_data_is_an_input_error_with_its_lines(request_of, tm
         prepare(request_of(path, bad_rows=BadRows.SKIP))
 
 
-@pytest.mark.parametrize("function", [find_prepared, source_bytes])
-def test_a_missing_source_is_an_input_error_before_anything_starts(request_of, tmp_path, function):
+def test_a_missing_source_is_an_input_error_before_anything_starts(request_of, tmp_path):
     with pytest.raises(InputError, match="was not found"):
-        function(request_of(tmp_path / "none.txt"))
+        prepare(request_of(tmp_path / "none.txt"), python="/no/such/python")
 
 
 def test_a_missing_tokenizer_is_an_input_error(request_of, text):
     with pytest.raises(InputError, match=r"model\.tokenizer: /no/such is not a folder"):
-        find_prepared(request_of(text, tokenizer="/no/such"))
+        find(request_of(text, tokenizer="/no/such"))
 
 
 def test_a_cache_that_cannot_be_written_is_an_environment_fault(request_of, text, tmp_path):
