@@ -4,6 +4,7 @@ Each command imports what it needs when it runs: `probe`, `plan`, `report` answe
 """
 
 import argparse
+import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,9 @@ from pathlib import Path
 from launch.command_line import parse_words
 from launch.console import Console, write_error
 from trainer.spec.errors import ExitCode, InputError, ShardwiseError
+
+# Objects made before the collector looks for cycles. Python's 700 cost a start ten milliseconds and find next to none.
+GC_THRESHOLD = 100_000
 
 
 def _print_traceback() -> None:
@@ -21,6 +25,7 @@ def _print_traceback() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
+    gc.set_threshold(GC_THRESHOLD)
     words = list(sys.argv[1:] if argv is None else argv)
     is_debug = "--debug" in words
     try:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 import trainer
 from trainer.planning.device import Device
-from trainer.planning.memory import estimate_memory, floor_bytes, held_bytes, step_memory
+from trainer.planning.memory import estimate_memory, held_bytes, needed_bytes, step_memory
 from trainer.planning.memory.activations import block_activations
 from trainer.planning.memory.events import resident_bytes, step_events
 from trainer.planning.memory.recipe import dims_of, recipe_of
@@ -256,5 +256,9 @@ def test_what_a_row_holds_between_steps_is_the_same_in_every_start_and_never_mor
 
 
 @given(SHAPES, settings_of(), DEVICES)
-def test_no_need_is_below_its_floor(shape: ModelShape, chosen: Setting, device: Device) -> None:
-    assert floor_bytes(shape, chosen, device) <= estimate_memory(shape, chosen, device).need_bytes
+def test_a_need_above_a_limit_is_answered_above_it_and_any_other_exactly(
+    shape: ModelShape, chosen: Setting, device: Device
+) -> None:
+    need = estimate_memory(shape, chosen, device).need_bytes
+    assert needed_bytes(shape, chosen, device) == needed_bytes(shape, chosen, device, limit=need) == need
+    assert 0 < needed_bytes(shape, chosen, device, limit=0) <= need

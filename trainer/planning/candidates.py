@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from trainer.planning.calibrate import corrected_memory, corrected_speed
-from trainer.planning.memory import estimate_memory, floor_bytes, held_bytes, needed_bytes
+from trainer.planning.memory import estimate_memory, held_bytes, needed_bytes
 from trainer.planning.padding import longest_width, mean_width, row_recipe
 from trainer.planning.setting import Setting
 from trainer.planning.situation import Situation
@@ -37,16 +37,14 @@ def predicted_memory(situation: Situation, setting: Setting) -> MemoryEstimate:
     return corrected_memory(memory, situation.corrections.of(setting.strategy, setting.method))
 
 
-def predicted_need(situation: Situation, setting: Setting) -> int:
-    """`need_bytes` of `predicted_memory`, sooner where no run corrects it."""
+def predicted_need(situation: Situation, setting: Setting, *, limit: int | None = None) -> int:
+    """`need_bytes` of `predicted_memory`, sooner where no run corrects it.
+
+    Of a setting that needs more than `limit` any number above `limit`: most are seen early to be far above it.
+    """
     if _is_corrected(situation, setting):
         return predicted_memory(situation, setting).need_bytes
-    return needed_bytes(situation.shape, at_longest(situation, setting), situation.device)
-
-
-def needs_more(situation: Situation, setting: Setting, budget: int) -> bool:
-    """Whether `predicted_need` is above `budget` bytes: most settings for which it is are seen to be far above it."""
-    return _floor(situation, setting) > budget or predicted_need(situation, setting) > budget
+    return needed_bytes(situation.shape, at_longest(situation, setting), situation.device, limit=limit)
 
 
 def least_needy(situation: Situation, settings: Iterable[Setting]) -> Setting:
@@ -54,10 +52,9 @@ def least_needy(situation: Situation, settings: Iterable[Setting]) -> Setting:
     first, *others = settings
     least, found = predicted_need(situation, first), first
     for setting in others:
-        if _floor(situation, setting) < least:
-            need = predicted_need(situation, setting)
-            if need < least:
-                least, found = need, setting
+        need = predicted_need(situation, setting, limit=least)
+        if need < least:
+            least, found = need, setting
     return found
 
 
@@ -66,13 +63,6 @@ def never_fits(situation: Situation, setting: Setting) -> bool:
     return not _is_corrected(situation, setting) and (
         held_bytes(situation.shape, setting, situation.device) > situation.device.usable_bytes
     )
-
-
-def _floor(situation: Situation, setting: Setting) -> int:
-    """What `predicted_need` is never below."""
-    if _is_corrected(situation, setting):
-        return 0  # runs may have shown that less is needed
-    return floor_bytes(situation.shape, at_longest(situation, setting), situation.device)
 
 
 def _is_corrected(situation: Situation, setting: Setting) -> bool:

@@ -20,7 +20,6 @@ from msgspec.structs import replace
 from trainer.planning.candidates import (
     candidate_of,
     least_needy,
-    needs_more,
     never_fits,
     predicted_need,
     relative_speed,
@@ -61,7 +60,7 @@ class Bounded(NamedTuple):
     """A choice of a row beside its micro batch, with the seconds that none of its micro batches goes below."""
 
     seconds: float
-    micro_batch: int  # which takes them
+    micro_batch: int | None  # which takes them; None where none may
     start: Setting
 
 
@@ -156,8 +155,16 @@ def fitting(situation: Situation, settings: Sequence[Setting]) -> Sequence[Setti
 
 
 def _bounded(situation: Situation, strategy: Strategy, *, offloads: bool) -> list[Bounded]:
-    starts = _starts(situation, strategy, offloads=offloads)
-    return sorted((_bound(situation, start) for start in starts), key=lambda bounded: bounded.seconds)
+    bounds: dict[tuple[Checkpointing, LossHead, bool], Bounded] = {}
+    found = []
+    for start in _starts(situation, strategy, offloads=offloads):
+        key = start.checkpointing, start.loss, start.compile
+        if key in bounds:  # with larger slices of logits: smaller ones are no faster
+            found.append(bounds[key]._replace(micro_batch=None, start=start))
+        else:
+            bounds[key] = _bound(situation, start)
+            found.append(bounds[key])
+    return sorted(found, key=lambda bounded: bounded.seconds)
 
 
 def _bound(situation: Situation, start: Setting) -> Bounded:
@@ -205,9 +212,9 @@ def _num_within(situation: Situation, settings: Sequence[Setting], budget: int) 
 
     The ends are asked first: as a rule all fit or none does.
     """
-    needs = partial(predicted_need, situation)
+    needs = partial(predicted_need, situation, limit=budget)
     if not settings or (len(settings) > 1 and needs(settings[0]) > budget):
         return 0
-    if not needs_more(situation, settings[-1], budget):
+    if needs(settings[-1]) <= budget:
         return len(settings)
     return 0 if len(settings) == 1 else bisect_right(settings, budget, lo=1, hi=len(settings) - 1, key=needs)
