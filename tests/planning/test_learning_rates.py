@@ -10,6 +10,7 @@ from planning_factory import data_of, job_of, shape_of
 from trainer.planning import learning_rates
 from trainer.planning.learning_rates import default_rate, shares_rate
 from trainer.planning.schedule import make_schedule
+from trainer.spec.job import Objective
 from trainer.spec.strategy import Method, Optimizer
 
 SIZES = (1e5, 15e6, 1.2e8, 1e9, 7e9, 7e10)
@@ -116,3 +117,36 @@ def test_the_rest_of_the_schedule_is_the_same_under_every_optimizer():
         for schedule in [make_schedule(job_of(seq_len=512), data_of(), shape_of("8b"), optimizer=optimizer)]
     }
     assert len(made) == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "method", "lr"),
+    [
+        (1e9, Method.FULL, 1e-6),
+        (7e9, Method.FULL, 5e-7),
+        (7e10, Method.FULL, 2e-7),
+        (7e9, Method.LORA, 5e-6),
+        (7e9, Method.QLORA, 5e-6),
+        (7e9, Method.GALORE, 5e-7),
+    ],
+)
+def test_dpo_takes_the_small_rates_that_were_published_for_it(size, method, lr):
+    found = default_rate(
+        optimizer=Optimizer.ADAMW,
+        method=method,
+        is_from_scratch=False,
+        num_parameters=int(size),
+        objective=Objective.DPO,
+    )
+    assert found.lr == lr
+    assert found.source.startswith("DPO of ")
+
+
+@pytest.mark.parametrize("optimizer", Optimizer)
+@pytest.mark.parametrize("method", [Method.FULL, Method.LORA])
+def test_dpo_is_the_same_share_of_every_optimizers_own_rate(optimizer, method):
+    def share(of):
+        facts = {"optimizer": of, "method": method, "is_from_scratch": False, "num_parameters": int(7e9)}
+        return default_rate(**facts, objective=Objective.DPO).lr / default_rate(**facts).lr
+
+    assert share(optimizer) == pytest.approx(share(Optimizer.ADAMW), rel=0.05)

@@ -8,7 +8,7 @@ from planning_factory import CONFIGS, data_of, job_of, shape_of
 
 from trainer.planning.schedule import make_schedule
 from trainer.spec.errors import InputError
-from trainer.spec.job import CheckpointJob, EvalJob, Every, LrSchedule, TrainJob, Warmup
+from trainer.spec.job import CheckpointJob, DataFormat, EvalJob, Every, LrSchedule, TrainJob, Warmup
 from trainer.spec.lr_schedule import learning_rate
 from trainer.spec.plan import Schedule
 from trainer.spec.strategy import Method, Optimizer
@@ -67,6 +67,22 @@ def test_empty_data_is_refused() -> None:
 )
 def test_warmup_is_a_share_or_a_number_and_leaves_a_step(warmup: Warmup, steps: int) -> None:
     assert schedule(warmup=warmup).warmup_steps == steps
+
+
+def test_an_open_warmup_says_whose_it_is_and_that_of_dpo_is_longer() -> None:
+    preferences = replace(data_of(num_rows=10_000), format=DataFormat.PREFERENCE)
+    plain, dpo = schedule(), make_schedule(job_of(), preferences, shape_of("8b"))
+    assert (plain.warmup_steps, dpo.warmup_steps) == (9, 62)
+    assert plain.warmup_source.startswith("3%: ") and dpo.warmup_source.startswith("10%: ")
+    assert schedule(warmup=Warmup(steps=5)).warmup_source == "train.warmup of the job file"
+
+
+def test_a_pair_is_two_sequences_of_the_global_batch() -> None:
+    preferences = replace(data_of(num_rows=10_000), format=DataFormat.PREFERENCE)
+    made = make_schedule(job_of(), preferences, shape_of("8b"))
+    assert (made.sequences_per_step, made.tokens_per_step, made.num_steps) == (16, 65536, 625)
+    with pytest.raises(InputError, match=r"2048 and one pair of sequences of train\.seq_len 2048 has 4096"):
+        make_schedule(job_of(tokens_per_step=2048), preferences, shape_of("8b"))
 
 
 @pytest.mark.parametrize("model", CONFIGS)

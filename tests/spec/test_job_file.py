@@ -93,6 +93,8 @@ SPELLINGS = [
     ("data.train", "a.txt", (DataSource(source="a.txt"),)),
     ("data.train", ["a", {"source": "b", "weight": 2}], (DataSource(source="a"), DataSource(source="b", weight=2.0))),
     ("data.train", [{"source": "b"}], (DataSource(source="b"),)),
+    ("data.train", [{"source": "o/n@v1", "subset": "en", "split": "dev"}],
+     (DataSource(source="o/n@v1", subset="en", split="dev"),)),
     ("data.format", "tokens", DataFormat.TOKENS),
     ("data.fields", {"prompt": "question"}, {"prompt": "question"}),
     ("data.chat_template", "auto", None),
@@ -189,6 +191,14 @@ def test_evaluation_is_a_share_a_source_or_off(written, share, source):
     assert (job.data.eval_share, job.data.eval_source) == (share, source)
 
 
+def test_evaluation_may_name_a_split_of_a_data_set_and_is_written_back_so():
+    written = {"source": "org/rows", "subset": "en", "split": "validation"}
+    job = read_job(at("data.eval", written), origin="job.yaml")
+    assert (job.data.eval_source, job.data.eval_subset, job.data.eval_split) == ("org/rows", "en", "validation")
+    assert job_tree(job)["data"]["eval"] == written
+    assert read_job(job_tree(job), origin="again") == job
+
+
 def test_what_is_not_written_has_the_default_of_the_value():
     job = read_job(tree(), origin="job.yaml")
     assert job == Job(model=ModelJob(name="org/model"), data=job.data)
@@ -223,9 +233,9 @@ REFUSED = [
     ("model.flash_kernel", f"flash-attn2@{COMMIT}", "flash is FlashAttention 2, as in kernels-community/flash-attn2"),
     ("model.flash_kernel", True, "model.flash_kernel is true; expected null or OWNER/flash-attn2@COMMIT"),
     ("data.train", [], "is an empty list; expected a file, a folder, a hub id, or a list of {source"),
-    ("data.train", [{"weight": 1}], "entry 1 is not {source: ..., weight: 1.0}"),
+    ("data.train", [{"weight": 1}], "entry 1 is not {source: ..., weight: 1.0, subset: ..., split: ...}"),
     ("data.train", ["a", {"source": "b", "weight": 0}], "entry 2 needs a source and a number above 0 as its weight"),
-    ("data.train", [{"source": "b", "wieght": 2}], "entry 1 is not {source: ..., weight: 1.0}"),
+    ("data.train", [{"source": "b", "wieght": 2}], "entry 1 is not {source: ..., weight: 1.0, subset: ..., split: ...}"),
     ("data.train", 3, "data.train is 3; expected a file"),
     ("data.eval", 0.01, 'such as "1%", a source of its own, or none; did you mean "1%"?'),
     ("data.eval", 5, 'did you mean "5%"?'),
@@ -254,9 +264,9 @@ REFUSED = [
     ("train.lr", "1e-4x", 'train.lr is "1e-4x"; expected auto or a number above 0'),
     ("train.lr", False, "train.lr is false; expected auto or a number above 0"),
     ("train.schedule", "cosin", "did you mean cosine?"),
-    ("train.warmup", 0.03, 'expected a share such as "3%" or a number of steps; did you mean "3%"?'),
-    ("train.warmup", "10 min", 'train.warmup is "10 min"; expected a share'),
-    ("train.warmup", -1, "train.warmup is -1; expected a share"),
+    ("train.warmup", 0.03, 'expected auto or a share such as "3%" or a number of steps; did you mean "3%"?'),
+    ("train.warmup", "10 min", 'train.warmup is "10 min"; expected auto or a share'),
+    ("train.warmup", -1, "train.warmup is -1; expected auto or a share"),
     ("train.clip", 0, "train.clip is 0; expected a number above 0"),
     ("train.seed", 2**32, "train.seed is 4294967296; expected a whole number from 0 to 4294967295"),
     ("train.lora.rank", 0, "train.lora.rank is 0; expected a whole number of at least 1"),
@@ -421,7 +431,7 @@ def test_every_setting_stands_in_the_tree_that_is_written(path):
 def test_the_table_has_a_row_for_every_field_of_the_value():
     for section, kind in SECTIONS.items():
         inside = {attribute(path) for path in children(section)}
-        split = {"eval_share", "eval_source"} if section == "data" else set()
+        split = {"eval_share", "eval_source", "eval_subset", "eval_split"} if section == "data" else set()
         assert inside - ({"eval"} if split else set()) | split == set(kind.__struct_fields__), section
 
 

@@ -160,5 +160,5 @@ def test_the_schema_says_which_draft_it_is_and_closes_every_section():
 
 def test_defaults_are_those_of_the_value():
     train = SCHEMA["properties"]["train"]["properties"]
-    assert (train["seq_len"]["default"], train["warmup"]["default"]) == (2048, "3%")
+    assert (train["seq_len"]["default"], train["warmup"]["default"]) == (2048, "auto")
     assert SCHEMA["properties"]["allow"]["default"] == ["offload_cpu"]

@@ -157,8 +157,8 @@ def _batch_line(plan: Plan) -> str:
 def _steps_line(plan: Plan) -> str:
     schedule = plan.schedule
     return (
-        f"{schedule.num_steps:,} steps, {schedule.warmup_steps:,} of warmup to lr {schedule.lr:g} "
-        f"({schedule.lr_source})"
+        f"{schedule.num_steps:,} steps, {schedule.warmup_steps:,} of warmup ({schedule.warmup_source}) "
+        f"to lr {schedule.lr:g} ({schedule.lr_source})"
     )
 
 

@@ -9,12 +9,14 @@ update it scales, so every optimizer has rows of its own or says whose it shares
     Adafactor, AdaLomo, LAMB              the step's share of the weight's own root mean square (or norm)
     SGD, LOMO                             multiplies the gradient itself
 
-Rows are ordered by size; where nobody publishes, the row says what it was derived from.
+Rows are ordered by size; where nobody publishes, the row says what it was derived from. DPO's rates are published for
+AdamW; another optimizer takes the same share of its own fine-tuning rate as AdamW does.
 """
 
 import math
 from typing import NamedTuple
 
+from trainer.spec.job import Objective
 from trainer.spec.strategy import Method, Optimizer
 from trainer.spec.units import format_count
 
@@ -60,6 +62,15 @@ _ADAMW = _Rates(
         PublishedRate(15e9, 2e-4, "QLoRA 7B and 13B (arXiv:2305.14314, app. B.2)"),
         PublishedRate(math.inf, 1e-4, "QLoRA 33B and 65B (arXiv:2305.14314, app. B.2)"),
     ),
+)
+
+_ADAMW_DPO = (
+    PublishedRate(3e9, 1e-6, "the default of TRL's DPOConfig"),
+    PublishedRate(20e9, 5e-7, "Zephyr 7B (arXiv:2310.16944) and OLMo 7B (arXiv:2402.00838)"),
+    PublishedRate(math.inf, 2e-7, "Tulu 3 70B (arXiv:2411.15124)"),
+)
+_ADAMW_DPO_ADAPTERS = (
+    PublishedRate(math.inf, 5e-6, "Zephyr 7B with QLoRA, ten times its full rate (arXiv:2310.16944)"),
 )
 
 
@@ -154,17 +165,41 @@ _RATES: dict[Optimizer, _Rates] = {
 }
 
 
-def default_rate(*, optimizer: Optimizer, method: Method, is_from_scratch: bool, num_parameters: int) -> DefaultRate:
+def default_rate(
+    *,
+    optimizer: Optimizer,
+    method: Method,
+    is_from_scratch: bool,
+    num_parameters: int,
+    objective: Objective = Objective.PRETRAIN,
+) -> DefaultRate:
     """The rate of the first row that is large enough."""
     rates = _GALORE if method is Method.GALORE else _RATES[optimizer]
-    if method.freezes_base:
-        rows, verb = rates.adapters, f"{method} adapters"
+    if objective is Objective.DPO:
+        row, verb = _dpo_row(rates, num_parameters, freezes_base=method.freezes_base), "DPO"
+        verb = f"{verb} of {method} adapters" if method.freezes_base else verb
+    elif method.freezes_base:
+        row, verb = _large_enough(rates.adapters, num_parameters), f"{method} adapters"
     elif is_from_scratch:
-        rows, verb = rates.from_scratch, "training from scratch"
+        row, verb = _large_enough(rates.from_scratch, num_parameters), "training from scratch"
     else:
-        rows, verb = rates.fine_tuning, "fine-tuning"
-    row = next(row for row in rows if num_parameters <= row.max_parameters)
+        row, verb = _large_enough(rates.fine_tuning, num_parameters), "fine-tuning"
     return DefaultRate(row.lr, f"{verb} of {format_count(num_parameters)} parameters: {row.source}")
+
+
+def _large_enough(rows: tuple[PublishedRate, ...], num_parameters: int) -> PublishedRate:
+    return next(row for row in rows if num_parameters <= row.max_parameters)
+
+
+def _dpo_row(rates: _Rates, num_parameters: int, *, freezes_base: bool) -> PublishedRate:
+    published = _large_enough(_ADAMW_DPO_ADAPTERS if freezes_base else _ADAMW_DPO, num_parameters)
+    own, adamw = (
+        _large_enough(each.adapters if freezes_base else each.fine_tuning, num_parameters) for each in (rates, _ADAMW)
+    )
+    if own.lr == adamw.lr:
+        return published
+    words = f"as AdamW's {published.lr:g} is of its fine-tuning rate {adamw.lr:g}: {published.source}"
+    return published._replace(lr=_two_digits(own.lr * published.lr / adamw.lr), source=words)
 
 
 def shares_rate(optimizer: Optimizer, other: Optimizer) -> bool:

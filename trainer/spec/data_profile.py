@@ -3,6 +3,7 @@
 `source` says how much to believe: `prepared` was counted after tokenising, `estimated` was guessed from file sizes.
 """
 
+from trainer.spec.job import DataFormat
 from trainer.spec.value import Value
 
 
@@ -31,6 +32,7 @@ class DataProfile(Value, frozen=True, kw_only=True):
     is_packed: bool
     fingerprint: str  # of content, tokenizer and settings
     vocab_size: int  # of the tokenizer
+    format: DataFormat = DataFormat.TEXT  # what the rows are, never auto
     num_eval_rows: int = 0
     num_eval_tokens: int = 0
     eval_unigram_entropy_nats: float | None = None

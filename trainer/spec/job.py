@@ -113,8 +113,10 @@ class ModelJob(Value, frozen=True, kw_only=True):
 class DataSource(Value, frozen=True, kw_only=True):
     """One source of rows and how often it is drawn."""
 
-    source: str
+    source: str  # a file, a folder, python-stdlib, or ORG/NAME[@REVISION] of the hub
     weight: float = 1.0
+    subset: str | None = None  # of a data set that has several
+    split: str | None = None  # None: train
 
 
 class DataJob(Value, frozen=True, kw_only=True):
@@ -123,6 +125,8 @@ class DataJob(Value, frozen=True, kw_only=True):
     train: tuple[DataSource, ...] = ()
     eval_share: float | None = 0.01  # of train, by hash; None where `eval_source` stands or evaluation is off
     eval_source: str | None = None
+    eval_subset: str | None = None  # of `eval_source`
+    eval_split: str | None = None  # of `eval_source`
     format: DataFormat = DataFormat.AUTO
     fields: dict[str, str] = {}
     chat_template: str | None = None  # None: the tokenizer's
@@ -172,7 +176,7 @@ class TrainJob(Value, frozen=True, kw_only=True):
     tokens: int | None = None
     lr: float | None = None  # None: auto
     schedule: LrSchedule = LrSchedule.COSINE
-    warmup: Warmup = Warmup(share=0.03)
+    warmup: Warmup | None = None  # None: auto
     weight_decay: float = 0.1
     clip: float = 1.0
     seed: int = 0

@@ -100,7 +100,7 @@ def _tokens_below_step(job: Job) -> str | None:
 
 
 def _warmup(job: Job) -> str | None:
-    warmup, steps = job.train.warmup.steps, job.train.steps
+    warmup, steps = job.train.warmup.steps if job.train.warmup else None, job.train.steps
     if warmup is None or steps is None or warmup <= steps:
         return None
     return f"train.warmup is {warmup} steps, longer than the run of {steps} (train.steps)"
@@ -170,7 +170,10 @@ def _bad_rows_max(job: Job) -> str | None:
 
 
 def _eval_leak(job: Job) -> str | None:
-    if job.data.eval_source is None or job.data.eval_source not in {entry.source for entry in job.data.train}:
+    if job.data.eval_source is None:
+        return None
+    scored = (job.data.eval_source, job.data.eval_subset, job.data.eval_split or "train")
+    if scored not in {(entry.source, entry.subset, entry.split or "train") for entry in job.data.train}:
         return None
     return f"data.eval is {job.data.eval_source}, which is also learned (data.train); write a share such as 1%"
 

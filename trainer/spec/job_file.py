@@ -228,7 +228,9 @@ def _build(values: Mapping[str, Any]) -> Job:
     for path, value in values.items():
         section = path.rpartition(".")[0]
         if isinstance(value, EvalSplit):
-            arguments[section].update(eval_share=value.share, eval_source=value.source)
+            arguments[section].update(
+                eval_share=value.share, eval_source=value.source, eval_subset=value.subset, eval_split=value.split
+            )
         else:
             arguments[section][attribute(path)] = value
     for section in sorted(SECTIONS, key=lambda name: name.count("."), reverse=True):

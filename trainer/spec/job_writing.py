@@ -24,7 +24,8 @@ def job_tree(job: Job) -> dict[str, Any]:
 
 def _value(job: Job, path: str) -> Any:  # noqa: ANN401 - each setting has a type of its own
     if path == "data.eval":
-        return EvalSplit(job.data.eval_share, job.data.eval_source)
+        data = job.data
+        return EvalSplit(data.eval_share, data.eval_source, data.eval_subset, data.eval_split)
     found: Any = job
     for name in path.split(".")[:-1]:
         found = getattr(found, name)

@@ -130,6 +130,7 @@ class Schedule(Value, frozen=True, kw_only=True):
     warmup_steps: int
     lr: float
     lr_source: str
+    warmup_source: str = ""
     eval_every_steps: int | None
     checkpoint_every_steps: int | None
     checkpoint_every_s: float | None = None  # of the two that are set, whichever comes first

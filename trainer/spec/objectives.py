@@ -1,0 +1,21 @@
+"""What the loss asks of the model, where the job leaves it to the shape of the data."""
+
+from trainer.spec.job import DataFormat, Objective
+
+_OF_SHAPE: dict[DataFormat, Objective] = {
+    DataFormat.TEXT: Objective.PRETRAIN,
+    DataFormat.TOKENS: Objective.PRETRAIN,
+    DataFormat.PROMPT_COMPLETION: Objective.SFT,
+    DataFormat.CHAT: Objective.SFT,
+    DataFormat.PREFERENCE: Objective.DPO,
+}
+
+
+def objective_of(asked: Objective, shape: DataFormat) -> Objective:
+    """The objective of a job; `shape` is what its rows are, never `auto`."""
+    return _OF_SHAPE[shape] if asked is Objective.AUTO else asked
+
+
+def rows_per_example(objective: Objective) -> int:
+    """Sequences that one example is: a preference has a chosen and a rejected one."""
+    return 2 if objective is Objective.DPO else 1
