@@ -1,0 +1,58 @@
+"""Looks at the file that `extensions` names without running it: which hooks it has, and whether they can be called.
+
+Only its syntax tree is read, so that `plan` answers without torch and nothing of a user's code runs before `train`.
+"""
+
+import ast
+from hashlib import sha256
+from pathlib import Path
+
+from trainer.spec.errors import InputError
+from trainer.spec.extension import ARGUMENTS, Extension, Hook
+from trainer.spec.nearest import close_matches
+
+
+def read_extension(path_as_written: str | None) -> Extension | None:
+    """The hooks of the file and the digest of its content; None where the job names none.
+
+    InputError for a file that is missing, no Python, without a hook, or with one that takes other arguments.
+    """
+    if path_as_written is None:
+        return None
+    path = Path(path_as_written).expanduser()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"extensions: {path_as_written} cannot be read: {error.strerror}") from error
+    try:
+        tree = ast.parse(content, filename=str(path))
+    except (SyntaxError, ValueError) as error:
+        place = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise InputError(
+            f"extensions: {path_as_written} is no Python that this version reads{place}: {error}"
+        ) from error
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    hooks = tuple(hook for hook in Hook if hook in functions)
+    if not hooks:
+        raise InputError(f"extensions: {path_as_written} defines none of {', '.join(Hook)}{_hint(functions)}")
+    for hook in hooks:
+        _check_arguments(functions[hook], hook, path_as_written)
+    return Extension(path=str(path.absolute()), sha256=sha256(content).hexdigest(), hooks=hooks)
+
+
+def _check_arguments(function: ast.FunctionDef | ast.AsyncFunctionDef, hook: Hook, path: str) -> None:
+    where = f"extensions: {path}, line {function.lineno}: {hook}"
+    if isinstance(function, ast.AsyncFunctionDef):
+        raise InputError(f"{where} is async; write a plain function")
+    arguments, wanted = function.args, ARGUMENTS[hook]
+    positional = [*arguments.posonlyargs, *arguments.args]
+    required = len(positional) - len(arguments.defaults)
+    takes_more = arguments.vararg is not None or len(positional) >= len(wanted)
+    has_keyword_only = any(default is None for default in arguments.kw_defaults)
+    if required > len(wanted) or not takes_more or has_keyword_only:
+        raise InputError(f"{where} must be callable as {hook}({', '.join(wanted)})")
+
+
+def _hint(functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef]) -> str:
+    meant = next((matches[0] for name in functions if (matches := close_matches(name, [*Hook]))), None)
+    return f"; did you mean {meant}?" if meant else ""
