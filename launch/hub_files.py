@@ -24,6 +24,7 @@ _SMALL_FILES = (
     "*.jinja",
 )
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+ANSWER_TIMEOUT_S = 4.0  # of the first question; the library's own waits and repetitions come to minutes
 _LEFT_OUT = ("*/*", "consolidated*")  # other formats' folders, and a second copy of the weights
 
 
@@ -62,7 +63,7 @@ def download_snapshot(repository: str, *, revision: str | None, cache: Path, set
     Raises InputError where the repository or revision does not exist or needs a token, EnvironmentFaultError where the
     hub cannot be reached; both say what to do next.
     """
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import HfApi, errors, snapshot_download
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     transport_error = errors.HfHubHTTPError.__bases__[0]  # of whichever HTTP library this version uses
@@ -70,6 +71,7 @@ def download_snapshot(repository: str, *, revision: str | None, cache: Path, set
     if is_quiet:
         disable_progress_bars()
     try:
+        HfApi().repo_info(repository, revision=revision, timeout=ANSWER_TIMEOUT_S)
         folder = snapshot_download(
             repository,
             revision=revision,

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -112,7 +113,9 @@ def hub() -> Iterator[str]:
     thread.join()
 
 
-def ask(home: Path, model: dict[str, str], *, endpoint: str, weights: bool = False, **environment: str) -> list[object]:
+def ask(
+    home: Path, model: dict[str, str], *, endpoint: str, weights: bool = False, timeout_s: int = 60, **environment: str
+) -> list[object]:
     """[exit code, words] or [0, model path, tokenizer path, revision, needs download]."""
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith("HF_") and "PROXY" not in name.upper()
@@ -123,7 +126,7 @@ def ask(home: Path, model: dict[str, str], *, endpoint: str, weights: bool = Fal
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=timeout_s,
     )
     assert answer.returncode == 0, answer.stderr
     found = json.loads(answer.stdout.splitlines()[-1])
@@ -220,3 +223,11 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, hub):
     code, words = ask(tmp_path, {"name": "org/model"}, endpoint=hub)
     assert code == 4
     assert str(words).startswith(f"model.name: org/model cannot be downloaded into {tmp_path / 'hub'}: ")
+
+
+def test_a_hub_that_takes_the_question_and_never_answers_is_given_up(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        code, words = ask(tmp_path, {"name": "org/model"}, endpoint=endpoint, timeout_s=20)  # the library waits minutes
+    assert code == 4
+    assert str(words).endswith("and the hub cannot be reached; name a local folder")
