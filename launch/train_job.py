@@ -30,6 +30,7 @@ from launch.plan_job import (
     read_inputs,
     with_weights,
 )
+from launch.plan_simulate import simulated_plan
 from launch.prepare_data import prepare_data
 from launch.probe import read_hardware
 from launch.report_text import render_report
@@ -110,6 +111,7 @@ def _prepare(options: TrainOptions, console: Console, environment: Mapping[str, 
         options.overrides,
         gpus=options.gpus,
         vram_cap_bytes=options.vram_cap_bytes,
+        describes_models=True,
         environment=environment,
     )
     # Whatever cannot fit is refused before any work.
@@ -126,10 +128,22 @@ def _prepare(options: TrainOptions, console: Console, environment: Mapping[str, 
         plan = plan_inputs(inputs, data, environment=environment)
     else:
         plan = plan_after_trials(inputs, data, options.trial, console=console, environment=environment)
-    plan = take_candidate(plan, options.take)
+    plan = take_candidate(_after_dry_run(plan, console), options.take)
     console.line(explain_plan(plan))
     console.line()
     return Prepared(plan, inputs.resolved, inputs.cache)
+
+
+def _after_dry_run(plan: Plan, console: Console) -> Plan:
+    """The plan of an architecture that no closed form knows, by its dry run; as it is where nothing has one."""
+    if not plan.model_shape.is_described:
+        return plan
+    try:
+        simulated, _ = simulated_plan(plan, console)
+    except InputError as error:
+        console.line(f"memory is an estimate for a model of these sizes: {error}")
+        return plan
+    return simulated
 
 
 def _prepare_kept_plan(options: TrainOptions, console: Console, environment: Mapping[str, str]) -> Prepared:
