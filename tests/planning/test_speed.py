@@ -273,6 +273,16 @@ def test_an_evaluation_is_about_a_third_of_training_on_the_same_tokens(method: M
     assert evaluation_seconds(LLAMA_8B, chosen, device, 80 * 4 * 2048) == pytest.approx(10 * evaluated)
 
 
+def test_a_pair_is_two_rows_and_its_reference_one_forward_of_them_where_it_is_the_frozen_base() -> None:
+    device, one = gpu("1xA100-SXM4-80GB"), setting(micro_batch=4, checkpointing=Checkpointing.FULL)
+    pairs = replace(one, recipe=RecipeChoices(rows_per_example=2))
+    assert estimate_speed(LLAMA_8B, pairs, device) == estimate_speed(LLAMA_8B, replace(one, micro_batch=8), device)
+    adapted, base = replace(pairs, method=Method.LORA), replace(one, micro_batch=8, method=Method.LORA)
+    found, plain = estimate_speed(LLAMA_8B, adapted, device), estimate_speed(LLAMA_8B, base, device)
+    forward_s = evaluation_seconds(LLAMA_8B, adapted, device, 8 * 2048)
+    assert found.step_s - plain.step_s == pytest.approx(forward_s, rel=0.01)
+
+
 # --- optimizers -------------------------------------------------------------------------------------------------------
 
 

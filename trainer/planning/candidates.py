@@ -120,16 +120,30 @@ def with_micro_batch(situation: Situation, setting: Setting, micro_batch: int) -
 
 
 def run_hours(situation: Situation, candidate: Candidate) -> float:
-    """Predicted hours of the whole run: its steps, and a forward over the held-out rows at every evaluation."""
+    """Predicted hours of the whole run: its steps, and a forward over the held-out rows at every evaluation.
+
+    DPO that trains the whole model scores every pair once more, before the first step: that model is its reference.
+    """
     schedule, speed = situation.schedule, candidate.speed
     seconds = schedule.num_steps * speed.step_s
-    if schedule.eval_every_steps and situation.num_eval_tokens:
-        setting = setting_of(situation, candidate)
+    setting = setting_of(situation, candidate)
+    num_scored = _tokens_scored(situation, setting)
+    if num_scored:
         predicted = relative_speed(situation, setting).step_s
-        evaluation_s = evaluation_seconds(situation.shape, setting, situation.device, situation.num_eval_tokens)
-        num_evaluations = -(-schedule.num_steps // schedule.eval_every_steps)
-        seconds += num_evaluations * evaluation_s * speed.step_s / predicted  # as runs correct the step
+        scoring_s = evaluation_seconds(situation.shape, setting, situation.device, num_scored)
+        seconds += scoring_s * speed.step_s / predicted  # as runs correct the step
     return seconds / 3600
+
+
+def _tokens_scored(situation: Situation, setting: Setting) -> int:
+    """Tokens of all forwards of a run that no backward follows, those of DPO's reference in a step left out."""
+    schedule, num_eval_tokens = situation.schedule, situation.num_eval_tokens
+    num_evaluations = -(-schedule.num_steps // schedule.eval_every_steps) if schedule.eval_every_steps else 0
+    num_scored = num_evaluations * num_eval_tokens * (2 if setting.runs_reference else 1)
+    is_paired = setting.recipe.rows_per_example == 2
+    if is_paired and not setting.runs_reference and situation.data is not None:
+        num_scored += situation.data.num_tokens + num_eval_tokens
+    return num_scored
 
 
 def run_cost(situation: Situation, hours: float) -> float | None:

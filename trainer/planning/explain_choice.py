@@ -9,6 +9,7 @@ from trainer.planning.not_yet import late_members
 from trainer.planning.page import Section, Sentence
 from trainer.planning.situation import Situation
 from trainer.spec.hardware import Hardware
+from trainer.spec.job import DataFormat
 from trainer.spec.job_later import later_problems
 from trainer.spec.model_shape import ModelShape
 from trainer.spec.plan import Candidate, Plan
@@ -148,8 +149,11 @@ def _state_words(optimizer: Optimizer, trained: str) -> str:
 def _batch_line(plan: Plan) -> str:
     chosen = plan.chosen
     ranks = f"{chosen.num_ranks} rank{'s' if chosen.num_ranks > 1 else ''}"
+    size = f"{chosen.micro_batch} x {chosen.seq_len} tokens"
+    if plan.data.format is DataFormat.PREFERENCE:
+        size = f"{chosen.micro_batch} pair{'s' if chosen.micro_batch > 1 else ''} of rows of {chosen.seq_len} tokens"
     return (
-        f"micro batch {chosen.micro_batch} x {chosen.seq_len} tokens, accumulation {chosen.accumulation}, {ranks}: "
+        f"micro batch {size}, accumulation {chosen.accumulation}, {ranks}: "
         f"{plan.schedule.tokens_per_step:,} tokens a step"
     )
 

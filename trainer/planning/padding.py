@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from trainer.planning.setting import RecipeChoices
 from trainer.spec.data_profile import BatchWidth, DataProfile, LengthHistogram
+from trainer.spec.job import DataFormat
 
 WIDTH_MULTIPLE = 8  # batches are padded to a multiple of it where seq_len allows
 
@@ -35,7 +36,8 @@ def mean_width(data: DataProfile | None, micro_batch: int, *, seq_len: int) -> f
 
 def row_recipe(data: DataProfile | None, *, seq_len: int) -> RecipeChoices:
     """What the data says about the rows of a setting."""
-    return RecipeChoices(document_tokens=document_tokens(data, seq_len=seq_len))
+    is_paired = data is not None and data.format is DataFormat.PREFERENCE
+    return RecipeChoices(rows_per_example=2 if is_paired else 1, document_tokens=document_tokens(data, seq_len=seq_len))
 
 
 def document_tokens(data: DataProfile | None, *, seq_len: int) -> float | None:

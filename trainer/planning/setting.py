@@ -11,6 +11,7 @@ OUR_STACK = "shardwise"
 class RecipeChoices(Value, frozen=True, kw_only=True):
     """What a case may say about its software beyond the axes, and data about its rows; None: as its stack does."""
 
+    rows_per_example: int = 1  # 2: a micro batch holds pairs of rows, chosen and rejected
     longest_seq: int | None = None  # tokens of the longest row of a micro batch, where rows are padded to it
     # Of packed rows the length of the document that an average token is in; None: a row is one document.
     document_tokens: float | None = None
@@ -49,7 +50,12 @@ class Setting(Value, frozen=True, kw_only=True):
 
     @property
     def tokens_per_micro_batch(self) -> int:
-        return self.micro_batch * self.seq_len
+        return self.micro_batch * self.recipe.rows_per_example * self.seq_len
+
+    @property
+    def runs_reference(self) -> bool:
+        """Whether a step asks the frozen base as well: the reference of DPO, with the adapters switched off."""
+        return self.recipe.rows_per_example == 2 and self.method.freezes_base
 
 
 def fp8_recipe_of(precision: Precision, pinned: Fp8Recipe | None) -> Fp8Recipe | None:

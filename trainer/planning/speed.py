@@ -55,6 +55,10 @@ def estimate_speed(shape: ModelShape, setting: Setting, device: Device) -> Speed
     host = host_seconds(setting, work, adapters, is_cpu=is_cpu)
     wire, wire_step = collective_seconds(setting, work, rates, trained)
     moved, moved_step = offload_seconds(setting, work, rates, trained)
+    if setting.runs_reference:
+        busy += device_seconds(shape, setting, work, adapters, rates, device, FORWARD)
+        host += forward_host_seconds(setting, work, adapters, is_cpu=is_cpu)
+        wire += collective_seconds(setting, work, rates, 0)[0] / 2
     computing = busy + host if is_cpu else fed(busy, host)
     micro = both(computing, wire + moved)
     exposed = micro - computing

@@ -191,7 +191,8 @@ def trained_parameters(setting: Setting, work: Work, adapters: Adapters) -> int:
 
 def tokens_computed(setting: Setting) -> int:
     """Tokens of a micro batch with padding: every row is as long as the longest."""
-    return setting.micro_batch * (setting.recipe.longest_seq or setting.seq_len)
+    recipe = setting.recipe
+    return setting.micro_batch * recipe.rows_per_example * (recipe.longest_seq or setting.seq_len)
 
 
 def recomputation(setting: Setting) -> float:

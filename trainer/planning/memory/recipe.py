@@ -100,7 +100,7 @@ def recipe_of(setting: Setting, device: Device, dims: Dims) -> Recipe:
     seq_len = choices.longest_seq or setting.seq_len
     return Recipe(
         stack=stack,
-        tokens=setting.micro_batch * seq_len,
+        tokens=setting.micro_batch * choices.rows_per_example * seq_len,
         seq_len=seq_len,
         is_packed=choices.document_tokens is not None,
         master_bytes=master,

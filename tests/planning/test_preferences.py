@@ -1,0 +1,52 @@
+"""Plans for preference pairs: two rows an example, and a reference that costs time and no memory."""
+
+from typing import Any
+
+import pytest
+from estimate_factory import LLAMA_8B, gpu, setting
+from msgspec.structs import replace
+from planning_factory import data_of, job_of, plan_of
+
+from trainer.planning.explain import explain_plan
+from trainer.planning.memory import estimate_memory
+from trainer.planning.setting import RecipeChoices
+from trainer.spec.data_profile import DataProfile
+from trainer.spec.job import DataFormat
+from trainer.spec.plan import Plan
+from trainer.spec.strategy import Method
+
+
+def pairs(**facts: Any) -> DataProfile:
+    return data_of(format=DataFormat.PREFERENCE, is_packed=False, **facts)
+
+
+def planned(method: Method, data: DataProfile) -> Plan:
+    job = job_of(method=method, pin={"micro_batch": 1, "sharding": "none"}, tokens_per_step=32768)
+    return plan_of("1b", "1xH100-SXM5-80GB", job=job, data=data)
+
+
+@pytest.mark.parametrize("method", [Method.FULL, Method.LORA, Method.QLORA])
+def test_a_pair_takes_the_memory_of_two_rows_whatever_its_reference(method: Method) -> None:
+    device, rows = gpu("1xH100-SXM5-80GB"), setting(method=method, micro_batch=4)
+    paired = replace(rows, micro_batch=2, recipe=RecipeChoices(rows_per_example=2))
+    assert estimate_memory(LLAMA_8B, paired, device) == estimate_memory(LLAMA_8B, rows, device)
+
+
+def test_a_plan_of_pairs_says_so_and_keeps_the_global_batch_in_tokens() -> None:
+    plan = planned(Method.LORA, pairs())
+    assert (plan.schedule.sequences_per_step, plan.chosen.accumulation) == (8, 8)
+    assert "micro batch 1 pair of rows of 2048 tokens" in " ".join(explain_plan(plan).split())
+
+
+def test_adapters_pay_for_the_reference_in_every_step_and_a_full_model_once_before_the_first() -> None:
+    lora, full = (planned(method, pairs()) for method in (Method.LORA, Method.FULL))
+    lora_rows, full_rows = (planned(method, data_of(is_packed=False)) for method in (Method.LORA, Method.FULL))
+    lora_s, full_s, lora_rows_s, full_rows_s = (
+        plan.chosen.speed.parts["compute_s"] for plan in (lora, full, lora_rows, full_rows)
+    )
+    # A step of 8 pairs is a step of 16 rows; adapters add a forward to a forward and a backward.
+    assert 1.2 < lora_s / lora_rows_s < 1.6
+    assert 0.9 < full_s / full_rows_s <= 1  # weights are read half as often
+    row = next(row for row in full.methods if row.method is Method.FULL)
+    training_h = full.schedule.num_steps * full.chosen.speed.step_s / 3600
+    assert row.hours is not None and row.hours > 1.1 * training_h
