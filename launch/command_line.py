@@ -9,8 +9,6 @@ from pathlib import Path
 from trainer.spec.errors import InputError
 
 LATER_COMMANDS = {
-    "chat": "0.4",
-    "data": "0.4",
     "import": "0.5",
     "submit": "0.6",
     "status": "0.6",
@@ -27,7 +25,6 @@ LATER_OPTIONS = {
     "plan": {"partition": "0.6", "nodes": "0.6"},
     "train": {"nodes": "0.6", "node_rank": "0.6", "head": "0.6"},
     "report": {"html": "0.7"},
-    "export": {"merge": "0.4", "push": "0.4"},
 }
 
 
@@ -69,14 +66,18 @@ def build_parser() -> argparse.ArgumentParser:
         "75 stopped to be requeued, 130 Ctrl-C after a saved checkpoint. --debug shows tracebacks.",
     )
     parser.add_argument("--version", action="version", version=f"shardwise {_version()}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    commands = parser.add_subparsers(  # without `prog` it would ask shutil how wide the terminal is
+        dest="command", metavar="COMMAND", required=True, parser_class=_Parser, prog=parser.prog
+    )
     _add_init(commands.add_parser("init", help="write a commented job file"))
     _add_probe(commands.add_parser("probe", help="show what this machine offers"))
     _add_plan(commands.add_parser("plan", help="choose a strategy and say why; nothing is started"))
+    _add_data(commands.add_parser("data", help="prepare the data, show the first example as the model sees it"))
     _add_estimate(commands.add_parser("estimate", help="memory and speed of cases that pin everything"))
     _add_train(commands.add_parser("train", help="plan, train, evaluate, export, report"))
     _add_report(commands.add_parser("report", help="predicted beside measured"))
-    _add_export(commands.add_parser("export", help="write a Hugging Face folder from a run"))
+    _add_export(commands.add_parser("export", help="write a folder that others load, from a run"))
+    _add_chat(commands.add_parser("chat", help="talk to what a run trained"))
     commands.add_parser("schema", help="print the JSON Schema of the job file")
     return parser
 
@@ -99,6 +100,11 @@ def _add_job(parser: argparse.ArgumentParser, *, also: str = "") -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. train.lr=1e-4")
     parser.add_argument("--vram", type=_size, help="cap of each device, e.g. 8GiB")
     parser.add_argument("--gpus", type=_gpu_list, help="indices, e.g. 0,1")
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", type=Path, help="job file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. data.loss_on=all")
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -151,10 +157,28 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("output", type=Path, metavar="OUT")
-    parser.add_argument("--merge", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--merge", action="store_true", help="adapters merged into their base: one whole model")
     parser.add_argument("--format", choices=("hf", "onnx"), default="hf", help="hf: a Hugging Face folder")
-    parser.add_argument("--push", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="default: as trained; of merged weights, the base's"
+    )
+    _add_checkpoint(parser, default="the last; of a job with eval.early_stop, the best")
+    parser.add_argument("--push", metavar="USER/NAME", help="upload it to the Hugging Face hub, private")
+    parser.add_argument("--public", action="store_true", help="with --push: for everybody to see")
+    parser.add_argument("--no-check", action="store_true", help="do not load it again to compare its logits")
     parser.add_argument("--json", action="store_true")
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    _add_checkpoint(parser, default="the run's export, else as for export")
+    parser.add_argument("--max-new-tokens", type=_positive, default=512, metavar="N", help="of an answer")
+    parser.add_argument("--temperature", type=_temperature, metavar="T", help="0 takes the likeliest token each time")
+    parser.add_argument("--system", metavar="TEXT", help="a system message for the chat template")
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser, *, default: str) -> None:
+    parser.add_argument("--checkpoint", metavar="best|last|step-N", help=f"default: {default}")
 
 
 def _version() -> str:
@@ -185,6 +209,16 @@ def _size(text: str) -> int:
     if size < MIB:
         raise argparse.ArgumentTypeError(f"{text!r} is {size} bytes; write the unit, as in 8GiB")
     return size
+
+
+def _temperature(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a temperature, a number of 0 or more")
+    return number
 
 
 def _positive(text: str) -> int:

@@ -1,8 +1,13 @@
 """Which files a source of data is: listing and sizes only, so that planning never reads or tokenises anything.
 
-A source is a file, a folder, or the built-in name `python-stdlib`. Of a folder, text files are taken by suffix, with
-all sub-folders, sorted, hidden and empty files left out, and `.jsonl` files with them; `.json` files, which in a folder
-of text are usually somebody's settings, only where there is nothing else.
+A source is a file, a folder, a data set of the Hugging Face hub, or the built-in name `python-stdlib`. A name is looked
+for on this machine first. Of a folder, files are taken by suffix, with all sub-folders, sorted, hidden and empty files
+left out:
+
+- a folder that `save_to_disk` made: the files it lists, of its split `train` or the one asked for
+- a folder of rows, or any where a subset or split is asked for: that part, as on the hub (see `dataset_splits`)
+- any other: its text, and its rows as well; `.json` files, which in a folder of text are usually somebody's settings,
+  only where there is nothing else
 
 `python-stdlib` is the Python standard library's own source code: text that is on every machine, of one kind, and large
 enough to learn from. Left out are tests, demonstrations, generated tables (`encodings`, `pydoc_data`) and whatever
@@ -11,6 +16,7 @@ one version of Python has and the next has not, so that it is much the same text
 
 import errno
 import os
+import re
 import stat
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +25,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from trainer.spec.data_request import PrepareRequest, SourceFile, check_format_is_served
+from launch.dataset_hub import dataset_files, is_dataset_id, read_readme
+from launch.dataset_splits import SETTINGS_FILES, Part, files_of_part
+from launch.hub_files import hub_cache
+from launch.saved_datasets import saved_files
+from trainer.spec.data_request import ROW_SUFFIXES, PrepareRequest, SourceFile, compression, content_suffix
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.job import DataSource
 
@@ -37,8 +47,12 @@ TEXT_SUFFIXES = frozenset({
     ".js", ".ts", ".jsx", ".tsx", ".rb", ".pl", ".php", ".lua", ".r", ".jl", ".hs", ".ml", ".clj", ".ex", ".erl",
     ".sh", ".sql", ".yaml", ".yml", ".toml", ".f90", ".lean", ".v",
 })  # fmt: skip
-ROW_SUFFIXES = frozenset({".jsonl", ".ndjson"})
-LATER_SUFFIXES = frozenset({".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst", ".bz2", ".xz", ".zip", ".tar"})
+_DOCUMENTATION = frozenset({"README.md", "LICENSE.txt", "LICENSE.md"})  # beside rows
+_NEVER_READ = re.compile(
+    r"\.(bin|pt|pth|pkl|pickle|npy|npz|zip|tar|tgz|rar|7z|docx?|xlsx?|pdf|db|sqlite3?|safetensors)\Z"
+)
+# Measured on Python sources, on prose and on Markdown (levels as the programs choose them); each within a fifth of it.
+CONTENT_PER_BYTE = {".gz": 3.6, ".zst": 3.3, ".bz2": 4.5, ".xz": 4.6, ".parquet": 2.4}
 
 
 class FoundFile(NamedTuple):
@@ -49,74 +63,128 @@ class FoundFile(NamedTuple):
     mtime_ns: int
 
 
+class _Listed(NamedTuple):
+    """A source's files, and what it was on the hub."""
+
+    files: Sequence[FoundFile]
+    reference: str | None = None  # ORG/NAME@COMMIT
+
+
 def list_files(request: PrepareRequest) -> PrepareRequest:
-    """The request with `files` and `eval_files` filled in from what its sources are on disk now."""
-    check_format_is_served(request.format)
-    eval_sources = [] if request.eval_source is None else [DataSource(source=request.eval_source)]
+    """The request with `files` and `eval_files` filled in from what its sources are on disk now.
+
+    A data set of the hub that is not in its cache is downloaded.
+    """
+    eval_sources = (
+        []
+        if request.eval_source is None
+        else [DataSource(source=request.eval_source, subset=request.eval_subset, split=request.eval_split)]
+    )
+    cache = hub_cache(None if request.hub_home is None else Path(request.hub_home))
+    train = [(source, _list_source(source, setting="data.train", cache=cache)) for source in request.sources]
+    held_out = [(source, _list_source(source, setting="data.eval", cache=cache)) for source in eval_sources]
+    references = (listed.reference for _, listed in (*train, *held_out))
     return msgspec.structs.replace(
         request,
-        files=_files_of(request.sources, setting="data.train"),
-        eval_files=_files_of(eval_sources, setting="data.eval"),
+        files=_weighted(train),
+        eval_files=_weighted(held_out),
+        revisions=tuple(dict.fromkeys(reference for reference in references if reference is not None)),
     )
 
 
 def source_bytes(listed: PrepareRequest) -> int:
-    """Bytes of the listed training files, each counted as often as its weight draws it."""
-    return round(sum(file.size_bytes * file.weight for file in listed.files))
+    """Bytes of the listed training files as they are when decompressed, each as often as its weight draws it."""
+    return round(sum(file.size_bytes * _content_per_byte(file.path) * file.weight for file in listed.files))
 
 
-def _files_of(sources: Sequence[DataSource], *, setting: str) -> tuple[SourceFile, ...]:
-    files = []
-    for source in sources:
-        if not source.weight > 0:
-            raise InputError(f"{setting}: weight {source.weight:g} of {source.source}: must be above 0")
-        files += [
-            SourceFile(path=found.path, size_bytes=found.size_bytes, mtime_ns=found.mtime_ns, weight=source.weight)
-            for found in _files_in(source.source, setting=setting)
-        ]
-    return tuple(files)
+def _content_per_byte(path: str) -> float:
+    """How much longer the content of a compressed file usually is: nothing is read to find out."""
+    return CONTENT_PER_BYTE.get(compression(path) or content_suffix(path), 1.0)
 
 
-def _files_in(source: str, *, setting: str) -> Sequence[FoundFile]:
-    if source == PYTHON_STDLIB:
-        return python_stdlib_files(Path(sysconfig.get_path("stdlib")))
-    path = Path(os.path.abspath(Path(source).expanduser()))  # noqa: PTH100 - resolve() would follow links
+def _weighted(listed: Sequence[tuple[DataSource, _Listed]]) -> tuple[SourceFile, ...]:
+    return tuple(
+        SourceFile(path=found.path, size_bytes=found.size_bytes, mtime_ns=found.mtime_ns, weight=source.weight)
+        for source, files in listed
+        for found in files.files
+    )
+
+
+def _list_source(source: DataSource, *, setting: str, cache: Path) -> _Listed:
+    if not source.weight > 0:
+        raise InputError(f"{setting}: weight {source.weight:g} of {source.source}: must be above 0")
+    part = Part(source.subset, source.split)
+    if source.source == PYTHON_STDLIB:
+        _refuse_part(part, f"{setting}: {PYTHON_STDLIB}")
+        return _Listed(python_stdlib_files(Path(sysconfig.get_path("stdlib"))))
+    path = Path(os.path.abspath(Path(source.source).expanduser()))  # noqa: PTH100 - resolve() would follow links
     if path.is_dir():
-        return _files_in_folder(path, setting=setting)
+        return _Listed(_files_in_folder(path, part, setting=setting))
     if not path.exists():
-        raise InputError(_missing(source, path, setting=setting))
+        return _list_from_hub(source.source, part, path, setting=setting, cache=cache)
     if not path.is_file():
         raise InputError(f"{setting}: {path} is neither a file nor a folder")
-    if path.suffix.lower() in LATER_SUFFIXES:
+    _refuse_part(part, f"{setting}: {path}")
+    if never := _NEVER_READ.search(path.name.lower()):
         raise InputError(
-            f"{setting}: {path}: {path.suffix} files come with shardwise 0.4; this version reads text and JSON lines"
+            f"{setting}: {path}: {never[0]} files are not read; give text, or rows as {', '.join(sorted(ROW_SUFFIXES))}"
         )
     found = _found(str(path))
     if found is None or found.size_bytes == 0:
         raise InputError(f"{setting}: {path} is empty (0 bytes)")
-    return (found,)
+    return _Listed((found,))
 
 
-def _missing(source: str, path: Path, *, setting: str) -> str:
-    looks_like_hub = source.count("/") == 1 and not source.startswith((".", "~", "/")) and not path.suffix
-    hint = "; data sets of the hub come with shardwise 0.4" if looks_like_hub else ""
-    return f"{setting}: {source} was not found: there is no {path}{hint}"
+def _refuse_part(part: Part, what: str) -> None:
+    asked = part.subset or part.split
+    if asked is not None:
+        raise InputError(f"{what} has no {'subset' if part.subset else 'split'} {asked}; only folders and data sets do")
 
 
-def _files_in_folder(folder: Path, *, setting: str) -> Sequence[FoundFile]:
+def _list_from_hub(source: str, part: Part, path: Path, *, setting: str, cache: Path) -> _Listed:
+    is_name_of_file = content_suffix(source) in TEXT_SUFFIXES | ROW_SUFFIXES or compression(source) is not None
+    if is_name_of_file or not is_dataset_id(source):
+        raise InputError(f"{setting}: {source} was not found: there is no {path}")
+    found = dataset_files(source, part, cache=cache, setting=setting)
+    files = [file for file in map(_found, map(str, found.paths)) if file is not None and file.size_bytes]
+    if not files:
+        raise InputError(f"{setting}: {source}: all {len(found.paths)} files of {part.split or 'train'} are empty")
+    return _Listed(files, found.reference)
+
+
+def _files_in_folder(folder: Path, part: Part, *, setting: str) -> Sequence[FoundFile]:
+    if (saved := saved_files(folder, part, setting=setting)) is not None:
+        files = [file for file in map(_found, map(str, saved)) if file is not None and file.size_bytes]
+        if len(files) < len(saved):
+            raise InputError(f"{setting}: {folder} has lost some of the {len(saved)} files that its state.json lists")
+        return files
     files = [found for found in _walk(folder) if found.size_bytes > 0]
-    taken = [found for found in files if _suffix(found) in TEXT_SUFFIXES | ROW_SUFFIXES]
-    taken = taken or [found for found in files if _suffix(found) == ".json"]
+    rows = [found for found in files if _holds_rows(found)]
+    texts = [found for found in files if content_suffix(found.path) in TEXT_SUFFIXES]
+    if not all(content_suffix(found.path) == ".json" for found in rows):
+        rows = [found for found in rows if content_suffix(found.path) != ".json"]
+    elif texts:
+        rows = []
+    if part != Part(None, None) or (rows and all(Path(found.path).name in _DOCUMENTATION for found in texts)):
+        return _files_of_part(folder, rows or texts, part, setting=setting)
+    taken = [found for found in files if found in {*rows, *texts}]
     if not taken:
         raise InputError(
-            f"{setting}: {folder} holds no text among its {len(files)} non-empty files;\n"
-            "text is taken by suffix: .txt, .md, .py and other sources, .jsonl; name a file to read it whatever it is"
+            f"{setting}: {folder} holds no text and no rows among its {len(files)} non-empty files;\n"
+            "they are taken by suffix: .txt, .md, .py and other sources, .jsonl, .csv, .parquet, .arrow, ...; "
+            "name a file to read it whatever it is"
         )
     return taken
 
 
-def _suffix(found: FoundFile) -> str:
-    return os.path.splitext(found.path)[1].lower()  # noqa: PTH122 - thousands of paths at every start
+def _holds_rows(found: FoundFile) -> bool:
+    return content_suffix(found.path) in ROW_SUFFIXES and os.path.basename(found.path) not in SETTINGS_FILES  # noqa: PTH119
+
+
+def _files_of_part(folder: Path, files: Sequence[FoundFile], part: Part, *, setting: str) -> Sequence[FoundFile]:
+    by_name = {Path(found.path).relative_to(folder).as_posix(): found for found in files}
+    chosen = files_of_part(tuple(by_name), read_readme(folder), part, origin=f"{setting}: {folder}")
+    return [by_name[name] for name in chosen]
 
 
 def python_stdlib_files(folder: Path) -> Sequence[FoundFile]:

@@ -12,13 +12,11 @@ from trainer.spec.extension import ARGUMENTS, Extension, Hook
 from trainer.spec.nearest import close_matches
 
 
-def read_extension(path_as_written: str | None) -> Extension | None:
-    """The hooks of the file and the digest of its content; None where the job names none.
+def read_extension(path_as_written: str) -> Extension:
+    """The hooks of the file and the digest of its content.
 
     InputError for a file that is missing, no Python, without a hook, or with one that takes other arguments.
     """
-    if path_as_written is None:
-        return None
     path = Path(path_as_written).expanduser()
     try:
         content = path.read_bytes()

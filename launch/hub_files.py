@@ -7,7 +7,8 @@ HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE itself. Pickled weights are never asked
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from trainer.spec.errors import EnvironmentFaultError, InputError
@@ -63,40 +64,55 @@ def download_snapshot(repository: str, *, revision: str | None, cache: Path, set
     Raises InputError where the repository or revision does not exist or needs a token, EnvironmentFaultError where the
     hub cannot be reached; both say what to do next.
     """
-    from huggingface_hub import HfApi, errors, snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    transport_error = errors.HfHubHTTPError.__bases__[0]  # of whichever HTTP library this version uses
     is_quiet = not with_weights and not are_progress_bars_disabled()
     if is_quiet:
         disable_progress_bars()
     try:
-        HfApi().repo_info(repository, revision=revision, timeout=ANSWER_TIMEOUT_S)
-        folder = snapshot_download(
-            repository,
-            revision=revision,
-            cache_dir=cache,
-            allow_patterns=[*_SMALL_FILES, *(_WEIGHT_FILES if with_weights else ())],
-            ignore_patterns=list(_LEFT_OUT),
-        )
+        with hub_errors_explained(repository, revision=revision, cache=cache, setting=setting, what="a model"):
+            HfApi().repo_info(repository, revision=revision, timeout=ANSWER_TIMEOUT_S)
+            folder = snapshot_download(
+                repository,
+                revision=revision,
+                cache_dir=cache,
+                allow_patterns=[*_SMALL_FILES, *(_WEIGHT_FILES if with_weights else ())],
+                ignore_patterns=list(_LEFT_OUT),
+            )
+    finally:
+        if is_quiet:
+            enable_progress_bars()
+    return Path(folder)
+
+
+@contextmanager
+def hub_errors_explained(
+    repository: str, *, revision: str | None, cache: Path, setting: str, what: str, pages: str = ""
+) -> Iterator[None]:
+    """Turns what huggingface_hub raises inside into one line with the next step.
+
+    `what` is "a model" or "a data set"; the hub has the pages of the latter below `datasets/`.
+    """
+    from huggingface_hub import errors
+
+    transport_error = errors.HfHubHTTPError.__bases__[0]  # of whichever HTTP library this version uses
+    try:
+        yield
     except errors.GatedRepoError:
         raise InputError(
-            f"{setting}: {repository} is gated; ask for access at https://huggingface.co/{repository}, then run: "
-            "hf auth login"
+            f"{setting}: {repository} is gated; ask for access at https://huggingface.co/{pages}{repository}, "
+            "then run: hf auth login"
         ) from None
     except errors.RevisionNotFoundError:
         raise InputError(f"{setting}: {repository} has no revision {revision}") from None
     except errors.RepositoryNotFoundError:
         raise InputError(
-            f"{setting}: {repository} is neither a folder here nor a model on the hub that you may see; check the "
+            f"{setting}: {repository} is neither a folder here nor {what} on the hub that you may see; check the "
             "name or, for a private one, run: hf auth login"
         ) from None
     except (transport_error, OSError) as error:
         raise EnvironmentFaultError(_unreachable(repository, setting=setting, error=error, cache=cache)) from error
-    finally:
-        if is_quiet:
-            enable_progress_bars()
-    return Path(folder)
 
 
 def _unreachable(repository: str, *, setting: str, error: BaseException, cache: Path) -> str:

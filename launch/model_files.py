@@ -11,7 +11,7 @@ scratch; with `model.name` it stands for the published weights its `_name_or_pat
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -21,8 +21,10 @@ from launch.weight_files import TensorShapes, check_weights, has_weights
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.job import Job
 from trainer.spec.nearest import close_matches
+from trainer.spec.template_tokens import TEMPLATE_TOKENS
 from trainer.spec.value import Value
 
+ROWS_MULTIPLE = 64  # of an embedding that grows: matrix units want it, and it costs next to nothing
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -40,6 +42,7 @@ class ModelFiles(Value, frozen=True, kw_only=True):
     repository: str | None = None  # the hub id, where it is from the hub
     revision: str | None = None  # its commit, once known
     needs_download: bool = False
+    new_rows: int = 0  # that the embeddings must have beyond those of the weights; `config` counts them in
 
 
 def preset_names() -> tuple[str, ...]:
@@ -73,8 +76,7 @@ def read_model_config(job: Job, *, cache_home: Path | None = None) -> ModelFiles
     if job.model.tokenizer is not None:
         tokenizer_path = _tokenizer_folder(job.model.tokenizer, cache)
         files = msgspec.structs.replace(files, tokenizer_path=tokenizer_path)
-    _check_vocabulary(files)
-    return files
+    return _with_room(files, job.data.chat_template)
 
 
 def download_model(job: Job, files: ModelFiles, *, cache_home: Path | None = None) -> ModelFiles:
@@ -208,34 +210,62 @@ def _own_tokenizer(folder: Path) -> str | None:
     return str(folder.absolute()) if any((folder / name).is_file() for name in _TOKENIZER_FILES) else None
 
 
-def _check_vocabulary(files: ModelFiles) -> None:
-    """InputError where the tokenizer has a token that the model has no embedding for."""
-    vocab_size = files.config.get("vocab_size")
+def _with_room(files: ModelFiles, chat_template: str | None) -> ModelFiles:
+    """The same, its config with a vocabulary that holds the tokens added to the tokenizer and those of the template.
+
+    InputError where the tokenizer is another model's, or the model starts from scratch and its config says too little.
+    """
+    part = "text_config" if "vocab_size" not in files.config and "text_config" in files.config else None
+    config = files.config if part is None else files.config[part]
+    vocab_size = config.get("vocab_size")
     if files.tokenizer_path is None or not isinstance(vocab_size, int):
-        return
-    size = tokenizer_size(Path(files.tokenizer_path))
-    if size is None or size <= vocab_size:
-        return
-    remedy = (
-        "give the model's own tokenizer" if files.model_path else f"write vocab_size {size} into {files.config_origin}"
-    )
-    raise InputError(
-        f"model.tokenizer: {files.tokenizer_path} has {size} tokens, the model's vocab_size is {vocab_size}; {remedy}"
+        return files
+    tokens = read_tokens(Path(files.tokenizer_path))
+    if tokens is None:
+        return files
+    missing = [token for token in TEMPLATE_TOKENS.get(chat_template or "", ()) if token not in tokens.texts]
+    size = tokens.size + len(missing)
+    if size <= vocab_size:
+        return files
+    if files.model_path is None or tokens.plain_size > vocab_size:
+        remedy = (
+            f"write vocab_size {size} into {files.config_origin}"
+            if files.model_path is None
+            else "give the model's own tokenizer"
+        )
+        with_template = f" with those of {chat_template}" if missing else ""
+        raise InputError(
+            f"model.tokenizer: {files.tokenizer_path} has {size} tokens{with_template}, the model's vocab_size is "
+            f"{vocab_size}; {remedy}"
+        )
+    rounded = -(-size // ROWS_MULTIPLE) * ROWS_MULTIPLE
+    grown = {**config, "vocab_size": rounded}
+    return msgspec.structs.replace(
+        files, config=grown if part is None else {**files.config, part: grown}, new_rows=rounded - vocab_size
     )
 
 
-def tokenizer_size(folder: Path) -> int | None:
-    """The largest token id + 1, read from tokenizer.json; None where there is no such file."""
+class Tokens(NamedTuple):
+    """What tokenizer.json says of its tokens."""
+
+    texts: frozenset[str]  # of all
+    plain_size: int  # the largest id + 1 of those that were not added
+    size: int  # of all
+
+
+def read_tokens(folder: Path) -> Tokens | None:
+    """The tokens of a folder's tokenizer.json; None where there is no such file."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None
     tokenizer = _read_json(path)
     try:
         vocab = tokenizer["model"]["vocab"]
-        ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
-        added = (token["id"] for token in tokenizer.get("added_tokens") or ())
-        return max((*ids, *added), default=-1) + 1
-    except (KeyError, TypeError) as error:
+        ids = vocab if isinstance(vocab, dict) else {entry[0]: number for number, entry in enumerate(vocab)}
+        added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+        plain_size = max((number for text, number in ids.items() if text not in added), default=-1) + 1
+        return Tokens(frozenset((*ids, *added)), plain_size, max((*ids.values(), *added.values()), default=-1) + 1)
+    except (KeyError, TypeError, IndexError) as error:
         raise InputError(f"{path}: is not a tokenizer of the tokenizers library") from error
 
 

@@ -26,6 +26,7 @@ from trainer.spec.calibration import Calibration
 from trainer.spec.data_profile import DataProfile
 from trainer.spec.data_request import PrepareRequest
 from trainer.spec.errors import InputError
+from trainer.spec.extension import Extension, Hook
 from trainer.spec.hardware import Hardware, Host
 from trainer.spec.job import Allowance, DataFormat, Job
 from trainer.spec.model_shape import ModelShape, read_model_shape, supported_model_types, text_part
@@ -77,7 +78,7 @@ def read_inputs(
     model = read_model_config(job, cache_home=hub_home)
     shape = _read_shape(model, describes_models=describes_models)
     cache = folders.cache_home(environment, configured=resolved.folders.get("cache"))
-    request = make_request(job, shape=shape, tokenizer_path=model.tokenizer_path, cache_root=cache)
+    request = make_request(job, shape=shape, tokenizer_path=model.tokenizer_path, cache_root=cache, hub_home=hub_home)
     cap = vram_cap_bytes if vram_cap_bytes is not None else job.limits.vram
     hardware = read_machine(hardware_spec, gpus=gpus, vram_cap_bytes=cap)
     return PlanInputs(resolved, model, shape, hardware, request, cache, hub_home)
@@ -99,7 +100,11 @@ def with_weights(inputs: PlanInputs) -> PlanInputs:
     job = inputs.resolved.job
     model = download_model(job, inputs.model, cache_home=inputs.hub_home)
     request = make_request(
-        job, shape=inputs.shape, tokenizer_path=model.tokenizer_path, cache_root=Path(inputs.request.cache_root)
+        job,
+        shape=inputs.shape,
+        tokenizer_path=model.tokenizer_path,
+        cache_root=Path(inputs.request.cache_root),
+        hub_home=inputs.hub_home,
     )
     return inputs._replace(model=model, request=request)
 
@@ -108,7 +113,9 @@ def with_weights(inputs: PlanInputs) -> PlanInputs:
 OWN_TOKENIZER_RULES = ("qwen2",)
 
 
-def make_request(job: Job, *, shape: ModelShape, tokenizer_path: str | None, cache_root: Path) -> PrepareRequest:
+def make_request(
+    job: Job, *, shape: ModelShape, tokenizer_path: str | None, cache_root: Path, hub_home: Path | None = None
+) -> PrepareRequest:
     """What the data preparation is asked for this job; InputError where no tokenizer is named, or none can be made."""
     if job.model.tokenizer == "train" and shape.model_type in OWN_TOKENIZER_RULES:
         raise InputError(
@@ -124,11 +131,14 @@ def make_request(job: Job, *, shape: ModelShape, tokenizer_path: str | None, cac
             f"model.tokenizer: {job.model.name or job.model.config} brings no tokenizer; "
             'name a folder that has one, or "train" to make one from the data'
         )
+    extension = _extension_of(job)
     return list_files(
         PrepareRequest(
             sources=job.data.train,
             eval_share=job.data.eval_share,
             eval_source=job.data.eval_source,
+            eval_subset=job.data.eval_subset,
+            eval_split=job.data.eval_split,
             format=job.data.format,
             fields=job.data.fields,
             packing=job.data.packing,
@@ -138,8 +148,27 @@ def make_request(job: Job, *, shape: ModelShape, tokenizer_path: str | None, cac
             vocab_size=shape.vocab_size,
             tokenizer=tokenizer,
             cache_root=str(cache_root),
+            hub_home=None if hub_home is None else str(hub_home),
+            chat_template=_absolute(job.data.chat_template),
+            loss_on=job.data.loss_on,
+            extension=extension if extension is not None and Hook.FORMAT_ROW in extension.hooks else None,
         )
     )
+
+
+def _extension_of(job: Job) -> Extension | None:
+    if job.extensions is None:
+        return None
+    from launch.extension_file import read_extension
+
+    return read_extension(job.extensions)
+
+
+def _absolute(chat_template: str | None) -> str | None:
+    """A file by its whole path; a name as it is."""
+    if chat_template is None or not Path(chat_template).expanduser().is_file():
+        return chat_template
+    return str(Path(chat_template).expanduser().absolute())
 
 
 def read_machine(

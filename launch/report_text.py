@@ -57,6 +57,12 @@ def _loss_lines(report: Report) -> list[str]:
         if last.unigram_entropy_nats is not None:
             share = last.loss / last.unigram_entropy_nats
             line += f"; unigram entropy of the same tokens {last.unigram_entropy_nats:.4f}, ratio {share:.2f}"
+        if last.accuracy is not None:
+            line += f"; {last.accuracy:.1%} of them are the most likely token"
+        if last.reward_accuracy is not None and last.reward_margin is not None:
+            line = f"  held-out loss of pairs {last.loss:.4f}; the chosen answer has the higher reward in "
+            line += f"{last.reward_accuracy:.1%}, mean margin {last.reward_margin:.3f}, its perplexity is "
+            line += f"{last.perplexity:.1f}"
         lines.append(line)
     return lines
 

@@ -23,6 +23,7 @@ from launch.job_layers import ResolvedJob, render_resolved
 from launch.measure_fp8 import fp8_gain_for
 from launch.operators import build_needed
 from launch.plan_job import (
+    PlanInputs,
     make_request,
     plan_inputs,
     prepared_tokenizer,
@@ -37,6 +38,7 @@ from launch.report_text import render_report
 from launch.supervisor import StopRequest
 from launch.torch_fit import check_torch
 from launch.trials import plan_after_trials
+from launch.vocabulary import with_new_rows
 from slurm.allocation import is_login_node, submit_line
 from trainer.planning.explain import explain_plan
 from trainer.planning.not_yet import late_members
@@ -123,6 +125,8 @@ def _prepare(options: TrainOptions, console: Console, environment: Mapping[str, 
     check_torch(inputs.hardware)
     inputs = inputs._replace(fp8_gain=fp8_gain_for(early, cache=inputs.cache, console=console))
     inputs = with_weights(inputs)
+    _refuse_frozen_rows(early, inputs)
+    inputs = inputs._replace(model=with_new_rows(inputs.model, cache=inputs.cache, on_progress=console.line))
     data = prepare_data(inputs.request, on_progress=console.line)
     if options.trial is None:
         plan = plan_inputs(inputs, data, environment=environment)
@@ -132,6 +136,18 @@ def _prepare(options: TrainOptions, console: Console, environment: Mapping[str, 
     console.line(explain_plan(plan))
     console.line()
     return Prepared(plan, inputs.resolved, inputs.cache)
+
+
+def _refuse_frozen_rows(plan: Plan, inputs: PlanInputs) -> None:
+    """InputError where tokens are new to the model and what is trained leaves its embeddings as they are."""
+    method = plan.chosen.method
+    if inputs.model.new_rows and method.freezes_base:
+        template = inputs.resolved.job.data.chat_template
+        named = f"data.chat_template: {template} brings tokens" if template else "the tokenizer has tokens"
+        raise InputError(
+            f"{named} that are new to the model, and {method} leaves its embeddings as they are;\n"
+            "take train.method=full, or a template of plain text such as data.chat_template=plain"
+        )
 
 
 def _after_dry_run(plan: Plan, console: Console) -> Plan:

@@ -210,7 +210,9 @@ def test_the_options_of_every_command_are_frozen():
         "train": ["--dry-run", "--gpus", "--head", "--help", "--here", "--json", "--node-rank", "--nodes", "--resume",
                   "--run-dir", "--take", "--trial", "--vram"],
         "report": ["--help", "--html", "--json"],
-        "export": ["--format", "--help", "--json", "--merge", "--push"],
+        "export": ["--checkpoint", "--dtype", "--format", "--help", "--json", "--merge", "--no-check", "--public",
+                   "--push"],
+        "chat": ["--checkpoint", "--help", "--max-new-tokens", "--system", "--temperature"],
         "schema": ["--help"],
     }  # fmt: skip
 

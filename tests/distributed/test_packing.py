@@ -16,7 +16,6 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from trainer.runtime.token_rows import TokenRows
 from trainer.spec import codec
-from trainer.spec.data_order import row_of_sequence
 from trainer.spec.lr_schedule import learning_rate
 from trainer.spec.plan import Plan
 from trainer.spec.report import Engaged
@@ -37,7 +36,7 @@ DEEPSPEED_CASES = [
 
 @pytest.fixture(scope="module")
 def packed_cache(tmp_path_factory) -> Path:
-    """Rows packed from documents of 1 to 60 bytes of text, so that some documents span two rows."""
+    """Rows packed from documents of 1 to 60 bytes of text, some of them longer than a row."""
     return write_packed_rows(tmp_path_factory.mktemp("packed") / "rows")
 
 
@@ -64,7 +63,7 @@ def reference(packed_cache: Path) -> list[float]:
     for step in range(NUM_STEPS):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(plan.schedule, plan.job.train, step + 1)
-        loss = _mean_loss(model, [document for number in _numbers(step, len(rows)) for document in _cut(rows, number)])
+        loss = _mean_loss(model, [document for number in _numbers(rows, step) for document in _cut(rows, number)])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), plan.job.train.clip)
         optimizer.step()
@@ -73,8 +72,8 @@ def reference(packed_cache: Path) -> list[float]:
     return losses
 
 
-def _numbers(step: int, num_rows: int) -> list[int]:
-    return [row_of_sequence(8 * step + number, seed=SEED, num_rows=num_rows) for number in range(8)]
+def _numbers(rows: TokenRows, step: int) -> list[int]:
+    return rows.order(seed=SEED, sequences_per_step=8).rows_of_step(step)
 
 
 def _cut(rows: TokenRows, number: int) -> Sequence[torch.Tensor]:
@@ -113,5 +112,5 @@ def test_the_reference_differs_from_rows_that_are_read_as_one_document(packed_ca
     model = LlamaForCausalLM(AutoConfig.for_model("llama", **config))
     rows = TokenRows.open(packed_cache, "train")
     with torch.no_grad():
-        whole = _mean_loss(model, [torch.from_numpy(rows.row(number)) for number in _numbers(0, len(rows))])
+        whole = _mean_loss(model, [torch.from_numpy(rows.row(number)) for number in _numbers(rows, 0)])
     assert abs(float(whole) - reference[0]) > 50 * TOLERANCE

@@ -117,7 +117,7 @@ CASES = [
         2,
         ("256", "128"),
     ),
-    Case("missing data path", job(data={"train": "no/such"}), ("train", "job.yaml"), 2, ("data.train", "no/such")),
+    Case("missing data path", job(data={"train": "./no/such"}), ("train", "job.yaml"), 2, ("data.train", "no/such")),
     Case(
         "empty data",
         both(file("void/a.txt", b""), job(data={"train": "void"})),
@@ -211,14 +211,14 @@ CASES = [
     Case("vram of zero", nothing, ("plan", "job.yaml", "--vram", "0GiB"), 2, ("0GiB",)),
     Case("unknown option", nothing, ("plan", "job.yaml", "--fast"), 2, ("--fast",)),
     Case("unknown command", nothing, ("trian", "job.yaml"), 2, ("trian", "train")),
-    Case("command of a later version", nothing, ("chat", "run"), 2, ("comes with shardwise",)),
+    Case("command of a later version", nothing, ("watch", "run"), 2, ("comes with shardwise",)),
     Case("option of a later version", nothing, ("plan", "job.yaml", "--partition", "x"), 2, ("comes with shardwise",)),
     Case(
         "setting of a later version",
-        job(data={"format": "chat"}),
+        job(log={"wandb": "offline"}),
         ("train", "job.yaml"),
         2,
-        ("data.format", "comes with shardwise"),
+        ("log.wandb", "comes with shardwise"),
     ),
     Case(
         "a tokenizer that could not be read back",

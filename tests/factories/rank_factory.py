@@ -12,7 +12,6 @@ from engine_plan_factory import TINY_LLAMA, engine_plan
 
 from launch.deepspeed_config import deepspeed_config
 from trainer.runtime.row_writer import RowShape, RowWriter
-from trainer.runtime.token_rows import TokenLayout
 from trainer.spec import codec
 from trainer.spec.job import Job, Limits, TrainJob
 from trainer.spec.plan import Plan
@@ -41,22 +40,17 @@ def write_rows(cache_dir: Path, *, num_rows: int = 400, seq_len: int = SEQ_LEN) 
 
 
 def write_packed_rows(folder: Path, *, num_rows: int = 400) -> Path:
-    """A token cache of rows packed from documents of 1 to 60 bytes of text, so that some documents span two rows."""
+    """A token cache of rows packed from documents of 1 to 60 bytes of text, some of them longer than a row."""
     folder.mkdir()
     text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("a*.py"))[:6])
     lengths = np.random.default_rng(1).integers(1, 61, size=800)
-    with (folder / "tokens.bin").open("wb") as stream, (folder / "starts.bin").open("wb") as starts:
-        writer = RowWriter(stream, np.dtype("<u2"), RowShape(SEQ_LEN, is_packed=True, eos_id=0), starts=starts)
+    with RowWriter(folder, np.dtype("<u2"), RowShape(SEQ_LEN, is_packed=True, eos_id=0)) as writer:
         for end, length in zip(np.cumsum(lengths), lengths, strict=True):
             writer.add(list(text[end - length : end]), opens_document=True, is_held_out=False, weight=1.0)
         rows = writer.finish()
     assert len(rows.train) >= num_rows
     np.save(folder / "eval_rows.npy", rows.train[:NUM_EVAL_ROWS])
     np.save(folder / "train_rows.npy", rows.train[NUM_EVAL_ROWS:num_rows])
-    layout = TokenLayout(
-        dtype="uint16", num_tokens=rows.num_tokens, seq_len=SEQ_LEN, pad_id=0, num_starts=rows.num_starts
-    )
-    (folder / "layout.json").write_bytes(msgspec.json.encode(layout))
     return folder
 
 

@@ -1,10 +1,14 @@
 """Which files a source is, on real folders, and the standard library of whatever Python runs the tests."""
 
+import gzip
+import lzma
 import os
 import sysconfig
 from pathlib import Path
 
+import msgspec
 import pytest
+from datasets import Dataset, DatasetDict
 from prepare_request_factory import listed_request, request_for
 
 from launch.data_files import (
@@ -17,7 +21,7 @@ from launch.data_files import (
     source_bytes,
 )
 from trainer.spec.errors import InputError
-from trainer.spec.job import DataFormat
+from trainer.spec.job import DataSource
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 
@@ -71,6 +75,8 @@ def test_a_folder_is_its_text_sorted_with_sub_folders_and_without_what_is_hidden
 def test_json_files_are_rows_only_where_a_folder_has_nothing_else(tmp_path):
     write(tmp_path, "rows/a.json", "rows/b.json")
     assert [path.name for path in listed(tmp_path / "rows", tmp_path=tmp_path)] == ["a.json", "b.json"]
+    write(tmp_path, "text/a.txt", "text/settings.json")
+    assert [path.name for path in listed(tmp_path / "text", tmp_path=tmp_path)] == ["a.txt"]
 
 
 def test_several_sources_keep_their_order(tmp_path):
@@ -95,10 +101,9 @@ def test_source_bytes_count_by_weight(tmp_path):
 REFUSED = [
     ("none.txt", "data.train: {source} was not found: there is no {source}"),
     ("empty.txt", "data.train: {source} is empty (0 bytes)"),
-    ("void", "data.train: {source} holds no text among its 0 non-empty files"),
-    ("pictures", "data.train: {source} holds no text among its 1 non-empty files"),
-    ("table.parquet", ".parquet files come with shardwise 0.4"),
-    ("table.CSV", ".CSV files come with shardwise 0.4"),
+    ("void", "data.train: {source} holds no text and no rows among its 0 non-empty files"),
+    ("pictures", "data.train: {source} holds no text and no rows among its 1 non-empty files"),
+    ("model.PT", "data.train: {source}: .pt files are not read; give text, or rows as .arrow, .csv"),
     ("pipe", "is neither a file nor a folder"),
 ]
 
@@ -106,7 +111,7 @@ REFUSED = [
 @pytest.mark.parametrize("name, message", REFUSED)
 @pytest.mark.parametrize("setting", ["data.train", "data.eval"])
 def test_a_source_that_cannot_be_read_is_refused_with_the_place_looked_at(tmp_path, name, message, setting):
-    write(tmp_path, "table.parquet", "table.CSV", "pictures/a.png", "a.txt")
+    write(tmp_path, "model.PT", "pictures/a.png", "a.txt")
     write(tmp_path, "empty.txt", "void/a.txt", content="")
     os.mkfifo(tmp_path / "pipe")
     source = tmp_path / name
@@ -130,11 +135,6 @@ def test_a_missing_relative_path_is_named_in_full(tmp_path, monkeypatch):
     assert "hub" not in str(caught.value)
 
 
-def test_what_looks_like_a_data_set_of_the_hub_is_said_to_come_later(tmp_path):
-    with pytest.raises(InputError, match=r"data sets of the hub come with shardwise 0\.4"):
-        listed("roneneldan/TinyStories", tmp_path=tmp_path)
-
-
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
 def test_a_weight_that_draws_nothing_is_refused(tmp_path, weight):
     write(tmp_path, "a.txt")
@@ -142,10 +142,80 @@ def test_a_weight_that_draws_nothing_is_refused(tmp_path, weight):
         listed((tmp_path / "a.txt", weight), tmp_path=tmp_path)
 
 
-@pytest.mark.parametrize("shape", [DataFormat.CHAT, DataFormat.PREFERENCE, DataFormat.PROMPT_COMPLETION])
-def test_a_shape_of_a_later_version_is_refused_before_anything_is_listed(tmp_path, shape):
-    with pytest.raises(InputError, match=rf"data\.format: {shape} comes with shardwise 0\.4"):
-        list_files(request_for("none.txt", cache_root=tmp_path, format=shape))
+def test_a_folder_of_rows_is_its_training_split_as_on_the_hub(tmp_path):
+    write(tmp_path, "set/data/train-00000-of-00002.parquet", "set/data/train-00001-of-00002.parquet")
+    write(tmp_path, "set/data/test-00000-of-00001.parquet", "set/README.md", "set/dataset_info.json")
+    names = [path.name for path in listed(tmp_path / "set", tmp_path=tmp_path)]
+    assert names == ["train-00000-of-00002.parquet", "train-00001-of-00002.parquet"]
+
+
+def test_a_split_of_a_folder_can_be_asked_for_on_either_side(tmp_path):
+    write(tmp_path, "set/train.jsonl", "set/dev.jsonl.gz", "set/test.csv")
+    source = DataSource(source=str(tmp_path / "set"), split="test")
+    request = request_for(cache_root=tmp_path, eval_source=source.source, eval_split="validation")
+    found = list_files(msgspec.structs.replace(request, sources=(source,)))
+    assert [Path(file.path).name for file in (*found.files, *found.eval_files)] == ["test.csv", "dev.jsonl.gz"]
+
+
+def test_text_beside_rows_leaves_a_folder_as_it_is(tmp_path):
+    write(tmp_path, "mixed/train.jsonl", "mixed/test.py", "mixed/rows.csv.zst")
+    names = [path.name for path in listed(tmp_path / "mixed", tmp_path=tmp_path)]
+    assert names == ["rows.csv.zst", "test.py", "train.jsonl"]
+
+
+def saved_by_datasets(folder):
+    """A folder as the library itself writes it."""
+    train = Dataset.from_dict({"text": ["one", "two", "three"]})
+    DatasetDict({"train": train, "test": train.select([0])}).save_to_disk(folder / "both", num_proc=None)
+    train.save_to_disk(folder / "alone", num_shards=2)
+
+
+def test_what_datasets_saved_is_the_files_that_it_lists(tmp_path):
+    saved_by_datasets(tmp_path)
+    write(tmp_path, "alone/left-behind.arrow")
+    names = [str(path.relative_to(tmp_path)) for path in listed(tmp_path / "alone", tmp_path=tmp_path)]
+    assert names == ["alone/data-00000-of-00002.arrow", "alone/data-00001-of-00002.arrow"]
+    names = [str(path.relative_to(tmp_path)) for path in listed(tmp_path / "both", tmp_path=tmp_path)]
+    assert names == ["both/train/data-00000-of-00001.arrow"]
+
+
+def part_problem(tmp_path, name, **part):
+    request = request_for(cache_root=tmp_path)
+    with pytest.raises(InputError) as caught:
+        list_files(msgspec.structs.replace(request, sources=(DataSource(source=str(tmp_path / name), **part),)))
+    return str(caught.value)
+
+
+def test_a_part_that_a_source_has_not_is_named_with_what_it_has(tmp_path):
+    saved_by_datasets(tmp_path)
+    write(tmp_path, "a.jsonl", "set/train.jsonl", "set/test.jsonl")
+    folder = f"data.train: {tmp_path}"
+    assert part_problem(tmp_path, "both", split="dev") == f"{folder}/both has no split dev; it has test, train"
+    assert part_problem(tmp_path, "set", split="dev") == f"{folder}/set has no split dev; it has test, train"
+    assert part_problem(tmp_path, "set", subset="en") == f"{folder}/set has no subset en; it has none"
+    assert "alone has no split dev; it is one data set that was saved alone" in part_problem(
+        tmp_path, "alone", split="dev"
+    )
+    assert part_problem(tmp_path, "a.jsonl", split="dev") == (
+        f"{folder}/a.jsonl has no split dev; only folders and data sets do"
+    )
+
+
+def test_a_saved_folder_that_lost_a_file_is_refused(tmp_path):
+    saved_by_datasets(tmp_path)
+    (tmp_path / "alone" / "data-00001-of-00002.arrow").unlink()
+    assert part_problem(tmp_path, "alone").endswith("has lost some of the 2 files that its state.json lists")
+    (tmp_path / "alone" / "state.json").write_text("{")
+    assert "state.json is damaged" in part_problem(tmp_path, "alone")
+
+
+def test_compressed_files_count_for_about_what_they_hold(tmp_path):
+    """The factors lie between those of the standard library's sources and of prose."""
+    text = b"".join(Path(found.path).read_bytes() for found in python_stdlib_files(STDLIB)[:150])
+    for name, content in (("a.txt.gz", gzip.compress(text)), ("a.txt.xz", lzma.compress(text))):
+        (tmp_path / name).write_bytes(content)
+        request = listed_request(tmp_path / name, cache_root=tmp_path)
+        assert source_bytes(request) == pytest.approx(len(text), rel=0.25)
 
 
 def test_the_standard_library_is_enough_text_and_not_too_much(tmp_path):

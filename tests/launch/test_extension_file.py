@@ -15,14 +15,9 @@ def written(folder, text):
     return str(path)
 
 
-def test_no_file_is_no_extension():
-    assert read_extension(None) is None
-
-
 def test_hooks_are_found_by_name_without_running_the_file(tmp_path):
     text = "raise SystemExit('ran')\ndef helper(): pass\ndef on_step(step, metrics): pass\ndef format_row(row): pass\n"
     found = read_extension(written(tmp_path, text))
-    assert found is not None
     assert found.hooks == (Hook.FORMAT_ROW, Hook.ON_STEP)
     assert found.sha256 == sha256(text.encode()).hexdigest()
     assert found.path == str(tmp_path / "mine.py")
@@ -34,7 +29,7 @@ def test_hooks_are_found_by_name_without_running_the_file(tmp_path):
 )
 def test_any_signature_that_can_be_called_so_is_taken(tmp_path, signature):
     found = read_extension(written(tmp_path, f"def {signature}: return 0\n"))
-    assert found is not None and found.hooks == (Hook.LOSS,)
+    assert found.hooks == (Hook.LOSS,)
 
 
 @pytest.mark.parametrize(

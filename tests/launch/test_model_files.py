@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from launch.model_files import (
     ModelFiles,
@@ -13,7 +14,7 @@ from launch.model_files import (
     preset_names,
     read_model_config,
     read_preset,
-    tokenizer_size,
+    read_tokens,
 )
 from trainer.spec.errors import InputError
 from trainer.spec.job import Job
@@ -241,13 +242,33 @@ def test_damaged_and_pickled_weights_are_refused(tmp_path):
     )
 
 
-@pytest.mark.parametrize(("size", "added"), [(17, 0), (16, 1), (2, 40)])
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_with_both_numbers(tmp_path, size, added):
+@pytest.mark.parametrize(("size", "added"), [(17, 0), (20, 3)])
+def test_a_tokenizer_with_more_words_than_the_model_is_refused_with_both_numbers(tmp_path, size, added):
     folder = write_model(tmp_path / "model", tokens=tokenizer(size, added=added))
     assert refused(job(name=str(folder))) == (
         f"model.tokenizer: {folder} has {size + added} tokens, the model's vocab_size is 16; "
         "give the model's own tokenizer"
     )
+
+
+@pytest.mark.parametrize(("size", "added", "template"), [(16, 1, None), (2, 40, None), (15, 0, "chatml")])
+def test_added_tokens_and_those_of_a_template_make_the_vocabulary_larger(tmp_path, size, added, template):
+    folder = write_model(tmp_path / "model", tokens=tokenizer(size, added=added))
+    wanted = job(name=str(folder))
+    wanted = replace(wanted, data=replace(wanted.data, chat_template=template))
+    files = read_model_config(wanted)
+    assert (files.config["vocab_size"], files.new_rows) == (64, 48)
+    assert read_model_config(replace(wanted, data=replace(wanted.data, chat_template="plain"))).new_rows == (
+        48 if added else 0
+    )
+
+
+def test_a_template_whose_tokens_are_there_asks_for_no_room(tmp_path):
+    content = json.loads(tokenizer(14))
+    content["added_tokens"] = [{"id": 14, "content": "<|im_start|>"}, {"id": 15, "content": "<|im_end|>"}]
+    folder = write_model(tmp_path / "model", tokens=json.dumps(content))
+    wanted = job(name=str(folder))
+    assert read_model_config(replace(wanted, data=replace(wanted.data, chat_template="chatml"))).new_rows == 0
 
 
 def test_a_larger_tokenizer_from_scratch_is_mended_in_the_config(tmp_path):
@@ -275,11 +296,11 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content):
 
 def test_the_size_of_a_tokenizer_of_either_kind_is_its_largest_id(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": [["a", 0.0], ["b", -1.0]]}}))
-    assert tokenizer_size(tmp_path) == 2
+    assert read_tokens(tmp_path).size == 2
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 7}}, "added_tokens": None}))
-    assert tokenizer_size(tmp_path) == 8
+    assert read_tokens(tmp_path).size == 8
     (tmp_path / "tokenizer.json").unlink()
-    assert tokenizer_size(tmp_path) is None
+    assert read_tokens(tmp_path) is None
 
 
 def test_a_tokenizer_of_the_library_has_the_size_it_says(tmp_path):
@@ -288,7 +309,7 @@ def test_a_tokenizer_of_the_library_has_the_size_it_says(tmp_path):
     trained = Tokenizer(models.BPE())
     trained.train_from_iterator(["to be or not to be"], trainers.BpeTrainer(vocab_size=30, special_tokens=["<s>"]))
     trained.save(str(tmp_path / "tokenizer.json"))
-    assert tokenizer_size(tmp_path) == trained.get_vocab_size()
+    assert read_tokens(tmp_path).size == trained.get_vocab_size()
 
 
 def test_a_tokenizer_that_is_not_there_is_refused(tmp_path):

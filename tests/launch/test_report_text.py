@@ -28,6 +28,19 @@ def test_the_held_out_loss_stands_beside_the_unigram_entropy():
     assert "held-out loss 4.0000" in text and "unigram entropy of the same tokens 6.0000, ratio 0.67" in text
 
 
+def test_the_share_of_tokens_that_are_right_and_the_score_of_pairs_are_shown():
+    report = make_report()
+    (last,) = report.evaluations
+    text = render_report(replace(report, evaluations=(replace(last, accuracy=0.253),)), run_dir=Path("r"))
+    assert "; 25.3% of them are the most likely token" in text
+    pairs = replace(last, loss=0.61, perplexity=9.25, reward_accuracy=0.7, reward_margin=0.305)
+    text = render_report(replace(report, evaluations=(pairs,)), run_dir=Path("r"))
+    assert (
+        "  held-out loss of pairs 0.6100; the chosen answer has the higher reward in 70.0%, mean margin 0.305" in text
+    )
+    assert "unigram" not in text, "a loss of pairs is no entropy"
+
+
 def test_what_was_seen_to_run_and_the_sample_are_shown():
     text = render_report(make_report(), run_dir=Path("r"))
     assert "seen to run: 1 process, LlamaForCausalLM, AdamW, fp32, attention sdpa, loss chunked" in text

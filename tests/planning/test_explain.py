@@ -13,7 +13,7 @@ from trainer.planning.explain_choice import kv_cache_bytes
 from trainer.planning.planner import situation_of, take_candidate
 from trainer.planning.text_layout import letters, paragraph, stacked_bar, table
 from trainer.spec.errors import NothingFitsError
-from trainer.spec.job import Allowance, DataFormat
+from trainer.spec.job import Allowance
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Checkpointing, Method, Optimizer, Precision, Sharding
 from trainer.spec.units import GIB, format_bytes, format_seconds
@@ -46,10 +46,10 @@ def test_a_plan_ahead_says_in_its_first_lines_that_this_version_refuses_it() -> 
     assert second.endswith("from shardwise 0.6 on, until then `shardwise train` refuses it")
     plan = plan_of("tiny", "1xCPU")
     assert "not trained by this version" not in explain_plan(plan)
-    chats = replace(plan, job=replace(plan.job, data=replace(plan.job.data, format=DataFormat.CHAT)))
-    second = explain_plan(chats).split("\n\n")[1]
+    streamed = replace(plan, job=replace(plan.job, data=replace(plan.job.data, streaming=True)))
+    second = explain_plan(streamed).split("\n\n")[1]
     assert second.startswith("not trained by this version, until then")
-    assert "data.format: chat comes with shardwise 0.4" in second
+    assert "data.streaming: true comes with shardwise 0.4" in second
 
 
 def test_the_choice_stands_with_its_batch_and_the_recipe_in_full(node: Plan, text: str) -> None:

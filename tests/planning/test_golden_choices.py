@@ -43,9 +43,18 @@ def sft(spec: str, *, ram_gib: int, ahead: bool, **facts: Any) -> Plan:
 
 def test_one_8_gb_card_takes_qlora_one_sequence_at_a_time_and_recomputes(ahead: bool) -> None:
     """5.3 GiB of NF4 weights on 7.75: room for one sequence, recomputed, and no more."""
-    chosen = sft("1xRTX-4060-8GB", ram_gib=32, ahead=ahead).chosen
+    chosen = sft("1xRTX-4060-8GB", ram_gib=16, ahead=ahead).chosen
     assert (chosen.method, chosen.micro_batch) == (Method.QLORA, 1)
     assert chosen.checkpointing is not Checkpointing.NONE
+
+
+def test_one_8_gb_card_beside_32_gb_of_host_ram_keeps_frozen_16_bit_weights_there(ahead: bool) -> None:
+    """15 GiB of bf16 shards, loaded straight to where they stay; they cross PCIe behind the products."""
+    chosen = sft("1xRTX-4060-8GB", ram_gib=32, ahead=ahead).chosen
+    assert (chosen.method, chosen.strategy.sharding) == (Method.LORA, Sharding.FSDP)
+    assert chosen.strategy.offload is Offload.OPTIMIZER_PARAMS
+    assert 15 * GIB < chosen.memory.pinned_bytes < 16 * GIB
+    assert chosen.memory.host_bytes < 5 * GIB
 
 
 def test_two_24_gb_cards_take_lora_and_share_nothing_but_gradients(ahead: bool) -> None:

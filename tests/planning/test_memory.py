@@ -309,11 +309,29 @@ def test_nvme_takes_the_state_and_leaves_buffers_in_host_ram() -> None:
     assert 0 < found.pinned_bytes < found.nvme_bytes
 
 
-def test_every_rank_of_a_node_builds_the_whole_model_in_host_ram() -> None:
-    eight = estimate(LLAMA_8B, setting(Sharding.FSDP, num_ranks=8, checkpointing=FULL))
-    four = estimate(LLAMA_8B, setting(Sharding.FSDP, num_ranks=4, checkpointing=FULL))
+def test_every_rank_of_a_node_builds_the_whole_model_in_host_ram_where_it_keeps_all_weights() -> None:
+    eight = estimate(LLAMA_8B, setting(Sharding.DDP, num_ranks=8, checkpointing=FULL))
+    four = estimate(LLAMA_8B, setting(Sharding.DDP, num_ranks=4, checkpointing=FULL))
     assert eight.host_bytes > 8 * 4 * P
     assert eight.host_bytes == 2 * four.host_bytes
+
+
+@pytest.mark.parametrize("sharding", [Sharding.FSDP, Sharding.ZERO3])
+def test_a_rank_that_keeps_a_shard_of_the_weights_loads_one_tensor_at_a_time(sharding: Sharding) -> None:
+    """The embedding, and one more like it on its way, in fp32; beside two GiB for the process."""
+    found = estimate(LLAMA_8B, setting(sharding, num_ranks=8, checkpointing=FULL))
+    assert found.host_bytes == 8 * (2 * GIB + 2 * 4 * LLAMA_8B.embedding_parameters)
+
+
+def test_70b_loads_on_nodes_of_1_tib() -> None:
+    """Eight copies in fp32 would be 2.1 TiB."""
+    found = estimate(LLAMA_70B, setting(Sharding.FSDP, num_ranks=16, checkpointing=FULL))
+    assert found.host_bytes < 100 * GIB
+
+
+def test_fp8_converts_the_layers_of_a_whole_model_on_every_rank() -> None:
+    chosen = setting(Sharding.FSDP, num_ranks=8, checkpointing=FULL, precision=Precision.FP8)
+    assert estimate(LLAMA_8B, chosen).host_bytes > 8 * 4 * P
 
 
 def test_ddp_keeps_its_gradients_between_steps() -> None:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 import trainer
 from trainer.planning.device import Device
-from trainer.planning.memory import estimate_memory, held_bytes, needed_bytes, step_memory
+from trainer.planning.memory import estimate_memory, held_bytes, least_bytes, needed_bytes, step_memory
 from trainer.planning.memory.activations import block_activations
 from trainer.planning.memory.events import resident_bytes, step_events
 from trainer.planning.memory.recipe import dims_of, recipe_of
@@ -256,9 +256,18 @@ def test_what_a_row_holds_between_steps_is_the_same_in_every_start_and_never_mor
 
 
 @given(SHAPES, settings_of(), DEVICES)
-def test_a_need_above_a_limit_is_answered_above_it_and_any_other_exactly(
-    shape: ModelShape, chosen: Setting, device: Device
+def test_the_need_alone_is_that_of_the_whole_estimate(shape: ModelShape, chosen: Setting, device: Device) -> None:
+    assert needed_bytes(shape, chosen, device) == estimate_memory(shape, chosen, device).need_bytes
+
+
+@given(SHAPES, settings_of(), DEVICES, st.integers(1, 64), st.integers(1, 16), st.sampled_from(list(LossHead)))
+def test_the_least_need_of_a_start_is_above_what_it_holds_and_below_the_need_at_every_size_and_loss_head(
+    shape: ModelShape, start: Setting, device: Device, micro_batch: int, accumulation: int, loss: LossHead
 ) -> None:
-    need = estimate_memory(shape, chosen, device).need_bytes
-    assert needed_bytes(shape, chosen, device) == needed_bytes(shape, chosen, device, limit=need) == need
-    assert 0 < needed_bytes(shape, chosen, device, limit=0) <= need
+    least = least_bytes(shape, start, device)(micro_batch, accumulation)
+    other = replace(start, micro_batch=micro_batch, accumulation=accumulation, loss_chunk_tokens=128)
+    assert held_bytes(shape, start, device) <= least <= needed_bytes(shape, other, device)
+    if start.stack == "shardwise":  # kernels of other stacks may follow their loss head
+        other = replace(other, loss=loss)
+        assert least <= needed_bytes(shape, other, device)
+        assert least_bytes(shape, other, device)(micro_batch, accumulation) == least

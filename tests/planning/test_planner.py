@@ -609,10 +609,10 @@ def test_a_note_says_what_a_later_version_would_take() -> None:
 
 
 def test_fewer_cards_are_offered_where_host_ram_is_what_is_missing() -> None:
-    """Each rank loads the model: eight copies of 4.6 GiB and as many processes do not fit where four do."""
+    """A process of 2 GiB and, while it loads, two embeddings of 1 GiB: eight ranks do not fit where four do."""
     with pytest.raises(NothingFitsError, match=r"of RAM, or with 4 of the GPUs \(--gpus 0,1,2,3\)"):
-        plan_of("1b", machine("8xA100-SXM4-80GB", ram_bytes=40 * GIB), method=Method.FULL)
-    fewer = plan_of("1b", machine("4xA100-SXM4-80GB", ram_bytes=40 * GIB), method=Method.FULL)
+        plan_of("1b", machine("8xA100-SXM4-80GB", ram_bytes=30 * GIB), method=Method.FULL)
+    fewer = plan_of("1b", machine("4xA100-SXM4-80GB", ram_bytes=30 * GIB), method=Method.FULL)
     assert fewer.chosen.strategy.is_exact
 
 

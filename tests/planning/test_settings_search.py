@@ -103,7 +103,7 @@ def with_usable(model: str, spec: str, usable_bytes: int, **facts: Any) -> Situa
 
 def fitting_sizes(situation: Situation, start: Setting) -> list[int]:
     """The micro batches of a start that fit, ascending."""
-    groups = by_accumulation(situation, start)
+    groups = by_accumulation(situation, start, micro_batches(situation))
     return sorted(setting.micro_batch for group in groups for setting in fitting(situation, group))
 
 

@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 from trainer.runtime.checkpoint import find_checkpoint, import_weights
-from trainer.runtime.export_run import export_run, write_adapter_folder, write_model_folder
+from trainer.runtime.export_folder import write_adapter_folder, write_model_folder
+from trainer.runtime.export_run import Wish, export_run
 from trainer.runtime.loop import train
 from trainer.runtime.methods import quantised_layers
 from trainer.runtime.model import build_model
@@ -48,16 +49,21 @@ def tokenizer_folder(tmp_path_factory) -> Path:
     return folder
 
 
-def build(model_type: str):
-    """A model whose vocabulary holds the tokenizer's."""
-    return build_model(
-        rank_plan(Path("nowhere"), model_config={**TINY_LLAMA, "model_type": model_type, "vocab_size": 400})
-    )
+def plan_of(model_type: str, tokenizer_folder: Path | None) -> Plan:
+    """A plan of a model whose vocabulary holds the tokenizer's."""
+    config = {**TINY_LLAMA, "model_type": model_type, "vocab_size": 400}
+    plan = rank_plan(Path("nowhere"), model_config=config)
+    return replace(plan, tokenizer_path=None if tokenizer_folder is None else str(tokenizer_folder))
+
+
+def write_folder(model_type: str, out: Path, tokenizer_folder: Path | None) -> str | None:
+    plan = plan_of(model_type, tokenizer_folder)
+    return write_model_folder(build_model(plan), plan, out)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_an_exported_tokenizer_gives_the_ids_that_were_trained_with(model_type, tokenizer_folder, tmp_path):
-    incident = write_model_folder(build(model_type), tmp_path / "out", tokenizer_path=str(tokenizer_folder))
+    incident = write_folder(model_type, tmp_path / "out", tokenizer_folder)
     assert incident is None
     exported, trained_with = AutoTokenizer.from_pretrained(tmp_path / "out"), load_tokenizer(tokenizer_folder)
     assert exported(SAMPLES)["input_ids"] == trained_with.encode(SAMPLES)
@@ -66,7 +72,7 @@ def test_an_exported_tokenizer_gives_the_ids_that_were_trained_with(model_type, 
 
 
 def test_a_model_type_whose_tokenizers_transformers_cuts_by_its_own_rules_is_an_incident(tokenizer_folder, tmp_path):
-    incident = write_model_folder(build("qwen2"), tmp_path / "out", tokenizer_path=str(tokenizer_folder))
+    incident = write_folder("qwen2", tmp_path / "out", tokenizer_folder)
     assert incident is not None and "Qwen2Tokenizer gives" in incident
     settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert "trust_remote_code" not in settings
@@ -89,7 +95,7 @@ def test_a_tokenizer_that_gives_other_ids_is_an_incident(changes, words, tokeniz
         (source / path.name).write_bytes(path.read_bytes())
     settings = json.loads((source / "tokenizer_config.json").read_text())
     (source / "tokenizer_config.json").write_text(json.dumps(settings | changes))
-    incident = write_model_folder(build("llama"), tmp_path / "out", tokenizer_path=str(source))
+    incident = write_folder("llama", tmp_path / "out", source)
     assert incident is not None and "\n" not in incident
     start = "the exported tokenizer does not give the same ids as the one trained with: "
     assert incident.startswith(start)
@@ -97,18 +103,19 @@ def test_a_tokenizer_that_gives_other_ids_is_an_incident(changes, words, tokeniz
 
 
 def test_a_model_without_a_tokenizer_is_exported_alone(tmp_path):
-    assert write_model_folder(build("llama"), tmp_path / "out", tokenizer_path=None) is None
+    assert write_folder("llama", tmp_path / "out", None) is None
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "config.json", "generation_config.json", "model.safetensors",
+        "README.md", "config.json", "generation_config.json", "model.safetensors",
     ]  # fmt: skip
 
 
 def test_an_export_replaces_an_older_one_and_leaves_nothing_beside_it(tokenizer_folder, tmp_path):
-    model = build("qwen2")
-    write_model_folder(model, tmp_path / "out", tokenizer_path=str(tokenizer_folder))
+    plan = plan_of("qwen2", tokenizer_folder)
+    model = build_model(plan)
+    write_model_folder(model, plan, tmp_path / "out")
     with torch.no_grad():
         model.lm_head.weight.fill_(0.5)
-    write_model_folder(model, tmp_path / "out", tokenizer_path=None)
+    write_model_folder(model, replace(plan, tokenizer_path=None), tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert float(loaded.lm_head.weight.detach().min()) == 0.5
     assert loaded.config.use_cache is True and model.config.use_cache is False
@@ -202,8 +209,8 @@ def test_the_newest_checkpoint_exports_the_adapters_that_the_run_did_without_its
     gone = replace(plan, model_path=str(tmp_path / "gone"))
     (tmp_path / "run" / "plan.json").unlink()
     write_attempt(tmp_path / "run", gone, number=2)
-    checkpoint, incident = export_run(tmp_path / "run", tmp_path / "out")
-    assert checkpoint.name == "step-00000004" and incident is None
+    done = export_run(tmp_path / "run", tmp_path / "out", Wish(checks=False))
+    assert done.checkpoint.path.name == "step-00000004" and done.notes == ()
     ours, theirs = (
         load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "out", tmp_path / "run" / "export")
     )

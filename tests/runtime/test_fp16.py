@@ -69,7 +69,7 @@ class Training:
         )  # fmt: skip
         self.step += 1
         return run_step(
-            self.accelerator, self.model, self.optimizer, micro_batches, num_targets=num_targets, step=self.step,
+            self.accelerator, self.model, self.optimizer, micro_batches, num_terms=num_targets, step=self.step,
             seed=SEED, lr=1e-3, clip=clip, clock=Clock(self.accelerator.device), scaler=self.scaler,
         )  # fmt: skip
 

@@ -26,22 +26,45 @@ def test_lengths_are_counted_up_to_and_with_the_edge(lengths, edges, counts):
     assert (histogram.edges, histogram.counts) == (edges, counts)
 
 
+def mean_padded_width(rows, *, micro_batch, sequences_per_step, num_steps):
+    """Over the rows of the first steps of a run, padding included."""
+    widths = []
+    for step in range(num_steps):
+        batches, _ = step_micro_batches(
+            rows,
+            step=step,
+            seed=0,
+            sequences_per_step=sequences_per_step,
+            rank=0,
+            num_ranks=1,
+            micro_batch=micro_batch,
+            accumulation=sequences_per_step // micro_batch,
+        )
+        widths += [batch.input_ids.shape[1] for batch in batches]
+    return np.mean(widths)
+
+
+@pytest.mark.parametrize("sequences_per_step", [16, 32, 128])
 @pytest.mark.parametrize("micro_batch", [1, 4, 16])
-def test_the_mean_width_is_that_of_the_batches_training_makes(tmp_path, micro_batch):
-    lengths = np.minimum(np.random.default_rng(7).geometric(1 / 120, 2048) + 1, 512)
+def test_the_mean_width_is_that_of_the_batches_training_makes(tmp_path, micro_batch, sequences_per_step):
+    lengths = np.minimum(np.random.default_rng(7).geometric(1 / 120, 4096) + 1, 512)
     (counted,) = [width for width in batch_widths(lengths, seq_len=512) if width.micro_batch == micro_batch]
     rows = rows_of_lengths(tmp_path, lengths.tolist(), seq_len=512)
-    batches, _ = step_micro_batches(
+    found = mean_padded_width(
         rows,
-        step=0,
-        seed=0,
-        sequences_per_step=2048,
-        rank=0,
-        num_ranks=1,
         micro_batch=micro_batch,
-        accumulation=2048 // micro_batch,
+        sequences_per_step=sequences_per_step,
+        num_steps=len(lengths) // sequences_per_step,
     )
-    assert counted.mean_width == pytest.approx(np.mean([batch.input_ids.shape[1] for batch in batches]), rel=0.05)
+    assert counted.mean_width_sorted == pytest.approx(found, rel=0.02)
+
+
+@pytest.mark.parametrize("micro_batch", [4, 16])
+def test_the_mean_width_in_random_order_is_that_of_shuffled_rows(micro_batch):
+    lengths = np.minimum(np.random.default_rng(7).geometric(1 / 120, 4096) + 1, 512)
+    (counted,) = [width for width in batch_widths(lengths, seq_len=512) if width.micro_batch == micro_batch]
+    longest = np.random.default_rng(1).permutation(lengths).reshape(-1, micro_batch).max(axis=1)
+    assert counted.mean_width == pytest.approx(np.minimum(-(-longest // 8) * 8, 512).mean(), rel=0.05)
 
 
 def test_sorting_saves_what_random_order_pays():

@@ -12,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.runtime import loss as loss_heads
-from trainer.runtime.loss import FUSED_SLICE_TOKENS, IGNORED, _FusedLoss, install_loss_head, shift
+from trainer.runtime import loss_slices
+from trainer.runtime.loss import FUSED_SLICE_TOKENS, IGNORED, Answer, install_loss_head, shift
+from trainer.runtime.loss_slices import ChunkedLoss, FusedLoss
 from trainer.runtime.memory_profile import _memory_events, highest_rise
 from trainer.spec.errors import InputError
 from trainer.spec.strategy import LossHead
@@ -63,7 +65,7 @@ HEADS = [
 @pytest.fixture
 def slice_of(monkeypatch):
     """Sets how many tokens the fused head takes at a time."""
-    return lambda size: size and monkeypatch.setattr(loss_heads, "FUSED_SLICE_TOKENS", size)
+    return lambda size: size and monkeypatch.setattr(loss_slices, "FUSED_SLICE_TOKENS", size)
 
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
@@ -142,7 +144,7 @@ def test_small_gradients_of_fp16_are_scaled_before_they_are_rounded():
     exact = logits.clone().requires_grad_()
     nn.functional.cross_entropy(exact, torch.tensor([0]), reduction="sum").mul(2.0**10).backward()
     half = logits.half().requires_grad_()
-    _FusedLoss.apply(half * 1, torch.tensor([0]), None).mul(2.0**10).backward()
+    FusedLoss.apply(half * 1, torch.tensor([0]), None).mul(2.0**10).backward()
     torch.testing.assert_close(half.grad[0, 1:].float(), exact.grad[0, 1:], rtol=1e-2, atol=0)
 
 
@@ -176,7 +178,7 @@ def test_the_fused_head_keeps_the_logits_once(dtype, num_tokens):
     targets = torch.randint(0, vocab, (num_tokens,))
     linear(hidden)  # whatever is made once
     with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        _FusedLoss.apply(linear(hidden), targets, None).backward()
+        FusedLoss.apply(linear(hidden), targets, None).backward()
     events = list(_memory_events(profile))
     peak, _ = highest_rise(events)
     logits, in_slice = c * vocab * num_tokens, 4 * vocab * min(num_tokens, FUSED_SLICE_TOKENS)
@@ -290,3 +292,141 @@ def test_without_labels_a_head_of_liger_answers_logits():
     expected = model(input_ids=ids).logits
     install_loss_head(model, LossHead.FUSED_LINEAR, chunk_tokens=None)
     assert torch.equal(model(input_ids=ids).logits, expected)
+
+
+ROW_WEIGHTS = torch.tensor([-0.5, 1.75, 0.25], dtype=torch.float64)
+ROW_HEADS = [
+    (LossHead.EAGER, None),
+    *[(LossHead.CHUNKED, size) for size in (7, 20, 1000)],
+    *[(LossHead.FUSED, size) for size in (7, 256)],
+]
+
+
+def rows_and_gradients(model: LlamaForCausalLM, head: LossHead, chunk_tokens: int | None = None):
+    ids, labels = rows()
+    install_loss_head(model, head, chunk_tokens=chunk_tokens)
+    logps = model(input_ids=ids, labels=labels, answer=Answer.ROWS)
+    (logps * ROW_WEIGHTS).sum().backward()
+    return logps.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def transformers_rows_and_gradients(model: LlamaForCausalLM):
+    ids, labels = rows()
+    logits = model(input_ids=ids, use_cache=False).logits.float()
+    targets = shift(labels)
+    shares = logits.log_softmax(-1).gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    logps = (shares * (targets != IGNORED)).sum(-1)
+    (logps * ROW_WEIGHTS).sum().backward()
+    return logps.detach().double(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("head", "chunk_tokens"), ROW_HEADS)
+def test_every_head_answers_the_log_probability_of_each_row(head, chunk_tokens, is_tied, slice_of):
+    slice_of(chunk_tokens if head is LossHead.FUSED else None)
+    expected, expected_gradients = transformers_rows_and_gradients(build(is_tied=is_tied))
+    logps, gradients = rows_and_gradients(build(is_tied=is_tied), head, chunk_tokens)
+    assert logps.dtype is torch.float64 and logps[2] == 0, "the third row has no target"
+    torch.testing.assert_close(logps, expected, rtol=1e-6, atol=0)
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("head", [LossHead.CHUNKED, LossHead.FUSED])
+def test_rows_know_caps_and_biases(head, softcap):
+    found = {}
+    for each in (LossHead.EAGER, head):
+        model = build()
+        model.config.final_logit_softcapping = softcap
+        torch.manual_seed(2)
+        model.lm_head = nn.Linear(HIDDEN, VOCAB)
+        logps, gradients = rows_and_gradients(model, each, 7)
+        found[each] = {"logps": logps, **gradients}
+    torch.testing.assert_close(found[head], found[LossHead.EAGER], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("head", [LossHead.CHUNKED, LossHead.FUSED])
+def test_rows_of_very_different_weights_keep_their_gradients_in_fp16(head):
+    """The softmax's smallest shares times 2**-10 are below what fp16 holds, those of the second row are not."""
+    weights = torch.tensor([2.0**-10, 2.0**10, 1.0], dtype=torch.float64)
+    found = []
+    for dtype in (torch.float32, torch.float16):
+        torch.manual_seed(4)
+        linear = nn.Linear(HIDDEN, VOCAB, bias=False).to(dtype)
+        hidden = torch.randn(3 * WIDTH, HIDDEN).to(dtype).requires_grad_()
+        targets = torch.randint(0, VOCAB, (3 * WIDTH,))
+        if head is LossHead.FUSED:
+            losses = FusedLoss.apply(linear(hidden), targets, None, WIDTH)
+        else:
+            losses = ChunkedLoss.apply(hidden, linear.weight, None, None, targets, 7, WIDTH)
+        (losses * weights).sum().backward()
+        found.append(linear.weight.grad.float())
+    error = found[1] - found[0]
+    assert error.isfinite().all() and error.norm() < 1e-2 * found[0].norm()
+
+
+@pytest.mark.parametrize("head", [LossHead.EAGER, LossHead.CHUNKED, LossHead.FUSED])
+def test_rows_cost_four_bytes_a_token_more_than_a_sum(head):
+    """Allocator events of forward and backward, with the same head and the same tokens."""
+    num_tokens, vocab, hidden_size = 1024, 2000, 32
+
+    def peak(row_tokens: int | None) -> int:
+        torch.manual_seed(0)
+        linear = nn.Linear(hidden_size, vocab, bias=False)
+        hidden = torch.randn(num_tokens, hidden_size).requires_grad_()
+        targets = torch.randint(0, vocab, (num_tokens,))
+        linear(hidden)  # whatever is made once
+        with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            if head is LossHead.CHUNKED:
+                found = ChunkedLoss.apply(hidden, linear.weight, None, None, targets, 256, row_tokens)
+            else:
+                found = loss_heads._loss_of_logits(head, linear(hidden), targets, None, row_tokens)
+            found.sum().backward()
+        return highest_rise(list(_memory_events(profile)))[0]
+
+    assert 0 <= peak(128) - peak(None) <= 4 * num_tokens + 1024, "1 KiB of numbers that do not grow with the tokens"
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize(("head", "chunk_tokens"), ROW_HEADS)
+def test_a_score_counts_the_targets_that_are_the_most_likely_token(head, chunk_tokens, softcap, slice_of):
+    slice_of(chunk_tokens if head is LossHead.FUSED else None)
+    model = build()
+    model.config.final_logit_softcapping = softcap
+    ids, labels = rows()
+    with torch.no_grad():
+        likely = model(input_ids=ids, use_cache=False).logits.argmax(-1)
+    labels[0, 3:9] = likely[0, 2:8]  # six right ones at the least, whatever the row says
+    expected = ((likely == shift(labels)) & (shift(labels) != IGNORED)).sum()
+    install_loss_head(model, head, chunk_tokens=chunk_tokens)
+    score = model(input_ids=ids, labels=labels, answer=Answer.SCORE)
+    assert not score.requires_grad
+    assert score[1] == expected >= 6
+    torch.testing.assert_close(score[0], model(input_ids=ids, labels=labels).detach().double(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("head", "num_logits"), [(LossHead.EAGER, 16), (LossHead.CHUNKED, 7), (LossHead.FUSED, 16)])
+def test_a_score_never_holds_more_logits_than_a_slice(head, num_logits, slice_of, monkeypatch):
+    slice_of(16)
+    monkeypatch.setattr(loss_heads, "FUSED_SLICE_TOKENS", 16)
+    model = build()
+    ids, labels = rows()
+    install_loss_head(model, head, chunk_tokens=7)
+    with LargestOutput() as largest:
+        model(input_ids=ids, labels=labels, answer=Answer.SCORE)
+    assert largest.num_logits == num_logits * VOCAB
+
+
+@pytest.mark.usefixtures("liger")
+def test_liger_has_a_score_and_no_rows():
+    ids, labels = rows()
+    scores = []
+    for head in (LossHead.FUSED_LINEAR, LossHead.EAGER):
+        model = build()
+        install_loss_head(model, head, chunk_tokens=None)
+        scores.append(model(input_ids=ids, labels=labels, answer=Answer.SCORE))
+    torch.testing.assert_close(scores[0], scores[1], rtol=1e-6, atol=0)
+    install_loss_head(model := build(), LossHead.FUSED_LINEAR, chunk_tokens=None)
+    with pytest.raises(InputError, match=r"has no sums of rows \(DPO\); take pin\.loss=chunked"):
+        model(input_ids=ids, labels=labels, answer=Answer.ROWS)

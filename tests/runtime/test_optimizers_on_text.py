@@ -2,7 +2,7 @@
 
 import pytest
 from optimizer_factory import GALORE, losses_on_text
-from rank_factory import write_rows
+from rank_factory import write_packed_rows
 
 from trainer.spec.strategy import Optimizer
 
@@ -13,7 +13,8 @@ PROJECTED = [pytest.param(kind, GALORE, id=f"galore-{kind}") for kind in (Optimi
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    return write_rows(tmp_path_factory.mktemp("data") / "rows")
+    """Full ones: grouped by length, steps would differ in how much they teach."""
+    return write_packed_rows(tmp_path_factory.mktemp("data") / "rows")
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ def run_steps(
                 model,
                 optimizer,
                 micro_batches,
-                num_targets=num_targets,
+                num_terms=num_targets,
                 step=step,
                 seed=SEED,
                 lr=lr,
@@ -117,7 +117,7 @@ def losses_of_repeated_micro_batch(cache_dir: Path, steps: tuple[int, ...], *, d
     )[0]  # fmt: skip
     for step in steps:
         run_step(
-            accelerator, model, optimizer, [micro_batch] * 3, num_targets=3 * micro_batch.num_targets, step=step,
+            accelerator, model, optimizer, [micro_batch] * 3, num_terms=3 * micro_batch.num_targets, step=step,
             seed=SEED, lr=0.0, clip=1.0, clock=Clock(accelerator.device),
         )  # fmt: skip
     return [losses[start : start + 3] for start in range(0, len(losses), 3)]

@@ -1,18 +1,21 @@
 """What is read out of files, and what is said of files and rows that cannot be used."""
 
+import gzip
 import json
+import lzma
+from hashlib import blake2b
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.runtime import text_sources
+from trainer.runtime.examples import TokenIds
 from trainer.runtime.text_sources import (
     BadRow,
     Block,
     RowReading,
     cut_at_line_ends,
-    detect_format,
     read_blocks,
     survey,
 )
@@ -128,107 +131,26 @@ def test_a_damaged_array_is_one_bad_row_that_names_the_file(tmp_path):
     assert bad.startswith("a.json: is not valid JSON")
 
 
-BAD_ROWS = [
-    ('{"text": "ab"', "is not valid JSON"),
-    (b'{"text": "\xff"}', "is not UTF-8"),
-    (r'{"text": "\ud800"}', "is not valid JSON"),
-    ("[" * 100_000, "nested too deep"),
-    ("[1]", "is a list, not an object"),
-    ("3", "is a number, not an object"),
-    ('"text"', "is text, not an object"),
-    ("null", "is null, not an object"),
-    ("{}", 'has no field "text"; its fields: none'),
-    ('{"body": "a", "id": 1}', 'has no field "text"; its fields: body, id'),
-    ('{"text": 3}', 'field "text" is a number, not text'),
-    ('{"text": null}', 'field "text" is null, not text'),
-    ('{"text": ["a"]}', 'field "text" is a list, not text'),
-    ('{"text": ""}', 'field "text" is empty'),
-    ('{"text": " \\n"}', 'field "text" is empty'),
-]
+def test_compressed_text_is_judged_and_read_by_its_content(tmp_path):
+    good = source(tmp_path / "a.txt.gz", gzip.compress(b"one\ntwo\n"))
+    assert read(good) == ["one\ntwo\n"]
+    bad = source(tmp_path / "b.txt.xz", lzma.compress(b"ab\xffcd"))
+    assert survey(bad).defect == "is not text: byte 0xff at offset 2 is not UTF-8 (invalid start byte)"
 
 
-@pytest.mark.parametrize("row, reason", BAD_ROWS)
-def test_a_bad_row_is_named_by_file_and_row_with_its_reason(tmp_path, row, reason):
-    row = row if isinstance(row, bytes) else row.encode()
-    content = b'{"text": "good"}\n\n' + row + b'\n{"text": "good"}\n'
-    first, bad, last = read(source(tmp_path / "a.jsonl", content))
-    assert (first, last) == ("good", "good")
-    assert bad.startswith("a.jsonl:3: ")
-    assert reason in bad
+def test_a_digest_is_of_the_bytes_as_they_lie(tmp_path):
+    content = gzip.compress(b"text", mtime=0)
+    assert survey(source(tmp_path / "a.txt.gz", content)).digest == blake2b(content, digest_size=32).digest()
 
 
-@pytest.mark.parametrize(
-    "row, expected",
-    [
-        ({"tokens": [1, 2, 99]}, [1, 2, 99]),
-        ({"input_ids": [1, 2], "labels": [1, 2]}, [1, 2]),
-        ({"tokens": [1, 100]}, "token 100 is not in the model's vocabulary of 100"),
-        ({"tokens": [1, -1]}, "token -1 is not in the model's vocabulary of 100"),
-        ({"tokens": [1]}, 'field "tokens" has 1 tokens'),
-        ({"tokens": []}, 'field "tokens" has 0 tokens'),
-        ({"tokens": [1, 2.0]}, "is not a list of token ids"),
-        ({"tokens": [1, True]}, "is not a list of token ids"),
-        ({"tokens": "1 2"}, "is not a list of token ids"),
-        ({"text": "a"}, 'has no field "tokens"; its fields: text'),
-    ],
-)
-def test_rows_of_tokens(tmp_path, row, expected):
-    [found] = read(source(tmp_path / "a.jsonl", lines(row)), TOKENS)
-    assert found == expected if isinstance(expected, list) else expected in found
+def test_rows_of_tokens_are_documents(tmp_path):
+    file = source(tmp_path / "a.jsonl", lines({"tokens": [1, 2, 99]}, {"tokens": [1, 100]}))
+    assert read(file, TOKENS) == [TokenIds([1, 2, 99]), "a.jsonl:2: token 100 is not in the model's vocabulary of 100"]
 
 
-def test_columns_are_mapped(tmp_path):
-    file = source(tmp_path / "a.jsonl", lines({"content": "one", "ids": [1, 2]}))
-    assert read(file, RowReading(DataFormat.TEXT, {"text": "content"}, 100)) == ["one"]
-    assert read(file, RowReading(DataFormat.TOKENS, {"tokens": "ids"}, 100)) == [[1, 2]]
-
-
-@pytest.mark.parametrize(
-    "row, fields, shape",
-    [
-        ({"text": "a"}, {}, DataFormat.TEXT),
-        ({"text": "a", "tokens": [1]}, {}, DataFormat.TEXT),
-        ({"tokens": [1, 2]}, {}, DataFormat.TOKENS),
-        ({"input_ids": [1, 2]}, {}, DataFormat.TOKENS),
-        ({"ids": [1, 2]}, {"tokens": "ids"}, DataFormat.TOKENS),
-        ({"messages": [], "content": "a"}, {"text": "content"}, DataFormat.TEXT),
-        ({"something": "else"}, {}, DataFormat.TEXT),
-        ([1], {}, DataFormat.TEXT),
-    ],
-)
-def test_the_shape_is_read_off_the_columns(tmp_path, row, fields, shape):
-    assert detect_format([source(tmp_path / "a.jsonl", lines(row))], DataFormat.AUTO, fields) is shape
-
-
-@pytest.mark.parametrize(
-    "row, shape",
-    [
-        ({"messages": []}, "chat"),
-        ({"conversations": []}, "chat"),
-        ({"prompt": "a", "completion": "b"}, "prompt_completion"),
-        ({"instruction": "a", "input": "", "output": "b"}, "prompt_completion"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference"),
-    ],
-)
-def test_shapes_of_a_later_version_are_refused_by_name(tmp_path, row, shape):
-    with pytest.raises(InputError, match=f"shape {shape}, which comes with shardwise 0.4"):
-        detect_format([source(tmp_path / "a.jsonl", lines(row))], DataFormat.AUTO, {})
-
-
-@pytest.mark.parametrize("shape", [DataFormat.CHAT, DataFormat.PREFERENCE, DataFormat.PROMPT_COMPLETION])
-def test_asking_for_a_shape_of_a_later_version_is_refused(shape):
-    with pytest.raises(InputError, match=f"data.format: {shape} comes with shardwise 0.4"):
-        detect_format([], shape, {})
-
-
-def test_tokens_are_not_read_from_text_files(tmp_path):
-    with pytest.raises(InputError, match=r"tokens are read from \.jsonl files; .*a\.txt is text"):
-        detect_format([source(tmp_path / "a.txt", "a")], DataFormat.TOKENS, {})
-
-
-def test_a_field_that_no_row_has_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"data\.fields: prompt is not a field of text rows"):
-        detect_format([source(tmp_path / "a.jsonl", lines({"text": "a"}))], DataFormat.AUTO, {"prompt": "q"})
+def test_a_bad_row_stands_where_it_was_read(tmp_path):
+    file = source(tmp_path / "a.jsonl", b'{"text": "good"}\n\n{"txt": 1}\n{"text": "good"}\n')
+    assert read(file) == ["good", 'a.jsonl:3: has no field "text"; its fields: txt', "good"]
 
 
 def test_a_file_that_changed_since_it_was_listed_is_refused(tmp_path):

@@ -45,6 +45,10 @@ CASES = [
     ({"model": {"name": "a/b"}}, "data.train is missing; write a file, a folder or a list of them"),
     (job(data={"train": ["a", "b"], "eval": "b"}), "data.eval is b, which is also learned (data.train)"),
     (
+        job(data={"train": "o/n", "eval": {"source": "o/n", "split": "train"}}),
+        "data.eval is o/n, which is also learned (data.train)",
+    ),
+    (
         job(data={"train": "x", "format": "text", "chat_template": "chatml"}),
         "data.chat_template and data.format: text exclude each other",
     ),
@@ -217,6 +221,7 @@ def test_galore_runs_its_own_optimizers_only(optimizer):
     "tree",
     [
         job(model=SCRATCH),
+        job(data={"train": "o/n", "eval": {"source": "o/n", "split": "dev"}}),
         job(model={"config": "folder", "tokenizer": "org/tokenizer"}),
         job(model={"name": "a/b", "trust_remote_code": "a/b"}),
         job(train={"method": "full", "lora": {"rank": 8}, "galore": {"rank": 8}}),

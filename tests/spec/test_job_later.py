@@ -41,8 +41,8 @@ def test_each_row_is_legal_and_answers_with_its_version(row, value):
 
 
 def test_the_line_names_the_value():
-    job = read_job(job_with("data.format", "chat"), origin="job.yaml")
-    assert later_problems(job) == ("data.format: chat comes with shardwise 0.4",)
+    job = read_job(job_with("log.wandb", "offline"), origin="job.yaml")
+    assert later_problems(job) == ("log.wandb: offline comes with shardwise 0.7",)
 
 
 def test_true_is_written_as_in_the_file():

@@ -101,6 +101,7 @@ def test_every_example_job_is_valid(path):
         {"allow": ["fp8", "compile"]},
         {"slurm": {"time": "24:00:00", "modules": ["a", "b"]}},
         {"pin": None},
+        {"data": {"train": [{"source": "o/n", "split": "dev"}], "eval": {"source": "o/n", "subset": "en"}}},
     ],
     ids=str,
 )
@@ -128,6 +129,7 @@ def test_what_the_reader_takes_the_schema_takes(settings):
         {"log": {"wandb": True}},
         {"data": {"train": []}},
         {"data": {"train": [{"weight": 1}]}},
+        {"data": {"train": "x", "eval": {"split": "dev"}}},
         {"data": {"fields": {"promt": "q"}}},
         {"slurm": {"time": 86400}},
         {"allow": ["offload_gpu"]},

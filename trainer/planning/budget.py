@@ -27,8 +27,7 @@ def excess(situation: Situation, candidate: Candidate) -> Excess | None:
         device_excess(situation, candidate.memory)
         or _host_excess(situation, candidate)
         or _nvme_excess(situation, candidate.memory)
-        or _hours_excess(situation, candidate)
-        or _cost_excess(situation, candidate)
+        or _time_excess(situation, run_hours(situation, candidate))
     )
 
 
@@ -86,18 +85,13 @@ def _nvme_excess(situation: Situation, memory: MemoryEstimate) -> Excess | None:
     )
 
 
-def _hours_excess(situation: Situation, candidate: Candidate) -> Excess | None:
-    hours, granted = run_hours(situation, candidate), situation.job.limits.hours
-    if hours <= granted:
+def _time_excess(situation: Situation, hours: float) -> Excess | None:
+    limits, cost = situation.job.limits, run_cost(situation, hours)
+    if hours > limits.hours:
+        return Excess(
+            reason=f"takes {format_seconds(hours * 3600)}; limits.hours is {limits.hours:g}",
+            remedy=f"limits.hours: {math.ceil(hours)}",
+        )
+    if cost is None or limits.cost is None or cost <= limits.cost:
         return None
-    return Excess(
-        reason=f"takes {format_seconds(hours * 3600)}; limits.hours is {granted:g}",
-        remedy=f"limits.hours: {math.ceil(hours)}",
-    )
-
-
-def _cost_excess(situation: Situation, candidate: Candidate) -> Excess | None:
-    cost, granted = run_cost(situation, run_hours(situation, candidate)), situation.job.limits.cost
-    if cost is None or granted is None or cost <= granted:
-        return None
-    return Excess(reason=f"costs {cost:.2f}; limits.cost is {granted:g}", remedy=f"limits.cost: {math.ceil(cost)}")
+    return Excess(reason=f"costs {cost:.2f}; limits.cost is {limits.cost:g}", remedy=f"limits.cost: {math.ceil(cost)}")

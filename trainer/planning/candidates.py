@@ -4,18 +4,19 @@ The one place where the closed forms meet what is known of this data and this de
 for the longest and time for the average, and both figures are corrected by what earlier runs measured.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 from msgspec.structs import replace
 
 from trainer.planning.calibrate import corrected_memory, corrected_speed
-from trainer.planning.memory import estimate_memory, held_bytes, needed_bytes
+from trainer.planning.memory import estimate_memory, held_bytes, least_bytes, needed_bytes
 from trainer.planning.padding import longest_width, mean_width, row_recipe
 from trainer.planning.setting import Setting
 from trainer.planning.situation import Situation
-from trainer.planning.speed import estimate_speed, evaluation_seconds
+from trainer.planning.speed import estimate_speed, evaluation_seconds, step_seconds
 from trainer.spec.plan import Candidate, MemoryEstimate, SpeedEstimate
+from trainer.spec.strategy import Checkpointing
 
 _SHARED_FIELDS = tuple(
     field.name for field in msgspec.structs.fields(Setting) if field.name in Candidate.__struct_fields__
@@ -37,23 +38,34 @@ def predicted_memory(situation: Situation, setting: Setting) -> MemoryEstimate:
     return corrected_memory(memory, situation.corrections.of(setting.strategy, setting.method))
 
 
-def predicted_need(situation: Situation, setting: Setting, *, limit: int | None = None) -> int:
-    """`need_bytes` of `predicted_memory`, sooner where no run corrects it.
-
-    Of a setting that needs more than `limit` any number above `limit`: most are seen early to be far above it.
-    """
+def predicted_need(situation: Situation, setting: Setting) -> int:
+    """`need_bytes` of `predicted_memory`, sooner where no run corrects it."""
     if _is_corrected(situation, setting):
         return predicted_memory(situation, setting).need_bytes
-    return needed_bytes(situation.shape, at_longest(situation, setting), situation.device, limit=limit)
+    return needed_bytes(situation.shape, at_longest(situation, setting), situation.device)
+
+
+def need_floor(situation: Situation, start: Setting) -> Callable[[Setting], int]:
+    """What `predicted_need` is never below, of settings that differ from `start` in micro batch and loss head alone.
+
+    0 where runs correct it.
+    """
+    if _is_corrected(situation, start):
+        return lambda _: 0
+    least = least_bytes(situation.shape, at_longest(situation, start), situation.device)
+    return lambda setting: least(setting.micro_batch, setting.accumulation)
 
 
 def least_needy(situation: Situation, settings: Iterable[Setting]) -> Setting:
-    """The first of the settings whose `predicted_need` is the least."""
+    """The first of the settings of a row whose `predicted_need` is the least."""
     first, *others = settings
     least, found = predicted_need(situation, first), first
+    floors: dict[tuple[Checkpointing, bool, bool], Callable[[Setting], int]] = {}
     for setting in others:
-        need = predicted_need(situation, setting, limit=least)
-        if need < least:
+        kept = setting.checkpointing, setting.compile, setting.activation_offload
+        if kept not in floors:
+            floors[kept] = need_floor(situation, setting)
+        if floors[kept](setting) < least and (need := predicted_need(situation, setting)) < least:
             least, found = need, setting
     return found
 
@@ -88,9 +100,8 @@ def relative_speed(situation: Situation, setting: Setting) -> SpeedEstimate:
 
     Settings of one row are compared by it: what was measured of a row never changes which of them is its best.
     """
-    data, seq_len = situation.data, setting.seq_len
-    width = mean_width(data, setting.micro_batch, seq_len=seq_len)
-    if data is None or data.mean_cut_tokens is None or width >= seq_len:
+    data, width = situation.data, _mean_width(situation, setting)
+    if data is None or data.mean_cut_tokens is None or width is None:
         return estimate_speed(situation.shape, setting, situation.device)
     speed = estimate_speed(situation.shape, replace(setting, seq_len=round(width)), situation.device)
     real = min(1.0, data.mean_cut_tokens / width)
@@ -99,6 +110,20 @@ def relative_speed(situation: Situation, setting: Setting) -> SpeedEstimate:
         tokens_per_s_per_gpu=real * speed.tokens_per_s_per_gpu,
         mfu=None if speed.mfu is None else real * speed.mfu,
     )
+
+
+def relative_seconds(situation: Situation, setting: Setting) -> float:
+    """`step_s` of `relative_speed` alone, for a search over settings."""
+    width = _mean_width(situation, setting)
+    average = setting if width is None else replace(setting, seq_len=round(width))
+    return step_seconds(situation.shape, average, situation.device)
+
+
+def _mean_width(situation: Situation, setting: Setting) -> float | None:
+    """Of rows that are padded to less than their longest; None where all have `seq_len` tokens."""
+    data, seq_len = situation.data, setting.seq_len
+    width = mean_width(data, setting.micro_batch, seq_len=seq_len)
+    return None if data is None or data.mean_cut_tokens is None or width >= seq_len else width
 
 
 def setting_of(situation: Situation, candidate: Candidate) -> Setting:
@@ -129,7 +154,8 @@ def run_hours(situation: Situation, candidate: Candidate) -> float:
     setting = setting_of(situation, candidate)
     num_scored = _tokens_scored(situation, setting)
     if num_scored:
-        predicted = relative_speed(situation, setting).step_s
+        is_corrected = situation.corrections.of(candidate.strategy, candidate.method).step.value != 1
+        predicted = relative_seconds(situation, setting) if is_corrected else speed.step_s
         scoring_s = evaluation_seconds(situation.shape, setting, situation.device, num_scored)
         seconds += scoring_s * speed.step_s / predicted  # as runs correct the step
     return seconds / 3600

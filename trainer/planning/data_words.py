@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from trainer.planning.padding import padding_share, widths_at
 from trainer.spec.data_profile import DataProfile
+from trainer.spec.job import DataFormat
 
 WORTH_SAYING = 0.005  # of the tokens
 
@@ -33,8 +34,9 @@ def _words(data: DataProfile, mean_tokens: float, mean_cut: float, micro_batch: 
         kept = f", and keeps {lost:.0%} of the tokens, which would be cut off at the end of a row"
         yield saved + (kept if lost > WORTH_SAYING else "")
         return
+    packing = "" if data.format is DataFormat.PREFERENCE else "; data.packing=true has none"
     yield (
-        f"{shuffled:.0%} of the tokens of {batches} are padding ({ordered:.0%} if sorted by length); "
-        "data.packing=true has none"
+        f"{ordered:.0%} of the tokens of {batches} are padding, as rows of like length are learned together "
+        f"({shuffled:.0%} in random order){packing}"
     )
     yield f"the longest row, {data.longest_row:,} tokens, sets the peak of memory"

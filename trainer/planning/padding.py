@@ -31,7 +31,7 @@ def mean_width(data: DataProfile | None, micro_batch: int, *, seq_len: int) -> f
     """Tokens of a row of an average micro batch, padding included."""
     if data is None or not longest_row_decides(data):
         return float(seq_len)
-    return min(float(seq_len), widths_at(data, micro_batch).mean_width)
+    return min(float(seq_len), widths_at(data, micro_batch).mean_width_sorted)  # the order that training takes
 
 
 def row_recipe(data: DataProfile | None, *, seq_len: int) -> RecipeChoices:

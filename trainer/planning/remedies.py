@@ -15,7 +15,7 @@ from trainer.planning.candidates import run_cost, run_hours
 from trainer.planning.catalogue import CATALOGUE
 from trainer.planning.device import device_of
 from trainer.planning.rules import refuse
-from trainer.planning.settings_search import best_candidate, least_need
+from trainer.planning.settings_search import best_candidate, can_fit, least_need
 from trainer.planning.situation import Situation
 from trainer.spec.errors import NothingFitsError
 from trainer.spec.job import Allowance, Pin
@@ -118,7 +118,7 @@ def _shorter_sequences(situation: Situation, strategy: Strategy) -> str | None:
             job=replace(job, train=replace(job.train, seq_len=seq_len)),
             schedule=replace(schedule, sequences_per_step=schedule.tokens_per_step // seq_len),
         )
-        if least_need(shorter, strategy).memory.fits:
+        if can_fit(shorter, strategy):
             return f"train.seq_len: {seq_len}"
     return None
 
@@ -130,7 +130,7 @@ def _more_devices(situation: Situation, strategy: Strategy) -> str | None:
     factor = 2
     while factor <= _MAX_DEVICE_FACTOR:
         more = _with_ranks(situation, factor * situation.num_ranks)
-        if least_need(more, strategy).memory.fits:
+        if can_fit(more, strategy):
             return f"{more.num_ranks} such GPUs"
         factor *= 2
     return None

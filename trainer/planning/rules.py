@@ -90,11 +90,9 @@ def may_run(situation: Situation, strategy: Strategy, *, ignoring_version: bool 
 def _broken_by_job(situation: Situation, strategy: Strategy, *, ignoring_version: bool) -> Rule | None:
     pin = situation.job.pin
     for rule in OF_THE_JOB:
-        if ignoring_version and rule.is_version:
+        if not rule.is_broken(situation, strategy) or (ignoring_version and rule.is_version):
             continue
-        if rule.yields_to is not None and getattr(pin, rule.yields_to) == getattr(strategy, rule.yields_to):
-            continue
-        if rule.is_broken(situation, strategy):
+        if rule.yields_to is None or getattr(pin, rule.yields_to) != getattr(strategy, rule.yields_to):
             return rule
     return None
 
@@ -204,6 +202,16 @@ def capability_words(situation: Situation) -> str:
     return words_of_capability(situation.device)
 
 
+def _breaks_pin(situation: Situation, strategy: Strategy) -> bool:
+    pin = situation.job.pin
+    return (
+        pin.sharding not in (None, strategy.sharding)
+        or pin.offload not in (None, strategy.offload)
+        or pin.optimizer not in (None, strategy.optimizer)
+        or pin.precision not in (None, strategy.precision)
+    )
+
+
 def _differing(situation: Situation, strategy: Strategy) -> list[str]:
     pin = situation.job.pin
     axes = ("sharding", "offload", "optimizer", "precision")
@@ -214,7 +222,7 @@ def _differing(situation: Situation, strategy: Strategy) -> list[str]:
 _PINNED = Rule(
     name="pinned",
     kind=Kind.PIN,
-    is_broken=lambda s, row: bool(_differing(s, row)),
+    is_broken=_breaks_pin,
     reason="the job file says {pins}",
     instead="leave the pin out",
     evidence="the job file",

@@ -5,6 +5,7 @@ it is otherwise an InputError of `input_checks`.
 """
 
 import math
+from functools import cache
 
 from trainer.planning.combination import IN_BACKWARD
 from trainer.planning.padding import row_recipe
@@ -32,6 +33,11 @@ def micro_batches(situation: Situation, strategy: Strategy | None = None) -> tup
     share = situation.sequences_per_rank
     if strategy is not None and updates_in_backward(situation, strategy):
         return (share,)
+    return _cuts(share)
+
+
+@cache
+def _cuts(share: int) -> tuple[int, ...]:
     divisors = {d for low in range(1, math.isqrt(share) + 1) if share % low == 0 for d in (low, share // low)}
     return tuple(sorted(divisors | {2**power for power in range(share.bit_length())}))
 

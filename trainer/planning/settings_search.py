@@ -11,7 +11,7 @@ and grow into half of what is left, so that the other half covers what a predict
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -20,9 +20,10 @@ from msgspec.structs import replace
 from trainer.planning.candidates import (
     candidate_of,
     least_needy,
+    need_floor,
     never_fits,
     predicted_need,
-    relative_speed,
+    relative_seconds,
     with_micro_batch,
 )
 from trainer.planning.rules import obstacle_to
@@ -103,6 +104,12 @@ def least_need(situation: Situation, strategy: Strategy) -> Candidate:
     return candidate_of(situation, least_needy(situation, settings))
 
 
+def can_fit(situation: Situation, strategy: Strategy) -> bool:
+    """Whether any setting of a row fits the device."""
+    first = next(_starts(situation, strategy, offloads=activation_offloads(situation)[0]))
+    return not never_fits(situation, first) and least_need(situation, strategy).memory.fits
+
+
 def _fastest(situation: Situation, starts: Sequence[Bounded]) -> Setting | None:
     """The fastest setting that fits, by branch and bound.
 
@@ -111,7 +118,8 @@ def _fastest(situation: Situation, starts: Sequence[Bounded]) -> Setting | None:
     """
     best: tuple[tuple[int, int], Setting] | None = None
     cuts = not _is_padded(situation)
-    sizes_of: dict[tuple[Checkpointing, LossHead, bool], set[int]] = {}
+    possible: dict[tuple[Checkpointing, bool], list[int]] = {}
+    found_of: dict[tuple[Checkpointing, LossHead, bool], set[int]] = {}
 
     def key_of(setting: Setting, bounded: Bounded) -> tuple[int, int]:
         is_bound = setting.micro_batch == bounded.micro_batch
@@ -122,9 +130,11 @@ def _fastest(situation: Situation, starts: Sequence[Bounded]) -> Setting | None:
         if best is not None and time_class(bounded.seconds) > best[0][0]:
             break
         start = bounded.start
-        known = sizes_of.setdefault((start.checkpointing, start.loss, start.compile), set())
-        for group in by_accumulation(situation, start):
-            settings = [setting for setting in group if setting.micro_batch not in known]
+        if (start.checkpointing, start.compile) not in possible:
+            possible[start.checkpointing, start.compile] = _possible_sizes(situation, start)
+        known = found_of.setdefault((start.checkpointing, start.loss, start.compile), set())
+        sizes = [size for size in possible[start.checkpointing, start.compile] if size not in known]
+        for settings in by_accumulation(situation, start, sizes):
             if best is not None and cuts and settings and key_of(settings[-1], bounded)[0] > best[0][0]:
                 break
             found = fitting(situation, settings)
@@ -138,11 +148,18 @@ def _fastest(situation: Situation, starts: Sequence[Bounded]) -> Setting | None:
     return None if best is None else best[1]
 
 
-def by_accumulation(situation: Situation, start: Setting) -> tuple[list[Setting], list[Setting]]:
-    """`start` with every micro batch that can run, ascending: the whole share at once, and what is added up to it."""
+def _possible_sizes(situation: Situation, start: Setting) -> list[int]:
+    """The micro batches that would fit if logits took no room, which is the same for every loss head."""
+    groups = by_accumulation(situation, start, micro_batches(situation, start.strategy))
+    floor, usable = need_floor(situation, start), situation.device.usable_bytes
+    return sorted(setting.micro_batch for group in groups for setting in group[: _num_within(group, usable, floor)])
+
+
+def by_accumulation(situation: Situation, start: Setting, sizes: Iterable[int]) -> tuple[list[Setting], list[Setting]]:
+    """`start` with those micro batches that can run: the whole share at once, and what is added up to it."""
     settings = [
         setting
-        for micro_batch in micro_batches(situation, start.strategy)
+        for micro_batch in sizes
         if obstacle_to(situation, setting := with_micro_batch(situation, start, micro_batch)) is None
     ]
     at_once = [setting for setting in settings if setting.accumulation == 1]
@@ -151,7 +168,7 @@ def by_accumulation(situation: Situation, start: Setting) -> tuple[list[Setting]
 
 def fitting(situation: Situation, settings: Sequence[Setting]) -> Sequence[Setting]:
     """Those of one accumulation that fit the device: need grows with the micro batch."""
-    return settings[: _num_within(situation, settings, situation.device.usable_bytes)]
+    return settings[: _num_within(settings, situation.device.usable_bytes, partial(predicted_need, situation))]
 
 
 def _bounded(situation: Situation, strategy: Strategy, *, offloads: bool) -> list[Bounded]:
@@ -181,7 +198,7 @@ def _is_padded(situation: Situation) -> bool:
 
 def _seconds_of(situation: Situation, setting: Setting) -> float:
     """What settings of a row are compared by."""
-    return relative_speed(situation, setting).step_s * loss_handicap(setting.loss)
+    return relative_seconds(situation, setting) * loss_handicap(setting.loss)
 
 
 def _starts(situation: Situation, strategy: Strategy, *, offloads: bool) -> Iterator[Setting]:
@@ -203,18 +220,21 @@ def with_grown_buckets(situation: Situation, setting: Setting) -> Candidate:
     if len(ladder) == 1:
         return candidate_of(situation, setting)
     budget = (predicted_need(situation, setting) + situation.device.usable_bytes) // 2
+    largest = replace(setting, buckets=ladder[-1])
+    if predicted_need(situation, largest) <= budget:  # as a rule
+        return candidate_of(situation, largest)
     grown = [replace(setting, buckets=buckets) for buckets in ladder]
-    return candidate_of(situation, grown[max(0, _num_within(situation, grown, budget) - 1)])
+    num_within = bisect_right(grown, budget, lo=1, hi=len(grown) - 1, key=partial(predicted_need, situation))
+    return candidate_of(situation, grown[num_within - 1])
 
 
-def _num_within(situation: Situation, settings: Sequence[Setting], budget: int) -> int:
+def _num_within(settings: Sequence[Setting], budget: int, need_of: Callable[[Setting], int]) -> int:
     """How many of `settings`, in ascending order of need, need at most `budget` bytes.
 
     The ends are asked first: as a rule all fit or none does.
     """
-    needs = partial(predicted_need, situation, limit=budget)
-    if not settings or (len(settings) > 1 and needs(settings[0]) > budget):
+    if not settings or (len(settings) > 1 and need_of(settings[0]) > budget):
         return 0
-    if needs(settings[-1]) <= budget:
+    if need_of(settings[-1]) <= budget:
         return len(settings)
-    return 0 if len(settings) == 1 else bisect_right(settings, budget, lo=1, hi=len(settings) - 1, key=needs)
+    return 0 if len(settings) == 1 else bisect_right(settings, budget, lo=1, hi=len(settings) - 1, key=need_of)

@@ -32,7 +32,7 @@ from trainer.spec.model_shape import ModelShape
 from trainer.spec.plan import SpeedEstimate
 from trainer.spec.strategy import Method
 
-__all__ = ["estimate_speed", "evaluation_seconds", "flops_per_token", "speed_notes"]
+__all__ = ["estimate_speed", "evaluation_seconds", "flops_per_token", "speed_notes", "step_seconds"]
 
 
 def flops_per_token(shape: ModelShape, seq_len: int, method: Method) -> float:
@@ -48,6 +48,15 @@ def flops_per_token(shape: ModelShape, seq_len: int, method: Method) -> float:
 
 def estimate_speed(shape: ModelShape, setting: Setting, device: Device) -> SpeedEstimate:
     """Seconds of one optimizer step of `setting`, by part; the parts sum to the step."""
+    return _estimate(shape, setting, device, _parts(shape, setting, device))
+
+
+def step_seconds(shape: ModelShape, setting: Setting, device: Device) -> float:
+    """`step_s` of `estimate_speed` alone, for a search over settings."""
+    return sum(_parts(shape, setting, device).values())
+
+
+def _parts(shape: ModelShape, setting: Setting, device: Device) -> dict[str, float]:
     work, rates, adapters = work_of(shape), rates_of(setting, device), adapters_of(shape, setting)
     is_cpu = device.kind is DeviceKind.CPU
     trained = trained_parameters(setting, work, adapters)
@@ -65,7 +74,7 @@ def estimate_speed(shape: ModelShape, setting: Setting, device: Device) -> Speed
     on_wire = exposed * wire / (wire + moved) if wire + moved else 0.0
     waits = max(0.0, activation_copy_seconds(shape, setting, rates) - micro)
     accumulation = setting.accumulation
-    parts = {
+    return {
         "compute_s": accumulation * busy,
         "host_s": accumulation * (computing - busy),
         "communication_s": accumulation * on_wire + both(computing, wire_step) - computing,
@@ -73,7 +82,6 @@ def estimate_speed(shape: ModelShape, setting: Setting, device: Device) -> Speed
         "optimizer_s": optimizer_seconds(setting, work, rates, device, trained),
         "overhead_s": constants.CPU_STEP_S if is_cpu else constants.STEP_S,
     }
-    return _estimate(shape, setting, device, parts)
 
 
 def evaluation_seconds(shape: ModelShape, setting: Setting, device: Device, num_tokens: int) -> float:

@@ -12,7 +12,8 @@ loss reads by itself.
 
 import hashlib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -81,6 +82,24 @@ def peft_config(
         base_model_name_or_path=base,
         revision=revision,
     )
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """The model as it was before adapters were put into it, for the block; for a forward without gradients.
+
+    PEFT's own switch would also turn the gradients of the adapters off and on, which engines have taken note of.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def seed_adapters(seed: int) -> None:

@@ -10,10 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
+from trainer.runtime.examples import size_of
+from trainer.runtime.extension import load_hooks
 from trainer.runtime.held_out import ALL_HELD_OUT, ALL_TRAIN, Split, SplitCensus, Unit, units
-from trainer.runtime.text_sources import BadRow, Block, RowReading, Survey, detect_format, read_blocks, survey
+from trainer.runtime.row_files import Row, kind_of
+from trainer.runtime.row_shapes import FormatRow, RowReading, detect_shape
+from trainer.runtime.source_streams import BadRow
+from trainer.runtime.text_sources import Block, Survey, read_blocks, survey
 from trainer.spec.data_request import PrepareRequest, SourceFile
 from trainer.spec.errors import InputError
+from trainer.spec.extension import Hook
 from trainer.spec.job import BadRows
 
 NUM_BAD_ROWS_SHOWN = 5
@@ -36,54 +42,109 @@ class Sources(NamedTuple):
     report: Callable[[str], None]
 
 
+class RejectedRows:
+    """The rows that cannot be used: all are counted, the first few kept."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self._kept: list[BadRow] = []
+
+    def add(self, row: BadRow) -> None:
+        """Notes one more."""
+        self.num += 1
+        if self.num <= NUM_BAD_ROWS_SHOWN:
+            self._kept.append(row)
+
+    def __str__(self) -> str:
+        """The first of them in one line."""
+        more = "" if self.num <= len(self._kept) else f"; and {self.num - len(self._kept)} more"
+        return "; ".join(map(str, self._kept)) + more
+
+    def check(self, request: PrepareRequest, *, num_rows: int) -> None:
+        """InputError where they are more of all `num_rows` than the job lets pass."""
+        skips = request.bad_rows is BadRows.SKIP
+        allowed = request.bad_rows_max * num_rows if skips else 0
+        if self.num <= allowed:
+            return
+        remedy = (
+            f"data.bad_rows_max lets {request.bad_rows_max:.3%} pass, {int(allowed)} rows; mend the others or raise it"
+            if skips
+            else "mend them, or leave out a few with data.bad_rows=skip"
+        )
+        raise InputError(
+            f"data: {self}"
+            if num_rows == 1
+            else f"data: {self.num} of {num_rows} rows cannot be used: {self}\n{remedy}"
+        )
+
+
 class Census(NamedTuple):
     """What the look at every row found."""
 
     split: Split
     num_chars: int  # of text that can be used, both sides; tokens where the data came tokenised
     num_documents: int
-    bad_rows: Sequence[BadRow]  # the first few
-    num_bad_rows: int
+    bad_rows: RejectedRows
 
     @property
-    def shown_bad_rows(self) -> str:
-        """The first bad rows in one line."""
-        more = "" if self.num_bad_rows <= len(self.bad_rows) else f"; and {self.num_bad_rows - len(self.bad_rows)} more"
-        return "; ".join(map(str, self.bad_rows)) + more
+    def num_rows(self) -> int:
+        """Those that cannot be used included."""
+        return self.num_documents + self.bad_rows.num
 
 
 def survey_sources(request: PrepareRequest, report: Callable[[str], None]) -> Sources:
     """Every file with its digest; InputError where their rows are of a shape that is not read."""
     listed = [*request.files, *request.eval_files]
-    shape = detect_format(listed, request.format, request.fields)
+    format_row = _format_row(request)
+    shape = detect_shape(listed, request.format, request.fields, format_row)
     progress = _Progress(report, "reading", listed)
     files = []
     for source in listed:
         files.append(SurveyedFile(source, survey(source)))
         progress.finished(source)
     num_train = len(request.files)
-    reading = RowReading(shape, request.fields, request.vocab_size)
+    reading = RowReading(shape, request.fields, request.vocab_size, format_row)
     return Sources(files[:num_train], files[num_train:], reading, report)
+
+
+def _format_row(request: PrepareRequest) -> FormatRow | None:
+    """The function of the user's extensions file that rows go through; InputError from it where it fails."""
+    hooks = load_hooks(request.extension)
+    if hooks is None or not hooks.has(Hook.FORMAT_ROW):
+        return None
+    call = hooks.call
+
+    def format_row(row: Row) -> Row | None:
+        made = call(Hook.FORMAT_ROW, row)
+        if made is not None and not isinstance(made, dict):
+            raise InputError(
+                f"extensions: format_row returned {kind_of(made)}; a row is a dict, and None leaves it out"
+            )
+        return made
+
+    return format_row
 
 
 def take_census(request: PrepareRequest, sources: Sources) -> Census:
     """The counts and the split; InputError where there is nothing to use or more bad rows than the job lets pass."""
     split_census = None if request.eval_share is None else SplitCensus(request.eval_share)
-    num_chars = num_documents = num_bad_rows = 0
-    shown: list[BadRow] = []
+    num_chars = num_documents = 0
+    bad_rows = RejectedRows()
     train = ((item, split_census) for item in _read(sources, sources.train, "checking"))
     held_out = ((item, None) for item in _read(sources, sources.held_out, "checking"))
     for item, side in chain(train, held_out):
         if isinstance(item, BadRow):
-            num_bad_rows += 1
-            shown += [item] if num_bad_rows <= NUM_BAD_ROWS_SHOWN else []
+            bad_rows.add(item)
             continue
-        num_chars += len(item.content)
+        num_chars += size_of(item.content)
         num_documents += item.opens_document
         if side is not None:
             side.add(item)
-    census = Census(ALL_TRAIN, num_chars, num_documents, shown, num_bad_rows)
-    _check_rows(request, census)
+    census = Census(ALL_TRAIN, num_chars, num_documents, bad_rows)
+    bad_rows.check(request, num_rows=census.num_rows)
+    if not num_documents:
+        first = request.files[0].path
+        raise InputError(f"data.train: holds nothing but blanks ({len(request.files)} files, the first {first})")
     return census if split_census is None else census._replace(split=split_census.split())
 
 
@@ -99,29 +160,9 @@ def _read(sources: Sources, files: Sequence[SurveyedFile], verb: str) -> Iterato
         num_chars = 0
         for item in read_blocks(file.source, file.survey.defect, sources.reading):
             yield item
-            num_chars += len(item.content) if isinstance(item, Block) else 0
+            num_chars += size_of(item.content) if isinstance(item, Block) else 0
             progress.reached(file.source, num_chars)
         progress.finished(file.source)
-
-
-def _check_rows(request: PrepareRequest, census: Census) -> None:
-    num_rows = census.num_documents + census.num_bad_rows
-    skips = request.bad_rows is BadRows.SKIP
-    allowed = request.bad_rows_max * num_rows if skips else 0
-    if census.num_bad_rows > allowed:
-        remedy = (
-            f"data.bad_rows_max lets {request.bad_rows_max:.3%} pass, {int(allowed)} rows; mend the others or raise it"
-            if skips
-            else "mend them, or leave out a few with data.bad_rows=skip"
-        )
-        raise InputError(
-            f"data: {census.shown_bad_rows}"
-            if num_rows == 1
-            else f"data: {census.num_bad_rows} of {num_rows} rows cannot be used: {census.shown_bad_rows}\n{remedy}"
-        )
-    if not census.num_documents:
-        first = request.files[0].path
-        raise InputError(f"data.train: holds nothing but blanks ({len(request.files)} files, the first {first})")
 
 
 class _Progress:

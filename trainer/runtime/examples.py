@@ -11,7 +11,11 @@
 A message is what chat templates read: a `role`, its `content`, and whatever else the row held (`tool_calls`, `name`).
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
 
 Message = dict[str, Any]
 
@@ -46,3 +50,37 @@ class Preference(NamedTuple):
 
 
 Content = str | TokenIds | Completion | Chat | Preference
+
+
+def size_of(content: Content) -> int:
+    """Characters of all that is said, or tokens where it came tokenised."""
+    return len(content.ids) if isinstance(content, TokenIds) else sum(map(len, texts_of(content)))
+
+
+def texts_of(content: Content) -> Iterator[str]:
+    """Every piece of text in it, in order; nothing of what came tokenised."""
+    if isinstance(content, str):
+        yield content
+    elif not isinstance(content, TokenIds):
+        for part in content:
+            yield from _texts_in(part)
+
+
+def identity_of(content: Content) -> bytes:
+    """Bytes that are the same for the same content, whatever row or order of keys it came in."""
+    if isinstance(content, str):
+        return content.encode()
+    if isinstance(content, TokenIds):
+        return np.asarray(content.ids, np.int64).tobytes()
+    return msgspec.json.encode(content, order="sorted")
+
+
+def _texts_in(part: str | Sequence[Any] | None) -> Iterator[str]:
+    if isinstance(part, str):
+        yield part
+    for message in part or () if not isinstance(part, str) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, str):
+            yield content
+        elif isinstance(content, list):  # parts, as chat templates for pictures have them
+            yield from (piece["text"] for piece in content if isinstance(piece, dict) and "text" in piece)

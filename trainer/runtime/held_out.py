@@ -14,8 +14,7 @@ from hashlib import blake2b
 from itertools import groupby
 from typing import NamedTuple
 
-import numpy as np
-
+from trainer.runtime.examples import Content, identity_of, size_of
 from trainer.runtime.text_sources import Block, cut_at_line_ends
 from trainer.spec.errors import InputError
 
@@ -34,10 +33,11 @@ class Split(NamedTuple):
 class Unit(NamedTuple):
     """A stretch of one document that lies on one side of the split."""
 
-    content: str | list[int]
+    content: Content
     weight: float
     opens_document: bool  # nothing of the same document precedes it directly on its side
     is_held_out: bool
+    where: str  # the file, or file:row
 
 
 ALL_TRAIN = Split(threshold=0)
@@ -87,8 +87,9 @@ class _Tally:
         for content in _cut(block.content, self.split):
             key = content_hash(content)
             self.lowest_hash, self.highest_hash = min(key, self.lowest_hash), max(key, self.highest_hash)
-            self.size += len(content)
-            self.held_out_size += len(content) if key < self.split.threshold else 0
+            size = size_of(content)
+            self.size += size
+            self.held_out_size += size if key < self.split.threshold else 0
 
     @property
     def held_out_share(self) -> float:
@@ -102,12 +103,12 @@ def units(blocks: Iterator[Block], split: Split) -> Iterator[Unit]:
         if block.opens_document:
             was_held_out = None
         for content, is_held_out in _sides(block, split):
-            yield Unit(content, block.weight, is_held_out is not was_held_out, is_held_out)
+            yield Unit(content, block.weight, is_held_out is not was_held_out, is_held_out, block.where)
             was_held_out = is_held_out
 
 
-def _sides(block: Block, split: Split) -> Iterator[tuple[str | list[int], bool]]:
-    if isinstance(block.content, list):
+def _sides(block: Block, split: Split) -> Iterator[tuple[Content, bool]]:
+    if not isinstance(block.content, str):
         yield block.content, content_hash(block.content) < split.threshold
         return
     pieces = _cut(block.content, split)
@@ -115,14 +116,13 @@ def _sides(block: Block, split: Split) -> Iterator[tuple[str | list[int], bool]]
         yield "".join(map(str, neighbours)), is_held_out
 
 
-def _cut(content: str | list[int], split: Split) -> Iterator[str | list[int]]:
-    if isinstance(content, list) or split.piece_chars is None:
+def _cut(content: Content, split: Split) -> Iterator[Content]:
+    if not isinstance(content, str) or split.piece_chars is None:
         yield content
     else:
         yield from cut_at_line_ends(content, split.piece_chars)
 
 
-def content_hash(content: str | list[int]) -> int:
+def content_hash(content: Content) -> int:
     """64 bits that depend on the content alone."""
-    encoded = content.encode() if isinstance(content, str) else np.asarray(content, np.int64).tobytes()
-    return int.from_bytes(blake2b(encoded, digest_size=_HASH_BYTES).digest(), "big")
+    return int.from_bytes(blake2b(identity_of(content), digest_size=_HASH_BYTES).digest(), "big")

@@ -2,6 +2,9 @@
 
 What happens at which step is a function of the step and of what all ranks agreed on, never of one rank's view: the
 stop flag is put to a vote at each step boundary, and time-based checkpoints go by rank 0's clock.
+
+Under `eval.early_stop` a run also ends where so many evaluations in a row were no better than the best before them.
+They stand in each checkpoint, so a resumed run goes on counting. What is sampled and exported then is the best.
 """
 
 import time
@@ -13,14 +16,15 @@ from msgspec.structs import replace
 
 from trainer.runtime.data import MicroBatch, step_micro_batches
 from trainer.runtime.engagement import facts_after_step
-from trainer.runtime.evaluation import evaluate
+from trainer.runtime.evaluation import evaluate, evaluations_without_gain
 from trainer.runtime.fp8 import check_fp8_ran, timed_facts
 from trainer.runtime.memory_profile import MemoryProfile, anonymous_bytes
 from trainer.runtime.metrics import MetricsFile, StepMetrics
 from trainer.runtime.model import plain_model
+from trainer.runtime.objectives import Objectives, build_objectives
 from trainer.runtime.report_writer import ReportWriter, RunPaths
 from trainer.runtime.sample import can_sample, continue_prompt, prompt_of
-from trainer.runtime.saving import export_model, save_state
+from trainer.runtime.saving import export_model, keep_best, load_best, save_state
 from trainer.runtime.session import Session, build_session
 from trainer.runtime.state import SKIPPED_STEPS, RunState, model_flops_share
 from trainer.runtime.step import Clock, StepResult, run_step
@@ -32,26 +36,37 @@ from trainer.spec.report import Ending, Evaluation
 def train(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunState, wants_stop: Callable[[], bool]) -> Ending:
     """Runs the plan to its end or to a stop; `state` is up to date whenever this raises."""
     session = build_session(plan, paths, writer, state)
-    if not plan.is_trial:
-        _sample(session, is_before=True)
-    ending = _run_steps(session, wants_stop)
-    if ending is Ending.FINISHED and not plan.is_trial:
-        _finish(session)
+    objectives = build_objectives(session, wants_stop)
+    if objectives is None:
+        save_state(session, "the stop")
+        ending = Ending.STOPPED
+    else:
+        ending = _train(session, objectives, wants_stop)
     session.ranks.barrier()  # a rank that leaves early would break what the others still do together
     return ending
 
 
-def _run_steps(session: Session, wants_stop: Callable[[], bool]) -> Ending:
+def _train(session: Session, objectives: Objectives, wants_stop: Callable[[], bool]) -> Ending:
+    if session.plan.is_trial:
+        return _run_steps(session, objectives, wants_stop)
+    _sample(session, is_before=True)
+    ending = _run_steps(session, objectives, wants_stop)
+    if ending is Ending.FINISHED:
+        _finish(session, objectives)
+    return ending
+
+
+def _run_steps(session: Session, objectives: Objectives, wants_stop: Callable[[], bool]) -> Ending:
     schedule, state = session.plan.schedule, session.state
     saved_at = time.monotonic()
     with MetricsFile(session.paths.run_dir / "metrics.jsonl", is_writer=session.is_first) as metrics:
-        while state.step < schedule.num_steps:
+        while state.step < schedule.num_steps and not _has_stalled(session):
             if not session.ranks.all_agree(not wants_stop()):
                 if not session.plan.is_trial:
                     save_state(session, "the stop")
                 return Ending.STOPPED
-            line = _one_step(session)
-            evaluation = _evaluate(session) if _is_due(state.step, schedule.eval_every_steps) else None
+            line = _one_step(session, objectives)
+            evaluation = _evaluate(session, objectives) if _is_due(state.step, schedule.eval_every_steps) else None
             metrics.append(line(evaluation))
             is_late = schedule.checkpoint_every_s is not None and not session.ranks.all_agree(
                 not session.is_first or time.monotonic() - saved_at < schedule.checkpoint_every_s
@@ -59,20 +74,35 @@ def _run_steps(session: Session, wants_stop: Callable[[], bool]) -> Ending:
             if is_late or _is_due(state.step, schedule.checkpoint_every_steps):
                 save_state(session, f"step {state.step}")
                 saved_at = time.monotonic()
+            if evaluation is not None and _is_new_best(session):
+                keep_best(session)
     return Ending.FINISHED
+
+
+def _has_stalled(session: Session) -> bool:
+    """Whether the run is to end early; all ranks agree."""
+    patience = session.plan.job.eval.early_stop
+    if patience is None or session.plan.is_trial:
+        return False
+    return not session.ranks.all_agree(evaluations_without_gain(session.state.evaluations) < patience)
+
+
+def _is_new_best(session: Session) -> bool:
+    """Whether this step may turn out to be the one that an early stop goes back to."""
+    return session.plan.job.eval.early_stop is not None and session.state.best_step == session.state.step
 
 
 def _is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def _one_step(session: Session) -> Callable[[Evaluation | None], StepMetrics]:
+def _one_step(session: Session, objectives: Objectives) -> Callable[[Evaluation | None], StepMetrics]:
     """Runs one step and notes what it measured; returns what makes its metrics line, evaluation included."""
     plan, state, device = session.plan, session.state, session.accelerator.device
     clock, step = Clock(device), state.step + 1
     begin = time.perf_counter()
     with clock.measure("data"):
-        micro_batches, num_targets = _micro_batches(session, step)
+        micro_batches, num_terms = _micro_batches(session, step)
     lr = learning_rate(plan.schedule, plan.job.train, step)
     with _maybe_profiled(session, step) as is_profiled:
         result = run_step(
@@ -80,19 +110,20 @@ def _one_step(session: Session) -> Callable[[Evaluation | None], StepMetrics]:
             session.model,
             session.optimizer,
             micro_batches,
-            num_targets=num_targets,
+            num_terms=num_terms,
             step=step,
             seed=plan.job.train.seed,
             lr=lr,
             clip=plan.job.train.clip,
             clock=clock,
             scaler=session.scaler,
+            objective=objectives.train,
         )
     step_s = time.perf_counter() - begin
     state.step, state.final_loss = step, result.loss
-    state.tokens_seen += num_targets
+    state.tokens_seen += result.num_targets
     if not is_profiled and step - (state.resumed_from_step or 0) > SKIPPED_STEPS:
-        state.steady_steps.append((step_s, num_targets))
+        state.steady_steps.append((step_s, result.num_targets))
     session.writer.write_status("training", step=step)
     if state.engaged is not None and not state.engaged.facts:
         check_fp8_ran(plain_model(session.model))
@@ -155,30 +186,62 @@ def _metrics(
         memory_allocated_bytes=torch.cuda.memory_allocated(device) if is_cuda else measured.steady_allocated_bytes,
         memory_reserved_bytes=torch.cuda.memory_reserved(device) if is_cuda else None,
         memory_peak_bytes=torch.cuda.max_memory_allocated(device) if is_cuda else measured.peak_allocated_bytes,
-        eval_loss=evaluation.loss if evaluation is not None else None,
+        **_scores(evaluation),
+        **{name: value for name, value in result.figures.items() if name in StepMetrics.__struct_fields__},
         loss_scale=result.loss_scale,
         skipped=True if result.was_skipped else None,
     )
 
 
-def _evaluate(session: Session) -> Evaluation | None:
-    if session.eval_rows is None:
+def _scores(evaluation: Evaluation | None) -> dict[str, float | None]:
+    if evaluation is None:
+        return {}
+    return {
+        "eval_loss": evaluation.loss,
+        "eval_accuracy": evaluation.accuracy,
+        "eval_reward_accuracy": evaluation.reward_accuracy,
+        "eval_reward_margin": evaluation.reward_margin,
+    }
+
+
+def _evaluate(session: Session, objectives: Objectives) -> Evaluation | None:
+    state, rows = session.state, session.eval_rows
+    if rows is None:
         return None
-    session.writer.write_status("evaluating", step=session.state.step)
-    evaluation = evaluate(session.accelerator, session.model, session.eval_rows, session.plan, step=session.state.step)
-    session.state.evaluations.append(evaluation)
+    session.writer.write_status("evaluating", step=state.step)
+    evaluation = evaluate(
+        session.accelerator, session.model, rows, session.plan, step=state.step, objective=objectives.score
+    )
+    state.evaluations.append(evaluation)
     return evaluation
 
 
-def _finish(session: Session) -> None:
+def _finish(session: Session, objectives: Objectives) -> None:
     """What follows the last step: the last evaluation, checkpoint and sample, and the export."""
     state = session.state
+    is_early = state.step < session.plan.schedule.num_steps
     if not state.evaluations or state.evaluations[-1].step != state.step:
-        _evaluate(session)
+        _evaluate(session, objectives)
     if state.checkpoint != f"checkpoints/step-{state.step:08d}":
         save_state(session, "the end")
+    is_best_loaded = is_early and _go_back_to_best(session)
     _sample(session, is_before=False)
-    export_model(session)
+    if is_best_loaded or not is_early or state.export is None:
+        export_model(session)
+
+
+def _go_back_to_best(session: Session) -> bool:
+    """Ends a run that gained nothing more: notes why, and loads the best weights where a checkpoint has them."""
+    state, best = session.state, session.state.best_step
+    is_loaded = load_best(session)
+    what = f"the export is of step {best}, the best"
+    if not is_loaded and state.export is None:
+        what = f"the export is of this step: there is no checkpoint of step {best}, the best"
+    state.incidents.append(
+        f"early stop at step {state.step} of {session.plan.schedule.num_steps}: {session.plan.job.eval.early_stop} "
+        f"evaluations without a lower held-out loss (eval.early_stop); {what}"
+    )
+    return is_loaded
 
 
 def _sample(session: Session, *, is_before: bool) -> None:

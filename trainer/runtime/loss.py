@@ -3,6 +3,7 @@
 A causal language model returns its loss as a sum over tokens here, never as a mean: the step divides by the number
 of targets in the global batch, so that the loss does not depend on how rows fall on ranks and micro batches.
 Position t learns token t + 1; the shift happens here, labels come unshifted, `IGNORED` marks what is not learned.
+What is asked for is an `Answer`: that sum, or the log-probability of each row, or a score.
 
     eager         what transformers does by default: logits of all tokens, upcast to fp32, softmax kept for the backward
     chunked       plain torch: `chunk_tokens` tokens at a time, once in the forward and once more in the backward
@@ -24,6 +25,14 @@ second matrix product, so it is the faster one where the logits fit. Its backwar
 A head may have a bias (Phi-2), and a model may cap its logits (Gemma 2: c x tanh(logits / c)); both heads then do, and
 the chunked one holds C x V x 4 bytes more in the backward for the slope of the cap.
 
+Sums of rows (`Answer.ROWS`) cost T x 4 bytes more, twice and never both at a time: the token losses until they are
+summed in the forward, the weights of the tokens in the backward. A micro batch of P pairs is 2 P rows, so T is 2 P S:
+the logits of both halves are in one head. `fused_linear` has none: Liger makes gradients in the forward, for one weight
+of all tokens, and a row's weight is known after it.
+
+A score (`Answer.SCORE`) has no gradient. It takes slices under every head, C x V x (4 + c) bytes at the most: of
+`chunk_tokens` tokens, of no more than FUSED_SLICE_TOKENS, or of as many as give no more logits than hidden states.
+
 All heads run inside the model's forward, `chunked` and `fused_linear` moreover inside the forward of `lm_head`, so that
 whatever gathers sharded weights around a module's forward and backward (ZeRO-3, FSDP2) has them there when they are
 read. `fused` only follows that forward.
@@ -32,26 +41,44 @@ Rows of several documents come with positions; what keeps their documents apart 
 """
 
 import importlib.util
-from collections.abc import Iterator
+from enum import StrEnum
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from trainer.runtime.loss_slices import (
+    FUSED_SLICE_TOKENS,
+    IGNORED,
+    ChunkedLoss,
+    FusedLoss,
+    Head,
+    capped,
+    scored,
+    sum_rows,
+)
 from trainer.runtime.packed_attention import packed_inputs
 from trainer.spec.errors import InputError
 from trainer.spec.strategy import LossHead
 
-IGNORED = -100  # label of a position that is not learned
+__all__ = ["DEFAULT_CHUNK_TOKENS", "FUSED_SLICE_TOKENS", "IGNORED", "Answer", "install_loss_head", "shift"]
+
 DEFAULT_CHUNK_TOKENS = 1024
-FUSED_SLICE_TOKENS = 256
+
+
+class Answer(StrEnum):
+    """What a model with labels answers."""
+
+    SUM = "sum"  # the token losses added up: a scalar in fp32
+    ROWS = "rows"  # the log-probability of what each row learns, the sum over its targets: [B] in float64
+    SCORE = "score"  # the token losses added up, and how many targets are the most likely token: [2] in float64
 
 
 def install_loss_head(model: PreTrainedModel, head: LossHead, *, chunk_tokens: int | None) -> None:
-    """Makes `model(input_ids=..., labels=...)` answer the sum of token losses, a scalar fp32 tensor.
+    """Makes `model(input_ids=..., labels=..., answer=...)` answer the sum of token losses, or what else is asked for.
 
     Without labels the model answers as before (generation needs it).
     """
@@ -67,13 +94,12 @@ def install_loss_head(model: PreTrainedModel, head: LossHead, *, chunk_tokens: i
             "the loss of tokens only: set it to false"
         )
     softcap = getattr(config, "final_logit_softcapping", None)
-    if head is LossHead.CHUNKED:
-        linear.loss_chunk_tokens = chunk_tokens or DEFAULT_CHUNK_TOKENS
-        linear.loss_softcap = softcap
-        linear.forward = MethodType(_linear_or_chunked_loss, linear)
     if head is LossHead.FUSED_LINEAR:
         linear.loss_of_liger = _liger_loss(softcap)
-        linear.forward = MethodType(_linear_or_liger_loss, linear)
+    linear.loss_head = head
+    linear.loss_chunk_tokens = chunk_tokens or DEFAULT_CHUNK_TOKENS
+    linear.loss_softcap = softcap
+    linear.forward = MethodType(_logits_or_answer, linear)
     seam.shardwise_loss_head = head
     seam.shardwise_softcap = softcap
     seam.shardwise_forward = model.forward
@@ -85,18 +111,31 @@ def shift(labels: Tensor) -> Tensor:
     return functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def _loss_or_logits(self: Any, input_ids: Tensor | None = None, labels: Tensor | None = None, **inputs: Any) -> Any:  # noqa: ANN401  # the signature of whatever model it replaces
+def _loss_or_logits(
+    self: Any,  # noqa: ANN401  # the model
+    input_ids: Tensor | None = None,
+    labels: Tensor | None = None,
+    answer: Answer = Answer.SUM,
+    **inputs: Any,  # noqa: ANN401  # the signature of whatever model it replaces
+) -> Any:  # noqa: ANN401  # as above
     if labels is None:
         return self.shardwise_forward(input_ids=input_ids, **inputs)
+    head: LossHead = self.shardwise_loss_head
+    if answer is Answer.ROWS and head is LossHead.FUSED_LINEAR:
+        raise InputError(
+            "pin.loss: fused_linear makes its gradients before the weight of a row is known, so it has no sums of rows "
+            "(DPO); take pin.loss=chunked"
+        )
     hidden = _hidden_states(self, input_ids, **inputs)
     targets = shift(labels)
     linear = self.get_output_embeddings()
-    if self.shardwise_loss_head in (LossHead.CHUNKED, LossHead.FUSED_LINEAR):
-        return linear(hidden, targets)
-    logits = linear(hidden).flatten(0, 1)
-    if self.shardwise_loss_head is LossHead.FUSED:
-        return _FusedLoss.apply(logits, targets.flatten(), self.shardwise_softcap)  # type: ignore[no-untyped-call]  # torch's
-    return _sum_of_token_losses(_capped(logits, self.shardwise_softcap).float(), targets.flatten())
+    if answer is Answer.SCORE or head in (LossHead.CHUNKED, LossHead.FUSED_LINEAR):
+        found = linear(hidden, targets, answer=answer)
+    else:
+        row_tokens = targets.shape[1] if answer is Answer.ROWS else None
+        logits = linear(hidden).flatten(0, 1)
+        found = _loss_of_logits(head, logits, targets.flatten(), self.shardwise_softcap, row_tokens)
+    return -found if answer is Answer.ROWS else found
 
 
 def _hidden_states(model: Any, input_ids: Tensor | None, **inputs: Any) -> Tensor:  # noqa: ANN401  # the model's own inputs
@@ -109,6 +148,60 @@ def _hidden_states(model: Any, input_ids: Tensor | None, **inputs: Any) -> Tenso
     hidden = model.get_decoder()(**ids, use_cache=False, **inputs).last_hidden_state
     assert isinstance(hidden, Tensor)
     return hidden.view(*input_ids.shape, -1)
+
+
+def _loss_of_logits(
+    head: LossHead, logits: Tensor, targets: Tensor, softcap: float | None, row_tokens: int | None
+) -> Tensor:
+    """Losses, added up or by row, of logits [T, V] of all tokens."""
+    if head is LossHead.FUSED:
+        loss = FusedLoss.apply(logits, targets, softcap, row_tokens)  # type: ignore[no-untyped-call]  # torch's
+        assert isinstance(loss, Tensor)
+        return loss
+    reduction = "sum" if row_tokens is None else "none"
+    losses = functional.cross_entropy(
+        capped(logits, softcap).float(), targets, ignore_index=IGNORED, reduction=reduction
+    )
+    return sum_rows(losses, row_tokens)
+
+
+def _logits_or_answer(
+    self: nn.Linear, hidden: Tensor, targets: Tensor | None = None, *, answer: Answer = Answer.SUM
+) -> Tensor:
+    """The forward of `lm_head`: logits as ever, or with targets what is asked of hidden [B, S, H]."""
+    if targets is None:
+        return functional.linear(hidden, self.weight, self.bias)
+    of_head: Any = self  # settings of install_loss_head
+    row_tokens = targets.shape[1] if answer is Answer.ROWS else None
+    hidden, targets = hidden.flatten(0, 1), targets.flatten()
+    if answer is not Answer.SCORE and of_head.loss_head is LossHead.FUSED_LINEAR:
+        loss: Tensor = of_head.loss_of_liger(self.weight, hidden, targets, self.bias)
+        return loss.float()
+    hidden, head = _in_computing_type(hidden, Head(self.weight, self.bias, of_head.loss_softcap))
+    if answer is Answer.SCORE:
+        return scored(hidden, head, targets, _score_tokens(of_head, hidden.shape[0]))
+    found = ChunkedLoss.apply(hidden, *head, targets, of_head.loss_chunk_tokens, row_tokens)  # type: ignore[no-untyped-call]  # torch's
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _in_computing_type(hidden: Tensor, head: Head) -> tuple[Tensor, Head]:
+    """Both in the type that a product would have under autocast."""
+    if not torch.is_autocast_enabled(hidden.device.type):
+        return hidden, head
+    dtype = torch.get_autocast_dtype(hidden.device.type)
+    bias = None if head.bias is None else head.bias.to(dtype)
+    return hidden.to(dtype), head._replace(weight=head.weight.to(dtype), bias=bias)
+
+
+def _score_tokens(linear: Any, num_tokens: int) -> int:  # noqa: ANN401  # lm_head with its settings
+    """Tokens whose logits a score may hold at a time: no more than the head holds while it trains."""
+    if linear.loss_head is LossHead.CHUNKED:
+        return int(linear.loss_chunk_tokens)
+    if linear.loss_head is LossHead.FUSED_LINEAR:
+        hidden_size, vocab = linear.in_features, linear.out_features
+        return max(1, min(FUSED_SLICE_TOKENS, int(num_tokens * hidden_size // vocab)))
+    return FUSED_SLICE_TOKENS
 
 
 def _liger_loss(softcap: float | None) -> nn.Module:
@@ -127,210 +220,3 @@ def _liger_loss(softcap: float | None) -> nn.Module:
     )
     assert isinstance(loss, nn.Module)
     return loss
-
-
-def _linear_or_liger_loss(self: nn.Linear, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-    if targets is None:
-        return functional.linear(hidden, self.weight, self.bias)
-    liger: Any = self.loss_of_liger  # set by install_loss_head
-    loss = liger(self.weight, hidden.flatten(0, 1), targets.flatten(), self.bias)
-    assert isinstance(loss, Tensor)
-    return loss.float()
-
-
-def _linear_or_chunked_loss(self: nn.Linear, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-    weight: Tensor = self.weight
-    bias: Tensor | None = self.bias
-    if targets is None:
-        return functional.linear(hidden, weight, bias)
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    head = _Head(weight, bias, self.loss_softcap)  # type: ignore[arg-type]  # set by install_loss_head
-    chunk_tokens: int = self.loss_chunk_tokens  # type: ignore[assignment]  # set by install_loss_head
-    loss = _ChunkedLoss.apply(hidden.flatten(0, 1), *head, targets.flatten(), chunk_tokens)  # type: ignore[no-untyped-call]  # torch's
-    assert isinstance(loss, Tensor)
-    return loss
-
-
-def _sum_of_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-
-
-def _capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """Logits squeezed into (-softcap, softcap), as Gemma 2 does."""
-    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
-
-
-class _Head(NamedTuple):
-    """What makes logits of hidden states [T, H]: weight [V, H], bias [V], and a cap on what comes out."""
-
-    weight: Tensor
-    bias: Tensor | None
-    softcap: float | None
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Capped logits [T, V] in fp32; nobody else holds them."""
-        logits = functional.linear(hidden, self.weight, self.bias).float()
-        return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
-
-
-class _Gradients(NamedTuple):
-    """Sums over slices, in fp32; None for what is not trained."""
-
-    weight: Tensor | None
-    bias: Tensor | None
-
-    def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
-        if self.weight is not None:
-            _add_product(self.weight, grad_logits, hidden)
-        if self.bias is not None:
-            self.bias.add_(grad_logits.sum(0, dtype=torch.float32))
-
-
-class _ChunkedLoss(torch.autograd.Function):
-    """Sum of token losses of hidden [T, H] under a head; logits of one slice alive, computed again backwards.
-
-    The forward keeps the log of each token's normaliser, so that the backward has the softmax in two passes over the
-    logits. It is infinite for a token that is not learned: its softmax, and so its gradient, is then zero.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401  # torch's context
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        softcap: float | None,
-        targets: Tensor,
-        chunk_tokens: int,
-    ) -> Tensor:
-        head = _Head(weight, bias, softcap)
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        log_normalisers = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-        for part in _slices(hidden.shape[0], chunk_tokens):
-            total += _slice_loss(hidden[part], head, targets[part], log_normalisers[part])
-        log_normalisers.masked_fill_(targets == IGNORED, float("inf"))
-        ctx.save_for_backward(hidden, weight, bias, targets, log_normalisers)
-        ctx.softcap, ctx.chunk_tokens = softcap, chunk_tokens
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # torch's context
-        hidden, weight, bias, targets, log_normalisers = ctx.saved_tensors
-        (scale,) = grad_outputs
-        head = _Head(weight, bias, ctx.softcap)
-        grad_hidden = torch.empty_like(hidden)
-        totals = _Gradients(
-            torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None,
-            torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None,
-        )
-        for part in _slices(hidden.shape[0], ctx.chunk_tokens):
-            grad_logits = _slice_gradient(hidden[part], head, targets[part], log_normalisers[part])
-            torch.mm(grad_logits, weight, out=grad_hidden[part])
-            totals.add(grad_logits, hidden[part])
-            del grad_logits  # before the next slice has its own
-        grad_hidden *= scale
-        grads = (None if total is None else total.mul_(scale).to(weight.dtype) for total in totals)
-        return (grad_hidden, *grads, None, None, None)
-
-
-def _slice_loss(hidden: Tensor, head: _Head, targets: Tensor, log_normalisers: Tensor) -> Tensor:
-    """Sum of token losses of one slice; fills in its normalisers. A function, so that its logits end with it."""
-    logits = head.logits(hidden)
-    log_shares = functional.log_softmax(logits, dim=-1)
-    index = _index(targets)
-    log_normalisers.copy_((logits.gather(-1, index) - log_shares.gather(-1, index)).squeeze(-1))
-    return functional.nll_loss(log_shares, targets, ignore_index=IGNORED, reduction="sum")
-
-
-def _slice_gradient(hidden: Tensor, head: _Head, targets: Tensor, log_normalisers: Tensor) -> Tensor:
-    """The gradient of a slice's logits [C, V] before the cap, in the head's type."""
-    logits = head.logits(hidden)
-    slope = None if head.softcap is None else (logits / head.softcap).square_().neg_().add_(1)  # of the cap
-    grad_logits = _grad_of_logits(logits, targets, log_normalisers)
-    if slope is not None:
-        grad_logits *= slope
-    return grad_logits.to(head.weight.dtype)
-
-
-class _FusedLoss(torch.autograd.Function):
-    """Sum of token losses of logits [T, V], whose gradient is written over them; `softcap` is still to be applied.
-
-    Nothing else may read the logits: the product that made them does not keep them. In fp32 the gradient of a slice is
-    made where its logits are; in 16 bit it is made in fp32 and then rounded, scaled already, so that fp16's own loss
-    scale counts.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, softcap: float | None) -> Tensor:  # noqa: ANN401  # torch's context
-        total = torch.zeros((), dtype=torch.float32, device=logits.device)
-        log_normalisers = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-        for part in _slices(logits.shape[0], FUSED_SLICE_TOKENS):
-            total += _losses_of(logits[part], targets[part], softcap, log_normalisers[part])
-        log_normalisers.masked_fill_(targets == IGNORED, float("inf"))
-        ctx.save_for_backward(logits, targets, log_normalisers)
-        ctx.softcap, ctx.is_used = softcap, False
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # torch's context
-        if ctx.is_used:
-            raise RuntimeError("the fused loss head can run backward once: the gradient has replaced its logits")
-        ctx.is_used = True
-        logits, targets, log_normalisers = ctx.saved_tensors
-        (scale,) = grad_outputs
-        for part in _slices(logits.shape[0], FUSED_SLICE_TOKENS):
-            _overwrite_by_gradient(logits[part], targets[part], ctx.softcap, log_normalisers[part], scale)
-        return logits, None, None
-
-
-def _losses_of(logits: Tensor, targets: Tensor, softcap: float | None, log_normalisers: Tensor) -> Tensor:
-    """Sum of token losses of one slice, which stays as it is; fills in its normalisers."""
-    shifted = _capped(logits.float(), softcap)
-    picked = shifted.gather(-1, _index(targets)).squeeze(-1)
-    highest = shifted.amax(-1, keepdim=True)
-    is_own = logits.dtype is not torch.float32 or softcap is not None
-    shifted = shifted.sub_(highest) if is_own else shifted - highest
-    log_normalisers.copy_(shifted.exp_().sum(-1).log_().add_(highest.squeeze(-1)))
-    return (log_normalisers - picked).masked_fill_(targets == IGNORED, 0.0).sum()
-
-
-def _overwrite_by_gradient(
-    logits: Tensor, targets: Tensor, softcap: float | None, log_normalisers: Tensor, scale: Tensor
-) -> None:
-    slope = None
-    grad = logits.float()  # the logits themselves in fp32
-    if softcap is not None:
-        grad.div_(softcap).tanh_()
-        slope = grad.square().neg_().add_(1)
-        grad.mul_(softcap)
-    _grad_of_logits(grad, targets, log_normalisers).mul_(scale)
-    if slope is not None:
-        grad.mul_(slope)
-    if logits.dtype is not torch.float32:
-        logits.copy_(grad)
-
-
-def _slices(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
-    return (slice(start, start + chunk_tokens) for start in range(0, num_tokens, chunk_tokens))
-
-
-def _grad_of_logits(logits: Tensor, targets: Tensor, log_normalisers: Tensor) -> Tensor:
-    """Softmax - one-hot, zero for tokens that are not learned; overwrites `logits` [C, V]."""
-    logits.sub_(log_normalisers.unsqueeze(-1)).exp_()
-    return logits.scatter_add_(-1, _index(targets), -(targets != IGNORED).to(logits.dtype).unsqueeze(-1))
-
-
-def _index(targets: Tensor) -> Tensor:
-    """Each target as an index [C, 1] into its row of logits; any where there is no target."""
-    return targets.clamp(min=0).unsqueeze(-1)
-
-
-def _add_product(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
-    """Adds grad_logits^T x hidden to the fp32 `total` [V, H], in place where the types allow it."""
-    if grad_logits.dtype == torch.float32:
-        total.addmm_(grad_logits.t(), hidden)
-    else:
-        total += grad_logits.t() @ hidden

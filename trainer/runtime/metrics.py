@@ -34,6 +34,15 @@ class StepMetrics(Value, frozen=True, kw_only=True):
     memory_reserved_bytes: int | None = None
     memory_peak_bytes: int | None = None
     eval_loss: float | None = None
+    eval_accuracy: float | None = None  # share of the held-out targets that are the most likely token
+    eval_reward_accuracy: float | None = None  # of held-out pairs, under DPO
+    eval_reward_margin: float | None = None
+    reward_margin: float | None = None  # means over the pairs of the step, under DPO
+    reward_accuracy: float | None = None
+    reward_chosen: float | None = None
+    reward_rejected: float | None = None
+    logps_chosen: float | None = None
+    logps_rejected: float | None = None
     loss_scale: float | None = None
     skipped: bool | None = None
 
@@ -44,6 +53,15 @@ _OPTIONAL = (
     "memory_reserved_bytes",
     "memory_peak_bytes",
     "eval_loss",
+    "eval_accuracy",
+    "eval_reward_accuracy",
+    "eval_reward_margin",
+    "reward_margin",
+    "reward_accuracy",
+    "reward_chosen",
+    "reward_rejected",
+    "logps_chosen",
+    "logps_rejected",
     "loss_scale",
     "skipped",
 )

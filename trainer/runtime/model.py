@@ -1,9 +1,9 @@
 """The model of a plan: from its config with a seed, or from a folder of weights.
 
-Every rank builds the whole model in host memory, with the same weights for every engine: the seed is set just before,
-and ZeRO-3 does not use `deepspeed.zero.Init`, which would draw other random numbers. Loading only a rank's own share
-comes with shardwise 0.5. Nothing pickled is read: weights come from safetensors files. A frozen base is held in the
-computing type of the precision, one of qlora in 4 bit from the moment it is read (`quantisation`).
+A rank builds the whole model in host memory, or, for an engine that shards weights, one without weights that is filled
+shard by shard (`sharded_loading`); the weights are the same under every engine, as the seed is set just before they are
+drawn. Nothing pickled is read: weights come from safetensors files. A frozen base is held in the computing type of the
+precision, one of qlora in 4 bit from the moment it is read (`quantisation`).
 """
 
 from functools import partial
@@ -29,6 +29,7 @@ from trainer.runtime.quantisation import (
     reading_options,
     refuse_quantised,
 )
+from trainer.runtime.skeleton import Skeleton, skeleton_from_config, skeleton_from_folder
 from trainer.spec.errors import InputError
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Attention, Checkpointing, LossHead, Method
@@ -36,11 +37,44 @@ from trainer.spec.strategy import Attention, Checkpointing, LossHead, Method
 
 def build_model(plan: Plan) -> PreTrainedModel:
     """The model of the plan on the CPU, ready to be trained: loss head, checkpointing and attention as planned."""
+    _check_model(plan)
+    model = _build_base(plan)
+    _complete(model, plan)
+    return model
+
+
+def build_skeleton(plan: Plan) -> Skeleton:
+    """The same model without its weights, and where they come from; InputError where the folder lacks one."""
+    _check_model(plan)
+    chosen, config = plan.chosen, plan.model_config
+    dtype = base_type(chosen.method, chosen.strategy.precision)
+    if plan.model_path is not None:
+        folder_config, key_mapping = _read_config(plan.model_path, model_type=config["model_type"])
+        skeleton = skeleton_from_folder(
+            plan.model_path,
+            folder_config,
+            dtype=dtype,
+            attention=attention_name(chosen.attention, chosen.flash_kernel),
+            key_mapping=key_mapping,
+            packing=packing_of(plan) if chosen.method is Method.QLORA else None,
+        )
+    else:
+        build = partial(model_from_config, config, attention=chosen.attention, flash_kernel=chosen.flash_kernel)
+        skeleton = skeleton_from_config(partial(build, dtype=torch.float32), dtype=dtype, seed=plan.job.train.seed)
+    _complete(skeleton.model, plan)
+    return skeleton
+
+
+def _check_model(plan: Plan) -> None:
     chosen, shape = plan.chosen, plan.model_shape
     if shape.loss_obstacle is not None:
         raise InputError(f"{shape.model_type} cannot be trained: {shape.loss_obstacle}")
     check_attention(chosen.attention, shape, chosen.flash_kernel)
-    model = _build_base(plan)
+
+
+def _complete(model: PreTrainedModel, plan: Plan) -> None:
+    """Puts in everything that a plan has beside the model itself."""
+    chosen = plan.chosen
     apply_method(model, plan)
     make_trainable(
         model,
@@ -53,7 +87,6 @@ def build_model(plan: Plan) -> PreTrainedModel:
         offload_activations(model)
     if chosen.compile:
         compile_blocks(model)
-    return model
 
 
 def model_from_config(
@@ -128,12 +161,8 @@ def _from_weights(
 
     With `packing`, linear layers are quantised one by one as they are read.
     """
-    if not any(Path(folder).glob("*.safetensors")):
-        raise InputError(f"{folder}: holds no safetensors weights; pickled weights are not read")
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    refuse_quantised(config, folder)
-    is_part = config.model_type != model_type
-    part = {"config": config.get_text_config(), "key_mapping": _TEXT_PART} if is_part else {}
+    config, key_mapping = _read_config(folder, model_type=model_type)
+    part = {} if key_mapping is None else {"config": config, "key_mapping": key_mapping}
     options = {} if packing is None else reading_options(packing)
     try:
         answer: Any = AutoModelForCausalLM.from_pretrained(
@@ -159,3 +188,12 @@ def _from_weights(
     if packing is not None:
         as_plain_model(loaded)
     return loaded
+
+
+def _read_config(folder: str, *, model_type: str) -> tuple[Any, dict[str, str] | None]:
+    """transformers' config of the weights in a folder, and what renames those of the text part of one with vision."""
+    if not any(Path(folder).glob("*.safetensors")):
+        raise InputError(f"{folder}: holds no safetensors weights; pickled weights are not read")
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    refuse_quantised(config, folder)
+    return (config, None) if config.model_type == model_type else (config.get_text_config(), _TEXT_PART)

@@ -8,10 +8,8 @@ from the data, that stands between the two and sees the training side only.
 Progress goes to stdout, a plain line a second at most; a problem to stderr, with the exit code of its error.
 """
 
-import ctypes
 import errno
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -23,14 +21,27 @@ import msgspec
 import numpy as np
 
 from trainer.runtime.census import Census, Sources, SurveyedFile, survey_sources, take_census, units_of
+from trainer.runtime.chat_template import (
+    ChatTemplate,
+    load_chat_template,
+    missing_tokens,
+    write_chat_template,
+    written_tokens,
+)
 from trainer.runtime.data_cache import prepared_once
+from trainer.runtime.examples import TokenIds, size_of, texts_of
 from trainer.runtime.held_out import Unit, content_hash
 from trainer.runtime.lengths import batch_widths, length_histogram
+from trainer.runtime.process import end_with_parent
+from trainer.runtime.render_workers import RenderSettings, rendered, worker_count
+from trainer.runtime.rendering import PreferenceIds, Rendered
+from trainer.runtime.row_files import holds_rows
 from trainer.runtime.row_writer import Rows, RowShape, RowWriter
-from trainer.runtime.text_sources import holds_rows
-from trainer.runtime.token_rows import CACHE_FORMAT, TokenLayout, TokenRows, unigram_entropy_nats
+from trainer.runtime.source_streams import BadRow
+from trainer.runtime.token_rows import CACHE_FORMAT, TokenRows, unigram_entropy_nats
 from trainer.runtime.tokenizer import (
     TextTokenizer,
+    add_special_tokens,
     copy_tokenizer,
     load_tokenizer,
     tokenizer_digest,
@@ -39,14 +50,13 @@ from trainer.runtime.tokenizer import (
 )
 from trainer.spec import codec
 from trainer.spec.data_profile import DataProfile
-from trainer.spec.data_request import PrepareRequest
+from trainer.spec.data_request import PrepareRequest, content_suffix
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
-from trainer.spec.job import DataFormat
+from trainer.spec.job import DataFormat, LossOn
 
 BATCH_CHARS = 2**20
 BATCH_UNITS = 1024
 TOKENIZER_TRAINING_CHARS = 100_000_000
-_PR_SET_PDEATHSIG = 1
 T = TypeVar("T")
 
 
@@ -62,6 +72,11 @@ class _Work(NamedTuple):
     def is_packed(self) -> bool:
         return _is_packed(self.request, self.sources)
 
+    @property
+    def shape(self) -> DataFormat:
+        """What the rows are."""
+        return self.sources.reading.format
+
 
 def prepare(request: PrepareRequest, report: Callable[[str], None]) -> DataProfile:
     """The profile of the prepared data; `report` is given lines of progress."""
@@ -70,12 +85,24 @@ def prepare(request: PrepareRequest, report: Callable[[str], None]) -> DataProfi
     if request.seq_len < 2:
         raise InputError(f"train.seq_len: a row of {request.seq_len} tokens has no target; 2 are the least")
     sources = survey_sources(request, report)
+    _check_shape(request, sources.reading.format)
     fingerprint = _fingerprint(request, sources)
     root = Path(request.cache_root, "data")
     profile = prepared_once(
         root, fingerprint, lambda folder: _build(_Work(request, sources, fingerprint, folder)), report
     )
     return msgspec.structs.replace(profile, cache_dir=str(root / fingerprint))
+
+
+def _check_shape(request: PrepareRequest, shape: DataFormat) -> None:
+    """InputError where the rows have nothing of what the job says of them."""
+    if shape is DataFormat.PREFERENCE and request.packing:
+        raise InputError("data.packing: pairs of rows are compared and cannot be packed; leave it out")
+    if shape in (DataFormat.TEXT, DataFormat.TOKENS) and request.loss_on in (LossOn.COMPLETION, LossOn.ASSISTANT):
+        raise InputError(
+            f"data.loss_on: {request.loss_on} is asked for, and the rows are {shape}, in which nobody is told apart;\n"
+            "leave it out, or give rows of chats or of prompts and completions"
+        )
 
 
 def _fingerprint(request: PrepareRequest, sources: Sources) -> str:
@@ -92,17 +119,35 @@ def _fingerprint(request: PrepareRequest, sources: Sources) -> str:
         "bad_rows": [request.bad_rows, request.bad_rows_max],
         "seq_len": request.seq_len,
         "vocab_size": request.vocab_size,
+        "loss_on": request.loss_on,
+        "template": _template_identity(request, sources.reading.format),
+        "format_row": None if sources.reading.format_row is None else request.extension,
     }
     return blake2b(msgspec.json.encode(settings), digest_size=16).hexdigest()
 
 
-def _identity(file: SurveyedFile) -> tuple[str, bool, float]:
-    return file.survey.digest.hex(), holds_rows(file.source), file.source.weight
+def _identity(file: SurveyedFile) -> tuple[str, str, float]:
+    """The same bytes as .csv and as .tsv are other rows; texts are texts."""
+    suffix = content_suffix(file.source.path) if holds_rows(file.source) else ""
+    return file.survey.digest.hex(), suffix, file.source.weight
+
+
+def _template_identity(request: PrepareRequest, shape: DataFormat) -> tuple[str, str | None] | None:
+    template = _template(request, shape)
+    return None if template is None else (template.source, template.tool_source)
+
+
+def _template(request: PrepareRequest, shape: DataFormat) -> ChatTemplate | None:
+    """The chat template of rows that hold messages; None where there is none, or no use for it."""
+    if shape in (DataFormat.TEXT, DataFormat.TOKENS):
+        return None
+    return load_chat_template(request.chat_template, None if request.tokenizer is None else Path(request.tokenizer))
 
 
 def _is_packed(request: PrepareRequest, sources: Sources) -> bool:
-    """Text is packed unless the job says otherwise; rows that came tokenised stay the rows they are."""
-    return sources.reading.format is DataFormat.TEXT if request.packing is None else request.packing
+    """Packed unless the job says otherwise; rows that came tokenised stay the rows they are, and pairs are two."""
+    shape = sources.reading.format
+    return shape not in (DataFormat.TOKENS, DataFormat.PREFERENCE) if request.packing is None else request.packing
 
 
 def _build(work: _Work) -> DataProfile:
@@ -111,27 +156,32 @@ def _build(work: _Work) -> DataProfile:
     tokenizer = _tokenizer(work, census)
     rows = _write_rows(work, census, tokenizer)
     _check_enough(work.request, rows)
-    has_eval = len(rows.held_out) > 0
+    per_example = 2 if work.shape is DataFormat.PREFERENCE else 1
+    has_entropy = len(rows.held_out) > 0 and per_example == 1
     lengths = rows.train[:, 1]
     cut = np.minimum(rows.documents, work.request.seq_len) if work.is_packed else lengths
+    widths = lengths.reshape(-1, per_example).max(axis=1) if per_example > 1 else cut
     return DataProfile(
         source="prepared",
-        num_rows=len(rows.train),
+        format=work.shape,
+        num_rows=len(rows.train) // per_example,
         num_tokens=int(lengths.sum()),
+        num_targets=rows.num_targets,
         longest_row=int(lengths.max()),
         is_packed=work.is_packed,
+        packing_efficiency=rows.packing_efficiency if work.is_packed else None,
         fingerprint=work.fingerprint,
         vocab_size=tokenizer.vocab_size if tokenizer else work.request.vocab_size,
-        num_eval_rows=len(rows.held_out),
+        num_eval_rows=len(rows.held_out) // per_example,
         num_eval_tokens=int(rows.held_out[:, 1].sum()),
-        eval_unigram_entropy_nats=unigram_entropy_nats(TokenRows.open(work.folder, "eval")) if has_eval else None,
+        eval_unigram_entropy_nats=unigram_entropy_nats(TokenRows.open(work.folder, "eval")) if has_entropy else None,
         lengths=length_histogram(lengths),
-        num_documents=len(rows.documents),
+        num_documents=len(rows.documents) // per_example,
         mean_document_tokens=float(rows.documents.mean()),
         mean_cut_tokens=float(cut.mean()),
         documents=length_histogram(rows.documents),
-        batch_widths=batch_widths(cut, seq_len=work.request.seq_len),
-        skipped_rows=census.num_bad_rows,
+        batch_widths=batch_widths(widths, seq_len=work.request.seq_len),
+        skipped_rows=census.bad_rows.num,
         cut_rows=rows.num_cut,
         dropped_tokens=rows.num_dropped_tokens,
         notes=tuple(_notes(work.request, census, rows)),
@@ -140,18 +190,37 @@ def _build(work: _Work) -> DataProfile:
 
 def _tokenizer(work: _Work, census: Census) -> TextTokenizer | None:
     """The tokenizer, with its files in the folder; None for data that came tokenised without one."""
-    request = work.request
+    request, folder = work.request, work.folder / "tokenizer"
+    template = _template(request, work.shape)
     if request.tokenizer is not None:
-        loaded = load_tokenizer(Path(request.tokenizer))
-        _check_vocabulary(loaded, request)
-        copy_tokenizer(loaded, Path(request.tokenizer), work.folder / "tokenizer")
-        return loaded
-    if work.sources.reading.format is DataFormat.TOKENS:
+        tokenizer = load_tokenizer(Path(request.tokenizer))
+        _check_vocabulary(tokenizer, request)
+        copy_tokenizer(tokenizer, Path(request.tokenizer), folder)
+    elif work.shape is DataFormat.TOKENS:
         return None
-    work.sources.report(f"making a tokenizer of {request.vocab_size} tokens")
-    trained = _interruptibly(lambda: train_tokenizer(_texts_to_train_on(work, census), vocab_size=request.vocab_size))
-    write_trained_tokenizer(trained, work.folder / "tokenizer")
-    return trained
+    else:
+        reserved = () if template is None else written_tokens(template)
+        work.sources.report(f"making a tokenizer of {request.vocab_size} tokens")
+        texts, size = _texts_to_train_on(work, census), request.vocab_size - len(reserved)
+        tokenizer = _interruptibly(lambda: train_tokenizer(texts, vocab_size=size))
+        write_trained_tokenizer(tokenizer, folder)
+    if template is not None:
+        _take_template(template, tokenizer, request, folder)
+    return tokenizer
+
+
+def _take_template(template: ChatTemplate, tokenizer: TextTokenizer, request: PrepareRequest, folder: Path) -> None:
+    """Gives the tokenizer the tokens that the template writes, and its folder the template that the job names."""
+    missing = missing_tokens(template, tokenizer)
+    if missing:
+        add_special_tokens(tokenizer, missing, folder)
+        if tokenizer.vocab_size > request.vocab_size:
+            raise InputError(
+                f"data.chat_template: its tokens {', '.join(missing)} are new to the tokenizer, which then has "
+                f"{tokenizer.vocab_size};\nthe model's vocabulary has room for {request.vocab_size}"
+            )
+    if request.chat_template is not None:
+        write_chat_template(template, folder)
 
 
 def _interruptibly(call: Callable[[], T]) -> T:
@@ -170,8 +239,8 @@ def _texts_to_train_on(work: _Work, census: Census) -> Iterator[str]:
     """The training side; of very much text a sample that depends on nothing but the text."""
     threshold = int(min(1.0, TOKENIZER_TRAINING_CHARS / census.num_chars) * 2**64)
     for unit in units_of(work.sources, census.split, "reading"):
-        if isinstance(unit.content, str) and not unit.is_held_out and content_hash(unit.content) < threshold:
-            yield unit.content
+        if not unit.is_held_out and content_hash(unit.content) < threshold:
+            yield from texts_of(unit.content)
 
 
 def _check_vocabulary(loaded: TextTokenizer, request: PrepareRequest) -> None:
@@ -187,35 +256,73 @@ def _check_vocabulary(loaded: TextTokenizer, request: PrepareRequest) -> None:
 
 
 def _write_rows(work: _Work, census: Census, tokenizer: TextTokenizer | None) -> Rows:
-    dtype = np.dtype("<u2" if work.request.vocab_size <= 2**16 else "<u4")
-    with (work.folder / "tokens.bin").open("wb") as stream, (work.folder / "starts.bin").open("wb") as starts:
-        writer = RowWriter(stream, dtype, _row_shape(work, tokenizer), starts=starts)
-        for batch in _batches(units_of(work.sources, census.split, "tokenising")):
-            for unit, ids in zip(batch, _encoded(batch, tokenizer, work.request), strict=True):
-                writer.add(ids, opens_document=unit.opens_document, is_held_out=unit.is_held_out, weight=unit.weight)
-        rows = writer.finish()
-    np.save(work.folder / "train_rows.npy", rows.train)
-    np.save(work.folder / "eval_rows.npy", rows.held_out)
-    layout = TokenLayout(
-        dtype="uint16" if dtype.itemsize == 2 else "uint32",
-        num_tokens=rows.num_tokens,
-        seq_len=work.request.seq_len,
-        pad_id=tokenizer.pad_id if tokenizer else 0,
-        num_starts=rows.num_starts,
-    )
-    codec.write(work.folder / "layout.json", layout)
-    return rows
+    """Every example that can be used, as rows; InputError where too many turn out not to be."""
+    dtype, num_rows = np.dtype("<u2" if work.request.vocab_size <= 2**16 else "<u4"), census.num_rows
+    with RowWriter(work.folder, dtype, _row_shape(work, tokenizer)) as writer:
+        for unit, made in _rendered(work, census, tokenizer):
+            if isinstance(made, str):
+                census.bad_rows.add(BadRow(unit.where, made))
+            elif isinstance(made, PreferenceIds):
+                writer.add_pair(made.chosen, made.rejected, is_held_out=unit.is_held_out, weight=unit.weight)
+            else:
+                writer.add(
+                    made.ids,
+                    opens_document=unit.opens_document,
+                    is_held_out=unit.is_held_out,
+                    weight=unit.weight,
+                    is_learned=made.is_learned,
+                )
+        census.bad_rows.check(work.request, num_rows=num_rows)
+        return writer.finish()
 
 
 def _row_shape(work: _Work, tokenizer: TextTokenizer | None) -> RowShape:
-    """Text gets bos and eos; rows that came tokenised only the eos that packing needs between them."""
-    is_text = work.sources.reading.format is DataFormat.TEXT
+    """Text gets bos and eos; rows that came tokenised only the eos that packing needs between them.
+
+    What was rendered has its own ends.
+    """
+    is_text = work.shape is DataFormat.TEXT
+    needs_eos = is_text or (work.shape is DataFormat.TOKENS and work.is_packed)
     return RowShape(
         seq_len=work.request.seq_len,
         is_packed=work.is_packed,
-        eos_id=tokenizer.eos_id if tokenizer and (is_text or work.is_packed) else None,
+        eos_id=tokenizer.eos_id if tokenizer and needs_eos else None,
         document_prefix=tokenizer.document_prefix if tokenizer and is_text else (),
+        rows_per_example=2 if work.shape is DataFormat.PREFERENCE else 1,
+        pad_id=tokenizer.pad_id if tokenizer else 0,
     )
+
+
+def _rendered(work: _Work, census: Census, tokenizer: TextTokenizer | None) -> Iterator[tuple[Unit, Rendered]]:
+    """Every unit in order with its token ids, or with the reason why it has none."""
+    batches = _batches(units_of(work.sources, census.split, "tokenising"))
+    request = work.request
+    if tokenizer is None or work.shape is DataFormat.TOKENS:
+        for batch in batches:
+            yield from ((unit, unit.content) for unit in batch if isinstance(unit.content, TokenIds))
+    elif work.shape is DataFormat.TEXT:
+        for batch in batches:
+            encoded = tokenizer.encode([unit.content for unit in batch if isinstance(unit.content, str)])
+            for unit, ids in zip(batch, encoded, strict=True):
+                yield unit, _known(TokenIds(ids), tokenizer, request)
+    else:
+        settings = RenderSettings(str(work.folder / "tokenizer"), None, request.loss_on, request.seq_len)
+        pairs = ((batch, [unit.content for unit in batch]) for batch in batches)
+        for batch, answers in rendered(pairs, settings, num_workers=worker_count(census.num_documents)):
+            for unit, answer in zip(batch, answers, strict=True):
+                yield unit, _known(answer, tokenizer, request)
+
+
+def _known(made: Rendered, tokenizer: TextTokenizer, request: PrepareRequest) -> Rendered:
+    """The same; InputError for a token that the model has no embedding for."""
+    sequences = () if isinstance(made, str) else made if isinstance(made, PreferenceIds) else (made,)
+    highest = max((max(sequence.ids, default=0) for sequence in sequences), default=0)
+    if highest >= request.vocab_size:
+        raise InputError(
+            f"model.tokenizer: the text holds {tokenizer.tokenizer.id_to_token(highest)!r}, id {highest}; "
+            f"the model's vocabulary of {request.vocab_size} ends at {request.vocab_size - 1}"
+        )
+    return made
 
 
 def _batches(stream: Iterable[Unit]) -> Iterator[list[Unit]]:
@@ -223,7 +330,7 @@ def _batches(stream: Iterable[Unit]) -> Iterator[list[Unit]]:
     size = 0
     for unit in stream:
         batch.append(unit)
-        size += len(unit.content)
+        size += size_of(unit.content)
         if size >= BATCH_CHARS or len(batch) >= BATCH_UNITS:
             yield batch
             batch, size = [], 0
@@ -231,38 +338,26 @@ def _batches(stream: Iterable[Unit]) -> Iterator[list[Unit]]:
         yield batch
 
 
-def _encoded(batch: Sequence[Unit], tokenizer: TextTokenizer | None, request: PrepareRequest) -> list[list[int]]:
-    texts = [unit.content for unit in batch if isinstance(unit.content, str)]
-    if tokenizer is None or not texts:
-        return [unit.content for unit in batch if isinstance(unit.content, list)]
-    encoded = tokenizer.encode(texts)
-    highest = max((max(ids) for ids in encoded if ids), default=0)
-    if highest >= request.vocab_size:
-        raise InputError(
-            f"model.tokenizer: the text holds {tokenizer.tokenizer.id_to_token(highest)!r}, id {highest}; "
-            f"the model's vocabulary of {request.vocab_size} ends at {request.vocab_size - 1}"
-        )
-    return encoded
-
-
 def _check_enough(request: PrepareRequest, rows: Rows) -> None:
     """InputError if a side that is needed has no row."""
     if not len(rows.train):
         raise InputError(
-            f"data.train: the text has too few tokens for one row of {request.seq_len} ({rows.num_dropped_tokens});\n"
-            "give more of it, a lower train.seq_len, or data.packing=false"
+            f"data.train: {len(rows.documents)} documents give no row: one needs two tokens,\n"
+            "and a weight below 1 takes that share of the rows; give more text, or a higher weight"
         )
     if not len(rows.held_out) and (request.eval_share is not None or request.eval_files):
         asked = "its source" if request.eval_share is None else f"{request.eval_share:.3%} of the text"
         raise InputError(
-            f"data.eval: {asked} has too few tokens for one row of {request.seq_len};\n"
-            "hold out more (data.eval=10%), or give a lower train.seq_len, data.packing=false or data.eval=none"
+            f"data.eval: {asked} has no document of two tokens, so there is nothing to predict;\n"
+            "hold out more (data.eval=10%), or give data.eval=none"
         )
 
 
 def _notes(request: PrepareRequest, census: Census, rows: Rows) -> Iterator[str]:
-    if census.num_bad_rows:
-        yield f"{census.num_bad_rows} bad rows were left out: {census.shown_bad_rows}"
+    if request.revisions:
+        yield f"from the hub: {', '.join(request.revisions)}"
+    if census.bad_rows.num:
+        yield f"{census.bad_rows.num} bad rows were left out: {census.bad_rows}"
     if rows.num_cut:
         yield f"{rows.num_cut} documents were longer than {request.seq_len} tokens and lost their end"
     if census.split.piece_chars:
@@ -296,16 +391,6 @@ def _prepare_or_explain(request: PrepareRequest) -> DataProfile:
 def _say(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
-
-
-def end_with_parent() -> None:
-    """Ends this process, cleaning up, when the one that started it is gone or asks for it."""
-    signal.signal(signal.SIGTERM, _raise_asked_to_end)
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-
-
-def _raise_asked_to_end(number: int, _frame: object) -> None:
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,16 @@ class StopFlag:
         self.is_set = True
 
 
+def end_with_parent() -> None:
+    """Ends this process, cleaning up, when the one that started it is gone or asks for it by TERM."""
+    signal.signal(signal.SIGTERM, _raise_asked_to_end)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def _raise_asked_to_end(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
 def rank_of_this_process() -> int:
     """The rank that torchrun numbered this process with; 0 where nothing did."""
     return int(os.environ.get("RANK", "0"))

@@ -201,6 +201,27 @@ def pack(weight: Tensor, layer: Any, packing: Packing) -> Any:  # noqa: ANN401  
     return parameter
 
 
+def put_empty_layers(model: PreTrainedModel, packing: Packing) -> dict[str, Any]:
+    """Puts a 4-bit layer without memory in the place of each linear one but the head; the layers by their names.
+
+    `is_transposed` says of a layer whether the weight to be packed into it is laid out the other way round.
+    """
+    kept, placed = _left_whole(model), dict[str, Any]()
+    for name, module in list(model.named_modules()):
+        if _is_quantisable(module) and id(module) not in kept:
+            assert isinstance(module, nn.Linear | Conv1D)
+            layer = _empty_layer(module, packing)
+            layer.is_transposed = isinstance(module, Conv1D)
+            model.set_submodule(name, layer)
+            placed[name] = layer
+    return placed
+
+
+def packed_shape(layer: Any, packing: Packing) -> tuple[int, int]:  # noqa: ANN401  # bitsandbytes' layer, untyped
+    """The shape that the packed weight of a 4-bit layer has in its storage type."""
+    return (layer.in_features * layer.out_features // (2 * packing.storage.itemsize), 1)
+
+
 def _empty_layer(layer: nn.Linear | Conv1D, packing: Packing) -> Any:  # noqa: ANN401  # bitsandbytes' layer, untyped
     from bitsandbytes.nn import Linear4bit
 
@@ -292,12 +313,7 @@ def _config_class() -> Any:  # noqa: ANN401  # a class made here, as its bases t
             return 0.5
 
         def _process_model_before_weight_loading(self, model: Any, **_: object) -> None:  # noqa: ANN401  # transformers'
-            kept, packing = _left_whole(model), self.quantization_config.packing
-            for name, module in list(model.named_modules()):
-                if _is_quantisable(module) and id(module) not in kept:
-                    layer = _empty_layer(module, packing)
-                    layer.is_transposed = isinstance(module, Conv1D)
-                    model.set_submodule(name, layer)
+            put_empty_layers(model, self.quantization_config.packing)
 
         def param_needs_quantization(self, model: Any, param_name: str, **_: object) -> bool:  # noqa: ANN401  # transformers'
             layer, name = get_module_from_name(model, param_name)

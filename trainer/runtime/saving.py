@@ -1,11 +1,15 @@
 """What a run leaves behind for others: checkpoints to go on from, and the exported model."""
 
 import math
+from pathlib import Path
 
-from trainer.runtime.checkpoint import NonFiniteStateError, folder_name, save_checkpoint
-from trainer.runtime.checkpoint.search import verified
+from trainer.runtime.checkpoint import NonFiniteStateError, folder_name, import_weights, save_checkpoint
+from trainer.runtime.checkpoint.agreement import on_first, together
+from trainer.runtime.checkpoint.engines import ENGINES
+from trainer.runtime.checkpoint.search import is_complete, open_checkpoint, verified
 from trainer.runtime.checkpoint_facts import facts_of, obstacle_to_checkpoints
-from trainer.runtime.export_run import gathered_weights, write_adapter_folder, write_model_folder
+from trainer.runtime.export_folder import write_adapter_folder, write_model_folder
+from trainer.runtime.export_gather import gathered_weights
 from trainer.runtime.model import plain_model
 from trainer.runtime.session import Session
 from trainer.spec.errors import EnvironmentFaultError, InputError
@@ -24,7 +28,8 @@ def save_state(session: Session, occasion: str) -> None:
             state.incidents.append(incident)
         return
     session.writer.write_status("saving a checkpoint", step=state.step)
-    best = (state.best_step,) if plan.job.checkpoint.best is not None and state.best_step is not None else ()
+    keeps_best = plan.job.checkpoint.best is not None or plan.job.eval.early_stop is not None
+    best = (state.best_step,) if keeps_best and state.best_step is not None else ()
     try:
         save_checkpoint(
             session.paths.run_dir / "checkpoints",
@@ -48,6 +53,43 @@ def save_state(session: Session, occasion: str) -> None:
     state.checkpoint = f"checkpoints/{folder_name(state.step)}"
 
 
+def keep_best(session: Session) -> None:
+    """Keeps what the model is now: in a checkpoint, or, where none can be loaded again, as the export of the run."""
+    if session.state.checkpoint != f"checkpoints/{folder_name(session.state.step)}":
+        save_state(session, "the best evaluation")
+    if _best_checkpoint(session) is None:
+        export_model(session)
+
+
+def load_best(session: Session) -> bool:
+    """Puts the weights of the best evaluation into the model; False where no checkpoint of it can be loaded.
+
+    Its optimizer is left as it is: nothing is trained after this.
+    """
+    folder = _best_checkpoint(session)
+    if folder is None:
+        return False
+    session.writer.write_status("loading the best checkpoint", step=session.state.step)
+    doing = f"{folder}: the best checkpoint cannot be read"
+    on_first(session.ranks, lambda: bytes(verified(folder).path), doing=doing)
+    checkpoint = together(session.ranks, lambda: open_checkpoint(folder), doing=doing)
+    import_weights(plain_model(session.model), checkpoint)
+    return True
+
+
+def _best_checkpoint(session: Session) -> Path | None:
+    """The folder of the best evaluation's checkpoint; None where there is none, or where ranks hold parts of the
+    weights, which are filled before the engine is built or not at all."""
+    best, engine = session.state.best_step, ENGINES.get(session.plan.chosen.strategy.sharding)
+    if best is None or engine is None or not engine.is_replicated:
+        return None
+    for run_dir in (session.paths.run_dir, session.paths.resume_dir):
+        folder = run_dir / "checkpoints" / folder_name(best)
+        if session.ranks.all_agree(is_complete(folder)):
+            return folder
+    return None
+
+
 def export_model(session: Session) -> None:
     """Writes the Hugging Face folder of the run as it is now; of adapters, PEFT's."""
     session.writer.write_status("exporting the model", step=session.state.step)
@@ -57,8 +99,7 @@ def export_model(session: Session) -> None:
         if plan.chosen.method.freezes_base:
             incident = write_adapter_folder(weights, plan, out)
         else:
-            model = plain_model(session.model)
-            incident = write_model_folder(model, out, tokenizer_path=plan.tokenizer_path, state_dict=weights)
+            incident = write_model_folder(plain_model(session.model), plan, out, state_dict=weights)
         session.state.incidents += [incident] if incident is not None else []
     session.state.export = "export"
 

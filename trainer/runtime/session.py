@@ -1,7 +1,9 @@
 """What a rank builds before its first step, in the order that every engine needs.
 
-Weights are loaded into the plain model before `prepare`, moments into the prepared optimizer after it, and a memory cap
-is set when the libraries are loaded and the ranks have met, so that it counts what the plan counts.
+An engine that shards weights is filled shard by shard: FSDP2 before the optimizer is built, whose groups hold shards;
+ZeRO-3 after it, as a parameter that is cut no longer shows its shape. For every other engine weights are loaded into
+the plain model before `prepare`. Moments come into the prepared optimizer, and a memory cap is set when the libraries
+are loaded and the ranks have met, so that it counts what the plan counts.
 """
 
 from dataclasses import dataclass
@@ -27,9 +29,10 @@ from trainer.runtime.data import TokenRows
 from trainer.runtime.engagement import check_engagement
 from trainer.runtime.memory_profile import cap_memory
 from trainer.runtime.mixed_precision import LossScaler, install_precision, loss_scaler
-from trainer.runtime.model import build_model
+from trainer.runtime.model import build_model, build_skeleton
 from trainer.runtime.optimizers import build_optimizer, check_in_backward
 from trainer.runtime.report_writer import ReportWriter, RunPaths
+from trainer.runtime.sharded_loading import load_into_fsdp, load_into_zero3, loads_sharded, prepare_loaded
 from trainer.runtime.state import RunState
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.plan import Plan
@@ -73,13 +76,17 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
     if plan.hardware.vram_cap_bytes is not None:
         cap_memory(plan.device_kind, accelerator.device, plan.hardware.vram_cap_bytes)
     writer.write_status("loading the model")
-    model = build_model(plan)
+    skeleton = build_skeleton(plan) if loads_sharded(plan) else None
+    model = build_model(plan) if skeleton is None else skeleton.model
     checkpoint = _checkpoint_to_resume(plan, paths, state, ranks)
     if checkpoint is not None:
+        assert skeleton is None, "engines that are loaded sharded have no checkpoints yet"
         import_weights(model, checkpoint)
     chosen = plan.chosen
     install_precision(model, chosen, plan.device_kind)
     check_in_backward(chosen, is_layerwise=plan.job.train.galore.layerwise)
+    if skeleton is not None and sharding.uses_fsdp:
+        load_into_fsdp(skeleton, accelerator)
     optimizer = build_optimizer(
         chosen.strategy.optimizer,
         model,
@@ -88,8 +95,10 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
         galore=plan.job.train.galore if chosen.method is Method.GALORE else None,
         in_backward=chosen.optimizer_in_backward,
     )
+    if skeleton is not None and sharding.uses_deepspeed:
+        load_into_zero3(skeleton, accelerator, chosen.strategy.precision)
     writer.write_status("preparing the engine")
-    wrapped, wrapped_optimizer = accelerator.prepare(model, optimizer)
+    wrapped, wrapped_optimizer = prepare_loaded(accelerator, model, optimizer)
     state.engaged = check_engagement(accelerator, wrapped, wrapped_optimizer, chosen)
     scaler = loss_scaler(wrapped, chosen, plan.device_kind)
     if checkpoint is not None:

@@ -1,7 +1,8 @@
 """One optimizer step under any engine: forward and backward of each micro batch, clipping, update.
 
-The loss of a step is the sum of its token losses over all ranks and micro batches, divided by the number of targets
-in the global batch. Every rank knows that number without asking the others. What a rank passes to its engine is
+What is learned is an `Objective`: it makes of a micro batch a sum of terms, token losses or those of pairs (`dpo`). The
+loss of a step is that sum over all ranks and micro batches, divided by the number of terms in the global batch: its
+targets, or its pairs. Every rank knows that number without asking the others. What a rank passes to its engine is
 compensated for what engines do on their own:
 
     they average gradients over the ranks           x num_ranks
@@ -18,7 +19,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from trainer.runtime.data import MicroBatch
+from trainer.runtime.loss import Answer
 from trainer.runtime.mixed_precision import LossScaler, check_scale
 from trainer.runtime.optimizers import set_learning_rate, unwrapped, updates_in_backward
 from trainer.spec.value import Value
@@ -63,14 +65,45 @@ class Clock:
         return self._seconds.get(phase, 0.0)
 
 
+class Terms(NamedTuple):
+    """What an objective makes of one micro batch; all of it adds up over micro batches and ranks."""
+
+    loss: Tensor  # a scalar with its gradient
+    num_terms: int  # what a mean of losses or figures is over: targets, or pairs
+    num_targets: int  # tokens that count
+    figures: Sequence[Tensor] = ()  # sums without a gradient, one for each name of the objective
+
+
+class Objective(Protocol):
+    """What is asked of the model."""
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """What is told beside the loss, a mean over the terms each."""
+
+    def __call__(self, model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Terms:
+        """Runs the model, through whatever wraps it, on one micro batch."""
+
+
+class TokenLoss(NamedTuple):
+    """Every target counts alike: pre-training, and fine-tuning on what the labels leave."""
+
+    figures: tuple[str, ...] = ()
+
+    def __call__(self, model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Terms:
+        loss = forward(model, micro_batch, device)
+        return Terms(loss, micro_batch.num_targets, micro_batch.num_targets)
+
+
 class StepResult(Value, frozen=True, kw_only=True):
     """What one optimizer step came to, over all ranks."""
 
-    loss: float  # mean over the targets of the global batch
+    loss: float  # mean over the terms of the global batch
     num_targets: int
     grad_norm: float | None  # before clipping
     was_skipped: bool = False  # an fp16 overflow
     loss_scale: float | None = None  # of fp16
+    figures: dict[str, float] = {}  # those of the objective, means over the terms
 
 
 def run_step(
@@ -79,51 +112,87 @@ def run_step(
     optimizer: Any,  # noqa: ANN401  # Accelerate's wrapper around torch's or DeepSpeed's
     micro_batches: Sequence[MicroBatch],
     *,
-    num_targets: int,
+    num_terms: int,
     step: int,
     seed: int,
     lr: float,
     clip: float,
     clock: Clock,
     scaler: LossScaler | None = None,
+    objective: Objective = TokenLoss(),  # noqa: B008  # it never changes
 ) -> StepResult:
-    """Runs the micro batches of this rank and updates the parameters once."""
+    """Runs the micro batches of this rank and updates the parameters once; `num_terms` are of the global batch."""
     set_learning_rate(unwrapped(optimizer), lr)
-    total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+    sums = Sums(objective, accelerator.device)
     is_deepspeed = accelerator.distributed_type is DistributedType.DEEPSPEED  # its engine knows the last micro batch
     assert len(micro_batches) == accelerator.gradient_accumulation_steps
-    scale = accelerator.num_processes * len(micro_batches) / num_targets
+    scale = accelerator.num_processes * len(micro_batches) / num_terms
     for index, micro_batch in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1
         seed_dropout(seed, step, index * accelerator.num_processes + accelerator.process_index)
         accelerator.sync_gradients = is_last
         with nullcontext() if is_last or is_deepspeed else accelerator.no_sync(model):
             with clock.measure("forward"):
-                loss_sum = forward(model, micro_batch, accelerator.device)
-            total += loss_sum.detach()
+                terms = objective(model, micro_batch, accelerator.device)
+            sums.add(terms)
             with clock.measure("backward"):
-                loss = loss_sum * scale
+                loss = terms.loss * scale
                 accelerator.backward(loss if scaler is None else scaler.scale(loss))
     loss_scale = None if scaler is None else scaler.loss_scale  # that this step had, before it moves on
     with clock.measure("optimizer"):
         grad_norm, was_skipped = _update(accelerator, model, optimizer, clip, scaler)
+    means = sums.means()
+    assert means.num_terms == num_terms, "the gradients were divided by another number"
     return StepResult(
-        loss=float(sum_over_ranks(total)) / num_targets,
-        num_targets=num_targets,
+        loss=means.loss,
+        num_targets=means.num_targets,
         grad_norm=grad_norm,
         was_skipped=was_skipped,
         loss_scale=loss_scale,
+        figures=means.figures,
     )
 
 
-def forward(model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Tensor:
-    """Sum of the token losses of one micro batch, a scalar."""
+class Means(NamedTuple):
+    """What an objective came to over micro batches and ranks."""
+
+    loss: float
+    num_terms: int
+    num_targets: int
+    figures: dict[str, float]
+
+
+class Sums:
+    """Adds up what an objective makes of micro batches, on the device, so that no micro batch waits for it."""
+
+    def __init__(self, objective: Objective, device: torch.device) -> None:
+        self._names = objective.figures
+        self._counts = [0, 0]  # of terms, of targets
+        self._values = torch.zeros(1 + len(self._names), dtype=torch.float64, device=device)
+
+    def add(self, terms: Terms) -> None:
+        """Takes one micro batch of this rank."""
+        self._counts[0] += terms.num_terms
+        self._counts[1] += terms.num_targets
+        self._values += torch.stack([value.detach().double() for value in (terms.loss, *terms.figures)])
+
+    def means(self) -> Means:
+        """The means over the terms of all ranks; collective."""
+        counts = torch.tensor(self._counts, dtype=torch.float64, device=self._values.device)
+        num_terms, num_targets, *values = sum_over_ranks(torch.cat([counts, self._values])).tolist()
+        loss, *figures = (value / num_terms for value in values)
+        return Means(loss, int(num_terms), int(num_targets), dict(zip(self._names, figures, strict=True)))
+
+
+def forward(model: nn.Module, micro_batch: MicroBatch, device: torch.device, *, answer: Answer = Answer.SUM) -> Tensor:
+    """What the model answers to one micro batch: the sum of its token losses, a scalar, or what else is asked for."""
     inputs = {"input_ids": micro_batch.input_ids, "labels": micro_batch.labels}
     if micro_batch.position_ids is not None:
         inputs["position_ids"] = micro_batch.position_ids
-    loss = model(**{name: value.to(device, non_blocking=True) for name, value in inputs.items()})
-    assert isinstance(loss, Tensor) and loss.ndim == 0
-    return loss
+    asked = {} if answer is Answer.SUM else {"answer": answer}
+    found = model(**{name: value.to(device, non_blocking=True) for name, value in inputs.items()}, **asked)
+    assert isinstance(found, Tensor) and found.ndim == (0 if answer is Answer.SUM else 1)
+    return found
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:

@@ -1,58 +1,45 @@
-"""Reads the documents of text files, JSON lines and files of token lists, block by block, and says which are bad.
+"""Reads the documents of text files and of rows of text, block by block, and says which are bad.
 
-A text file is one document, a row of a `.jsonl` file (or an element of a `.json` array) is one document. Documents come
-in blocks of at most about a million characters, cut at line ends, so that a file of any size is read in bounded memory;
-a `.json` array is the exception, as JSON has no way to read half of one.
-
-A row that cannot be used is yielded as a BadRow with its place (file:row, both as a person counts them) in the order
-of reading; what becomes of it is the caller's decision. A text file is good or bad as a whole: `survey` reads it once,
-for its digest and for the first thing that is not text, before any block of it is used.
-
-Not covered: rows of prompts and completions, chats and preferences (refused by name), and compressed or columnar files.
+A text file is one document. Documents come in blocks of at most about a million characters, cut at line ends, so that
+a file of any size is read in bounded memory. A text file is good or bad as a whole: `survey` reads it once, for its
+digest and for the first thing that is not text, before any block of it is used. Rows are read by `row_files` and made
+examples by `row_shapes`; what cannot be used is yielded as a BadRow in the order of reading.
 """
 
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from hashlib import blake2b
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import NamedTuple
 
-import msgspec
+from trainer.runtime.examples import Content
+from trainer.runtime.row_files import holds_rows, read_rows
+from trainer.runtime.row_shapes import RowReading, example_of
+from trainer.runtime.source_streams import BadRow, open_content, open_listed
+from trainer.spec.data_request import SourceFile, compression
 
-from trainer.spec.data_request import SourceFile, check_format_is_served
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.job import DataFormat
+__all__ = [
+    "BadRow",
+    "Block",
+    "RowReading",
+    "Survey",
+    "cut_at_line_ends",
+    "holds_rows",
+    "read_blocks",
+    "survey",
+]
 
 READ_BYTES = 2**20
 BLOCK_CHARS = 2**20
-ROWS_SUFFIXES = frozenset({".jsonl", ".ndjson", ".json"})
-NUM_ROWS_TO_DETECT = 100
 _BYTE_ORDER_MARK = "\ufeff"
-
-_COLUMNS_OF_FORMAT = {
-    DataFormat.TOKENS: ({"tokens"}, {"input_ids"}),
-    DataFormat.PREFERENCE: ({"chosen", "rejected"},),
-    DataFormat.CHAT: ({"messages"}, {"conversations"}),
-    DataFormat.PROMPT_COMPLETION: ({"prompt", "completion"}, {"instruction", "output"}),
-}
 
 
 class Block(NamedTuple):
-    """A stretch of one document: text, or the ids of a row that came tokenised."""
+    """An example, or a stretch of a long text."""
 
-    content: str | list[int]
+    content: Content
     weight: float  # of its source
     opens_document: bool
-
-
-class BadRow(NamedTuple):
-    """A row, or a whole text file, that cannot be used."""
-
-    where: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.reason}"
+    where: str  # the file, or file:row
 
 
 class Survey(NamedTuple):
@@ -62,34 +49,44 @@ class Survey(NamedTuple):
     defect: str | None  # why a text file is not text; None for files of rows, which are judged row by row
 
 
-class RowReading(NamedTuple):
-    """How rows are read: their shape, the columns that hold them, and the ids that the model knows."""
-
-    format: DataFormat  # TEXT or TOKENS
-    fields: dict[str, str]
-    vocab_size: int
-
-
-def holds_rows(file: SourceFile) -> bool:
-    """Whether the file holds a document a row; any other is one text."""
-    return Path(file.path).suffix.lower() in ROWS_SUFFIXES
-
-
 def survey(file: SourceFile) -> Survey:
     """Digest and first defect of the file; InputError if it is not the file that was listed."""
     digest = blake2b(digest_size=32)
-    defect = None
-    decoder = None if holds_rows(file) else codecs.getincrementaldecoder("utf-8")()
-    with _open(file) as stream:
-        offset = 0
+    is_plain_text = not holds_rows(file) and compression(file.path) is None
+    judge = _TextJudge() if is_plain_text else None
+    with open_listed(file) as stream:
         while chunk := stream.read(READ_BYTES):
             digest.update(chunk)
-            if decoder and defect is None:
-                defect = _defect(chunk, decoder, offset)
-            offset += len(chunk)
-        if decoder and defect is None:
-            defect = _defect(b"", decoder, offset)
-    return Survey(digest.digest(), defect)
+            if judge:
+                judge.read(chunk)
+    if judge:
+        judge.read(b"")
+        return Survey(digest.digest(), judge.defect)
+    return Survey(digest.digest(), None if holds_rows(file) else _defect_of_content(file))
+
+
+def _defect_of_content(file: SourceFile) -> str | None:
+    """The first thing in compressed text that is not text; offsets are those of the text."""
+    judge = _TextJudge()
+    with open_content(file) as stream:
+        while judge.defect is None and (chunk := stream.read(READ_BYTES)):
+            judge.read(chunk)
+    judge.read(b"")
+    return judge.defect
+
+
+class _TextJudge:
+    """Is given text chunk by chunk, at the end an empty one; `defect` is the first thing that is not UTF-8 text."""
+
+    def __init__(self) -> None:
+        self.defect: str | None = None
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._offset = 0
+
+    def read(self, chunk: bytes) -> None:
+        if self.defect is None:
+            self.defect = _defect(chunk, self._decoder, self._offset)
+            self._offset += len(chunk)
 
 
 def _defect(chunk: bytes, decoder: codecs.IncrementalDecoder, offset: int) -> str | None:
@@ -104,66 +101,29 @@ def _defect(chunk: bytes, decoder: codecs.IncrementalDecoder, offset: int) -> st
     return None if nul < 0 else f"is not text: NUL byte at offset {offset + nul}"
 
 
-def detect_format(files: Sequence[SourceFile], asked: DataFormat, fields: dict[str, str]) -> DataFormat:
-    """TEXT or TOKENS: what was asked for, or what the columns of the first rows say; InputError for other shapes."""
-    check_format_is_served(asked)
-    texts = [file for file in files if not holds_rows(file)]
-    found = asked
-    if asked is DataFormat.AUTO:
-        found = next((_format_of_columns(file, fields) for file in files if holds_rows(file)), DataFormat.TEXT)
-        if found not in (DataFormat.TEXT, DataFormat.TOKENS):
-            raise InputError(
-                f"data.format: auto found rows of the shape {found}, which comes with shardwise 0.4;\n"
-                "for plain text name its column: data.fields={text: COLUMN}"
-            )
-    if found is DataFormat.TOKENS and texts:
-        raise InputError(f"data.format: tokens are read from .jsonl files; {texts[0].path} is text")
-    unknown = sorted(set(fields) - {"text", "tokens"})
-    if unknown:
-        raise InputError(f"data.fields: {unknown[0]} is not a field of {found} rows; they have text or tokens")
-    return found
-
-
-def _format_of_columns(file: SourceFile, fields: dict[str, str]) -> DataFormat:
-    """The shape of the first row that is an object; TEXT where none says otherwise."""
-    if "tokens" in fields:
-        return DataFormat.TOKENS
-    if "text" in fields:
-        return DataFormat.TEXT
-    for number, row in _rows(file):
-        if isinstance(row, dict):
-            columns = row.keys()
-            if "text" in columns:
-                return DataFormat.TEXT
-            for shape, alternatives in _COLUMNS_OF_FORMAT.items():
-                if any(names <= columns for names in alternatives):
-                    return shape
-            return DataFormat.TEXT
-        if number >= NUM_ROWS_TO_DETECT:
-            break
-    return DataFormat.TEXT
-
-
 def read_blocks(file: SourceFile, defect: str | None, reading: RowReading) -> Iterator[Block | BadRow]:
     """The blocks of all documents of `file`, in order; `defect` is what its survey found."""
     if defect is not None:
         yield BadRow(file.path, defect)
     elif holds_rows(file):
-        for number, row in _rows(file):
-            content = row if isinstance(row, BadRow) else _content(row, f"{file.path}:{number}", reading)
+        for number, row in read_rows(file):
+            where = f"{file.path}:{number}"
+            content = row if isinstance(row, BadRow) else example_of(row, where, reading)
+            if content is None:
+                continue
             if isinstance(content, BadRow):
                 yield content
             elif isinstance(content, str):
-                yield from _blocks_of_text(iter([content]), file.weight)
+                yield from _blocks_of_text(iter([content]), file.weight, where)
             else:
-                yield Block(content, file.weight, opens_document=True)
+                yield Block(content, file.weight, opens_document=True, where=where)
     else:
-        yield from _blocks_of_text(_decoded(file), file.weight)
+        yield from _blocks_of_text(_decoded(file), file.weight, file.path)
 
 
 def _decoded(file: SourceFile) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
-    with _open(file) as stream:
+    with open_content(file) as stream:
         is_start = True
         while chunk := stream.read(READ_BYTES):
             text = decoder.decode(chunk)
@@ -171,17 +131,17 @@ def _decoded(file: SourceFile) -> Iterator[str]:
             is_start = False
 
 
-def _blocks_of_text(texts: Iterator[str], weight: float) -> Iterator[Block]:
+def _blocks_of_text(texts: Iterator[str], weight: float, where: str) -> Iterator[Block]:
     """Blocks of one document; they end at line ends unless a line is longer than a block. Blank ones are nothing."""
     opens, carried = True, ""
     for text in texts:
         carried += text
         while len(carried) >= BLOCK_CHARS:
             piece = next(cut_at_line_ends(carried, BLOCK_CHARS))
-            yield Block(piece, weight, opens)
+            yield Block(piece, weight, opens, where)
             opens, carried = False, carried[len(piece) :]
     if carried and not (opens and carried.isspace()):
-        yield Block(carried, weight, opens)
+        yield Block(carried, weight, opens, where)
 
 
 def cut_at_line_ends(text: str, max_chars: int) -> Iterator[str]:
@@ -193,85 +153,3 @@ def cut_at_line_ends(text: str, max_chars: int) -> Iterator[str]:
             end = text.rfind("\n", start, end) + 1 or end
         yield text[start:end]
         start = end
-
-
-def _content(row: Any, where: str, reading: RowReading) -> str | list[int] | BadRow:  # noqa: ANN401 - any JSON
-    if not isinstance(row, dict):
-        return BadRow(where, f"is {_kind(row)}, not an object")
-    if reading.format is DataFormat.TOKENS:
-        return _token_ids(row, where, reading)
-    column = reading.fields.get("text", "text")
-    if column not in row:
-        return BadRow(where, f'has no field "{column}"; its fields: {", ".join(map(str, row)) or "none"}')
-    text = row[column]
-    if not isinstance(text, str):
-        return BadRow(where, f'field "{column}" is {_kind(text)}, not text')
-    return text if text and not text.isspace() else BadRow(where, f'field "{column}" is empty')
-
-
-def _token_ids(row: dict[str, Any], where: str, reading: RowReading) -> list[int] | BadRow:
-    columns = (reading.fields["tokens"],) if "tokens" in reading.fields else ("tokens", "input_ids")
-    column = next((name for name in columns if name in row), None)
-    if column is None:
-        return BadRow(where, f'has no field "{columns[0]}"; its fields: {", ".join(map(str, row)) or "none"}')
-    ids = row[column]
-    if not isinstance(ids, list) or any(type(token) is not int for token in ids):
-        return BadRow(where, f'field "{column}" is not a list of token ids')
-    if len(ids) < 2:
-        return BadRow(where, f'field "{column}" has {len(ids)} tokens; a row without a label teaches nothing')
-    if not (min(ids) >= 0 and max(ids) < reading.vocab_size):
-        wrong = min(ids) if min(ids) < 0 else max(ids)
-        return BadRow(where, f"token {wrong} is not in the model's vocabulary of {reading.vocab_size}")
-    return ids
-
-
-def _kind(content: object) -> str:
-    names = {str: "text", list: "a list", dict: "an object", bool: "true or false", type(None): "null"}
-    return names.get(type(content), "a number")
-
-
-def _rows(file: SourceFile) -> Iterator[tuple[int, Any]]:
-    """(row number from 1, decoded row or BadRow); blank lines have a number and are skipped."""
-    with _open(file) as stream:
-        if file.path.lower().endswith(".json") and _starts_an_array(stream):
-            rows = _decode(stream.read(), file.path)
-            yield from enumerate(rows if isinstance(rows, list) else [rows], start=1)
-            return
-        for number, line in enumerate(stream, start=1):
-            if line.strip():
-                yield number, _decode(line, f"{file.path}:{number}")
-
-
-def _starts_an_array(stream: BinaryIO) -> bool:
-    start = stream.read(READ_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
-    stream.seek(0)
-    return start.startswith(b"[")
-
-
-def _decode(content: bytes, where: str) -> Any:  # noqa: ANN401 - any JSON
-    try:
-        return msgspec.json.decode(content.removeprefix(codecs.BOM_UTF8))
-    except UnicodeDecodeError as error:
-        return BadRow(where, f"is not UTF-8 ({error.reason})")
-    except RecursionError:
-        return BadRow(where, "is not a row of data: nested too deep")
-    except msgspec.DecodeError as error:
-        return BadRow(where, f"is not valid JSON: {error}")
-
-
-def _open(file: SourceFile) -> BinaryIO:
-    """The file, opened, if it is still as it was listed."""
-    path = Path(file.path)
-    try:
-        stream = path.open("rb")
-    except FileNotFoundError:
-        raise InputError(f"{path}: is gone since the sources were listed; start again") from None
-    except OSError as error:
-        raise EnvironmentFaultError(f"{path}: cannot be read: {error.strerror}") from error
-    status = path.stat()
-    if (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
-        stream.close()
-        raise InputError(
-            f"{path}: changed since it was listed ({file.size_bytes} bytes then, {status.st_size} now); start again"
-        )
-    return stream

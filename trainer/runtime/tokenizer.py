@@ -14,7 +14,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from trainer.spec.errors import EnvironmentFaultError, InputError
 
@@ -106,6 +106,12 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
     return TextTokenizer(tokenizer, eos_id, eos_id if pad_id is None else pad_id, prefix)
 
 
+def add_special_tokens(loaded: TextTokenizer, tokens: Sequence[str], folder: Path) -> None:
+    """Gives the tokenizer tokens of their own for these texts, and `folder` the tokenizer.json that has them."""
+    loaded.tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
+    _write_tokenizer_json(loaded, folder)
+
+
 def copy_tokenizer(loaded: TextTokenizer, source: Path, folder: Path) -> None:
     """Copies the tokenizer's files out of `source`; writes tokenizer.json where `source` has none."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -130,6 +136,23 @@ def tokenizer_digest(folder: Path) -> bytes:
             raise EnvironmentFaultError(f"{path}: cannot be read: {error.strerror}") from error
         digest.update(f"{path.name} {len(content)}\n".encode() + content)
     return digest.digest()
+
+
+def named_tokens(folder: Path) -> dict[str, str]:
+    """What the folder calls bos_token, eos_token and so on, as its chat template is told of them."""
+    settings = _settings_of(folder)
+    extra = settings.get("extra_special_tokens")
+    named = {**(extra if isinstance(extra, dict) else {}), **settings}
+    tokens = {name: _content(entry) for name, entry in named.items() if name.endswith("_token")}
+    return {name: content for name, content in tokens.items() if isinstance(content, str)}
+
+
+def special_tokens(tokenizer: TextTokenizer) -> tuple[str, ...]:
+    """The texts that become one token each and are no part of what anybody says; eos is one of them."""
+    added = tokenizer.tokenizer.get_added_tokens_decoder().values()
+    special = [token.content for token in added if token.special]
+    eos = tokenizer.tokenizer.id_to_token(tokenizer.eos_id)
+    return tuple(dict.fromkeys(special if eos is None else [*special, eos]))
 
 
 def _tokenizer_files(folder: Path) -> list[Path]:
@@ -185,6 +208,10 @@ def _converted(folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
 
 
 def _token_id(tokenizer: Tokenizer, settings: dict[str, Any], name: str) -> int | None:
-    entry = settings.get(name)
-    content = entry.get("content") if isinstance(entry, dict) else entry
+    content = _content(settings.get(name))
     return None if content is None else tokenizer.token_to_id(content)
+
+
+def _content(entry: Any) -> Any:  # noqa: ANN401 - any JSON
+    """The text of a token, which is written as it is or as an object with its properties."""
+    return entry.get("content") if isinstance(entry, dict) else entry

@@ -55,7 +55,7 @@ class Linear(Value, frozen=True, kw_only=True):
         return self.num_copies * (self.num_inputs * self.num_outputs + (self.num_outputs if self.has_bias else 0))
 
 
-class ModelShape(Value, frozen=True, kw_only=True):
+class ModelShape(Value, frozen=True, kw_only=True, cache_hash=True):
     """Dimensions of a model; sizes are elements."""
 
     model_type: str

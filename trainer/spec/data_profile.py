@@ -18,21 +18,23 @@ class BatchWidth(Value, frozen=True, kw_only=True):
     """Mean tokens of a row of padded batches, each as wide as its longest document."""
 
     micro_batch: int
-    mean_width: float  # documents in random order, as training draws them
-    mean_width_sorted: float  # documents of like length together
+    mean_width: float  # documents in random order
+    mean_width_sorted: float  # grouped by length, as training draws rows that are not packed
 
 
 class DataProfile(Value, frozen=True, kw_only=True):
     """The training data after tokenising, or an estimate of it."""
 
     source: str  # prepared | estimated
-    num_rows: int  # rows of at most seq_len tokens that training draws from
+    num_rows: int  # rows of at most seq_len tokens that training draws from; of preferences, pairs of them
     num_tokens: int
     longest_row: int  # tokens
     is_packed: bool
     fingerprint: str  # of content, tokenizer and settings
     vocab_size: int  # of the tokenizer
     format: DataFormat = DataFormat.TEXT  # what the rows are, never auto
+    num_targets: int | None = None  # tokens of an epoch that are learned
+    packing_efficiency: float | None = None  # tokens of the rows, of as many rows of seq_len
     num_eval_rows: int = 0
     num_eval_tokens: int = 0
     eval_unigram_entropy_nats: float | None = None

@@ -3,13 +3,19 @@
 It answers with a DataProfile in the file ANSWER, or with one to three lines on stderr and the error's exit code.
 Names of sources are resolved to files before the subprocess starts (launch/data_files.py), so that asking what there
 is needs nothing heavy; the sizes and times stand beside the paths so that a file which changes meanwhile is noticed.
+
+What a file holds is said by its name: one of ROW_SUFFIXES is a file of rows, any other is one text; one of
+COMPRESSIONS may follow either.
 """
 
-from trainer.spec.errors import InputError
-from trainer.spec.job import BadRows, DataFormat, DataSource
+from os.path import splitext
+
+from trainer.spec.extension import Extension
+from trainer.spec.job import BadRows, DataFormat, DataSource, LossOn
 from trainer.spec.value import Value
 
-SERVED_FORMATS = (DataFormat.AUTO, DataFormat.TEXT, DataFormat.TOKENS)
+ROW_SUFFIXES = frozenset({".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow"})
+COMPRESSIONS = frozenset({".gz", ".bz2", ".xz", ".zst"})
 
 
 class SourceFile(Value, frozen=True, kw_only=True):
@@ -36,12 +42,24 @@ class PrepareRequest(Value, frozen=True, kw_only=True):
     vocab_size: int  # of the model
     tokenizer: str | None  # a folder; None: train a byte-level BPE of `vocab_size` from the data
     cache_root: str
+    chat_template: str | None = None  # of chats: a name or a file; None: the tokenizer's own
+    loss_on: LossOn = LossOn.AUTO
+    extension: Extension | None = None  # its format_row makes rows of a known shape
+    hub_home: str | None = None  # Hugging Face's home folder; None: where huggingface_hub would look
+    eval_subset: str | None = None  # of `eval_source`
+    eval_split: str | None = None  # of `eval_source`
     files: tuple[SourceFile, ...] = ()  # what `sources` are on disk
     eval_files: tuple[SourceFile, ...] = ()  # what `eval_source` is on disk
+    revisions: tuple[str, ...] = ()  # ORG/NAME@COMMIT of every source that is from the hub
 
 
-def check_format_is_served(shape: DataFormat) -> None:
-    """InputError for a shape of rows that this version does not read."""
-    if shape not in SERVED_FORMATS:
-        served = ", ".join(SERVED_FORMATS)
-        raise InputError(f"data.format: {shape} comes with shardwise 0.4; this version reads {served}")
+def content_suffix(path: str) -> str:
+    """The suffix that says what the file holds, in lower case, without that of a compression: `.csv` of `a.CSV.gz`."""
+    stem, suffix = splitext(path.lower())  # noqa: PTH122 - thousands of paths at every start
+    return splitext(stem)[1] if suffix in COMPRESSIONS else suffix  # noqa: PTH122
+
+
+def compression(path: str) -> str | None:
+    """The suffix that says how the file is compressed; None where it is not."""
+    suffix = splitext(path.lower())[1]  # noqa: PTH122 - thousands of paths at every start
+    return suffix if suffix in COMPRESSIONS else None

@@ -11,8 +11,9 @@ other (`read_layers`); a later one that states one of two settings that exclude 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from trainer.spec.errors import InputProblemsError
 from trainer.spec.job import Job
@@ -83,13 +84,12 @@ class JobReading(NamedTuple):
     sources: dict[str, str]
 
 
-@dataclass
-class _Found:
+class _Found(Struct):
     """What the walk over a tree has come upon."""
 
-    values: dict[str, Any] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    unreadable: set[str] = field(default_factory=set)
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    unreadable: set[str] = set()
 
 
 def read_job(tree: Mapping[str, Any], *, origin: str) -> Job:

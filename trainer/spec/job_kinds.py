@@ -12,11 +12,13 @@ than what was expected. None is a legal spelling only where `auto` or `nullable`
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from msgspec.structs import replace
+
 from trainer.spec.nearest import close_matches
+from trainer.spec.value import Value
 
 _YES, _NO = ("yes", "on", "true"), ("no", "off", "false")
 
@@ -25,8 +27,7 @@ class HintError(ValueError):
     """A sentence that follows "expected ..."."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kind:
+class Kind(Value, frozen=True, kw_only=True):
     """One type of setting."""
 
     expected: str  # completes "expected ..."

@@ -3,7 +3,7 @@
 `train` asks `later_problems` before anything starts; `plan` does not. To serve a setting: delete its row.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trainer.spec.job import Job
 from trainer.spec.job_writing import job_tree
@@ -20,14 +20,9 @@ class Later(NamedTuple):
 
 COMES_LATER: tuple[Later, ...] = (
     Later("model.trust_remote_code", (), "0.4"),
-    Later("data.format", ("prompt_completion", "chat", "preference"), "0.4"),
-    Later("data.chat_template", (), "0.4"),
-    Later("data.loss_on", ("completion", "assistant"), "0.4"),
     Later("data.streaming", (True,), "0.4"),
-    Later("train.objective", ("sft", "dpo"), "0.4"),
     Later("pin.sharding", ("hsdp",), "0.6"),
     Later("checkpoint.async", (True,), "0.5"),
-    Later("eval.early_stop", (), "0.4"),
     Later("log.wandb", ("offline", "online"), "0.7"),
     Later("log.tensorboard", (True,), "0.7"),
     Later("log.notify", (), "0.7"),
@@ -37,15 +32,16 @@ COMES_LATER: tuple[Later, ...] = (
 
 def later_problems(job: Job) -> tuple[str, ...]:
     """One line for each setting this version cannot train with: `data.format: chat comes with shardwise 0.4`."""
+    written, default = job_tree(job), job_tree(Job())
     return tuple(
         f"{row.path}{_written(value)} comes with shardwise {row.version}"
         for row in COMES_LATER
-        if (value := _value(job, row.path)) in row.values or (not row.values and value != _value(Job(), row.path))
+        if (value := _value(written, row.path)) in row.values or (not row.values and value != _value(default, row.path))
     )
 
 
-def _value(job: Job, path: str) -> object:
-    found: object = job_tree(job)
+def _value(tree: dict[str, Any], path: str) -> object:
+    found: object = tree
     for name in path.split("."):
         assert isinstance(found, dict)
         found = found[name]

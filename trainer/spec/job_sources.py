@@ -1,7 +1,7 @@
 """Settings that name rows: `data.train`, one source or several with weights, and `data.eval`."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from trainer.spec.job import DataSource
 from trainer.spec.job_kinds import HintError, Kind, read_text
@@ -92,7 +92,7 @@ def _read_eval_source(entry: Mapping[str, object]) -> EvalSplit:
     return EvalSplit(None, read_text(entry["source"]), _read_part(entry, "subset"), _read_part(entry, "split"))
 
 
-def _is_source(entry: Any, names: set[str]) -> bool:  # noqa: ANN401 - whatever a job file holds
+def _is_source(entry: object, names: set[str]) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(entry, Mapping) and "source" in entry and set(entry) <= names
 
 

@@ -65,13 +65,16 @@ class Engaged(Value, frozen=True, kw_only=True):
 
 
 class Evaluation(Value, frozen=True, kw_only=True):
-    """Score on the held-out rows."""
+    """Score on the held-out rows; of pairs, the loss is DPO's and the perplexity that of the chosen answers."""
 
     step: int
     loss: float
     perplexity: float
     num_tokens: int
     unigram_entropy_nats: float | None = None
+    accuracy: float | None = None  # share of the targets that are the most likely token
+    reward_accuracy: float | None = None  # share of the pairs whose chosen answer has the higher reward
+    reward_margin: float | None = None  # reward of the chosen answer less that of the rejected one, mean
 
 
 class Sample(Value, frozen=True, kw_only=True):

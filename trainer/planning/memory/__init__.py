@@ -14,14 +14,19 @@
 What is covered, and how it was checked, is in docs/memory-model.md.
 """
 
+from collections.abc import Callable
+from functools import cache
+
+from msgspec.structs import replace
+
 from trainer.planning.device import Device
-from trainer.planning.memory.activations import BlockActivations, block_activations
+from trainer.planning.memory.activations import block_activations
 from trainer.planning.memory.events import resident_bytes, step_events
 from trainer.planning.memory.host import host_memory
 from trainer.planning.memory.loss_head import head_memory
-from trainer.planning.memory.overheads import OVERHEADS, OverheadTable, StepBytes, needed, overheads
-from trainer.planning.memory.recipe import Dims, Recipe, dims_of, recipe_of
-from trainer.planning.memory.sharding import sharding_memory
+from trainer.planning.memory.overheads import OVERHEADS, OverheadTable, StepBytes, least_needed, needed, overheads
+from trainer.planning.memory.recipe import dims_of, recipe_of
+from trainer.planning.memory.sharding import accumulated_gradients, sharding_memory
 from trainer.planning.memory.states import States, model_states
 from trainer.planning.memory.step_memory import StepMemory
 from trainer.planning.setting import Setting
@@ -60,42 +65,56 @@ def estimate_memory(
     )
 
 
-def needed_bytes(shape: ModelShape, setting: Setting, device: Device, *, limit: int | None = None) -> int:
-    """`need_bytes` of `estimate_memory` alone, for a search over settings: a quarter less work.
+def needed_bytes(shape: ModelShape, setting: Setting, device: Device) -> int:
+    """`need_bytes` of `estimate_memory` alone, for a search over settings: a quarter less work."""
+    return needed(_bytes_of(step_memory(shape, setting, device), setting, device), OVERHEADS)
 
-    A third of the work shows the states and what blocks keep for the backward; where that is above `limit` already, it
-    is the answer.
+
+def least_bytes(shape: ModelShape, start: Setting, device: Device) -> Callable[[int, int], int]:
+    """What `needed_bytes` is never below, of `start` with another micro batch and accumulation.
+
+    What is alive when the last block runs backwards: states, earlier gradients, all activations, gathered parameters.
+    In our runtime it is the same for every loss head.
     """
     dims = dims_of(shape)
-    recipe = recipe_of(setting, device, dims)
-    states, blocks = model_states(setting, recipe, dims), block_activations(setting, recipe, dims)
-    if limit is not None:
-        held = states.weights + states.master_weights + states.quant_state + states.adapters + states.optimizer_state
-        if held + blocks.kept > limit:
-            return held + blocks.kept
-    return needed(_bytes_of(_step(setting, recipe, dims, states, blocks), setting, device), OVERHEADS)
+    recipe = recipe_of(start, device, dims)
+    states, sharding = model_states(start, recipe, dims), sharding_memory(start, recipe, dims)
+    held = _held(states) + sharding.buffers + sharding.buffers_backward + sharding.gathered_top
+
+    @cache
+    def least(micro_batch: int, accumulation: int) -> int:
+        setting = replace(start, micro_batch=micro_batch, accumulation=accumulation)
+        blocks = block_activations(
+            setting, replace(recipe, tokens=recipe.tokens // start.micro_batch * micro_batch), dims
+        )
+        earlier = accumulated_gradients(setting, recipe, states.num_trained, states.gradients)
+        alive = held + max(0, earlier - sharding.reduce_head)
+        alive += blocks.kept + blocks.temporaries + blocks.recomputed_by_last
+        return least_needed(alive, recipe, device, start.num_ranks, OVERHEADS)
+
+    return least
 
 
 def held_bytes(shape: ModelShape, setting: Setting, device: Device) -> int:
-    """What stays on the device between steps: of a row the same at every micro batch, recomputation and loss head."""
-    return sum(resident_bytes(step_memory(shape, setting, device)).values())
+    """States on the device between steps: of a row the same at every micro batch, recomputation and loss head."""
+    dims = dims_of(shape)
+    return _held(model_states(setting, recipe_of(setting, device, dims), dims))
+
+
+def _held(states: States) -> int:
+    return states.weights + states.master_weights + states.quant_state + states.adapters + states.optimizer_state
 
 
 def step_memory(shape: ModelShape, setting: Setting, device: Device) -> StepMemory:
     """What the events of a step are put together from; `step_events` names every byte of every event."""
     dims = dims_of(shape)
     recipe = recipe_of(setting, device, dims)
-    states, blocks = model_states(setting, recipe, dims), block_activations(setting, recipe, dims)
-    return _step(setting, recipe, dims, states, blocks)
-
-
-def _step(setting: Setting, recipe: Recipe, dims: Dims, states: States, blocks: BlockActivations) -> StepMemory:
     return StepMemory(
         setting=setting,
         recipe=recipe,
         dims=dims,
-        states=states,
-        blocks=blocks,
+        states=model_states(setting, recipe, dims),
+        blocks=block_activations(setting, recipe, dims),
         head=head_memory(setting, recipe, dims),
         sharding=sharding_memory(setting, recipe, dims),
     )

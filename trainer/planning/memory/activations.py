@@ -66,8 +66,7 @@ def block_activations(setting: Setting, recipe: Recipe, dims: Dims) -> BlockActi
     whole = saved.total * tokens + cast_weights + _adapted_experts(setting, recipe, dims)
     whole += row_bytes(setting, dims)
     shared = boundary if keeps_input(recipe, dims) else 0
-    in_attention = attention_module_bytes(setting, recipe, dims) * tokens + _attention_casts(setting, recipe, dims)
-    in_attention = max(0, in_attention)  # below: its input is more than all it saves
+    in_attention = _in_attention(setting, recipe, dims) if setting.checkpointing is Checkpointing.ATTENTION else 0
     part = _recomputed_part(setting, recipe, dims, whole=whole, boundary=boundary, in_attention=in_attention)
     num_recomputed, every = _num_recomputed(setting, dims)
     kept = num_recomputed * part.kept + (dims.layers - num_recomputed) * whole
@@ -112,6 +111,11 @@ def block_activations(setting: Setting, recipe: Recipe, dims: Dims) -> BlockActi
         cast_weights=cast_weights,
         cached_casts=_cached_casts(setting, recipe, dims, cast_weights, num_recomputed, moves=moves),
     )
+
+
+def _in_attention(setting: Setting, recipe: Recipe, dims: Dims) -> int:
+    saved = attention_module_bytes(setting, recipe, dims) * recipe.tokens + _attention_casts(setting, recipe, dims)
+    return max(0, saved)  # below: its input is more than all it saves
 
 
 class _Part(Value, frozen=True, kw_only=True):

@@ -1,15 +1,16 @@
 """Host RAM and NVMe of one node.
 
-Every rank builds the whole model in host memory in the type of its master weights before an engine shards it, so a
-node needs that many copies once, at the start, and the offloaded state for the rest of the run. QLoRA quantises each
-tensor as it is read from the file: a rank never holds more than one in 16 bit and one on its way, beside what it keeps.
-On a CPU device the model itself is the device's memory and is not counted twice.
+Where every rank computes with the whole model, it builds it in host memory in the type of its master weights: a node
+needs that many copies once, at the start, and the offloaded state for the rest of the run. An engine that shards
+weights is filled shard by shard, and QLoRA quantises each tensor as it is read: a rank then never holds more than one
+tensor and one on its way, beside what it keeps. FP8 converts the layers of a whole model. On a CPU device the model
+itself is the device's memory and is not counted twice.
 """
 
 from trainer.planning.memory.recipe import Dims, Recipe
 from trainer.planning.memory.states import States
 from trainer.planning.setting import Setting
-from trainer.spec.strategy import Method
+from trainer.spec.strategy import Method, Precision
 from trainer.spec.units import MIB
 from trainer.spec.value import Value
 
@@ -30,13 +31,16 @@ def host_memory(setting: Setting, recipe: Recipe, dims: Dims, states: States, *,
     pinned = states.pinned + activations
     if not recipe.is_cuda:
         return HostMemory(pinned=0, pageable=num_ranks * (pinned + states.pageable), nvme=num_ranks * states.nvme)
-    building = _building_bytes(setting, recipe, dims)
+    building = loading_bytes(setting, recipe, dims)
     # The built model is given back as it is sharded, before the offloaded state is complete.
     pageable = PROCESS_BYTES + states.managed + max(building, states.pageable)
     return HostMemory(pinned=num_ranks * pinned, pageable=num_ranks * pageable, nvme=num_ranks * states.nvme)
 
 
-def _building_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
-    if setting.method is Method.QLORA:
-        return 2 * recipe.compute_bytes * dims.largest_tensor
-    return (recipe.compute_bytes if recipe.is_frozen else recipe.master_bytes) * dims.parameters
+def loading_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
+    """Bytes of host RAM that a rank takes while it loads the model, beside what it keeps."""
+    width = recipe.compute_bytes if recipe.is_frozen else recipe.master_bytes
+    loads_sharded = setting.strategy.sharding.shards_weights and setting.strategy.precision is not Precision.FP8
+    if setting.method is Method.QLORA or loads_sharded:
+        return 2 * width * dims.largest_tensor
+    return width * dims.parameters

@@ -121,6 +121,13 @@ def needed(held: StepBytes, table: OverheadTable) -> int:
     return round(inside) + _outside_bytes(held.device, held.num_ranks, table)
 
 
+def least_needed(num_bytes: int, recipe: Recipe, device: Device, num_ranks: int, table: OverheadTable) -> int:
+    """What `needed` is never below where so many bytes are alive in a forward or a backward."""
+    if not recipe.is_cuda:
+        return num_bytes + round(table.cpu_margin.likely * num_bytes) + _context_bytes(device, table)
+    return int((1 + table.margin.likely) * num_bytes) + _outside_bytes(device, num_ranks, table)
+
+
 def _context_bytes(device: Device, table: OverheadTable) -> int:
     return device.context_bytes if table.context_bytes is None else round(table.context_bytes.likely)
 

@@ -1,0 +1,191 @@
+"""A data set's files from the Hugging Face hub: those already in the local cache, and a download of the rest.
+
+`ORG/NAME` is the newest revision that was downloaded, `ORG/NAME@REVISION` a branch, a tag or a commit. Only the files
+of the split asked for are downloaded, and only files of text or rows, by suffix: never a script, never a pickle.
+
+The cache is read by its layout (`datasets--ORG--NAME/refs/REVISION` holds a commit, `snapshots/COMMIT/` its files), so
+that what is here needs neither the network nor a library. Beside it stands `listings/COMMIT.json`, the names of all
+files of that commit, written before the first of them is downloaded: so a download that was broken off is seen and
+gone on with. Where another program filled the cache, only numbered files (`-00000-of-00004`) tell what is missing.
+"""
+
+import re
+from collections.abc import Sequence
+from glob import escape
+from pathlib import Path
+from typing import NamedTuple
+
+from launch.dataset_splits import SETTINGS_FILES, Part, files_of_part
+from launch.hub_files import ANSWER_TIMEOUT_S, HUB_ID, hub_errors_explained
+from trainer.spec import codec
+from trainer.spec.data_request import ROW_SUFFIXES, content_suffix
+from trainer.spec.errors import InputError
+from trainer.spec.value import Value
+
+README = "README.md"
+TEXT_SUFFIXES = frozenset({".txt", ".text", ".md"})
+_REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
+_SHARD = re.compile(r"(.*)-[0-9]{5}-of-([0-9]{5})(.*)")
+
+
+class HubFiles(NamedTuple):
+    """The files of one part of a data set, on this machine."""
+
+    reference: str  # ORG/NAME@COMMIT
+    paths: tuple[Path, ...]
+
+
+class Listing(Value, frozen=True, kw_only=True):
+    """Every file of one commit of a repository."""
+
+    names: tuple[str, ...]
+
+
+def is_dataset_id(source: str) -> bool:
+    """Whether the source may name a data set of the hub."""
+    repository, at, revision = source.partition("@")
+    is_revision = _REVISION.fullmatch(revision) is not None and ".." not in revision
+    return HUB_ID.fullmatch(repository) is not None and (not at or is_revision)
+
+
+def dataset_files(source: str, part: Part, *, cache: Path, setting: str) -> HubFiles:
+    """The part's files, downloaded where they are not in `cache`; a cached revision needs no network.
+
+    Raises InputError where the data set, its revision or the part does not exist, or needs a token;
+    EnvironmentFaultError where the hub cannot be reached. Both say what to do next.
+    """
+    found = _find(source, part, cache=cache, setting=setting)
+    return found if found is not None else _download(source, part, cache=cache, setting=setting)
+
+
+def read_readme(folder: Path) -> str | None:
+    """What README.md says; None where there is none."""
+    try:
+        return (folder / README).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def _find(source: str, part: Part, *, cache: Path, setting: str) -> HubFiles | None:
+    """The part as it is in the cache; None where some of it is not there, or may not be."""
+    repository, revision = _parsed(source)
+    root = _root(cache, repository)
+    commit = _commit(root, revision)
+    snapshot = root / "snapshots" / commit
+    if not snapshot.is_dir():
+        return None
+    listing = _read_listing(root, commit)
+    names = listing or tuple(path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*"))
+    try:
+        chosen = files_of_part(_data_files(names), read_readme(snapshot), part, origin=f"{setting}: {source}")
+    except InputError:
+        if listing:  # of the whole repository, so no download would help
+            raise
+        return None
+    is_whole = all((snapshot / name).is_file() for name in chosen) and (bool(listing) or _has_all_shards(chosen))
+    lacks_readme = README in names and not (snapshot / README).is_file()
+    if not is_whole or lacks_readme:
+        return None
+    return HubFiles(f"{repository}@{commit}", tuple(snapshot / name for name in chosen))
+
+
+def _download(source: str, part: Part, *, cache: Path, setting: str) -> HubFiles:
+    from huggingface_hub import HfApi, snapshot_download
+
+    repository, revision = _parsed(source)
+    with hub_errors_explained(
+        repository, revision=revision, cache=cache, setting=setting, what="a data set", pages="datasets/"
+    ):
+        described = HfApi().dataset_info(repository, revision=revision, timeout=ANSWER_TIMEOUT_S)
+        commit, names = described.sha, tuple(sibling.rfilename for sibling in described.siblings or ())
+        assert commit is not None, "the hub answers with a commit"
+        snapshot = _root(cache, repository) / "snapshots" / commit
+
+        def fetch(wanted: Sequence[str]) -> None:
+            patterns = [escape(name) for name in wanted]
+            snapshot_download(
+                repository, repo_type="dataset", revision=commit, cache_dir=cache, allow_patterns=patterns
+            )
+
+        _write_listing(_root(cache, repository), commit, revision, names)
+        if README in names:
+            fetch([README])
+        data = _data_files(names)
+        if not data:
+            raise InputError(_nothing_to_read(repository, names, setting=setting))
+        chosen = files_of_part(data, read_readme(snapshot), part, origin=f"{setting}: {source}")
+        fetch(chosen)
+    return HubFiles(f"{repository}@{commit}", tuple(snapshot / name for name in chosen))
+
+
+def _parsed(source: str) -> tuple[str, str | None]:
+    repository, _, revision = source.partition("@")
+    return repository, revision or None
+
+
+def _root(cache: Path, repository: str) -> Path:
+    return cache / f"datasets--{repository.replace('/', '--')}"
+
+
+def _commit(root: Path, revision: str | None) -> str:
+    """What a branch or a tag was when it was last asked for; a commit is itself."""
+    name = revision or "main"
+    try:
+        return (root / "refs" / name).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return name
+
+
+def _data_files(names: Sequence[str]) -> tuple[str, ...]:
+    """Those that can be read: rows, and where there are none, text."""
+    visible = [
+        name
+        for name in names
+        if not any(not part or part.startswith((".", "__")) for part in name.split("/"))
+        and name.rpartition("/")[2] not in SETTINGS_FILES
+    ]
+    rows = tuple(name for name in visible if content_suffix(name) in ROW_SUFFIXES)
+    texts = tuple(name for name in visible if content_suffix(name) in TEXT_SUFFIXES and name != README)
+    return rows or texts
+
+
+def _has_all_shards(names: Sequence[str]) -> bool:
+    """Whether numbered files are as many as their names say."""
+    counts: dict[tuple[str, str, str], int] = {}
+    for name in names:
+        if shard := _SHARD.fullmatch(name):
+            key = (shard[1], shard[2], shard[3])
+            counts[key] = counts.get(key, 0) + 1
+    return all(count == int(total) for (_, total, _), count in counts.items())
+
+
+def _listing_path(root: Path, commit: str) -> Path:
+    return root / "listings" / f"{commit}.json"
+
+
+def _read_listing(root: Path, commit: str) -> tuple[str, ...]:
+    try:
+        return codec.read(_listing_path(root, commit), Listing).names
+    except InputError:  # filled by another program, or never asked for
+        return ()
+
+
+def _write_listing(root: Path, commit: str, revision: str | None, names: tuple[str, ...]) -> None:
+    """The names, and which commit the branch or tag is now, where huggingface_hub would write it."""
+    _listing_path(root, commit).parent.mkdir(parents=True, exist_ok=True)
+    codec.write(_listing_path(root, commit), Listing(names=names))
+    reference = root / "refs" / (revision or "main")
+    if reference.name != commit:
+        reference.parent.mkdir(parents=True, exist_ok=True)
+        codec.write_bytes(reference, commit.encode())
+
+
+def _nothing_to_read(repository: str, names: Sequence[str], *, setting: str) -> str:
+    script = next((name for name in names if name.endswith(".py")), None)
+    if script is not None:
+        return (
+            f"{setting}: {repository} is made by its program {script}, which is never run; the hub may hold it as "
+            f"Parquet:\n{setting}={repository}@refs/convert/parquet"
+        )
+    suffixes = sorted({content_suffix(name) for name in names} - {""})
+    return f"{setting}: {repository} holds no rows and no text, only {', '.join(suffixes) or 'nothing'}"

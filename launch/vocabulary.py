@@ -1,0 +1,47 @@
+"""A model's folder with room for new tokens: made once in the cache, in a process that may load torch.
+
+Which job needs one is known from its config and its tokenizer (`ModelFiles.new_rows`), so a plan counts the larger
+embeddings before they are written.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from launch.model_files import ModelFiles
+from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from trainer.spec.model_shape import text_part
+
+
+def with_new_rows(files: ModelFiles, *, cache: Path, on_progress: Callable[[str], None]) -> ModelFiles:
+    """The same model with embeddings as large as its config says; as it is where they are."""
+    if not files.new_rows or files.model_path is None:
+        return files
+    num_rows = text_part(files.config)["vocab_size"]
+    folder = cache / "models" / _key(Path(files.model_path), num_rows)
+    if not (folder / "config.json").is_file():
+        on_progress(f"making room for new tokens: {num_rows - files.new_rows:,} to {num_rows:,} rows of the embeddings")
+        _grow(Path(files.model_path), num_rows, folder)
+    return msgspec.structs.replace(files, model_path=str(folder), new_rows=0)
+
+
+def _key(folder: Path, num_rows: int) -> str:
+    key = blake2b(f"{folder}\0{num_rows}\n".encode(), digest_size=16)
+    for path in sorted(folder.iterdir()):
+        status = path.stat()
+        key.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    return key.hexdigest()
+
+
+def _grow(folder: Path, num_rows: int, out: Path) -> None:
+    command = [sys.executable, "-P", "-m", "trainer.runtime.grow_vocabulary", str(folder), str(num_rows), str(out)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", check=False)
+    if done.returncode == 0:
+        return
+    message = "\n".join([line for line in done.stderr.splitlines() if line.strip()][-3:]) or "no message"
+    error = InputError if done.returncode == ExitCode.INPUT else EnvironmentFaultError
+    raise error(f"model.name: its embeddings could not be made larger: {message}")

@@ -1,0 +1,167 @@
+"""One rank that builds the engines of several plans, and looks at the weights they start from or at what they held.
+
+    torchrun ... loading_worker.py PLAN.json[:start|:peak|:whole] [...]
+
+`:start` leaves `start-RANK.json` beside a plan: the parameters, buffers and scales of packed weights whose bits are not
+those of a model that one process builds as a whole, how many there are, whether ranks loaded their shards alone, and
+whether the optimizer has each trained parameter once.
+`:peak` leaves `peak-RANK.json`: the anonymous bytes above the level before loading, at the peak and at the end.
+`:whole` does that for a model that every rank builds as a whole, as an engine has it that does not shard weights.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from trainer.runtime.accelerator import build_accelerator, read_ds_config
+from trainer.runtime.memory_profile import anonymous_bytes
+from trainer.runtime.model import build_model, build_skeleton, is_deepspeed, plain_model
+from trainer.runtime.optimizers import unwrapped
+from trainer.runtime.precision import compute_type
+from trainer.runtime.report_writer import ReportWriter, run_paths
+from trainer.runtime.session import build_session
+from trainer.runtime.sharded_loading import load_into_fsdp, load_into_zero3, loads_sharded
+from trainer.runtime.state import RunState
+from trainer.spec import codec
+from trainer.spec.plan import Plan
+from trainer.spec.strategy import Sharding
+
+INTERVAL_S = 0.002
+
+
+def main(arguments: list[str]) -> None:
+    rank = int(os.environ["RANK"])
+    environment = dict(os.environ)
+    for argument in arguments:
+        name, _, question = argument.partition(":")
+        path, plan = Path(name), codec.read(Path(name), Plan)
+        if question == "start":
+            path.with_name(f"start-{rank}.json").write_text(json.dumps(look_at_start(path, plan, rank)))
+        else:
+            answer = take_peak(path, plan, is_whole=question == "whole")
+            path.with_name(f"peak-{rank}.json").write_text(json.dumps(answer))
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        os.environ.clear()
+        os.environ.update(environment)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def look_at_start(path: Path, plan: Plan, rank: int) -> dict[str, object]:
+    paths = run_paths(path, started_at=datetime.now(UTC))
+    session = build_session(plan, paths, ReportWriter(paths, rank=rank), RunState())
+    model = plain_model(session.model)
+    whole = {name: tensor.detach() for name, tensor in named_tensors(build_model(plan))}
+    seen = dict(gathered(model))
+    if plan.chosen.strategy.sharding is Sharding.ZERO3:  # which holds its weights in the computing type
+        dtype = compute_type(plan.chosen.strategy.precision)
+        whole |= {name: whole[name].to(dtype) for name, _ in model.named_parameters()}
+    return {
+        "differing": [name for name in whole if name not in seen or not equal(seen[name], whole[name])],
+        "surplus": sorted(seen.keys() - whole.keys()),
+        "num_tensors": len(seen),
+        "loads_sharded": loads_sharded(plan),
+        "is_updated": is_deepspeed(session.model) or updated(session.optimizer) == trained(model),
+    }
+
+
+def updated(optimizer: object) -> list[int]:
+    return sorted(id(parameter) for group in unwrapped(optimizer).param_groups for parameter in group["params"])
+
+
+def trained(model: nn.Module) -> list[int]:
+    return sorted(id(parameter) for parameter in model.parameters() if parameter.requires_grad)
+
+
+def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit by bit: packed weights may look like numbers that are none."""
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(bits(one), bits(other))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+    for path, layer in model.named_modules():
+        state = getattr(layer, "quant_state", None)
+        if state is not None:
+            yield from ((f"{path}.{name}", scales) for name, scales in state.as_dict(packed=True).items())
+
+
+def gathered(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the model as a whole, on every rank."""
+    for name, tensor in named_tensors(model):
+        with gathering(tensor, model):
+            yield name, (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def gathering(tensor: torch.Tensor, model: nn.Module):
+    if not hasattr(next(model.parameters()), "ds_id"):
+        return nullcontext()
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    return GatheredParameters([tensor])
+
+
+def take_peak(path: Path, plan: Plan, *, is_whole: bool) -> dict[str, int]:
+    sharding = plan.chosen.strategy.sharding
+    accelerator = build_accelerator(plan, ds_config=read_ds_config(path.parent, sharding))
+    with Peak() as peak:
+        kept = load(plan, accelerator, is_whole=is_whole)
+    del kept
+    return {"peak": max(peak.highest, peak.at_end), "end": peak.at_end}
+
+
+def load(plan: Plan, accelerator, *, is_whole: bool) -> object:
+    if is_whole:
+        return build_model(plan)
+    skeleton = build_skeleton(plan)
+    if plan.chosen.strategy.sharding.uses_fsdp:
+        load_into_fsdp(skeleton, accelerator)
+    else:
+        load_into_zero3(skeleton, accelerator, plan.chosen.strategy.precision)
+    return skeleton.model
+
+
+class Peak:
+    """The largest anonymous memory while a block runs, above the level before it."""
+
+    def __enter__(self) -> "Peak":
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what an earlier plan has given back would be taken again unseen
+        self.level, self.highest, self._is_done = anonymous_bytes(), 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.at_end = anonymous_bytes() - self.level
+        self._is_done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._is_done.is_set():
+            self.highest = max(self.highest, anonymous_bytes() - self.level)
+            time.sleep(INTERVAL_S)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

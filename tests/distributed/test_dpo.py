@@ -1,0 +1,167 @@
+"""DPO under every engine: two ranks learn what one does, and the reference is the plain base, gathered or not.
+
+What the reference says of the chosen answers of a step stands in the metrics: logps_chosen - reward_chosen / beta.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+from pair_factory import pair_plan, write_pairs
+from rank_factory import SEED, write_attempt
+from safetensors.numpy import load_file
+
+from trainer.runtime.data import IGNORED_LABEL, TokenRows, step_micro_batches
+from trainer.runtime.model import build_model
+from trainer.spec.job import LoraJob, LrSchedule
+from trainer.spec.plan import Plan
+from trainer.spec.strategy import LossHead, Method, Sharding
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks
+
+EXACT = 1e-6
+NUM_STEPS, BETA = 4, 0.1
+LORA = {"lora": LoraJob(rank=4, alpha=8.0), "schedule": LrSchedule.CONSTANT}
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {"method": Method.LORA},
+    "full": {},
+    "fused": {"method": Method.LORA, "loss": LossHead.FUSED},
+    "resumed": {"num_steps": NUM_STEPS // 2},
+    "handed": {"num_steps": NUM_STEPS // 2},
+    "stalled": {"method": Method.LORA, "lr": 0.0, "eval_every_steps": 1, "early_stop": 2},
+}
+TORCH = (
+    (Sharding.DDP, "lora"), (Sharding.DDP, "full"), (Sharding.DDP, "fused"), (Sharding.DDP, "resumed"),
+    (Sharding.FSDP, "lora"), (Sharding.FSDP, "full"), (Sharding.FSDP, "fused"), (Sharding.FSDP_GRAD_OP, "lora"),
+)  # fmt: skip
+STALLED = ((Sharding.DDP, "stalled"), (Sharding.FSDP, "stalled"))
+ZERO = (
+    (Sharding.ZERO1, "lora"), (Sharding.ZERO2, "lora"), (Sharding.ZERO3, "lora"), (Sharding.ZERO3, "full"),
+    (Sharding.ZERO3, "fused"),
+)  # fmt: skip
+
+
+def each(runs: Sequence[tuple[Sharding, str]]):
+    return pytest.mark.parametrize(("sharding", "kind"), runs, ids=[f"{sharding}-{kind}" for sharding, kind in runs])
+
+
+def plan_of(cache_dir: Path, sharding: Sharding, kind: str, num_ranks: int, **changes: Any) -> Plan:
+    settings = {"num_steps": NUM_STEPS, "eval_every_steps": 2, "lr": 5e-3, **KINDS[kind], **changes}
+    return pair_plan(
+        cache_dir, sharding, num_ranks=num_ranks, micro_batch=2, accumulation=4 // num_ranks, train=LORA, **settings
+    )
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory) -> Path:
+    return write_pairs(tmp_path_factory.mktemp("pairs") / "rows")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, pairs, run_ranks) -> Callable[[Sharding, str], Path]:
+    """The folder of a run; those of one library are trained in one group of ranks, the first time one is asked for."""
+    folder = tmp_path_factory.mktemp("dpo")
+    trained: set[str] = set()
+
+    def attempts(wanted: Sequence[tuple[Sharding, str]], num_ranks: int) -> Iterator[Path]:
+        for sharding, kind in wanted:
+            plan = plan_of(pairs, sharding, kind, num_ranks)
+            yield write_attempt(folder / f"{sharding}-{kind}", plan)
+            if kind == "resumed":
+                onward = replace(plan_of(pairs, sharding, "full", num_ranks), resume=True)
+                yield write_attempt(folder / f"{sharding}-{kind}", onward, number=2)
+
+    def train(group: str) -> None:
+        if group in trained:
+            return
+        trained.add(group)
+        if group == "one":
+            train("torch")  # one process goes on with what two ranks of DDP began
+            onward = replace(plan_of(pairs, Sharding.NONE, "full", 1), resume=True)
+            handed = write_attempt(folder / f"{Sharding.DDP}-handed", onward, number=2)
+            run_ranks([*attempts([(Sharding.NONE, "lora"), (Sharding.NONE, "full")], 1), handed], 1)
+        elif group == "torch":
+            run_ranks(list(attempts((*TORCH, *STALLED, (Sharding.DDP, "handed")), 2)), 2)
+        else:
+            run_ranks(list(attempts(ZERO, 2)), 2)
+
+    def run_dir(sharding: Sharding, kind: str) -> Path:
+        train(
+            "one" if sharding is Sharding.NONE or kind == "handed" else "zero" if sharding.uses_deepspeed else "torch"
+        )
+        return folder / f"{sharding}-{kind}"
+
+    return run_dir
+
+
+def column(run_dir: Path, name: str) -> list[float]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
+@pytest.fixture(scope="module")
+def base_logps(pairs) -> list[float]:
+    """Mean log-probability of each step's chosen answers under the plain base, by transformers' own logits."""
+    plan = plan_of(pairs, Sharding.NONE, "full", 1)
+    model, rows, found = build_model(plan).eval(), TokenRows.open(pairs, "train"), []
+    for step in range(NUM_STEPS):
+        (batch,), num_pairs = step_micro_batches(
+            rows, step=step, seed=SEED, sequences_per_step=8, rank=0, num_ranks=1, micro_batch=8, accumulation=1
+        )
+        ids, labels = batch.input_ids[:8], batch.labels[:8, 1:]
+        with torch.no_grad():
+            shares = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
+        picked = shares.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        found.append(float((picked * (labels != IGNORED_LABEL)).sum()) / num_pairs)
+    return found
+
+
+@each([*TORCH, *ZERO])
+def test_two_ranks_learn_what_one_does(sharding, kind, runs):
+    run_dir, alone = runs(sharding, kind), runs(Sharding.NONE, "lora" if kind in ("lora", "fused") else "full")
+    for name in ("loss", "eval_loss", "eval_reward_margin", "reward_accuracy", "tokens"):
+        assert column(run_dir, name) == pytest.approx(column(alone, name), abs=EXACT), name
+    assert len(column(run_dir, "loss")) == NUM_STEPS
+    assert abs(column(run_dir, "loss")[-1] - math.log(2)) > 1e-3, "a difference would show"
+
+
+@each([*TORCH, *ZERO])
+def test_the_reference_is_the_plain_base(sharding, kind, runs, base_logps):
+    run_dir = runs(sharding, kind)
+    policy, rewards = column(run_dir, "logps_chosen"), column(run_dir, "reward_chosen")
+    reference = [logps - reward / BETA for logps, reward in zip(policy, rewards, strict=True)]
+    assert reference == pytest.approx(base_logps, rel=1e-6)
+    assert abs(policy[-1] - base_logps[-1]) > 0.1, "the model has moved away from it"
+
+
+@each([run for run in (*TORCH, *ZERO) if run[1] == "full"])
+def test_the_file_of_the_reference_belongs_to_no_engine(sharding, kind, runs):
+    ours, theirs = (run_dir / "reference.safetensors" for run_dir in (runs(sharding, kind), runs(Sharding.NONE, kind)))
+    found, expected = load_file(ours), load_file(theirs)
+    assert np.array_equal(found["keys"], expected["keys"])
+    np.testing.assert_allclose(found["logps"], expected["logps"], rtol=1e-6)
+
+
+@each(STALLED)
+def test_all_ranks_end_early_together_and_the_best_is_exported(sharding, kind, runs):
+    """At a rate of 0 the first evaluation is the best: two more, and the run ends at step 3 of 4."""
+    run_dir = runs(sharding, kind)
+    assert len(column(run_dir, "loss")) == 3 < NUM_STEPS
+    assert len(set(column(run_dir, "eval_loss"))) == 1
+    assert (run_dir / "attempts" / "1" / "engaged-1.json").exists(), "the other rank came to its end as well"
+    exported = load_file(run_dir / "export" / "adapter_model.safetensors")
+    assert all((value == 0).all() for name, value in exported.items() if "lora_B" in name)
+    steps = [path.name for path in sorted((run_dir / "checkpoints").glob("step-*"))]
+    assert steps == (["step-00000001", "step-00000003"] if sharding is Sharding.DDP else [])
+
+
+def test_one_process_goes_on_with_the_reference_of_two_ranks(runs):
+    run_dir, alone = runs(Sharding.DDP, "handed"), runs(Sharding.NONE, "full")
+    assert (run_dir / "attempts" / "2" / "engaged-0.json").exists()
+    assert column(run_dir, "loss") == pytest.approx(column(alone, "loss"), abs=EXACT)

@@ -1,0 +1,116 @@
+"""`shardwise export` from the command line, and what it wrote in a process that knows nothing of shardwise."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from export_factory import run_of, save_run, write_base
+from hub_server import Hub, login, serving
+from safetensors.torch import load_file
+
+from trainer.runtime.checkpoint import find_checkpoint, import_weights
+from trainer.runtime.export_check import SAME, logits_of, prompt_ids, relative_difference
+from trainer.runtime.export_plan import plan_on, read_plan
+from trainer.runtime.model import build_model
+from trainer.runtime.tokenizer import train_tokenizer, write_trained_tokenizer
+from trainer.spec.hardware import DeviceKind
+from trainer.spec.strategy import Method
+
+TOKEN = "hf_secretsecretsecret"  # of the server in this file
+PLAIN = """
+import sys, torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
+AutoTokenizer.from_pretrained(sys.argv[1])
+ids = torch.tensor([[int(each) for each in sys.argv[3].split(",")]])
+with torch.no_grad():
+    save_file({"logits": model(input_ids=ids).logits.contiguous()}, sys.argv[2])
+assert not any(name.split(".")[0] in ("trainer", "launch", "shardwise") for name in sys.modules)
+"""
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory) -> Path:
+    """A LoRA run on a folder of weights, with a tokenizer."""
+    root = tmp_path_factory.mktemp("private folder")
+    write_trained_tokenizer(train_tokenizer(iter(["a lazy dog"]), vocab_size=256 + 1), root / "tokenizer")
+    base = write_base(root / "base", {**run_of(None, Method.LORA).model_config, "vocab_size": 260})
+    plan = run_of(
+        base, Method.LORA, config=json.loads((base / "config.json").read_text()), tokenizer=root / "tokenizer"
+    )
+    return save_run(root / "run", plan)
+
+
+def export(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "launch.cli", "export", *map(str, words)],
+        capture_output=True, text=True, check=False, timeout=240, env=clean | environment,
+    )  # fmt: skip
+
+
+def test_merged_weights_load_in_a_process_of_plain_transformers(run_dir, tmp_path):
+    done = export(run_dir, tmp_path / "out", "--merge", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"export": str(tmp_path / "out")}
+    for words in ("exported from step-00000004", "merging: logits within", "loaded again by transformers"):
+        assert words in done.stderr
+    ids = prompt_ids(260)
+    subprocess.run(
+        [sys.executable, "-P", "-W", "ignore", "-c", PLAIN, tmp_path / "out", tmp_path / "logits",
+         ",".join(str(int(each)) for each in ids[0])],
+        check=True, cwd=tmp_path, timeout=240,
+    )  # fmt: skip
+
+    model = build_model(plan_on(read_plan(run_dir), DeviceKind.CPU))
+    checkpoint = find_checkpoint(run_dir / "checkpoints", on_skip=pytest.fail)
+    assert checkpoint is not None
+    import_weights(model, checkpoint)
+    found = load_file(tmp_path / "logits")["logits"]
+    assert relative_difference(logits_of(model, ids), found) < SAME
+    assert torch.isfinite(found).all()
+
+
+def test_adapters_go_to_the_hub_without_a_path_of_this_machine(run_dir, tmp_path):
+    with serving(Hub(logins={TOKEN: login()})) as hub:
+        done = export(
+            run_dir, tmp_path / "out", "--push", "ann/cats",
+            HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN, HF_HOME=str(tmp_path / "home"), HF_HUB_DISABLE_XET="1",
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"uploaded to {hub.url}/ann/cats, private" in done.stdout
+    files = hub.files["ann/cats"]
+    assert files == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "base"
+    assert not any(b"private folder" in content or TOKEN.encode() in content for content in files.values())
+    assert yaml.safe_load(files["README.md"].split(b"---\n")[1])["library_name"] == "peft"
+
+
+def test_nothing_is_built_for_an_upload_that_cannot_be(run_dir, tmp_path):
+    refused = export(run_dir, tmp_path / "out", "--push", "ann/cats", HF_HOME=str(tmp_path / "home"))
+    assert refused.returncode == 4
+    assert "there is no login for the hub;\nlog in with: hf auth login" in refused.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--public",), "--public: says how --push uploads"),
+        (("--push", "cats"), "--push cats: is not USER/NAME"),
+        (("--format", "onnx"), "a graph holds one whole model; add --merge"),
+        (("--dtype", "bf16"), "in the type they were trained in; add --merge"),
+        (("--dtype", "int8"), "invalid choice: 'int8'"),
+        (("--checkpoint", "step-9"), "no checkpoint of step 9; it has step-4"),
+    ],
+)
+def test_a_wish_that_cannot_be_is_error_2_and_leaves_nothing(words, message, run_dir, tmp_path):
+    refused = export(run_dir, tmp_path / "out", *words)
+    assert (refused.returncode, message in refused.stderr) == (2, True), refused.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,87 @@
+"""Runs to export: a plan, weights that are not those it began with, and a committed checkpoint of them."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_plan_factory import TINY_LLAMA
+from msgspec.structs import replace
+from rank_factory import SEQ_LEN, rank_plan, write_attempt
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainer.runtime.checkpoint import Ranks, save_checkpoint
+from trainer.runtime.checkpoint_facts import facts_of
+from trainer.runtime.export_plan import plan_on
+from trainer.runtime.model import build_model
+from trainer.runtime.state import RunState
+from trainer.spec.hardware import DeviceKind
+from trainer.spec.job import LoraJob, ModelJob
+from trainer.spec.model_shape import read_model_shape
+from trainer.spec.plan import Plan
+from trainer.spec.report import Evaluation
+from trainer.spec.strategy import Method, Precision, Sharding
+
+TINY_GPT2: dict[str, Any] = {
+    "model_type": "gpt2", "vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": SEQ_LEN,
+}  # fmt: skip
+LORA = LoraJob(rank=4, alpha=8.0)
+
+
+def write_base(folder: Path, config: Mapping[str, Any] = TINY_LLAMA, dtype: torch.dtype = torch.float32) -> Path:
+    """A folder of weights, as a job may name it."""
+    torch.manual_seed(11)
+    fields = {"max_position_embeddings": SEQ_LEN, **config}
+    made = AutoConfig.for_model(**({**config} if config["model_type"] == "gpt2" else fields))
+    AutoModelForCausalLM.from_config(made).to(dtype).save_pretrained(folder)
+    return folder
+
+
+def run_of(
+    base: Path | None,
+    method: Method,
+    *,
+    precision: Precision = Precision.FP32,
+    lora: LoraJob = LORA,
+    config: Mapping[str, Any] = TINY_LLAMA,
+    tokenizer: Path | None = None,
+) -> Plan:
+    """A plan that trains from `base`, or from nothing."""
+    plan = rank_plan(Path("rows"), method=method, precision=precision, train={"lora": lora})
+    job = replace(plan.job, model=ModelJob(name=None if base is None else str(base)))
+    written = json.loads((base / "config.json").read_text()) if base is not None else plan.model_config
+    return replace(
+        plan,
+        job=job,
+        model_path=None if base is None else str(base),
+        model_config={**config, "max_position_embeddings": SEQ_LEN} if config is TINY_LLAMA else dict(written),
+        model_shape=read_model_shape(config),
+        tokenizer_path=None if tokenizer is None else str(tokenizer),
+    )
+
+
+def save_run(run_dir: Path, plan: Plan, *, losses: Mapping[int, float] = {}, steps: tuple[int, ...] = (4,)) -> Path:
+    """A run directory with a checkpoint of each step: the trained weights, moved by a tenth of their size."""
+    write_attempt(run_dir, plan)
+    model = build_model(plan_on(plan, DeviceKind.CPU))
+    state = RunState()
+    for step in steps:
+        torch.manual_seed(step)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        with torch.no_grad():
+            for parameter in trained:
+                parameter += torch.randn_like(parameter) * (0.1 * parameter.abs().mean() + 0.01)
+        state.step = step
+        if step in losses:
+            state.evaluations.append(Evaluation(step=step, loss=losses[step], perplexity=2.0, num_tokens=100))
+        save_checkpoint(
+            run_dir / "checkpoints",
+            model=model,
+            optimizer=torch.optim.AdamW(trained),
+            sharding=Sharding.NONE,
+            facts=facts_of(plan, state),
+            ranks=Ranks.alone(),
+            keep=len(steps),
+        )
+    return run_dir
