@@ -7,9 +7,12 @@ import ast
 from hashlib import sha256
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from trainer.spec.errors import InputError
 from trainer.spec.extension import ARGUMENTS, Extension, Hook
 from trainer.spec.nearest import close_matches
+from trainer.spec.plan import Plan
 
 
 def read_extension(path_as_written: str) -> Extension:
@@ -36,6 +39,24 @@ def read_extension(path_as_written: str) -> Extension:
     for hook in hooks:
         _check_arguments(functions[hook], hook, path_as_written)
     return Extension(path=str(path.absolute()), sha256=sha256(content).hexdigest(), hooks=hooks)
+
+
+def keep_extension(plan: Plan, run_dir: Path) -> Plan:
+    """The plan with the run's own copy of its extensions file, which its content names; InputError where it changed."""
+    extension = plan.extension
+    if extension is None:
+        return plan
+    source = Path(extension.path)
+    kept = run_dir / "extensions" / f"{extension.sha256[:8]}-{source.name.removeprefix(f'{extension.sha256[:8]}-')}"
+    try:
+        content = kept.read_bytes() if kept.is_file() else source.read_bytes()
+        if sha256(content).hexdigest() != extension.sha256:
+            raise InputError(f"extensions: {source} changed since the plan was made; start again")
+        kept.parent.mkdir(exist_ok=True)
+        kept.write_bytes(content)
+    except OSError as error:
+        raise InputError(f"extensions: {error.filename} cannot be read or kept: {error.strerror}") from error
+    return replace(plan, extension=replace(extension, path=str(kept)))
 
 
 def _check_arguments(function: ast.FunctionDef | ast.AsyncFunctionDef, hook: Hook, path: str) -> None:

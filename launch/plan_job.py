@@ -247,6 +247,7 @@ def plan_inputs(
         versions=versions,
         trials=trials,
         fp8_gain=fp8_gain,
+        extension=_extension_of(inputs.resolved.job),
         ignoring_version=ignoring_version,
     )
     return plan if ignored is None else replace(plan, notes=(*plan.notes, ignored))

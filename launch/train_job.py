@@ -18,6 +18,7 @@ from launch.attempts import RunOutcome, prepare_attempt, run_attempts, stop_code
 from launch.calibration_store import append_calibration, record_of_run
 from launch.console import Console
 from launch.disk_check import check_disk
+from launch.extension_file import keep_extension
 from launch.flash_kernel import fetch_flash_kernel
 from launch.job_layers import ResolvedJob, render_resolved
 from launch.measure_fp8 import fp8_gain_for
@@ -81,13 +82,14 @@ def train(options: TrainOptions, console: Console, *, environment: Mapping[str, 
     run_dir, earlier = _find_run_dir(options, plan)
     with run_dirs.locked(run_dir):
         if earlier is None:
+            plan = keep_extension(plan, run_dir)
             _write_run(run_dir, plan, resolved)
         else:
             finished = _finished_report(run_dir, plan, earlier)
             if finished is not None:
                 console.line(render_report(finished, run_dir=run_dir))
                 return RunOutcome(ExitCode.DONE, finished, run_dir)
-            plan = _resumed_plan(plan, earlier, console)
+            plan = keep_extension(_resumed_plan(plan, earlier, console), run_dir)
         if options.dry_run:
             return _stop_before_launch(plan, run_dir, console, resume=earlier is not None)
         return _run(plan, run_dir, console, environment, cache=cache, resume=earlier is not None)
@@ -284,8 +286,14 @@ def describe_changes(plan: Plan, earlier: Plan) -> list[str]:
         for section in plan.job.__struct_fields__
         if getattr(plan.job, section) != getattr(earlier.job, section)
     ]
+    if _extension_key(plan) != _extension_key(earlier):
+        changes.append("the extensions file changed")
     then, now = _machine_key(earlier.hardware), _machine_key(plan.hardware)
     return changes + [f"{name} was {then[name]}, is {now[name]}" for name in then if then[name] != now[name]]
+
+
+def _extension_key(plan: Plan) -> str | None:
+    return None if plan.extension is None else plan.extension.sha256
 
 
 def _machine_key(hardware: Hardware) -> dict[str, object]:

@@ -15,9 +15,11 @@ from trainer.planning.settings_choices import attention_words, every_n, missing_
 from trainer.planning.situation import Situation
 from trainer.spec.data_profile import DataProfile
 from trainer.spec.errors import InputError, InputProblemsError
-from trainer.spec.job import Job
+from trainer.spec.extension import Hook
+from trainer.spec.job import Job, Objective
 from trainer.spec.model_shape import ModelShape
-from trainer.spec.strategy import Attention, Offload, Optimizer, Precision, Strategy
+from trainer.spec.objectives import objective_of
+from trainer.spec.strategy import Attention, LossHead, Method, Offload, Optimizer, Precision, Strategy
 
 _ROW_AXES = ("sharding", "offload", "optimizer", "precision")
 _OF_SETTINGS = frozenset(rule.name for rule in SETTINGS)
@@ -29,6 +31,17 @@ def check_job(job: Job, shape: ModelShape, data: DataProfile) -> None:
     problems = [*_length_problems(job, shape), *_vocabulary_problems(shape, data)]
     if problems:
         raise InputProblemsError(problems)
+
+
+def check_hooks(job: Job, data: DataProfile, hooks: Sequence[Hook]) -> None:
+    """InputError where the job says something of what a function of the user's does."""
+    pinned = job.pin.loss
+    if Hook.LOSS in hooks and pinned not in (None, LossHead.EAGER):
+        raise InputError(f"pin.loss: {pinned} and the loss of extensions exclude each other; it is given all logits")
+    if Hook.LOSS in hooks and objective_of(job.train.objective, data.format) is Objective.DPO:
+        raise InputError("train.objective: dpo and the loss of extensions exclude each other; leave out one of them")
+    if Hook.BUILD_MODEL in hooks and job.train.method is Method.QLORA:
+        raise InputError("train.method: qlora and build_model of extensions exclude each other; qlora reads a folder")
 
 
 def check_pins(situation: Situation) -> None:

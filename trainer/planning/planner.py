@@ -19,7 +19,7 @@ from trainer.planning.calibrate import after_trials, corrections_of
 from trainer.planning.choice import Ranking, rank, survey, with_remedies
 from trainer.planning.device import device_of
 from trainer.planning.fallbacks import fallbacks
-from trainer.planning.input_checks import check_job, check_pins
+from trainer.planning.input_checks import check_hooks, check_job, check_pins
 from trainer.planning.methods import method_rows
 from trainer.planning.not_yet import version_needed
 from trainer.planning.prospects import prospect_notes
@@ -30,6 +30,7 @@ from trainer.planning.situation import Situation
 from trainer.spec.calibration import Calibration
 from trainer.spec.data_profile import DataProfile
 from trainer.spec.errors import InputError
+from trainer.spec.extension import Extension
 from trainer.spec.hardware import Hardware
 from trainer.spec.job import Job
 from trainer.spec.model_shape import ModelShape
@@ -51,6 +52,7 @@ def make_plan(
     versions: dict[str, str],
     trials: tuple[TrialResult, ...] = (),
     fp8_gain: Fp8Gain | None = None,
+    extension: Extension | None = None,
     ignoring_version: bool = False,
 ) -> Plan:
     """The plan of `job` on `hardware`.
@@ -58,7 +60,9 @@ def make_plan(
     InputError where job, model, data and pins cannot go together; NothingFitsError where no row stays within the
     machine and the limits.
     """
+    hooks = () if extension is None else extension.hooks
     check_job(job, shape, data)
+    check_hooks(job, data, hooks)
     wanted = _methods(job)
     learned = corrections_of(calibration, shape=shape, hardware=hardware, version=versions.get("shardwise"))
     corrections = after_trials(learned, trials)
@@ -68,6 +72,7 @@ def make_plan(
             replace(
                 _situation(job, hardware, shape, data, method, ignores=ignoring_version or method not in wanted),
                 corrections=corrections,
+                hooks=hooks,
             ),
             fp8_gain,
         )
@@ -100,6 +105,7 @@ def make_plan(
         versions=versions,
         trials=trials,
         fp8_gain=fp8_gain,
+        extension=extension,
         notes=(*notes(situation, data, trials, ranking.candidates), *prospect_notes(situation, chosen, ranking.late)),
         needs_version=version_needed(chosen),
     )
@@ -155,7 +161,9 @@ def situation_of(plan: Plan) -> Situation:
     learned = corrections_of(
         plan.calibration, shape=plan.model_shape, hardware=plan.hardware, version=plan.versions.get("shardwise")
     )
-    return with_fp8_gain(replace(situation, corrections=after_trials(learned, plan.trials)), plan.fp8_gain)
+    hooks = () if plan.extension is None else plan.extension.hooks
+    situation = replace(situation, corrections=after_trials(learned, plan.trials), hooks=hooks)
+    return with_fp8_gain(situation, plan.fp8_gain)
 
 
 def with_fp8_gain(situation: Situation, gain: Fp8Gain | None) -> Situation:

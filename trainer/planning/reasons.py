@@ -14,6 +14,7 @@ from trainer.planning.settings_search import SAME_SPEED
 from trainer.planning.situation import Situation
 from trainer.planning.speed import speed_notes
 from trainer.spec.data_profile import DataProfile
+from trainer.spec.extension import Hook
 from trainer.spec.plan import Candidate, TrialResult
 from trainer.spec.strategy import Checkpointing, LossHead, Offload, Precision, Sharding, Strategy
 from trainer.spec.units import format_bytes
@@ -53,6 +54,7 @@ def notes(
     return (
         *_batch_notes(situation, chosen),
         *_update_notes(situation, chosen),
+        *_extension_notes(situation),
         *_data_notes(data, chosen),
         *trial_words(trials),
         *certainty_words(situation.corrections, chosen, situation.device),
@@ -62,6 +64,16 @@ def notes(
         *speed_notes(situation.device),
         *situation.hardware.notes,
     )
+
+
+def _extension_notes(situation: Situation) -> Iterator[str]:
+    """What no closed form can know of a user's own functions."""
+    if Hook.BUILD_MODEL in situation.hooks:
+        yield "build_model of extensions: memory and time are those of the config's model, whatever it builds"
+    if Hook.LOSS in situation.hooks:
+        yield "loss of extensions: counted as a cross entropy of whole logits; what it takes beside is not predicted"
+    if Hook.ON_STEP in situation.hooks:
+        yield "on_step of extensions: its time is not predicted"
 
 
 def _update_notes(situation: Situation, chosen: Candidate) -> Iterator[str]:

@@ -12,6 +12,7 @@ from trainer.planning.padding import row_recipe
 from trainer.planning.rules import capability_words
 from trainer.planning.setting import Setting, fp8_recipe_of
 from trainer.planning.situation import Situation
+from trainer.spec.extension import Hook
 from trainer.spec.job import Allowance
 from trainer.spec.model_shape import ModelShape
 from trainer.spec.plan import Buckets
@@ -69,7 +70,9 @@ def every_n(situation: Situation, checkpointing: Checkpointing) -> int | None:
 
 
 def losses(situation: Situation) -> tuple[LossHead, ...]:
-    """Logits in slices of tokens, or whole."""
+    """Logits in slices of tokens, or whole; a loss of the user's own is given all of them."""
+    if Hook.LOSS in situation.hooks:
+        return (LossHead.EAGER,)
     pinned = situation.job.pin.loss
     return (pinned,) if pinned is not None else (LossHead.CHUNKED, LossHead.EAGER)
 

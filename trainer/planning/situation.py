@@ -3,6 +3,7 @@
 from trainer.planning.calibrate import NO_CORRECTIONS, Corrections
 from trainer.planning.device import Device
 from trainer.spec.data_profile import DataProfile
+from trainer.spec.extension import Hook
 from trainer.spec.hardware import DeviceKind, Hardware
 from trainer.spec.job import Job
 from trainer.spec.model_shape import ModelShape
@@ -25,6 +26,7 @@ class Situation(Value, frozen=True, kw_only=True):
     data: DataProfile | None = None  # None: rows of seq_len tokens
     corrections: Corrections = NO_CORRECTIONS  # what earlier runs teach of every row
     fp8_gain: Fp8Gain | None = None  # what timing this model's matrix shapes found
+    hooks: tuple[Hook, ...] = ()  # of the user's extensions file
     ignores_version: bool = False  # as if every later version's features were here
 
     @property

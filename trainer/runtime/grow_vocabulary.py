@@ -15,6 +15,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -62,15 +63,12 @@ def _grow_file(path: Path, out: Path, before: int, num_rows: int) -> int:
     """How many tensors of the file grew; a file without any becomes a link."""
     try:
         with safe_open(path, framework="pt") as stream:
-            grown = [
-                name
-                for name in stream.keys()
-                if name.endswith(_NAMES) and stream.get_slice(name).get_shape()[0] == before
-            ]  # noqa: E501, SIM118  # no mapping
+            names = list(stream.keys())
+            grown = [name for name in names if name.endswith(_NAMES) and _num_rows(stream, name) == before]
             if not grown:
                 out.symlink_to(path.resolve())
                 return 0
-            tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118  # no mapping
+            tensors = {name: stream.get_tensor(name) for name in names}
             metadata = stream.metadata()
     except SafetensorError as error:
         raise InputError(f"{path}: its safetensors weights are damaged: {error}") from error
@@ -78,6 +76,10 @@ def _grow_file(path: Path, out: Path, before: int, num_rows: int) -> int:
         tensors[name] = _with_rows(tensors[name], num_rows)
     save_file(tensors, out, metadata=metadata)
     return len(grown)
+
+
+def _num_rows(stream: Any, name: str) -> int:  # noqa: ANN401  # an open file of safetensors, untyped
+    return int(stream.get_slice(name).get_shape()[0])
 
 
 def _with_rows(tensor: Tensor, num_rows: int) -> Tensor:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import msgspec
 import torch
 from msgspec.structs import replace
 
@@ -28,6 +29,8 @@ from trainer.runtime.saving import export_model, keep_best, load_best, save_stat
 from trainer.runtime.session import Session, build_session
 from trainer.runtime.state import SKIPPED_STEPS, RunState, model_flops_share
 from trainer.runtime.step import Clock, StepResult, run_step
+from trainer.spec.errors import InputError
+from trainer.spec.extension import Hook
 from trainer.spec.lr_schedule import learning_rate
 from trainer.spec.plan import Plan
 from trainer.spec.report import Ending, Evaluation
@@ -58,7 +61,7 @@ def _train(session: Session, objectives: Objectives, wants_stop: Callable[[], bo
 
 def _run_steps(session: Session, objectives: Objectives, wants_stop: Callable[[], bool]) -> Ending:
     schedule, state = session.plan.schedule, session.state
-    saved_at = time.monotonic()
+    saved_at, watch = time.monotonic(), StepWatch(session)
     with MetricsFile(session.paths.run_dir / "metrics.jsonl", is_writer=session.is_first) as metrics:
         while state.step < schedule.num_steps and not _has_stalled(session):
             if not session.ranks.all_agree(not wants_stop()):
@@ -67,7 +70,9 @@ def _run_steps(session: Session, objectives: Objectives, wants_stop: Callable[[]
                 return Ending.STOPPED
             line = _one_step(session, objectives)
             evaluation = _evaluate(session, objectives) if _is_due(state.step, schedule.eval_every_steps) else None
-            metrics.append(line(evaluation))
+            figures = line(evaluation)
+            metrics.append(figures)
+            watch.tell(figures)
             is_late = schedule.checkpoint_every_s is not None and not session.ranks.all_agree(
                 not session.is_first or time.monotonic() - saved_at < schedule.checkpoint_every_s
             )
@@ -77,6 +82,26 @@ def _run_steps(session: Session, objectives: Objectives, wants_stop: Callable[[]
             if evaluation is not None and _is_new_best(session):
                 keep_best(session)
     return Ending.FINISHED
+
+
+class StepWatch:
+    """Tells `on_step` of the user's extensions file, on the first rank; what it raises becomes an incident, once."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        hooks = session.hooks
+        self._hooks = hooks if session.is_first and hooks is not None and hooks.has(Hook.ON_STEP) else None
+
+    def tell(self, metrics: StepMetrics) -> None:
+        """Calls it with the step and what metrics.jsonl got."""
+        if self._hooks is None:
+            return
+        figures = {name: value for name, value in msgspec.to_builtins(metrics).items() if value is not None}
+        try:
+            self._hooks.call(Hook.ON_STEP, metrics.step, figures)
+        except InputError as error:
+            self._session.state.incidents.append(f"{error}; it was not called again")
+            self._hooks = None
 
 
 def _has_stalled(session: Session) -> bool:

@@ -74,6 +74,7 @@ class Answer(StrEnum):
 
     SUM = "sum"  # the token losses added up: a scalar in fp32
     ROWS = "rows"  # the log-probability of what each row learns, the sum over its targets: [B] in float64
+    LOGITS = "logits"  # [B, S, V] in the computing type, of whole rows: for a loss of the user's own
     SCORE = "score"  # the token losses added up, and how many targets are the most likely token: [2] in float64
 
 
@@ -129,6 +130,8 @@ def _loss_or_logits(
     hidden = _hidden_states(self, input_ids, **inputs)
     targets = shift(labels)
     linear = self.get_output_embeddings()
+    if answer is Answer.LOGITS:
+        return capped(linear(hidden), self.shardwise_softcap)
     if answer is Answer.SCORE or head in (LossHead.CHUNKED, LossHead.FUSED_LINEAR):
         found = linear(hidden, targets, answer=answer)
     else:

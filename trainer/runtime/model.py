@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from trainer.runtime.activation_memory import apply_checkpointing, compile_blocks, offload_activations
 from trainer.runtime.adapters import base_type
 from trainer.runtime.attention import attention_name, check_attention
+from trainer.runtime.extension import Hooks
 from trainer.runtime.loss import install_loss_head
 from trainer.runtime.methods import apply_method
 from trainer.runtime.quantisation import (
@@ -31,14 +32,18 @@ from trainer.runtime.quantisation import (
 )
 from trainer.runtime.skeleton import Skeleton, skeleton_from_config, skeleton_from_folder
 from trainer.spec.errors import InputError
+from trainer.spec.extension import Hook
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Attention, Checkpointing, LossHead, Method
 
 
-def build_model(plan: Plan) -> PreTrainedModel:
-    """The model of the plan on the CPU, ready to be trained: loss head, checkpointing and attention as planned."""
+def build_model(plan: Plan, hooks: Hooks | None = None) -> PreTrainedModel:
+    """The model of the plan on the CPU, ready to be trained: loss head, checkpointing and attention as planned.
+
+    With `build_model` among the hooks, the base is what that function of the user's answers.
+    """
     _check_model(plan)
-    model = _build_base(plan)
+    model = _build_base(plan) if hooks is None or not hooks.has(Hook.BUILD_MODEL) else _users_model(plan, hooks)
     _complete(model, plan)
     return model
 
@@ -152,6 +157,21 @@ def _build_base(plan: Plan) -> PreTrainedModel:
     torch.manual_seed(plan.job.train.seed)
     build = partial(model_from_config, config, attention=chosen.attention, flash_kernel=chosen.flash_kernel)
     return build(dtype=dtype) if packing is None else draw_quantised(lambda: build(dtype=torch.float32), packing)
+
+
+def _users_model(plan: Plan, hooks: Hooks) -> PreTrainedModel:
+    """What `build_model(config, dtype)` of the extensions file makes; InputError for anything but a causal LM."""
+    config, dtype = plan.model_config, base_type(plan.chosen.method, plan.chosen.strategy.precision)
+    fields = {name: value for name, value in config.items() if name not in ("model_type", "dtype", "torch_dtype")}
+    torch.manual_seed(plan.job.train.seed)
+    model = hooks.call(Hook.BUILD_MODEL, AutoConfig.for_model(config["model_type"], **fields), dtype)
+    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
+        raise InputError(
+            f"extensions: build_model returned {type(model).__name__}; expected a causal language model of transformers"
+        )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def _from_weights(

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from trainer.runtime.data import MicroBatch, eval_micro_batches
 from trainer.runtime.dpo import DpoLoss, Reference, turn_dropout_off
 from trainer.runtime.evaluation import TokenScore
+from trainer.runtime.extension import Hooks
+from trainer.runtime.loss import Answer
 from trainer.runtime.reference import (
     REFERENCE_NAME,
     RowLogps,
@@ -20,11 +22,26 @@ from trainer.runtime.reference import (
     write_reference,
 )
 from trainer.runtime.session import Session
-from trainer.runtime.step import Objective, TokenLoss
+from trainer.runtime.step import Objective, Terms, TokenLoss, forward
 from trainer.spec import job
 from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.extension import Hook
 from trainer.spec.objectives import objective_of
 from trainer.spec.strategy import LossHead
+
+
+class UserLoss(NamedTuple):
+    """The loss of the user's extensions file, summed over the targets of a micro batch; scored by cross entropy."""
+
+    hooks: Hooks
+    figures: tuple[str, ...] = ()
+
+    def __call__(self, model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Terms:
+        logits = forward(model, micro_batch, device, answer=Answer.LOGITS)
+        loss = self.hooks.call(Hook.LOSS, logits, micro_batch.labels.to(device))
+        if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
+            raise InputError("extensions: loss must return one number with a gradient: a tensor without dimensions")
+        return Terms(loss, micro_batch.num_targets, micro_batch.num_targets)
 
 
 class Objectives(NamedTuple):
@@ -42,6 +59,8 @@ def build_objectives(session: Session, wants_stop: Callable[[], bool]) -> Object
     """
     plan = session.plan
     if objective_of(plan.job.train.objective, plan.data.format) is not job.Objective.DPO:
+        if session.hooks is not None and session.hooks.has(Hook.LOSS):
+            return Objectives(UserLoss(session.hooks), TokenScore())
         return Objectives(TokenLoss(), TokenScore())
     if plan.chosen.loss is LossHead.FUSED_LINEAR:
         raise InputError(

@@ -27,6 +27,7 @@ from trainer.runtime.checkpoint import (
 from trainer.runtime.checkpoint_facts import facts_of, has_checkpoints
 from trainer.runtime.data import TokenRows
 from trainer.runtime.engagement import check_engagement
+from trainer.runtime.extension import Hooks, load_hooks
 from trainer.runtime.memory_profile import cap_memory
 from trainer.runtime.mixed_precision import LossScaler, install_precision, loss_scaler
 from trainer.runtime.model import build_model, build_skeleton
@@ -55,6 +56,7 @@ class Session:
     train_rows: TokenRows
     eval_rows: TokenRows | None
     tokenizer: PreTrainedTokenizerBase | None
+    hooks: Hooks | None = None  # of the user's extensions file
 
     @property
     def is_first(self) -> bool:
@@ -76,8 +78,9 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
     if plan.hardware.vram_cap_bytes is not None:
         cap_memory(plan.device_kind, accelerator.device, plan.hardware.vram_cap_bytes)
     writer.write_status("loading the model")
+    hooks = load_hooks(plan.extension)
     skeleton = build_skeleton(plan) if loads_sharded(plan) else None
-    model = build_model(plan) if skeleton is None else skeleton.model
+    model = build_model(plan, hooks) if skeleton is None else skeleton.model
     checkpoint = _checkpoint_to_resume(plan, paths, state, ranks)
     if checkpoint is not None:
         assert skeleton is None, "engines that are loaded sharded have no checkpoints yet"
@@ -117,6 +120,7 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
         train_rows=train_rows,
         eval_rows=eval_rows,
         tokenizer=_tokenizer(plan),
+        hooks=hooks,
     )
 
 

@@ -26,6 +26,7 @@ from trainer.runtime.adapters import ADAPTER
 from trainer.runtime.precision import compute_type
 from trainer.runtime.quantisation import pack
 from trainer.runtime.skeleton import Skeleton, Values, Whole, is_placeholder
+from trainer.spec.extension import Hook
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Method, Precision
 
@@ -34,6 +35,8 @@ def loads_sharded(plan: Plan) -> bool:
     """Whether ranks load no more than their own shards."""
     chosen = plan.chosen
     if not chosen.strategy.sharding.shards_weights or chosen.strategy.precision is Precision.FP8:
+        return False
+    if plan.extension is not None and Hook.BUILD_MODEL in plan.extension.hooks:
         return False
     is_read = plan.model_path is not None
     return chosen.method is not Method.QLORA or (is_read and not plan.job.train.lora.dora)
@@ -114,7 +117,7 @@ def load_into_zero3(skeleton: Skeleton, accelerator: Accelerator, precision: Pre
 def prepare_loaded(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:  # noqa: ANN401  # torch's, Accelerate's wrapper
     """Accelerate's `prepare` of a model that was loaded into its shards.
 
-    Accelerate finds the optimizer's parameters again by the address of their memory, which empty shards share.
+    Accelerate finds the optimizer's parameters again by the address of their memory, which empty shards share (W37).
     """
     groups = [list(group["params"]) for group in optimizer.param_groups]
     wrapped, wrapped_optimizer = accelerator.prepare(model, optimizer)

@@ -26,7 +26,6 @@ COMES_LATER: tuple[Later, ...] = (
     Later("log.wandb", ("offline", "online"), "0.7"),
     Later("log.tensorboard", (True,), "0.7"),
     Later("log.notify", (), "0.7"),
-    Later("extensions", (), "0.4"),
 )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer.spec.calibration import Calibration
 from trainer.spec.data_profile import DataProfile
+from trainer.spec.extension import Extension
 from trainer.spec.hardware import DeviceKind, Hardware
 from trainer.spec.job import Job
 from trainer.spec.model_shape import ModelShape
@@ -208,6 +209,7 @@ class Plan(Value, frozen=True, kw_only=True):
     versions: dict[str, str]
     trials: tuple[TrialResult, ...] = ()  # what --trial measured before the candidates were ranked
     fp8_gain: Fp8Gain | None = None  # None: nobody timed it, or nobody asked for FP8
+    extension: Extension | None = None  # a user's own functions; of a run, the copy in its directory
     notes: tuple[str, ...] = ()
     needs_version: str | None = None  # the first version that trains the chosen candidate; None: this one does
     resume: bool = False  # set by the supervisor: go on from the newest committed checkpoint of the run
