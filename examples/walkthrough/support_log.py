@@ -1,4 +1,4 @@
-"""What `extensions` of 6-extensions.yaml names: how a row of this log becomes a chat, and a line every tenth step.
+"""What `extensions` of 6-extensions.yaml names: how a row of this log becomes a chat, and a line every second step.
 
 A function is called where its name is one of format_row, build_model, loss, on_step; each may be left out.
 """
@@ -18,5 +18,5 @@ def format_row(row):
 
 def on_step(step, metrics):
     """After every step, on the first rank; `metrics` is what metrics.jsonl gets."""
-    if step % 10 == 0:
+    if step % 2 == 0:
         print(f"step {step}: loss {metrics['loss']:.3f}", flush=True)
