@@ -8,13 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prepare_request_factory import numbered_text
 
-from trainer.runtime.held_out import ALL_HELD_OUT, ALL_TRAIN, PIECE_CHARS, Split, SplitCensus, units
+from trainer.runtime.examples import Chat, Completion, Preference, TokenIds
+from trainer.runtime.held_out import ALL_HELD_OUT, ALL_TRAIN, PIECE_CHARS, Split, SplitCensus, content_hash, units
 from trainer.runtime.text_sources import Block
 from trainer.spec.errors import InputError
 
 
 def blocks_of(*documents):
-    return [Block(document, 1.0, opens_document=True) for document in documents]
+    return [Block(document, 1.0, opens_document=True, where="") for document in documents]
 
 
 def split_of(blocks, share):
@@ -106,7 +107,7 @@ def test_a_document_opens_again_where_the_other_side_cut_it():
 def test_a_document_opens_again_where_a_block_lies_on_the_other_side():
     contents = [f"{number}\n" for number in range(60)]
     split = Split(threshold=2**63)
-    blocks = [Block(content, 1.0, opens_document=content == "0\n") for content in contents]
+    blocks = [Block(content, 1.0, opens_document=content == "0\n", where="") for content in contents]
     found = list(units(iter(blocks), split))
     assert found[0].opens_document
     assert {unit.is_held_out for unit in found} == {True, False}
@@ -115,7 +116,7 @@ def test_a_document_opens_again_where_a_block_lies_on_the_other_side():
 
 
 def test_blocks_of_one_document_on_one_side_stay_one_document():
-    blocks = [Block("a\n", 1.0, opens_document=True), Block("b\n", 1.0, opens_document=False)]
+    blocks = [Block("a\n", 1.0, opens_document=True, where=""), Block("b\n", 1.0, opens_document=False, where="")]
     assert [unit.opens_document for unit in units(iter(blocks), ALL_TRAIN)] == [True, False]
 
 
@@ -132,6 +133,21 @@ def test_no_character_is_lost_or_moved(texts, piece_chars):
 
 
 def test_rows_of_tokens_are_held_out_whole():
-    blocks = [Block([number, number + 1, 7], 1.0, opens_document=True) for number in range(2000)]
+    blocks = blocks_of(*(TokenIds([number, number + 1, 7]) for number in range(2000)))
     held_out = held_out_of(blocks, split_of(blocks, 0.1))
     assert 120 < len(held_out) < 280
+
+
+def test_an_example_is_known_by_what_is_said_whatever_the_order_of_its_keys():
+    one = Chat([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    other = Chat([{"content": "a", "role": "user"}, {"content": "b", "role": "assistant"}])
+    assert content_hash(one) == content_hash(other)
+    different = (Chat(one.messages[::-1]), Completion("a", "b"), Preference("a", "b", "c"), "ab", TokenIds([1, 2]))
+    assert len({content_hash(content) for content in (one, *different)}) == 6
+
+
+def test_examples_are_held_out_whole():
+    chats = [Chat([{"role": "user", "content": f"question {number} " * 20}]) for number in range(2000)]
+    blocks = blocks_of(*chats)
+    held_out = held_out_of(blocks, split_of(blocks, 0.1))
+    assert 120 < len(held_out) < 280 and all(chat in chats for chat in held_out[:5])
