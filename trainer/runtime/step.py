@@ -191,8 +191,11 @@ def forward(model: nn.Module, micro_batch: MicroBatch, device: torch.device, *, 
         inputs["position_ids"] = micro_batch.position_ids
     asked = {} if answer is Answer.SUM else {"answer": answer}
     found = model(**{name: value.to(device, non_blocking=True) for name, value in inputs.items()}, **asked)
-    assert isinstance(found, Tensor) and found.ndim == (0 if answer is Answer.SUM else 1)
+    assert isinstance(found, Tensor) and found.ndim == _DIMENSIONS.get(answer, 1)
     return found
+
+
+_DIMENSIONS = {Answer.SUM: 0, Answer.LOGITS: 3}
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:
