@@ -23,10 +23,15 @@ SEED = 7
 LR = 3e-3
 
 
-def write_rows(cache_dir: Path, *, num_rows: int = 400, seq_len: int = SEQ_LEN) -> Path:
-    """A token cache of bytes of the standard library's own text, in rows of very different length."""
+def write_rows(
+    cache_dir: Path, *, num_rows: int = 400, seq_len: int = SEQ_LEN, shortest: int = 2, is_grouped: bool = True
+) -> Path:
+    """A token cache of bytes of the standard library's own text, in rows of very different length.
+
+    They are learned grouped by length, or else, as packed rows are, in random order and all of one width.
+    """
     text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("a*.py"))[:6])
-    lengths = np.random.default_rng(0).integers(2, seq_len + 1, size=num_rows)
+    lengths = np.random.default_rng(0).integers(shortest, seq_len + 1, size=num_rows)
     starts = np.cumsum(lengths) - lengths
     assert starts[-1] + lengths[-1] <= len(text), "the text is too short"
     rows = np.stack([starts, lengths], axis=1).astype(np.int64)
@@ -34,7 +39,10 @@ def write_rows(cache_dir: Path, *, num_rows: int = 400, seq_len: int = SEQ_LEN) 
     np.frombuffer(text, np.uint8).astype("<u2")[: int(lengths.sum())].tofile(cache_dir / "tokens.bin")
     np.save(cache_dir / "eval_rows.npy", rows[:NUM_EVAL_ROWS])
     np.save(cache_dir / "train_rows.npy", rows[NUM_EVAL_ROWS:])
-    layout = {"format": 1, "dtype": "uint16", "num_tokens": int(lengths.sum()), "seq_len": seq_len, "pad_id": 0}
+    layout = {
+        "format": 1, "dtype": "uint16", "num_tokens": int(lengths.sum()), "seq_len": seq_len, "pad_id": 0,
+        "is_packed": not is_grouped,
+    }  # fmt: skip
     (cache_dir / "layout.json").write_text(json.dumps(layout))
     return cache_dir
 
