@@ -11,11 +11,11 @@ Progress goes to stdout, a plain line a second at most; a problem to stderr, wit
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -29,15 +29,13 @@ from trainer.runtime.chat_template import (
     written_tokens,
 )
 from trainer.runtime.data_cache import prepared_once
-from trainer.runtime.examples import TokenIds, size_of, texts_of
-from trainer.runtime.held_out import Unit, content_hash
+from trainer.runtime.examples import texts_of
+from trainer.runtime.held_out import content_hash
 from trainer.runtime.lengths import batch_widths, length_histogram
+from trainer.runtime.prepared_rows import Work, is_packed, write_rows
 from trainer.runtime.process import end_with_parent
-from trainer.runtime.render_workers import RenderSettings, rendered, worker_count
-from trainer.runtime.rendering import PreferenceIds, Rendered
 from trainer.runtime.row_files import holds_rows
-from trainer.runtime.row_writer import Rows, RowShape, RowWriter
-from trainer.runtime.source_streams import BadRow
+from trainer.runtime.row_writer import Rows
 from trainer.runtime.token_rows import CACHE_FORMAT, TokenRows, unigram_entropy_nats
 from trainer.runtime.tokenizer import (
     TextTokenizer,
@@ -54,28 +52,8 @@ from trainer.spec.data_request import PrepareRequest, content_suffix
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
 from trainer.spec.job import DataFormat, LossOn
 
-BATCH_CHARS = 2**20
-BATCH_UNITS = 1024
 TOKENIZER_TRAINING_CHARS = 100_000_000
 T = TypeVar("T")
-
-
-class _Work(NamedTuple):
-    """One preparation: what is asked, of what, and the folder that it fills."""
-
-    request: PrepareRequest
-    sources: Sources
-    fingerprint: str
-    folder: Path
-
-    @property
-    def is_packed(self) -> bool:
-        return _is_packed(self.request, self.sources)
-
-    @property
-    def shape(self) -> DataFormat:
-        """What the rows are."""
-        return self.sources.reading.format
 
 
 def prepare(request: PrepareRequest, report: Callable[[str], None]) -> DataProfile:
@@ -89,7 +67,7 @@ def prepare(request: PrepareRequest, report: Callable[[str], None]) -> DataProfi
     fingerprint = _fingerprint(request, sources)
     root = Path(request.cache_root, "data")
     profile = prepared_once(
-        root, fingerprint, lambda folder: _build(_Work(request, sources, fingerprint, folder)), report
+        root, fingerprint, lambda folder: _build(Work(request, sources, fingerprint, folder)), report
     )
     return msgspec.structs.replace(profile, cache_dir=str(root / fingerprint))
 
@@ -115,7 +93,7 @@ def _fingerprint(request: PrepareRequest, sources: Sources) -> str:
         "eval_share": request.eval_share,
         "format": sources.reading.format,
         "fields": sorted(request.fields.items()),
-        "is_packed": _is_packed(request, sources),
+        "is_packed": is_packed(request, sources.reading.format),
         "bad_rows": [request.bad_rows, request.bad_rows_max],
         "seq_len": request.seq_len,
         "vocab_size": request.vocab_size,
@@ -144,17 +122,11 @@ def _template(request: PrepareRequest, shape: DataFormat) -> ChatTemplate | None
     return load_chat_template(request.chat_template, None if request.tokenizer is None else Path(request.tokenizer))
 
 
-def _is_packed(request: PrepareRequest, sources: Sources) -> bool:
-    """Packed unless the job says otherwise; rows that came tokenised stay the rows they are, and pairs are two."""
-    shape = sources.reading.format
-    return shape not in (DataFormat.TOKENS, DataFormat.PREFERENCE) if request.packing is None else request.packing
-
-
-def _build(work: _Work) -> DataProfile:
+def _build(work: Work) -> DataProfile:
     """Fills the folder of the work; the profile of what is in it."""
     census = take_census(work.request, work.sources)
     tokenizer = _tokenizer(work, census)
-    rows = _write_rows(work, census, tokenizer)
+    rows = write_rows(work, census, tokenizer)
     _check_enough(work.request, rows)
     per_example = 2 if work.shape is DataFormat.PREFERENCE else 1
     has_entropy = len(rows.held_out) > 0 and per_example == 1
@@ -188,7 +160,7 @@ def _build(work: _Work) -> DataProfile:
     )
 
 
-def _tokenizer(work: _Work, census: Census) -> TextTokenizer | None:
+def _tokenizer(work: Work, census: Census) -> TextTokenizer | None:
     """The tokenizer, with its files in the folder; None for data that came tokenised without one."""
     request, folder = work.request, work.folder / "tokenizer"
     template = _template(request, work.shape)
@@ -235,7 +207,7 @@ def _interruptibly(call: Callable[[], T]) -> T:
         executor.shutdown(wait=False)
 
 
-def _texts_to_train_on(work: _Work, census: Census) -> Iterator[str]:
+def _texts_to_train_on(work: Work, census: Census) -> Iterator[str]:
     """The training side; of very much text a sample that depends on nothing but the text."""
     threshold = int(min(1.0, TOKENIZER_TRAINING_CHARS / census.num_chars) * 2**64)
     for unit in units_of(work.sources, census.split, "reading"):
@@ -253,89 +225,6 @@ def _check_vocabulary(loaded: TextTokenizer, request: PrepareRequest) -> None:
             f"the model's vocabulary of {request.vocab_size} ends at {request.vocab_size - 1};\n"
             "use the tokenizer that belongs to the model"
         )
-
-
-def _write_rows(work: _Work, census: Census, tokenizer: TextTokenizer | None) -> Rows:
-    """Every example that can be used, as rows; InputError where too many turn out not to be."""
-    dtype, num_rows = np.dtype("<u2" if work.request.vocab_size <= 2**16 else "<u4"), census.num_rows
-    with RowWriter(work.folder, dtype, _row_shape(work, tokenizer)) as writer:
-        for unit, made in _rendered(work, census, tokenizer):
-            if isinstance(made, str):
-                census.bad_rows.add(BadRow(unit.where, made))
-            elif isinstance(made, PreferenceIds):
-                writer.add_pair(made.chosen, made.rejected, is_held_out=unit.is_held_out, weight=unit.weight)
-            else:
-                writer.add(
-                    made.ids,
-                    opens_document=unit.opens_document,
-                    is_held_out=unit.is_held_out,
-                    weight=unit.weight,
-                    is_learned=made.is_learned,
-                )
-        census.bad_rows.check(work.request, num_rows=num_rows)
-        return writer.finish()
-
-
-def _row_shape(work: _Work, tokenizer: TextTokenizer | None) -> RowShape:
-    """Text gets bos and eos; rows that came tokenised only the eos that packing needs between them.
-
-    What was rendered has its own ends.
-    """
-    is_text = work.shape is DataFormat.TEXT
-    needs_eos = is_text or (work.shape is DataFormat.TOKENS and work.is_packed)
-    return RowShape(
-        seq_len=work.request.seq_len,
-        is_packed=work.is_packed,
-        eos_id=tokenizer.eos_id if tokenizer and needs_eos else None,
-        document_prefix=tokenizer.document_prefix if tokenizer and is_text else (),
-        rows_per_example=2 if work.shape is DataFormat.PREFERENCE else 1,
-        pad_id=tokenizer.pad_id if tokenizer else 0,
-    )
-
-
-def _rendered(work: _Work, census: Census, tokenizer: TextTokenizer | None) -> Iterator[tuple[Unit, Rendered]]:
-    """Every unit in order with its token ids, or with the reason why it has none."""
-    batches = _batches(units_of(work.sources, census.split, "tokenising"))
-    request = work.request
-    if tokenizer is None or work.shape is DataFormat.TOKENS:
-        for batch in batches:
-            yield from ((unit, unit.content) for unit in batch if isinstance(unit.content, TokenIds))
-    elif work.shape is DataFormat.TEXT:
-        for batch in batches:
-            encoded = tokenizer.encode([unit.content for unit in batch if isinstance(unit.content, str)])
-            for unit, ids in zip(batch, encoded, strict=True):
-                yield unit, _known(TokenIds(ids), tokenizer, request)
-    else:
-        settings = RenderSettings(str(work.folder / "tokenizer"), None, request.loss_on, request.seq_len)
-        pairs = ((batch, [unit.content for unit in batch]) for batch in batches)
-        for batch, answers in rendered(pairs, settings, num_workers=worker_count(census.num_documents)):
-            for unit, answer in zip(batch, answers, strict=True):
-                yield unit, _known(answer, tokenizer, request)
-
-
-def _known(made: Rendered, tokenizer: TextTokenizer, request: PrepareRequest) -> Rendered:
-    """The same; InputError for a token that the model has no embedding for."""
-    sequences = () if isinstance(made, str) else made if isinstance(made, PreferenceIds) else (made,)
-    highest = max((max(sequence.ids, default=0) for sequence in sequences), default=0)
-    if highest >= request.vocab_size:
-        raise InputError(
-            f"model.tokenizer: the text holds {tokenizer.tokenizer.id_to_token(highest)!r}, id {highest}; "
-            f"the model's vocabulary of {request.vocab_size} ends at {request.vocab_size - 1}"
-        )
-    return made
-
-
-def _batches(stream: Iterable[Unit]) -> Iterator[list[Unit]]:
-    batch: list[Unit] = []
-    size = 0
-    for unit in stream:
-        batch.append(unit)
-        size += size_of(unit.content)
-        if size >= BATCH_CHARS or len(batch) >= BATCH_UNITS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _check_enough(request: PrepareRequest, rows: Rows) -> None:
