@@ -11,6 +11,7 @@ from trainer.planning.schedule import make_schedule
 from trainer.planning.situation import Situation
 from trainer.spec.calibration import Calibration
 from trainer.spec.data_profile import DataProfile
+from trainer.spec.extension import Extension
 from trainer.spec.hardware import Hardware, Host
 from trainer.spec.job import Allowance, DataJob, DataSource, Job, Limits, ModelJob, Pin, TrainJob
 from trainer.spec.model_shape import ModelShape, read_model_shape
@@ -130,6 +131,7 @@ def plan_of(
     calibration: Calibration | None = None,
     trials: tuple[TrialResult, ...] = (),
     fp8_gain: Fp8Gain | None = None,
+    extension: Extension | None = None,
     ignoring_version: bool = False,
     **job_facts: Any,
 ) -> Plan:
@@ -148,6 +150,7 @@ def plan_of(
         calibration=calibration or Calibration(),
         versions={"shardwise": "0"},
         trials=trials,
+        extension=extension,
         fp8_gain=fp8_gain,
         ignoring_version=ignoring_version,
     )

@@ -11,9 +11,11 @@ from trainer.planning.explain import explain_plan
 from trainer.planning.memory import estimate_memory
 from trainer.planning.setting import RecipeChoices
 from trainer.spec.data_profile import DataProfile
+from trainer.spec.errors import InputError
+from trainer.spec.extension import Extension, Hook
 from trainer.spec.job import DataFormat
 from trainer.spec.plan import Plan
-from trainer.spec.strategy import Method
+from trainer.spec.strategy import LossHead, Method
 
 
 def pairs(**facts: Any) -> DataProfile:
@@ -50,3 +52,32 @@ def test_adapters_pay_for_the_reference_in_every_step_and_a_full_model_once_befo
     row = next(row for row in full.methods if row.method is Method.FULL)
     training_h = full.schedule.num_steps * full.chosen.speed.step_s / 3600
     assert row.hours is not None and row.hours > 1.1 * training_h
+
+
+EXTENSION = Extension(path="/mine.py", sha256="0", hooks=(Hook.LOSS,))
+
+
+@pytest.mark.parametrize(
+    ("pin", "extension", "data", "message"),
+    [
+        ({"loss": LossHead.FUSED_LINEAR}, None, pairs(), "fused_linear and train.objective: dpo exclude each other"),
+        ({}, EXTENSION, pairs(), "train.objective: dpo and the loss of extensions exclude each other"),
+        (
+            {"loss": LossHead.CHUNKED},
+            EXTENSION,
+            data_of(),
+            "pin.loss: chunked and the loss of extensions exclude each other",
+        ),
+    ],
+)
+def test_what_cannot_go_together_is_said_before_anything_runs(
+    pin: dict[str, Any], extension: Extension | None, data: DataProfile, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        plan_of("1b", "1xH100-SXM5-80GB", job=job_of(pin=pin), data=data, extension=extension)
+
+
+def test_a_loss_of_ones_own_is_planned_with_whole_logits_and_noted() -> None:
+    plan = plan_of("1b", "1xH100-SXM5-80GB", extension=EXTENSION)
+    assert {candidate.loss for candidate in plan.candidates} == {LossHead.EAGER}
+    assert any(note.startswith("loss of extensions: counted as a cross entropy") for note in plan.notes)

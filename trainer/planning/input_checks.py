@@ -33,9 +33,14 @@ def check_job(job: Job, shape: ModelShape, data: DataProfile) -> None:
         raise InputProblemsError(problems)
 
 
-def check_hooks(job: Job, data: DataProfile, hooks: Sequence[Hook]) -> None:
-    """InputError where the job says something of what a function of the user's does."""
+def check_objective(job: Job, data: DataProfile, hooks: Sequence[Hook]) -> None:
+    """InputError where the job says something that its objective, or a function of the user's, leaves no room for."""
     pinned = job.pin.loss
+    if pinned is LossHead.FUSED_LINEAR and objective_of(job.train.objective, data.format) is Objective.DPO:
+        raise InputError(
+            "pin.loss: fused_linear and train.objective: dpo exclude each other; Liger makes its gradients before the "
+            "weight of a row is known: take pin.loss=chunked"
+        )
     if Hook.LOSS in hooks and pinned not in (None, LossHead.EAGER):
         raise InputError(f"pin.loss: {pinned} and the loss of extensions exclude each other; it is given all logits")
     if Hook.LOSS in hooks and objective_of(job.train.objective, data.format) is Objective.DPO:

@@ -19,7 +19,7 @@ from trainer.planning.calibrate import after_trials, corrections_of
 from trainer.planning.choice import Ranking, rank, survey, with_remedies
 from trainer.planning.device import device_of
 from trainer.planning.fallbacks import fallbacks
-from trainer.planning.input_checks import check_hooks, check_job, check_pins
+from trainer.planning.input_checks import check_job, check_objective, check_pins
 from trainer.planning.methods import method_rows
 from trainer.planning.not_yet import version_needed
 from trainer.planning.prospects import prospect_notes
@@ -62,7 +62,7 @@ def make_plan(
     """
     hooks = () if extension is None else extension.hooks
     check_job(job, shape, data)
-    check_hooks(job, data, hooks)
+    check_objective(job, data, hooks)
     wanted = _methods(job)
     learned = corrections_of(calibration, shape=shape, hardware=hardware, version=versions.get("shardwise"))
     corrections = after_trials(learned, trials)
