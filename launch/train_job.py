@@ -48,6 +48,7 @@ from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, InputProblemsError
 from trainer.spec.hardware import Hardware
 from trainer.spec.job_file import later_problems
+from trainer.spec.model_shape import ModelShape
 from trainer.spec.plan import Plan
 from trainer.spec.report import Ending, Report
 
@@ -118,6 +119,7 @@ def _prepare(options: TrainOptions, console: Console, environment: Mapping[str, 
         describes_models=True,
         environment=environment,
     )
+    _refuse_untrainable(inputs.shape, inputs.model.config_origin)
     # Whatever cannot fit is refused before any work.
     early = plan_inputs(inputs, profile_data(inputs), environment=environment)
     _refuse_login_node(options, inputs.hardware)
@@ -138,6 +140,12 @@ def _prepare(options: TrainOptions, console: Console, environment: Mapping[str, 
     console.line(explain_plan(plan))
     console.line()
     return Prepared(plan, inputs.resolved, inputs.cache)
+
+
+def _refuse_untrainable(shape: ModelShape, origin: str) -> None:
+    """InputError for a model whose loss is more than the cross entropy that is computed here."""
+    if shape.loss_obstacle is not None:
+        raise InputError(f"{origin}: {shape.model_type} cannot be trained: {shape.loss_obstacle}")
 
 
 def _refuse_frozen_rows(plan: Plan, inputs: PlanInputs) -> None:
@@ -175,9 +183,7 @@ def _prepare_kept_plan(options: TrainOptions, console: Console, environment: Map
             f"{options.job}: this plan trains from shardwise {plan.needs_version} on "
             f"({', '.join(late_members(plan.chosen))}); --take N runs another candidate of it"
         )
-    shape = plan.model_shape
-    if shape.loss_obstacle is not None:
-        raise InputError(f"{options.job}: {shape.model_type} cannot be trained: {shape.loss_obstacle}")
+    _refuse_untrainable(plan.model_shape, str(options.job))
     here = read_hardware()
     _refuse_login_node(options, here)
     check_torch(here)
