@@ -30,6 +30,7 @@ from trainer.spec.extension import Extension, Hook
 from trainer.spec.hardware import Hardware, Host
 from trainer.spec.job import Allowance, DataFormat, Job
 from trainer.spec.model_shape import ModelShape, read_model_shape, supported_model_types, text_part
+from trainer.spec.objectives import shape_before_reading
 from trainer.spec.plan import Fp8Gain, Plan, TrialResult
 from trainer.spec.strategy import Precision
 
@@ -220,6 +221,7 @@ def profile_data(inputs: PlanInputs) -> DataProfile:
         vocab_size=inputs.shape.vocab_size,
         eval_share=inputs.request.eval_share,
         is_packed=inputs.request.packing is not False,
+        shape=shape_before_reading(inputs.resolved.job.train.objective, inputs.request.format),
     )
 
 

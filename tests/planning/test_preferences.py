@@ -7,13 +7,15 @@ from estimate_factory import LLAMA_8B, gpu, setting
 from msgspec.structs import replace
 from planning_factory import data_of, job_of, plan_of
 
+from trainer.planning.data_estimate import estimate_data
 from trainer.planning.explain import explain_plan
 from trainer.planning.memory import estimate_memory
 from trainer.planning.setting import RecipeChoices
 from trainer.spec.data_profile import DataProfile
 from trainer.spec.errors import InputError
 from trainer.spec.extension import Extension, Hook
-from trainer.spec.job import DataFormat
+from trainer.spec.job import DataFormat, Objective
+from trainer.spec.objectives import shape_before_reading
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import LossHead, Method
 
@@ -81,3 +83,22 @@ def test_a_loss_of_ones_own_is_planned_with_whole_logits_and_noted() -> None:
     plan = plan_of("1b", "1xH100-SXM5-80GB", extension=EXTENSION)
     assert {candidate.loss for candidate in plan.candidates} == {LossHead.EAGER}
     assert any(note.startswith("loss of extensions: counted as a cross entropy") for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("objective", "shape"),
+    [(Objective.SFT, DataFormat.PREFERENCE), (Objective.DPO, DataFormat.CHAT), (Objective.PRETRAIN, DataFormat.CHAT)],
+)
+def test_rows_that_an_objective_cannot_learn_from_are_refused(objective: Objective, shape: DataFormat) -> None:
+    job = job_of(objective=objective)
+    with pytest.raises(InputError, match=rf"train\.objective: {objective} learns from .*data\.train holds {shape}"):
+        plan_of("1b", "1xH100-SXM5-80GB", job=job, data=data_of(format=shape, is_packed=False))
+
+
+def test_preferences_that_nobody_has_read_are_planned_as_pairs() -> None:
+    shape = shape_before_reading(Objective.DPO, DataFormat.AUTO)
+    data = estimate_data(num_bytes=10**8, seq_len=2048, vocab_size=128256, eval_share=0.01, shape=shape)
+    rows = estimate_data(num_bytes=10**8, seq_len=2048, vocab_size=128256, eval_share=0.01)
+    assert (data.format, data.is_packed, data.num_rows) == (DataFormat.PREFERENCE, False, rows.num_rows // 2)
+    plan = plan_of("1b", "1xH100-SXM5-80GB", job=job_of(objective=Objective.DPO), data=data)
+    assert "pair" in explain_plan(plan)

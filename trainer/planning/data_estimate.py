@@ -9,6 +9,7 @@ from this says so, and preparation replaces it.
 import math
 
 from trainer.spec.data_profile import DataProfile
+from trainer.spec.job import DataFormat
 
 # (largest vocabulary, bytes of UTF-8 text a token). Small: byte-level BPEs trained on Python's standard library and
 # measured on it (1k: 2.6, 2k: 3.0, 4k: 3.3). Larger: Llama 2's 32k and Llama 3's 128k on English, 3.17 and 3.94
@@ -22,22 +23,31 @@ def bytes_per_token(vocab_size: int) -> float:
 
 
 def estimate_data(
-    *, num_bytes: int, seq_len: int, vocab_size: int, eval_share: float | None, is_packed: bool = True
+    *,
+    num_bytes: int,
+    seq_len: int,
+    vocab_size: int,
+    eval_share: float | None,
+    is_packed: bool = True,
+    shape: DataFormat = DataFormat.TEXT,
 ) -> DataProfile:
-    """A profile of `num_bytes` of text, `eval_share` of it held out."""
+    """A profile of `num_bytes` of text, `eval_share` of it held out; preferences are pairs of rows, never packed."""
+    is_paired = shape is DataFormat.PREFERENCE
+    row_tokens = 2 * seq_len if is_paired else seq_len
     length = bytes_per_token(vocab_size)
     num_tokens = int(num_bytes / length)
     num_eval_tokens = int(num_tokens * (eval_share or 0))
     num_train_tokens = num_tokens - num_eval_tokens
     return DataProfile(
         source="estimated",
-        num_rows=max(1, num_train_tokens // seq_len),
+        format=shape,
+        num_rows=max(1, num_train_tokens // row_tokens),
         num_tokens=num_train_tokens,
         longest_row=seq_len,
-        is_packed=is_packed,
+        is_packed=is_packed and not is_paired,
         fingerprint="estimated",
         vocab_size=vocab_size,
-        num_eval_rows=-(-num_eval_tokens // seq_len),
+        num_eval_rows=-(-num_eval_tokens // row_tokens),
         num_eval_tokens=num_eval_tokens,
         notes=(f"{num_bytes:,} bytes of text are taken as {num_tokens:,} tokens, {length} bytes each",),
     )

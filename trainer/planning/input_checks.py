@@ -18,7 +18,7 @@ from trainer.spec.errors import InputError, InputProblemsError
 from trainer.spec.extension import Hook
 from trainer.spec.job import Job, Objective
 from trainer.spec.model_shape import ModelShape
-from trainer.spec.objectives import objective_of
+from trainer.spec.objectives import SHAPES, objective_of
 from trainer.spec.strategy import Attention, LossHead, Method, Offload, Optimizer, Precision, Strategy
 
 _ROW_AXES = ("sharding", "offload", "optimizer", "precision")
@@ -35,7 +35,12 @@ def check_job(job: Job, shape: ModelShape, data: DataProfile) -> None:
 
 def check_objective(job: Job, data: DataProfile, hooks: Sequence[Hook]) -> None:
     """InputError where the job says something that its objective, or a function of the user's, leaves no room for."""
-    pinned = job.pin.loss
+    pinned, objective = job.pin.loss, job.train.objective
+    fitting = SHAPES.get(objective)
+    if fitting is not None and data.format not in fitting:
+        raise InputError(
+            f"train.objective: {objective} learns from {' or '.join(fitting)} rows; data.train holds {data.format}"
+        )
     if pinned is LossHead.FUSED_LINEAR and objective_of(job.train.objective, data.format) is Objective.DPO:
         raise InputError(
             "pin.loss: fused_linear and train.objective: dpo exclude each other; Liger makes its gradients before the "

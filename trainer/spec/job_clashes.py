@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from trainer.spec.job import BadRows, DataFormat, Job, LossOn, Objective
 from trainer.spec.job_kinds import one_of
+from trainer.spec.objectives import SHAPES
 from trainer.spec.strategy import Checkpointing, Method, Offload, Optimizer, Precision, Sharding
 
 GALORE_OPTIMIZERS = (Optimizer.ADAMW, Optimizer.ADAMW_8BIT, Optimizer.ADAFACTOR)
@@ -122,11 +123,6 @@ def _scratch_objective(job: Job) -> str | None:
     return "train.objective: dpo and model.config exclude each other; it starts from a trained model: write model.name"
 
 
-_OBJECTIVE_FORMATS: dict[Objective, tuple[DataFormat, ...]] = {
-    Objective.PRETRAIN: (DataFormat.TEXT, DataFormat.TOKENS),
-    Objective.SFT: (DataFormat.PROMPT_COMPLETION, DataFormat.CHAT, DataFormat.TOKENS),
-    Objective.DPO: (DataFormat.PREFERENCE,),
-}
 _LOSS_FORMATS: dict[LossOn, tuple[DataFormat, ...]] = {
     LossOn.COMPLETION: (DataFormat.PROMPT_COMPLETION, DataFormat.CHAT),
     LossOn.ASSISTANT: (DataFormat.CHAT,),
@@ -135,7 +131,7 @@ _LOSS_FORMATS: dict[LossOn, tuple[DataFormat, ...]] = {
 
 def _objective_format(job: Job) -> str | None:
     objective = job.train.objective
-    return _other_format(job, f"train.objective: {objective}", "learns from", _OBJECTIVE_FORMATS.get(objective))
+    return _other_format(job, f"train.objective: {objective}", "learns from", SHAPES.get(objective))
 
 
 def _loss_format(job: Job) -> str | None:
