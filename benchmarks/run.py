@@ -2,9 +2,11 @@
 
     python benchmarks/run.py [NAME ...] [--write]      --write keeps the table under benchmarks/results/
 
-startup   how long `probe`, `plan`, `report` take cold, beside an empty Python and beside `import torch`
-estimate  cases a second and memory of `shardwise estimate`, for a few and for many cases
-accuracy  the predictions beside published measurements, and what other tools answer to the same (`accuracy.py`)
+startup     how long `probe`, `plan`, `report` take cold, beside an empty Python and beside `import torch`
+estimate    cases a second and memory of `shardwise estimate`, for a few and for many cases
+accuracy    the predictions beside published measurements, and what other tools answer to the same (`accuracy.py`)
+tokenising  chats a second from a file to prepared rows, beside `datasets.map` (`tokenising.py`)
+trainers    tokens a second of a step, beside a bare loop, transformers' Trainer and TRL's (`trainers.py`)
 
 A benchmark whose figures are asked for something says so in the column `verdict`; one MISSED ends the run with 1.
 """
@@ -25,6 +27,8 @@ from importlib import metadata
 from pathlib import Path
 
 from accuracy import run_accuracy, text_table
+from tokenising import bench_tokenising
+from trainers import bench_trainers
 
 ROOT = Path(__file__).resolve().parent.parent
 ROUNDS = 7
@@ -144,6 +148,8 @@ BENCHMARKS: dict[str, Callable[..., bool]] = {
     "startup": partial(run_table, "startup", bench_startup),
     "estimate": partial(run_table, "estimate", bench_estimate),
     "accuracy": run_accuracy,
+    "tokenising": partial(run_table, "tokenising", bench_tokenising),
+    "trainers": partial(run_table, "trainers", bench_trainers),
 }
 
 

@@ -121,7 +121,7 @@ def _write_request(path: Path, chats: Path, tokenizer: Path, cache: Path) -> Pat
 
     job = read_job(
         {
-            "model": {"config": "tiny-llama"},
+            "model": {"config": "tiny-llama", "tokenizer": str(tokenizer)},
             "data": {"train": str(chats), "eval": "1%", "format": "chat", "chat_template": "chatml"},
             "train": {"seq_len": SEQ_LEN},
         },

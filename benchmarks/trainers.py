@@ -1,9 +1,10 @@
 """Tokens a second of the same model on the same rows under shardwise and under other trainers, on this machine's CPU.
 
-Each is a process of its own, started in turn; a step counts from the end of one to the end of the next, with all that
-a trainer does between them, and the first SKIPPED are left out. All start from one config and take the rows that
-shardwise prepared, with AdamW, a clipped gradient and a cosine rate; what else is chosen, each trainer chooses for
-itself, as a person gets it who asks for no more.
+Each is a process of its own, and they take turns step by step, A B C D, B C D A, ..., while the others wait: what slows
+the machine slows all alike. A step counts from where a process is let go to where its step ends, with all that a
+trainer does between; the first SKIPPED are left out. All start from one config and take the rows that shardwise
+prepared, with AdamW, a clipped gradient and a cosine rate; what else is chosen, each trainer chooses for itself, as a
+person gets it who asks for no more.
 
     bare         a loop of a dozen lines: transformers' model with its own loss, torch's AdamW
     shardwise    `shardwise train` with the planner's choice of optimizer and loss head
@@ -13,60 +14,131 @@ itself, as a person gets it who asks for no more.
 
 import json
 import os
+import select
 import statistics
 import subprocess
 import sys
 import tempfile
-from itertools import pairwise
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-NUM_STEPS, SKIPPED, ROUNDS = 40, 10, 3
-ROWS, SEQ_LEN = 8, 256
+TRAINERS = ("bare", "shardwise", "transformers", "trl")
+NUM_STEPS, SKIPPED = 80, 12
+LONGEST_TURN_S = 300.0  # starting included
+ROWS, SEQ_LEN = 4, 256
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 4096,
-    "hidden_size": 384,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 6,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }
 LEAST_SHARE = 0.98  # of the bare loop
+# What each process does at the end of a step: it says how long the step took, and waits for its next turn. The
+# pipes are opened at the first step, so that whoever only looks at this file takes none of what they carry.
 _CLOCK = """
 import time
 
+_pipes = []
+_let_go_at = None
+
 def on_step(step, metrics):
-    with open({path!r}, "a") as stream:
-        stream.write(f"{{time.monotonic()}}\\n")
+    global _let_go_at
+    if not _pipes:
+        _pipes.extend((open({turn!r}), open({ended!r}, "w")))
+    seconds = time.perf_counter() - (_let_go_at or time.perf_counter())
+    print(seconds, file=_pipes[1], flush=True)
+    _pipes[0].readline()
+    _let_go_at = time.perf_counter()
 """
 
 
 def bench_trainers() -> list[dict[str, object]]:
-    """Median tokens a second of each, and as a share of the bare loop in the same round."""
-    with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as name:
+    """Median tokens a second of each, and the median over the turns of its share of the bare loop's."""
+    with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as name, ExitStack() as stack:
         folder = Path(name)
         cache = _prepared(folder)
-        rates: dict[str, list[float]] = {}
-        for number in range(ROUNDS):
-            for trainer in ("bare", "shardwise", "transformers", "trl"):
-                seconds = _step_seconds(trainer, folder / f"{trainer}-{number}", folder, cache)
-                rates.setdefault(trainer, []).append(ROWS * SEQ_LEN / seconds)
+        runs = {trainer: stack.enter_context(_Run(trainer, folder, cache)) for trainer in TRAINERS}
+        for run in runs.values():
+            run.wait()
+        seconds: dict[str, list[float]] = {trainer: [] for trainer in TRAINERS}
+        for number in range(1, NUM_STEPS):
+            first = number % len(TRAINERS)
+            for trainer in TRAINERS[first:] + TRAINERS[:first]:
+                runs[trainer].let_go()
+                seconds[trainer].append(runs[trainer].wait())
     rows = []
-    for trainer, found in rates.items():
-        share = statistics.median(own / bare for own, bare in zip(found, rates["bare"], strict=True))
+    for trainer, found in seconds.items():
+        counted, bare = found[SKIPPED - 1 :], seconds["bare"][SKIPPED - 1 :]
+        share = statistics.median(other / own for own, other in zip(counted, bare, strict=True))
         asked = trainer == "shardwise"
         rows.append({
             "trainer": trainer,
-            "tokens_per_s": round(statistics.median(found)),
+            "tokens_per_s": round(ROWS * SEQ_LEN / statistics.median(counted)),
             "of_bare_loop": round(share, 3),
             "asked": f"at least {LEAST_SHARE}" if asked else "",
             "verdict": "" if not asked else "met" if share >= LEAST_SHARE else "MISSED",
         })  # fmt: skip
     return rows
+
+
+class _Run:
+    """A process that trains one step whenever it is let go."""
+
+    def __init__(self, trainer: str, folder: Path, cache: str) -> None:
+        self._trainer = trainer
+        out = folder / trainer
+        out.mkdir()
+        turn, ended = out / "turn", out / "ended"
+        os.mkfifo(turn)
+        os.mkfifo(ended)
+        (out / "clock.py").write_text(_CLOCK.format(turn=str(turn), ended=str(ended)))
+        self._turn, self._ended = (os.open(path, os.O_RDWR) for path in (turn, ended))  # which waits for nobody
+        if trainer == "shardwise":
+            (out / "job.yaml").write_text("{}\n")
+            words = [sys.executable, "-P", "-m", "launch.cli", "train", str(out / "job.yaml"), *_job(folder, out)]
+            words += ["--run-dir", str(out / "run")]
+        else:
+            words = [sys.executable, __file__, trainer, cache, str(out)]
+        self._log = (out / "log.txt").open("w+b")
+        self._process = subprocess.Popen(
+            words, cwd=ROOT, env=os.environ | {"PYTHONWARNINGS": "ignore"}, stdout=self._log, stderr=subprocess.STDOUT
+        )
+
+    def __enter__(self) -> "_Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.write(self._turn, b"\n" * NUM_STEPS)  # to the end
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        for descriptor in (self._turn, self._ended):
+            os.close(descriptor)
+        self._log.close()
+
+    def let_go(self) -> None:
+        """The next step may run."""
+        os.write(self._turn, b"\n")
+
+    def wait(self) -> float:
+        """Seconds of the step that ends; SystemExit where none does."""
+        give_up_at = time.monotonic() + LONGEST_TURN_S
+        while not select.select([self._ended], [], [], 1.0)[0]:
+            if self._process.poll() is not None or time.monotonic() > give_up_at:
+                self._log.seek(0)
+                said = self._log.read()[-2000:].decode(errors="replace")
+                raise SystemExit(f"{self._trainer} does not train ({self._process.poll()}):\n{said}")
+        return float(os.read(self._ended, 64))
 
 
 def _job(folder: Path, out: Path) -> list[str]:
@@ -85,32 +157,11 @@ def _prepared(folder: Path) -> str:
     from launch.prepare_data import prepare_data
 
     (folder / "model.json").write_text(json.dumps(MODEL))
-    (folder / "clock.py").write_text(_CLOCK.format(path=str(folder / "unused")))
     words = [word for word in _job(folder, folder) if not word.startswith("extensions")]
     inputs = read_inputs(None, words)
     profile = prepare_data(inputs.request, on_progress=lambda _: None)
     assert profile.cache_dir is not None
     return profile.cache_dir
-
-
-def _step_seconds(trainer: str, out: Path, folder: Path, cache: str) -> float:
-    """Median seconds from the end of one step to the end of the next."""
-    out.mkdir()
-    times = out / "times.txt"
-    if trainer == "shardwise":
-        (out / "clock.py").write_text(_CLOCK.format(path=str(times)))
-        (out / "job.yaml").write_text("{}\n")
-        words = [sys.executable, "-P", "-m", "launch.cli", "train", str(out / "job.yaml"), *_job(folder, out)]
-        words += ["--run-dir", str(out / "run")]
-    else:
-        words = [sys.executable, __file__, trainer, cache, str(times)]
-    done = subprocess.run(
-        words, cwd=ROOT, env=os.environ | {"PYTHONWARNINGS": "ignore"}, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise SystemExit(f"{trainer} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-    ends = [float(line) for line in times.read_text().split()]
-    return statistics.median(after - before for before, after in pairwise(ends[SKIPPED:]))
 
 
 def _batches(cache: str) -> list[list[list[int]]]:
@@ -132,17 +183,23 @@ def _model():  # noqa: ANN202  # transformers' own
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **fields))
 
 
-def run_bare(cache: str, times: Path) -> None:
-    """What one writes by hand."""
-    import time
+def _on_step(out: Path) -> Callable[..., None]:
+    """What the clock of this folder does at the end of a step."""
+    names: dict[str, Callable[..., None]] = {}
+    exec((out / "clock.py").read_text(), names)  # written above
+    return names["on_step"]
 
+
+def run_bare(cache: str, out: Path) -> None:
+    """What one writes by hand."""
     import torch
     from transformers import get_cosine_schedule_with_warmup
 
     model = _model().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     schedule = get_cosine_schedule_with_warmup(optimizer, 1, NUM_STEPS)
-    for batch in _batches(cache):
+    on_step = _on_step(out)
+    for step, batch in enumerate(_batches(cache), start=1):
         ids = torch.tensor(batch)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
@@ -150,26 +207,23 @@ def run_bare(cache: str, times: Path) -> None:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        float(loss)
-        with times.open("a") as stream:
-            stream.write(f"{time.monotonic()}\n")
+        on_step(step, {"loss": float(loss)})
 
 
-def run_trainer(name: str, cache: str, times: Path) -> None:
+def run_trainer(name: str, cache: str, out: Path) -> None:
     """transformers' Trainer, or TRL's SFTTrainer on top of it."""
-    import time
-
     from datasets import Dataset
     from transformers import TrainerCallback
 
+    tell = _on_step(out)
+
     class Clock(TrainerCallback):
         def on_step_end(self, *_: object, **__: object) -> None:
-            with times.open("a") as stream:
-                stream.write(f"{time.monotonic()}\n")
+            tell(0, {})
 
     ids = [row for batch in _batches(cache) for row in batch]
     settings = {
-        "output_dir": str(times.parent / "out"),
+        "output_dir": str(out / "out"),
         "per_device_train_batch_size": ROWS,
         "max_steps": NUM_STEPS,
         "learning_rate": 1e-3,
@@ -211,8 +265,8 @@ def run_trainer(name: str, cache: str, times: Path) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    _, chosen, cache_dir, times_path = sys.argv
+    _, chosen, cache_dir, out_dir = sys.argv
     if chosen == "bare":
-        run_bare(cache_dir, Path(times_path))
+        run_bare(cache_dir, Path(out_dir))
     else:
-        run_trainer(chosen, cache_dir, Path(times_path))
+        run_trainer(chosen, cache_dir, Path(out_dir))
