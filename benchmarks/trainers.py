@@ -26,18 +26,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINERS = ("bare", "shardwise", "transformers", "trl")
-NUM_STEPS, SKIPPED = 80, 12
+NUM_STEPS, SKIPPED = 60, 12
 LONGEST_TURN_S = 300.0  # starting included
-ROWS, SEQ_LEN = 4, 256
+ROWS, SEQ_LEN = 4, 512
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 4096,
-    "hidden_size": 256,
-    "intermediate_size": 704,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }

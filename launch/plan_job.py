@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from launch import folders
 from launch.calibration_store import read_calibration
 from launch.data_files import list_files, source_bytes
+from launch.first_row import shape_of_first_row
 from launch.gpu_selection import select_gpus
 from launch.installed import installed_version
 from launch.job_layers import ResolvedJob, read_job_layers
@@ -221,8 +222,15 @@ def profile_data(inputs: PlanInputs) -> DataProfile:
         vocab_size=inputs.shape.vocab_size,
         eval_share=inputs.request.eval_share,
         is_packed=inputs.request.packing is not False,
-        shape=shape_before_reading(inputs.resolved.job.train.objective, inputs.request.format),
+        shape=_shape_unread(inputs),
     )
+
+
+def _shape_unread(inputs: PlanInputs) -> DataFormat:
+    """What the rows are: as the job states, as the first of them looks, or as its objective needs them."""
+    stated, objective = inputs.request.format, inputs.resolved.job.train.objective
+    seen = shape_of_first_row(inputs.request) if stated is DataFormat.AUTO else None
+    return seen or shape_before_reading(objective, stated)
 
 
 def plan_inputs(

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from trainer.runtime.examples import Message
 from trainer.runtime.row_columns import UnusableRowError, listed
 from trainer.runtime.row_files import decode_json, kind_of
+from trainer.spec.row_fields import ROLES
 
-ROLES = ("system", "user", "assistant", "tool")
 _ALIASES = {
     **{role: role for role in ROLES},
     "developer": "system",

@@ -4,12 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from trainer.runtime.row_files import Row, kind_of
-
-_USUAL: Mapping[str, tuple[str, ...]] = {
-    "tokens": ("tokens", "input_ids"),
-    "mask": ("loss_mask", "completion_mask", "assistant_masks", "mask"),
-    "messages": ("messages", "conversations", "conversation"),
-}
+from trainer.spec.row_fields import names_of
 
 
 class UnusableRowError(ValueError):
@@ -21,11 +16,6 @@ class Cell(NamedTuple):
 
     column: str
     value: Any
-
-
-def names_of(field: str, fields: Mapping[str, str]) -> tuple[str, ...]:
-    """The columns in which a field may stand, the first one first."""
-    return (fields[field],) if field in fields else _USUAL.get(field, (field,))
 
 
 def find_cell(row: Row, field: str, fields: Mapping[str, str]) -> Cell | None:

@@ -1,32 +1,22 @@
-"""What the rows of a job are, seen from their columns, and one row as an example.
+"""What the rows of a job are, seen from their columns (trainer/spec/row_fields.py), and one row as an example.
 
-| shape | columns |
-|---|---|
-| preference | `chosen`, `rejected`, and `prompt` or a beginning that both share |
-| chat | `messages` or `conversations`; or Alpaca's `instruction`, `output` (`input`, `system`, `history`) |
-| prompt_completion | `prompt`, `completion` |
-| text | `text` |
-| tokens | `tokens` or `input_ids`, with `labels` or a mask where not all are learned |
-
-Where a row has the columns of several shapes, the first in this table is taken: rows of preferences often carry the
-messages they came from, and rows of messages the text they were rendered to. `data.fields` names other columns, and
-with them the shape. All rows of a job are of one shape; within it, each may be of another dialect.
+All rows of a job are of one shape; within it, each may be of another dialect.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from trainer.runtime.examples import Chat, Completion, Content, TokenIds
-from trainer.runtime.message_rows import ROLES, parsed, read_messages, read_tools, require_assistant, text_or_messages
+from trainer.runtime.message_rows import parsed, read_messages, read_tools, require_assistant, text_or_messages
 from trainer.runtime.preference_rows import read_preference
 from trainer.runtime.row_columns import (
     UnusableRowError,
     find_cell,
     find_text,
     listed,
-    names_of,
     require_cell,
     require_text,
 )
@@ -35,26 +25,10 @@ from trainer.runtime.source_streams import BadRow
 from trainer.spec.data_request import SourceFile
 from trainer.spec.errors import InputError
 from trainer.spec.job import DataFormat
+from trainer.spec.row_fields import FIELDS_OF_SHAPE, fitting_shapes, names_of, shape_of_row
 
 NUM_ROWS_TO_DETECT = 100
 UNLEARNED_LABEL = -100  # what cross entropy leaves out in torch, and in everything built on it
-
-_IN_MESSAGES = ("role", "content", *ROLES)
-_FIELDS_OF_SHAPE: Mapping[DataFormat, tuple[str, ...]] = {
-    DataFormat.PREFERENCE: ("prompt", "chosen", "rejected", "messages", *_IN_MESSAGES),
-    DataFormat.CHAT: ("messages", "tools", "instruction", "input", "output", *_IN_MESSAGES),
-    DataFormat.PROMPT_COMPLETION: ("prompt", "completion", *_IN_MESSAGES),
-    DataFormat.TEXT: ("text",),
-    DataFormat.TOKENS: ("tokens", "labels", "mask"),
-}
-_NEEDED_FIELDS: Sequence[tuple[DataFormat, tuple[str, ...]]] = (
-    (DataFormat.PREFERENCE, ("chosen", "rejected")),
-    (DataFormat.CHAT, ("messages",)),
-    (DataFormat.PROMPT_COMPLETION, ("prompt", "completion")),
-    (DataFormat.CHAT, ("instruction", "output")),
-    (DataFormat.TEXT, ("text",)),
-    (DataFormat.TOKENS, ("tokens",)),
-)
 
 
 FormatRow = Callable[[Row], Row | None]  # None: the row is left out
@@ -107,14 +81,14 @@ def _kind_of_file(file: SourceFile) -> tuple[str, str]:
 
 def _shape_of_file(file: SourceFile, fields: Mapping[str, str], format_row: FormatRow | None) -> DataFormat:
     """The shape of the first row that has one; TEXT where there is no row at all."""
-    fitting = [shape for shape, names in _FIELDS_OF_SHAPE.items() if set(fields) <= set(names)]
+    fitting = fitting_shapes(fields)
     read = [row for _, row in islice(read_rows(file), NUM_ROWS_TO_DETECT) if isinstance(row, dict) and row]
     rows = read if format_row is None else [made for row in read if (made := format_row(row))]
-    for allowed in (fitting, list(_FIELDS_OF_SHAPE)):  # the second finds what is then said not to have such fields
+    for allowed in (fitting, list(FIELDS_OF_SHAPE)):  # the second finds what is then said not to have such fields
         for row in rows:
-            for shape, needed in _NEEDED_FIELDS:
-                if shape in allowed and all(find_cell(row, name, fields) for name in needed):
-                    return shape
+            shape = shape_of_row(partial(_has, row, fields), allowed)
+            if shape is not None:
+                return shape
         if fields and len(allowed) == 1:
             return allowed[0]
     if not rows:
@@ -125,8 +99,12 @@ def _shape_of_file(file: SourceFile, fields: Mapping[str, str], format_row: Form
     )
 
 
+def _has(row: Row, fields: Mapping[str, str], field: str) -> bool:
+    return find_cell(row, field, fields) is not None
+
+
 def _check_fields(shape: DataFormat, fields: Mapping[str, str]) -> None:
-    legal = _FIELDS_OF_SHAPE[shape]
+    legal = FIELDS_OF_SHAPE[shape]
     unknown = next((name for name in fields if name not in legal), None)
     if unknown is not None:
         raise InputError(f"data.fields: {unknown} is not a field of {shape} rows; they have {', '.join(legal)}")
