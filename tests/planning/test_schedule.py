@@ -77,6 +77,13 @@ def test_an_open_warmup_says_whose_it_is_and_that_of_dpo_is_longer() -> None:
     assert schedule(warmup=Warmup(steps=5)).warmup_source == "train.warmup of the job file"
 
 
+def test_the_length_of_a_run_says_where_it_is_from() -> None:
+    assert schedule(epochs=1.0).length_source == "1 epoch, as by default: arXiv:2305.16264"
+    assert schedule(epochs=2.5).length_source == "2.5 epochs"
+    assert schedule(epochs=None, steps=7).length_source == "train.steps of the job file"
+    assert schedule(epochs=None, tokens=10_000).length_source == "train.tokens of the job file"
+
+
 def test_a_pair_is_two_sequences_of_the_global_batch() -> None:
     preferences = replace(data_of(num_rows=10_000), format=DataFormat.PREFERENCE)
     made = make_schedule(job_of(), preferences, shape_of("8b"))

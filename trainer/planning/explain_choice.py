@@ -160,8 +160,9 @@ def _batch_line(plan: Plan) -> str:
 
 def _steps_line(plan: Plan) -> str:
     schedule = plan.schedule
+    length = f" ({schedule.length_source})" if schedule.length_source else ""
     return (
-        f"{schedule.num_steps:,} steps, {schedule.warmup_steps:,} of warmup ({schedule.warmup_source}) "
+        f"{schedule.num_steps:,} steps{length}, {schedule.warmup_steps:,} of warmup ({schedule.warmup_source}) "
         f"to lr {schedule.lr:g} ({schedule.lr_source})"
     )
 

@@ -59,6 +59,7 @@ def make_schedule(
     checkpoints = _checkpoint_every(job, evaluations, num_steps)
     return Schedule(
         num_steps=num_steps,
+        length_source=_length_source(train),
         sequences_per_step=sequences,
         tokens_per_step=sequences * num_rows * train.seq_len,
         warmup_steps=warmup_steps,
@@ -93,6 +94,17 @@ def _num_steps(train: TrainJob, data: DataProfile, sequences: int) -> int:
         return max(1, math.ceil(train.tokens / (sequences * _tokens_per_row(train, data)) - 1e-9))
     epochs = 1.0 if train.epochs is None else train.epochs
     return max(1, math.ceil(epochs * data.num_rows / sequences - 1e-9))
+
+
+def _length_source(train: TrainJob) -> str:
+    if train.steps is not None:
+        return "train.steps of the job file"
+    if train.tokens is not None:
+        return "train.tokens of the job file"
+    epochs = 1.0 if train.epochs is None else train.epochs
+    if epochs == 1:
+        return "1 epoch, as by default: arXiv:2305.16264"
+    return f"{epochs:g} epochs"
 
 
 def _tokens_per_row(train: TrainJob, data: DataProfile) -> float:

@@ -126,6 +126,7 @@ class Schedule(Value, frozen=True, kw_only=True):
     """The run in steps; every entry is a function of the job and the data, never of the machine."""
 
     num_steps: int
+    length_source: str = ""
     sequences_per_step: int
     tokens_per_step: int
     warmup_steps: int
