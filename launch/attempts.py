@@ -1,12 +1,15 @@
-"""The attempts of a run: one launcher each, the next one after an out-of-memory with the plan's next fallback.
+"""The attempts of a run: one launcher each, until one ends in order or nothing more is worth trying.
 
-The global batch stays: a fallback differs in micro batch, accumulation or mechanism, never in what a step learns from.
+After an out of memory comes the plan's next fallback, after a death or a hang the same again (`retries`), from the
+newest checkpoint. The global batch stays: a fallback differs in micro batch, accumulation or mechanism, never in what a
+step learns from. The report of the run tells of every attempt.
 """
 
 import os
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,17 +18,22 @@ import yaml
 
 from launch import run_dir as run_dirs
 from launch.accelerate_config import accelerate_config
+from launch.attempt_end import AttemptEnd
+from launch.checkpoint_fit import SavedFacts, obstacle_to_resume, read_facts
 from launch.command import launch_command, launch_environment
 from launch.console import Console
 from launch.deepspeed_config import deepspeed_config
 from launch.nvme_folder import check_nvme, held_folder, nvme_folder
 from launch.operators import remove_stale_locks
 from launch.progress import MetricsTail, Progress
-from launch.supervisor import AttemptCutShortError, StopKind, StopRequest, run_attempt
+from launch.retries import Decision, Tried, decide
+from launch.supervisor import StopKind, StopRequest, run_attempt
+from launch.watchdog import Watchdog, WatchLimits
 from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, ExitCode
+from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from trainer.spec.hardware import DeviceKind
 from trainer.spec.plan import Candidate, Plan
-from trainer.spec.report import Ending, Report
+from trainer.spec.report import AttemptRecord, Ending, Fault, Report
 from trainer.spec.units import format_bytes
 
 
@@ -35,6 +43,18 @@ class RunOutcome(NamedTuple):
     exit_code: ExitCode
     report: Report | None
     run_dir: Path | None = None
+
+
+class Surroundings(NamedTuple):
+    """What every attempt of a run has in common."""
+
+    plan: Plan
+    run_dir: Path
+    extensions_dir: Path
+    console: Console
+    stop: StopRequest
+    environment: Mapping[str, str]
+    limits: WatchLimits
 
 
 def prepare_attempt(plan: Plan, candidate: Candidate, *, run_dir: Path, resume: bool) -> Path:
@@ -66,73 +86,163 @@ def run_attempts(
     console: Console,
     stop: StopRequest,
     environment: Mapping[str, str] = os.environ,
+    limits: WatchLimits = WatchLimits(),  # noqa: B008  # it never changes
 ) -> RunOutcome:
-    """Runs the chosen candidate, then the fallbacks, until one ends in order."""
-    incidents: list[str] = []
-    started = time.monotonic()
-    first_attempt = run_dirs.next_attempt(run_dir)
+    """Runs the chosen candidate, then what follows from how each attempt ended, until one ends in order.
+
+    EnvironmentFaultError where an attempt cannot be started at all.
+    """
+    around = Surroundings(plan, run_dir, extensions_dir, console, stop, environment, limits)
+    course = _Course(history=_earlier_history(run_dir) if resume else [])
     candidates = (plan.chosen, *plan.fallbacks)
-    for number, candidate in enumerate(candidates):
-        may_resume = resume or (number > 0 and bool(run_dirs.committed_checkpoints(run_dir)))
-        attempt_dir = prepare_attempt(plan, candidate, run_dir=run_dir, resume=may_resume)
-        try:
-            report = _run_one(plan, attempt_dir, run_dir, extensions_dir, console, stop, environment)
-        except AttemptCutShortError as cut:
-            console.line(str(cut))
-            return RunOutcome(stop_code(stop), None, run_dir)
-        report = _with_ending(report, stop)
-        is_out = report.ending is Ending.OUT_OF_MEMORY and stop.kind is None
-        told = report.incidents
-        if is_out:
-            told = (*told, _memory_incident(candidate, report, is_last=number == len(candidates) - 1))
+    number: int | None = _place_of_last(run_dir, candidates, console) if resume else 0
+    started = time.monotonic()
+    while number is not None:
+        may_resume = bool(run_dirs.committed_checkpoints(run_dir)) and (resume or bool(course.tried))
+        begin = _Begin(time.monotonic(), _saved_step(run_dir) if may_resume else None)
+        attempt_dir = prepare_attempt(plan, candidates[number], run_dir=run_dir, resume=may_resume)
+        end = _run_one(around, attempt_dir)
+        decision = _after(course, end, number, around)
+        number = None if stop.kind is not None else decision.candidate
+        report = _told(end, decision, stop, run_dir)
+        course.history.append(_record(end, report, attempt_dir, begin))
+        course.incidents += end.report.incidents
+        if end.fault is not None:
+            incident = _incident(end, decision)
+            course.incidents.append(incident)
+            console.line(incident)
         report = msgspec.structs.replace(
             report,
-            incidents=(*incidents, *told),
-            attempts=run_dirs.next_attempt(run_dir) - first_attempt,
+            incidents=tuple(dict.fromkeys(course.incidents)),
+            history=tuple(course.history),
+            attempts=len(course.history),
             duration_s=time.monotonic() - started,
         )
-        codec.write(run_dir / "report.json", report)
-        if not is_out:
-            return RunOutcome(ExitCode(report.exit_code), report, run_dir)
-        incidents.append(told[-1])
-        console.line(told[-1])
-    return RunOutcome(ExitCode.OUT_OF_MEMORY, report, run_dir)
+        _write_report(run_dir, report)
+    return RunOutcome(ExitCode(report.exit_code), report, run_dir)
 
 
-def _run_one(
-    plan: Plan,
-    attempt_dir: Path,
-    run_dir: Path,
-    extensions_dir: Path,
-    console: Console,
-    stop: StopRequest,
-    environment: Mapping[str, str],
-) -> Report:
-    attempt_plan = codec.read(attempt_dir / "plan.json", Plan)
-    tail = MetricsTail(run_dir / "metrics.jsonl", from_end=True)
+class _Begin(NamedTuple):
+    """Where an attempt began."""
+
+    moment_s: float
+    step: int | None  # None: from the beginning
+
+
+@dataclass(slots=True)
+class _Course:
+    """What happened so far."""
+
+    history: list[AttemptRecord]
+    tried: list[Tried] = field(default_factory=list)
+    incidents: list[str] = field(default_factory=list)
+
+
+def _run_one(around: Surroundings, attempt_dir: Path) -> AttemptEnd:
+    plan, console = codec.read(attempt_dir / "plan.json", Plan), around.console
+    tail = MetricsTail(around.run_dir / "metrics.jsonl", from_end=True)
     progress = Progress(console, attempt_dir=attempt_dir, metrics=tail, num_steps=plan.schedule.num_steps)
     argv = launch_command(attempt_dir, log_dir=attempt_dir / "logs", python=sys.executable)
     cores = plan.hardware.host.num_cores or 1
-    remove_stale_locks(extensions_dir, on_progress=console.line)  # a rank of the attempt before may have left one
-    check_nvme(attempt_plan)
+    remove_stale_locks(around.extensions_dir, on_progress=console.line)  # a rank before may have left one
+    check_nvme(plan)
+    watchdog = Watchdog(attempt_dir, num_ranks=plan.chosen.num_ranks, limits=around.limits.scaled_to(plan))
     try:
-        with held_folder(nvme_folder(attempt_plan, run_dir, int(attempt_dir.name))):
+        with held_folder(nvme_folder(plan, around.run_dir, int(attempt_dir.name))):
             return run_attempt(
                 argv,
                 attempt_dir=attempt_dir,
-                environment=launch_environment(environment, attempt_plan, extensions_dir=extensions_dir, cores=cores),
-                stop=stop,
+                environment=launch_environment(
+                    around.environment, plan, extensions_dir=around.extensions_dir, cores=cores
+                ),
+                stop=around.stop,
                 on_tick=progress.tick,
+                watchdog=watchdog,
             )
     finally:
         progress.close()
 
 
-def _with_ending(report: Report, stop: StopRequest) -> Report:
-    """The report with the exit code of `shardwise`; a stop asked for by TERM or USR1 is a preemption."""
-    ending = report.ending
-    if ending is Ending.STOPPED and stop.kind is StopKind.REQUEUE:
-        ending = Ending.PREEMPTED
+def _after(course: _Course, end: AttemptEnd, number: int, around: Surroundings) -> Decision:
+    """What follows this end; notes it among what was tried."""
+    if end.fault is None:
+        return Decision(None, "")
+    plan, saved = around.plan, _saved(around.run_dir)
+    saved_step = 0 if saved is None else saved.step
+    course.tried.append(
+        Tried(
+            candidate=number,
+            fault=end.fault,
+            step=end.report.step,
+            saved_step=saved_step,
+            cause=end.report.error or "",
+            is_final=end.is_final,
+            had_no_chance=not end.has_trained and not end.is_transient,
+        )
+    )
+    if around.stop.is_urgent:
+        return Decision(None, f"what was learned after step {saved_step} is lost")
+    if plan.is_trial and not end.fault.is_memory:
+        return Decision(None, "a trial is not repeated")
+
+    def obstacle(candidate: Candidate) -> str | None:
+        if end.fault is Fault.HOST_OUT_OF_MEMORY and not _needs_less_of_host(plan, candidate, end.report.plan):
+            return "needs no less of the host's memory"
+        return obstacle_to_resume(saved, candidate)
+
+    return decide(course.tried, (plan.chosen, *plan.fallbacks), obstacle)
+
+
+def _needs_less_of_host(plan: Plan, candidate: Candidate, now: Candidate) -> bool:
+    """A CPU's device is the host; beside a GPU it holds what is offloaded."""
+    if plan.device_kind is DeviceKind.CPU:
+        return True
+    then, host = now.memory, candidate.memory
+    return host.pinned_bytes + host.host_bytes < then.pinned_bytes + then.host_bytes
+
+
+def _saved(run_dir: Path) -> SavedFacts | None:
+    """Of the newest checkpoint whose manifest can be read; None where there is none."""
+    facts = (read_facts(folder) for folder in reversed(run_dirs.committed_checkpoints(run_dir)))
+    return next((each for each in facts if each is not None), None)
+
+
+def _saved_step(run_dir: Path) -> int:
+    saved = _saved(run_dir)
+    return 0 if saved is None else saved.step
+
+
+def _place_of_last(run_dir: Path, candidates: tuple[Candidate, ...], console: Console) -> int:
+    """The candidate of the newest attempt: a run whose memory ran out before goes on with the fallback it came to."""
+    newest = run_dir / "attempts" / str(run_dirs.next_attempt(run_dir) - 1) / "plan.json"
+    try:
+        place = candidates.index(codec.read(newest, Plan).chosen)
+    except (InputError, ValueError):
+        return 0  # the plan is another one now, or nothing ran yet
+    if place:
+        console.line(f"going on with fallback {place} of the plan, where the attempt before had come to")
+    return place
+
+
+def _earlier_history(run_dir: Path) -> list[AttemptRecord]:
+    """Of the run before it was resumed; nothing where it was killed before it could report."""
+    try:
+        return [*codec.read(run_dir / "report.json", Report).history]
+    except InputError:
+        return []
+
+
+def _told(end: AttemptEnd, decision: Decision, stop: StopRequest, run_dir: Path) -> Report:
+    """The attempt's report with the ending and the exit code of the run, and the checkpoint that it leaves.
+
+    Only this process knows whether Ctrl-C or TERM and USR1 asked for the end. An attempt that failed meanwhile, and
+    would have been followed by another, was stopped all the same: whoever starts it again goes on from there.
+    """
+    report = end.report
+    ending = Ending.OUT_OF_MEMORY if decision.is_out_of_fallbacks else report.ending
+    is_stopped = ending in (Ending.STOPPED, Ending.PREEMPTED) or decision.candidate is not None or stop.is_urgent
+    if stop.kind is not None and is_stopped and ending is not Ending.FINISHED:
+        ending = Ending.PREEMPTED if stop.kind is StopKind.REQUEUE else Ending.STOPPED
     code = {
         Ending.FINISHED: ExitCode.DONE,
         Ending.STOPPED: ExitCode.INTERRUPTED,
@@ -140,7 +250,9 @@ def _with_ending(report: Report, stop: StopRequest) -> Report:
         Ending.OUT_OF_MEMORY: ExitCode.OUT_OF_MEMORY,
         Ending.FAILED: ExitCode.ENVIRONMENT,
     }[ending]
-    return msgspec.structs.replace(report, ending=ending, exit_code=int(code))
+    committed = run_dirs.committed_checkpoints(run_dir)
+    newest = f"checkpoints/{committed[-1].name}" if committed else None
+    return msgspec.structs.replace(report, ending=ending, exit_code=int(code), checkpoint=report.checkpoint or newest)
 
 
 def stop_code(stop: StopRequest) -> ExitCode:
@@ -148,12 +260,47 @@ def stop_code(stop: StopRequest) -> ExitCode:
     return ExitCode.REQUEUE if stop.kind is StopKind.REQUEUE else ExitCode.INTERRUPTED
 
 
-def _memory_incident(candidate: Candidate, report: Report, *, is_last: bool) -> str:
+def _write_report(run_dir: Path, report: Report) -> None:
+    try:
+        codec.write(run_dir / "report.json", report)
+    except OSError as error:
+        raise EnvironmentFaultError(f"{run_dir}: the report cannot be written: {error.strerror}") from error
+
+
+def _record(end: AttemptEnd, report: Report, attempt_dir: Path, begin: _Begin) -> AttemptRecord:
+    candidate, resumed = report.plan, report.resumed_from_step
+    return AttemptRecord(
+        number=int(attempt_dir.name),
+        strategy=candidate.strategy.name,
+        num_ranks=candidate.num_ranks,
+        micro_batch=candidate.micro_batch,
+        accumulation=candidate.accumulation,
+        resumed_from_step=begin.step if resumed is None else resumed,
+        step=max(report.step, begin.step or 0),
+        ending=report.ending,
+        fault=end.fault,
+        cause=None if end.fault is None else report.error,
+        duration_s=time.monotonic() - begin.moment_s,
+        predicted_peak_bytes=candidate.memory.peak_allocated_bytes,
+        measured_peak_bytes=report.measured.memory.peak_allocated_bytes,
+    )
+
+
+def _incident(end: AttemptEnd, decision: Decision) -> str:
+    if end.fault is Fault.OUT_OF_MEMORY:
+        return f"{_memory_words(end.report)}; {decision.words}"
+    words = (end.report.error or "no reason given").splitlines()[0]
+    return f"step {end.report.step} with {end.report.plan.strategy.name}: {words}; {decision.words}"
+
+
+def _memory_words(report: Report) -> str:
+    candidate = report.plan
     parts = candidate.memory.parts
     largest = max(parts, key=lambda name: parts[name]) if parts else "unknown"
+    held = report.measured.memory.peak_allocated_bytes
     return (
         f"out of memory at step {report.step} with {candidate.strategy.name}, micro batch {candidate.micro_batch}: "
         f"predicted {format_bytes(candidate.memory.need_bytes)} of {format_bytes(candidate.memory.usable_bytes)}, "
-        f"largest part {largest.replace('_', ' ')}; "
-        + ("no fallback is left" if is_last else "going on with the next fallback at the same global batch")
+        + ("" if held is None else f"held {format_bytes(held)}, ")
+        + f"largest part {largest.replace('_', ' ')}"
     )

@@ -82,6 +82,23 @@ def read_cgroup_limits(root: Path = Path("/")) -> CgroupLimits:
     )
 
 
+def read_oom_kills(root: Path = Path("/")) -> int | None:
+    """Processes of our group that the kernel ended for want of memory; None where nothing counts them.
+
+    Version 2 counts in `memory.events`, version 1 in `memory.oom_control`, which not every kernel has for each group.
+    Without either it is the whole machine's count, of /proc/vmstat, which a neighbour may raise too.
+    """
+    paths = parse_cgroup_paths(read_text(root / "proc/self/cgroup"))
+    mounts = parse_mountinfo(read_text(root / "proc/self/mountinfo"))
+    files = [group / "memory.events" for group in _groups(root, mounts, paths, "")[:1]]
+    files += [group / "memory.oom_control" for group in _groups(root, mounts, paths, "memory")[:1]]
+    counts = (_OOM_KILL.search(read_text(path)) for path in (*files, root / "proc/vmstat"))
+    return next((int(found[1]) for found in counts if found), None)
+
+
+_OOM_KILL = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
+
+
 def _groups(root: Path, mounts: Sequence[Mount], paths: dict[str, str], controller: str) -> tuple[Path, ...]:
     """Our group of `controller` and those above it, the innermost first; empty where it is not mounted."""
     path = paths.get(controller)

@@ -183,6 +183,22 @@ def _export(options: argparse.Namespace) -> ExitCode:
     )
 
 
+def _import(options: argparse.Namespace) -> ExitCode:
+    from launch.import_command import ImportOptions, run_import
+
+    return run_import(
+        ImportOptions(
+            checkpoint=options.checkpoint,
+            output=options.output,
+            kind=options.kind,
+            config=options.config,
+            base=options.base,
+            dtype=options.dtype,
+            as_json=options.json,
+        )
+    )
+
+
 def _data(options: argparse.Namespace) -> ExitCode:
     from launch.data_command import run_data
 
@@ -220,6 +236,7 @@ _COMMANDS = {
     "train": _train,
     "report": _report,
     "export": _export,
+    "import": _import,
     "chat": _chat,
     "data": _data,
     "schema": _schema,

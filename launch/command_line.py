@@ -9,7 +9,6 @@ from pathlib import Path
 from trainer.spec.errors import InputError
 
 LATER_COMMANDS = {
-    "import": "0.5",
     "submit": "0.6",
     "status": "0.6",
     "logs": "0.6",
@@ -77,6 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_train(commands.add_parser("train", help="plan, train, evaluate, export, report"))
     _add_report(commands.add_parser("report", help="predicted beside measured"))
     _add_export(commands.add_parser("export", help="write a folder that others load, from a run"))
+    _add_import(commands.add_parser("import", help="make a foreign checkpoint a folder to train from"))
     _add_chat(commands.add_parser("chat", help="talk to what a run trained"))
     commands.add_parser("schema", help="print the JSON Schema of the job file")
     return parser
@@ -166,6 +166,17 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--push", metavar="USER/NAME", help="upload it to the Hugging Face hub, private")
     parser.add_argument("--public", action="store_true", help="with --push: for everybody to see")
     parser.add_argument("--no-check", action="store_true", help="do not load it again to compare its logits")
+    parser.add_argument("--json", action="store_true")
+
+
+def _add_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="the folder that was saved")
+    parser.add_argument("output", type=Path, metavar="OUT")
+    kinds = ("huggingface", "trainer", "accelerate", "deepspeed", "dcp", "peft")
+    parser.add_argument("--kind", choices=kinds, help="what wrote it; default: told by its files")
+    parser.add_argument("--config", metavar="FOLDER|HUB-ID|PRESET", help="the model; default: CHECKPOINT/config.json")
+    parser.add_argument("--base", metavar="FOLDER|HUB-ID", help="the model that an adapter is merged into")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: as it was saved")
     parser.add_argument("--json", action="store_true")
 
 

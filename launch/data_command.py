@@ -52,7 +52,9 @@ def describe_data(profile: DataProfile, job: Job) -> Iterator[str]:
     """What the data is, in lines."""
     rows, seq_len = f"{profile.num_rows:,}", job.train.seq_len
     objective = objective_of(job.train.objective, profile.format)
-    yield f"{profile.num_documents:,} {_NOUNS[profile.format]} to learn from, {format_count(profile.num_tokens)} tokens"
+    where = " in the first window of a stream" if profile.is_stream else ""
+    num_tokens = format_count(profile.num_tokens)
+    yield f"{profile.num_documents:,} {_NOUNS[profile.format]} to learn from{where}, {num_tokens} tokens"
     yield f"  objective    {objective}: {_learned_words(profile, job)}"
     if profile.is_packed:
         full = "" if profile.packing_efficiency is None else f", {profile.packing_efficiency:.1%} full"
@@ -76,7 +78,8 @@ def _learned_words(profile: DataProfile, job: Job) -> str:
     what = _LEARNED[profile.format] if job.data.loss_on is LossOn.AUTO else f"loss on {job.data.loss_on}"
     if profile.num_targets is None or profile.format is DataFormat.PREFERENCE:
         return what
-    return f"{what}, {format_count(profile.num_targets)} tokens of an epoch ({_share(profile):.0%})"
+    span = "the window" if profile.is_stream else "an epoch"
+    return f"{what}, {format_count(profile.num_targets)} tokens of {span} ({_share(profile):.0%})"
 
 
 def _share(profile: DataProfile) -> float:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from launch.dataset_hub import dataset_files, is_dataset_id, read_readme
+from launch.dataset_hub import dataset_files, is_dataset_id, list_dataset, read_readme
 from launch.dataset_splits import SETTINGS_FILES, Part, files_of_part
 from launch.hub_files import hub_cache
 from launch.saved_datasets import saved_files
@@ -61,6 +61,7 @@ class FoundFile(NamedTuple):
     path: str
     size_bytes: int
     mtime_ns: int
+    hub: str | None = None  # as in SourceFile
 
 
 class _Listed(NamedTuple):
@@ -73,7 +74,7 @@ class _Listed(NamedTuple):
 def list_files(request: PrepareRequest) -> PrepareRequest:
     """The request with `files` and `eval_files` filled in from what its sources are on disk now.
 
-    A data set of the hub that is not in its cache is downloaded.
+    A data set of the hub that is not in its cache is downloaded; of one that is streamed only the names are asked for.
     """
     eval_sources = (
         []
@@ -81,7 +82,10 @@ def list_files(request: PrepareRequest) -> PrepareRequest:
         else [DataSource(source=request.eval_source, subset=request.eval_subset, split=request.eval_split)]
     )
     cache = hub_cache(None if request.hub_home is None else Path(request.hub_home))
-    train = [(source, _list_source(source, setting="data.train", cache=cache)) for source in request.sources]
+    streams = request.window_bytes is not None
+    train = [
+        (source, _list_source(source, setting="data.train", cache=cache, streams=streams)) for source in request.sources
+    ]
     held_out = [(source, _list_source(source, setting="data.eval", cache=cache)) for source in eval_sources]
     references = (listed.reference for _, listed in (*train, *held_out))
     return msgspec.structs.replace(
@@ -104,13 +108,20 @@ def _content_per_byte(path: str) -> float:
 
 def _weighted(listed: Sequence[tuple[DataSource, _Listed]]) -> tuple[SourceFile, ...]:
     return tuple(
-        SourceFile(path=found.path, size_bytes=found.size_bytes, mtime_ns=found.mtime_ns, weight=source.weight)
-        for source, files in listed
+        SourceFile(
+            path=found.path,
+            size_bytes=found.size_bytes,
+            mtime_ns=found.mtime_ns,
+            weight=source.weight,
+            source=number,
+            hub=found.hub,
+        )
+        for number, (source, files) in enumerate(listed)
         for found in files.files
     )
 
 
-def _list_source(source: DataSource, *, setting: str, cache: Path) -> _Listed:
+def _list_source(source: DataSource, *, setting: str, cache: Path, streams: bool = False) -> _Listed:
     if not source.weight > 0:
         raise InputError(f"{setting}: weight {source.weight:g} of {source.source}: must be above 0")
     part = Part(source.subset, source.split)
@@ -121,7 +132,10 @@ def _list_source(source: DataSource, *, setting: str, cache: Path) -> _Listed:
     if path.is_dir():
         return _Listed(_files_in_folder(path, part, setting=setting))
     if not path.exists():
-        return _list_from_hub(source.source, part, path, setting=setting, cache=cache)
+        _refuse_missing_file(source.source, path, setting=setting)
+        if streams:
+            return _list_stream(source.source, part, setting=setting, cache=cache)
+        return _list_from_hub(source.source, part, setting=setting, cache=cache)
     if not path.is_file():
         raise InputError(f"{setting}: {path} is neither a file nor a folder")
     _refuse_part(part, f"{setting}: {path}")
@@ -141,10 +155,27 @@ def _refuse_part(part: Part, what: str) -> None:
         raise InputError(f"{what} has no {'subset' if part.subset else 'split'} {asked}; only folders and data sets do")
 
 
-def _list_from_hub(source: str, part: Part, path: Path, *, setting: str, cache: Path) -> _Listed:
+def _refuse_missing_file(source: str, path: Path, *, setting: str) -> None:
+    """InputError for what can be no data set of the hub."""
     is_name_of_file = content_suffix(source) in TEXT_SUFFIXES | ROW_SUFFIXES or compression(source) is not None
     if is_name_of_file or not is_dataset_id(source):
         raise InputError(f"{setting}: {source} was not found: there is no {path}")
+
+
+def _list_stream(source: str, part: Part, *, setting: str, cache: Path) -> _Listed:
+    listed = list_dataset(source, part, cache=cache, setting=setting)
+    if not listed.files:
+        raise InputError(f"{setting}: {source}: all files of {part.split or 'train'} are empty")
+    found = [
+        local._replace(hub=file.address)
+        if (local := _found(str(file.path))) is not None
+        else FoundFile(file.address, file.size_bytes, 0, file.address)
+        for file in listed.files
+    ]
+    return _Listed(found, listed.reference)
+
+
+def _list_from_hub(source: str, part: Part, *, setting: str, cache: Path) -> _Listed:
     found = dataset_files(source, part, cache=cache, setting=setting)
     files = [file for file in map(_found, map(str, found.paths)) if file is not None and file.size_bytes]
     if not files:

@@ -10,7 +10,7 @@ gone on with. Where another program filled the cache, only numbered files (`-000
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from glob import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -35,10 +35,26 @@ class HubFiles(NamedTuple):
     paths: tuple[Path, ...]
 
 
+class ListedFile(NamedTuple):
+    """A file of a data set that may not be on this machine."""
+
+    address: str  # hf://datasets/ORG/NAME@COMMIT/FILE
+    size_bytes: int
+    path: Path  # where it is, if it was downloaded
+
+
+class ListedFiles(NamedTuple):
+    """The files of one part of a data set, by name and size."""
+
+    reference: str  # ORG/NAME@COMMIT
+    files: tuple[ListedFile, ...]
+
+
 class Listing(Value, frozen=True, kw_only=True):
     """Every file of one commit of a repository."""
 
     names: tuple[str, ...]
+    sizes: tuple[int, ...] = ()  # of each, where they were asked for
 
 
 def is_dataset_id(source: str) -> bool:
@@ -56,6 +72,33 @@ def dataset_files(source: str, part: Part, *, cache: Path, setting: str) -> HubF
     """
     found = _find(source, part, cache=cache, setting=setting)
     return found if found is not None else _download(source, part, cache=cache, setting=setting)
+
+
+def list_dataset(source: str, part: Part, *, cache: Path, setting: str) -> ListedFiles:
+    """The part's files without downloading them; a revision that was listed or downloaded needs no network.
+
+    Raises as `dataset_files` does.
+    """
+    repository, _ = _parsed(source)
+    found = _find(source, part, cache=cache, setting=setting)
+    if found is not None:
+        snapshot = _root(cache, repository) / "snapshots" / found.reference.rpartition("@")[2]
+        sizes = {path.relative_to(snapshot).as_posix(): path.stat().st_size for path in found.paths}
+        return _listed(found.reference, sizes, snapshot)
+    commit, listing = _listing_with_sizes(source, cache=cache, setting=setting)
+    snapshot, data = _root(cache, repository) / "snapshots" / commit, _data_files(listing.names)
+    if not data:
+        raise InputError(_nothing_to_read(repository, listing.names, setting=setting))
+    chosen = files_of_part(data, read_readme(snapshot), part, origin=f"{setting}: {source}")
+    sizes = dict(zip(listing.names, listing.sizes, strict=True))
+    return _listed(f"{repository}@{commit}", {name: sizes[name] for name in chosen}, snapshot)
+
+
+def _listed(reference: str, sizes: Mapping[str, int], snapshot: Path) -> ListedFiles:
+    files = (
+        ListedFile(f"hf://datasets/{reference}/{name}", size, snapshot / name) for name, size in sizes.items() if size
+    )
+    return ListedFiles(reference, tuple(files))
 
 
 def read_readme(folder: Path) -> str | None:
@@ -90,32 +133,57 @@ def _find(source: str, part: Part, *, cache: Path, setting: str) -> HubFiles | N
 
 
 def _download(source: str, part: Part, *, cache: Path, setting: str) -> HubFiles:
-    from huggingface_hub import HfApi, snapshot_download
-
     repository, revision = _parsed(source)
     with hub_errors_explained(
         repository, revision=revision, cache=cache, setting=setting, what="a data set", pages="datasets/"
     ):
-        described = HfApi().dataset_info(repository, revision=revision, timeout=ANSWER_TIMEOUT_S)
-        commit, names = described.sha, tuple(sibling.rfilename for sibling in described.siblings or ())
-        assert commit is not None, "the hub answers with a commit"
+        commit, names = _ask(source, cache=cache, with_sizes=False)
         snapshot = _root(cache, repository) / "snapshots" / commit
-
-        def fetch(wanted: Sequence[str]) -> None:
-            patterns = [escape(name) for name in wanted]
-            snapshot_download(
-                repository, repo_type="dataset", revision=commit, cache_dir=cache, allow_patterns=patterns
-            )
-
-        _write_listing(_root(cache, repository), commit, revision, names)
-        if README in names:
-            fetch([README])
         data = _data_files(names)
         if not data:
             raise InputError(_nothing_to_read(repository, names, setting=setting))
         chosen = files_of_part(data, read_readme(snapshot), part, origin=f"{setting}: {source}")
-        fetch(chosen)
+        _fetch(repository, commit, chosen, cache=cache)
     return HubFiles(f"{repository}@{commit}", tuple(snapshot / name for name in chosen))
+
+
+def _listing_with_sizes(source: str, *, cache: Path, setting: str) -> tuple[str, Listing]:
+    """The commit of the source and its files, from the cache where they were asked for before."""
+    repository, revision = _parsed(source)
+    root = _root(cache, repository)
+    commit = _commit(root, revision)
+    listing = _stored_listing(root, commit)
+    if listing is None or len(listing.sizes) < len(listing.names):
+        with hub_errors_explained(
+            repository, revision=revision, cache=cache, setting=setting, what="a data set", pages="datasets/"
+        ):
+            commit, _ = _ask(source, cache=cache, with_sizes=True)
+        listing = _stored_listing(root, commit)
+    assert listing is not None, "it was just written"
+    return commit, listing
+
+
+def _ask(source: str, *, cache: Path, with_sizes: bool) -> tuple[str, tuple[str, ...]]:
+    """The commit and the names of its files, asked of the hub and kept, with README.md in the cache."""
+    from huggingface_hub import HfApi
+
+    repository, revision = _parsed(source)
+    described = HfApi().dataset_info(repository, revision=revision, timeout=ANSWER_TIMEOUT_S, files_metadata=with_sizes)
+    siblings, commit = described.siblings or (), described.sha
+    assert commit is not None, "the hub answers with a commit"
+    names = tuple(sibling.rfilename for sibling in siblings)
+    sizes = tuple(sibling.size or 0 for sibling in siblings) if with_sizes else ()
+    _write_listing(_root(cache, repository), commit, revision, Listing(names=names, sizes=sizes))
+    if README in names:
+        _fetch(repository, commit, [README], cache=cache)
+    return commit, names
+
+
+def _fetch(repository: str, commit: str, names: Sequence[str], *, cache: Path) -> None:
+    from huggingface_hub import snapshot_download
+
+    patterns = [escape(name) for name in names]
+    snapshot_download(repository, repo_type="dataset", revision=commit, cache_dir=cache, allow_patterns=patterns)
 
 
 def _parsed(source: str) -> tuple[str, str | None]:
@@ -164,16 +232,21 @@ def _listing_path(root: Path, commit: str) -> Path:
 
 
 def _read_listing(root: Path, commit: str) -> tuple[str, ...]:
+    listing = _stored_listing(root, commit)
+    return () if listing is None else listing.names
+
+
+def _stored_listing(root: Path, commit: str) -> Listing | None:
     try:
-        return codec.read(_listing_path(root, commit), Listing).names
+        return codec.read(_listing_path(root, commit), Listing)
     except InputError:  # filled by another program, or never asked for
-        return ()
+        return None
 
 
-def _write_listing(root: Path, commit: str, revision: str | None, names: tuple[str, ...]) -> None:
+def _write_listing(root: Path, commit: str, revision: str | None, listing: Listing) -> None:
     """The names, and which commit the branch or tag is now, where huggingface_hub would write it."""
     _listing_path(root, commit).parent.mkdir(parents=True, exist_ok=True)
-    codec.write(_listing_path(root, commit), Listing(names=names))
+    codec.write(_listing_path(root, commit), listing)
     reference = root / "refs" / (revision or "main")
     if reference.name != commit:
         reference.parent.mkdir(parents=True, exist_ok=True)

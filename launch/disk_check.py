@@ -1,8 +1,8 @@
 """Whether the disks can hold what a run will write, asked before anything is trained.
 
-Counted in the run directory: the checkpoint being written beside the newest kept one (fp32 weights and both Adam
-moments, 12 bytes a parameter each), and the exported model (4 bytes a parameter). Metrics and logs are small beside
-them. State offloaded to NVMe is asked of its own disk (`nvme_folder`).
+Counted in the run directory: the checkpoint being written beside the newest kept one (what is trained, in its master
+type, and the optimizer's state), and the exported model (4 bytes a parameter, or of adapters what they weigh). Metrics
+and logs are small beside them. State offloaded to NVMe is asked of its own disk (`nvme_folder`).
 """
 
 import shutil
@@ -11,19 +11,16 @@ from pathlib import Path
 from launch.nvme_folder import check_nvme
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.plan import Plan
-from trainer.spec.strategy import Sharding
 from trainer.spec.units import format_bytes
 
-CHECKPOINT_BYTES_PER_PARAMETER = 12
 EXPORT_BYTES_PER_PARAMETER = 4
 
 
 def needed_disk_bytes(plan: Plan) -> int:
     """Bytes a run of this plan needs on the disk at once."""
-    per_parameter = EXPORT_BYTES_PER_PARAMETER
-    if plan.chosen.strategy.sharding in (Sharding.NONE, Sharding.DDP):
-        per_parameter += CHECKPOINT_BYTES_PER_PARAMETER * min(2, plan.job.checkpoint.keep + 1)
-    return plan.model_shape.num_parameters * per_parameter
+    memory, freezes_base = plan.chosen.memory, plan.chosen.method.freezes_base
+    export = memory.checkpoint_bytes if freezes_base else plan.model_shape.num_parameters * EXPORT_BYTES_PER_PARAMETER
+    return export + memory.checkpoint_bytes * min(2, plan.job.checkpoint.keep + 1)
 
 
 def check_disk(plan: Plan, run_dir: Path) -> None:

@@ -8,7 +8,7 @@ HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE itself. Pickled weights are never asked
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from trainer.spec.errors import EnvironmentFaultError, InputError
@@ -65,25 +65,52 @@ def download_snapshot(repository: str, *, revision: str | None, cache: Path, set
     hub cannot be reached; both say what to do next.
     """
     from huggingface_hub import HfApi, snapshot_download
+
+    with (
+        nullcontext() if with_weights else _without_progress_bars(),
+        hub_errors_explained(repository, revision=revision, cache=cache, setting=setting, what="a model"),
+    ):
+        HfApi().repo_info(repository, revision=revision, timeout=ANSWER_TIMEOUT_S)
+        folder = snapshot_download(
+            repository,
+            revision=revision,
+            cache_dir=cache,
+            allow_patterns=[*_SMALL_FILES, *(_WEIGHT_FILES if with_weights else ())],
+            ignore_patterns=list(_LEFT_OUT),
+        )
+    return Path(folder)
+
+
+def is_snapshot(folder: Path) -> bool:
+    """Whether a folder is a revision of a repository in the hub's cache; its name is then the commit."""
+    return folder.parent.name == "snapshots"
+
+
+def download_code(repository: str, *, commit: str, cache: Path, setting: str) -> None:
+    """Downloads the Python files of a model that a job trusts, beside its config of the same commit; runs none.
+
+    Raises as `download_snapshot` does.
+    """
+    from huggingface_hub import snapshot_download
+
+    with (
+        _without_progress_bars(),
+        hub_errors_explained(repository, revision=commit, cache=cache, setting=setting, what="a model"),
+    ):
+        snapshot_download(repository, revision=commit, cache_dir=cache, allow_patterns=["*.py"])
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    is_quiet = not with_weights and not are_progress_bars_disabled()
-    if is_quiet:
-        disable_progress_bars()
+    were_on = not are_progress_bars_disabled()
+    disable_progress_bars()
     try:
-        with hub_errors_explained(repository, revision=revision, cache=cache, setting=setting, what="a model"):
-            HfApi().repo_info(repository, revision=revision, timeout=ANSWER_TIMEOUT_S)
-            folder = snapshot_download(
-                repository,
-                revision=revision,
-                cache_dir=cache,
-                allow_patterns=[*_SMALL_FILES, *(_WEIGHT_FILES if with_weights else ())],
-                ignore_patterns=list(_LEFT_OUT),
-            )
+        yield
     finally:
-        if is_quiet:
+        if were_on:
             enable_progress_bars()
-    return Path(folder)
 
 
 @contextmanager

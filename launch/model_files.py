@@ -86,7 +86,7 @@ def download_model(job: Job, files: ModelFiles, *, cache_home: Path | None = Non
     assert files.repository is not None
     folder = download_snapshot(
         files.repository,
-        revision=job.model.revision,
+        revision=job.model.revision or files.revision,
         cache=hub_cache(cache_home),
         setting="model.name",
         with_weights=True,

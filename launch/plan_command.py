@@ -112,7 +112,12 @@ def _answer(spec: str, inputs: PlanInputs, options: PlanOptions) -> Answer:
 
 def _plan(inputs: PlanInputs, options: PlanOptions) -> Plan:
     if options.trial is None:
-        return plan_ahead(inputs, profile_data(inputs))
+        plan = plan_ahead(inputs, profile_data(inputs))
+        if inputs.model_code is None or options.simulate:
+            return plan
+        from launch.plan_simulate import after_dry_run
+
+        return after_dry_run(plan, Console(sys.stderr))
     from launch.trials import tried_plan
 
     return tried_plan(inputs, options.trial, console=Console(sys.stderr))  # progress beside the answer, not in it

@@ -18,6 +18,7 @@ from launch.first_row import shape_of_first_row
 from launch.gpu_selection import select_gpus
 from launch.installed import installed_version
 from launch.job_layers import ResolvedJob, read_job_layers
+from launch.model_code import offered_code, read_model_code
 from launch.model_files import ModelFiles, download_model, read_model_config
 from launch.prepared_index import find_prepared
 from trainer.planning.data_estimate import estimate_data
@@ -30,6 +31,7 @@ from trainer.spec.errors import InputError
 from trainer.spec.extension import Extension, Hook
 from trainer.spec.hardware import Hardware, Host
 from trainer.spec.job import Allowance, DataFormat, Job
+from trainer.spec.model_code import DescriptionRequest, ModelCode
 from trainer.spec.model_shape import ModelShape, read_model_shape, supported_model_types, text_part
 from trainer.spec.objectives import shape_before_reading
 from trainer.spec.plan import Fp8Gain, Plan, TrialResult
@@ -52,6 +54,7 @@ class PlanInputs(NamedTuple):
     cache: Path  # of token caches and operators
     hub_home: Path | None  # Hugging Face's home folder where a config.yaml names one
     fp8_gain: Fp8Gain | None = None  # timed just now; None: what the cache holds
+    model_code: ModelCode | None = None  # that the job trusts
 
 
 def read_inputs(
@@ -66,7 +69,8 @@ def read_inputs(
 ) -> PlanInputs:
     """Reads the job, the model's config and the machine; every problem of the input shows here, before any work.
 
-    With `describes_models` an architecture that no reader knows is described from the model that transformers builds.
+    With `describes_models` an architecture that no reader knows is described from the model that transformers builds,
+    and always one that brings code: its own where the job trusts that, else what transformers has under its type.
     """
     resolved = read_job_layers(
         job_path,
@@ -78,20 +82,26 @@ def read_inputs(
     named_hub_home = resolved.folders.get("huggingface")
     hub_home = Path(named_hub_home) if named_hub_home else None
     model = read_model_config(job, cache_home=hub_home)
-    shape = _read_shape(model, describes_models=describes_models)
+    code = read_model_code(job, model, cache_home=hub_home)
+    shape = _read_shape(job, model, code, describes_models=describes_models)
     cache = folders.cache_home(environment, configured=resolved.folders.get("cache"))
     request = make_request(job, shape=shape, tokenizer_path=model.tokenizer_path, cache_root=cache, hub_home=hub_home)
     cap = vram_cap_bytes if vram_cap_bytes is not None else job.limits.vram
     hardware = read_machine(hardware_spec, gpus=gpus, vram_cap_bytes=cap)
-    return PlanInputs(resolved, model, shape, hardware, request, cache, hub_home)
+    return PlanInputs(resolved, model, shape, hardware, request, cache, hub_home, model_code=code)
 
 
-def _read_shape(model: ModelFiles, *, describes_models: bool) -> ModelShape:
+def _read_shape(job: Job, model: ModelFiles, code: ModelCode | None, *, describes_models: bool) -> ModelShape:
     is_known = text_part(model.config).get("model_type") in supported_model_types()
-    if describes_models and not is_known:
+    offered = offered_code(job, model.config)
+    if code is not None or (not is_known and (describes_models or offered is not None)):
         from launch.plan_simulate import described_shape
 
-        return described_shape(model.config)
+        return described_shape(
+            DescriptionRequest(
+                model_config=model.config, origin=model.config_origin, model_code=code, offers_code_of=offered
+            )
+        )
     return read_model_shape(model.config, origin=model.config_origin)
 
 
@@ -113,6 +123,7 @@ def with_weights(inputs: PlanInputs) -> PlanInputs:
 
 # Model types whose tokenizers transformers cuts by rules of its own, whatever tokenizer.json says (workaround W9).
 OWN_TOKENIZER_RULES = ("qwen2",)
+WINDOW_BYTES, WINDOW_STEPS, BYTES_OF_TOKEN = 64 << 20, 16, 4  # of a stream: the larger of 64 MiB and 16 steps of text
 
 
 def make_request(
@@ -154,6 +165,7 @@ def make_request(
             chat_template=_absolute(job.data.chat_template),
             loss_on=job.data.loss_on,
             extension=extension if extension is not None and Hook.FORMAT_ROW in extension.hooks else None,
+            window_bytes=_window_bytes(job) if job.data.streaming else None,
         )
     )
 
@@ -164,6 +176,11 @@ def _extension_of(job: Job) -> Extension | None:
     from launch.extension_file import read_extension
 
     return read_extension(job.extensions)
+
+
+def _window_bytes(job: Job) -> int:
+    """Text of a window: enough to shuffle in, and for what is left of its last step to be little."""
+    return max(WINDOW_BYTES, WINDOW_STEPS * job.train.tokens_per_step * BYTES_OF_TOKEN)
 
 
 def _absolute(chat_template: str | None) -> str | None:
@@ -218,6 +235,7 @@ def profile_data(inputs: PlanInputs) -> DataProfile:
         return prepared
     return estimate_data(
         num_bytes=source_bytes(inputs.request),
+        window_bytes=inputs.request.window_bytes,
         seq_len=inputs.request.seq_len,
         vocab_size=inputs.shape.vocab_size,
         eval_share=inputs.request.eval_share,
@@ -260,7 +278,9 @@ def plan_inputs(
         extension=_extension_of(inputs.resolved.job),
         ignoring_version=ignoring_version,
     )
-    return plan if ignored is None else replace(plan, notes=(*plan.notes, ignored))
+    code = inputs.model_code
+    more = [*([code.words] if code is not None else []), *([ignored] if ignored is not None else [])]
+    return replace(plan, model_code=code, notes=(*plan.notes, *more))
 
 
 def _fp8_gain_of(inputs: PlanInputs, versions: dict[str, str]) -> tuple[Fp8Gain | None, str | None]:

@@ -5,10 +5,8 @@ candidates follow, until one fits. For an architecture that no reader knows, the
 built without tensors in a process of its own, and the memory of the plan is the dry run's.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-import msgspec
 from msgspec.structs import replace
 
 from launch.console import Console
@@ -21,8 +19,10 @@ from trainer.planning.simulated import (
     plan_of_simulated,
     simulated_memory,
 )
+from trainer.spec import codec
 from trainer.spec.errors import InputError, NothingFitsError
 from trainer.spec.hardware import DeviceKind
+from trainer.spec.model_code import DescriptionRequest
 from trainer.spec.model_shape import ModelShape
 from trainer.spec.plan import Candidate, Plan
 from trainer.spec.units import format_bytes
@@ -31,9 +31,22 @@ Answer = tuple[str, Plan | NothingFitsError]
 MAX_DRY_RUNS = 6
 
 
-def described_shape(config: Mapping[str, Any]) -> ModelShape:
-    """The shape of any causal language model of transformers; InputError where it cannot be built or trained."""
-    return ask(msgspec.json.encode(config), ModelShape, "--describe")
+def described_shape(request: DescriptionRequest) -> ModelShape:
+    """The shape of any causal language model of transformers, or of code that comes with it; InputError where it cannot
+    be built."""
+    return ask(codec.encode(request), ModelShape, "--describe")
+
+
+def after_dry_run(plan: Plan, console: Console) -> Plan:
+    """The plan of an architecture that no closed form knows, by its dry run; as it is where nothing has one."""
+    if not plan.model_shape.is_described:
+        return plan
+    try:
+        simulated, _ = simulated_plan(plan, console)
+    except InputError as error:
+        console.line(f"memory is an estimate for a model of these sizes: {error}")
+        return plan
+    return simulated
 
 
 def simulated_plan(plan: Plan, console: Console) -> tuple[Plan, list[str]]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -18,7 +18,7 @@ from launch.data_files import list_files
 from launch.prepared_index import find_prepared, write_index
 from trainer.spec import codec
 from trainer.spec.data_profile import DataProfile
-from trainer.spec.data_request import PrepareRequest
+from trainer.spec.data_request import LISTING_NAME, PrepareRequest
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
 
 GRACE_S = 5.0
@@ -37,12 +37,14 @@ def prepare_data(
 ) -> DataProfile:
     """The profile of the prepared data; raises the ShardwiseError that the subprocess ended with."""
     listed = list_files(request)
-    found = find_prepared(listed)
-    if found is not None:
-        return found
-    started_ns = time.time_ns()
-    profile = _run(listed, python, on_progress)
-    write_index(listed, profile, started_ns)
+    profile = find_prepared(listed)
+    if profile is None:
+        started_ns = time.time_ns()
+        profile = _run(listed, python, on_progress)
+        write_index(listed, profile, started_ns)
+    if profile.is_stream:
+        assert profile.cache_dir is not None
+        codec.write(Path(profile.cache_dir, LISTING_NAME), listed)  # where its files are now, for the windows to come
     return profile
 
 
@@ -52,7 +54,10 @@ def _run(listed: PrepareRequest, python: str, on_progress: Callable[[str], None]
         codec.write(request_path, listed)
         with Path(folder, "errors.txt").open("w+", encoding="utf-8") as errors:
             exit_code = _relay(
-                [python, "-m", "trainer.runtime.prepare", str(request_path), str(answer_path)], errors, on_progress
+                [python, "-m", "trainer.runtime.prepare", str(request_path), str(answer_path)],
+                errors,
+                on_progress,
+                _ENVIRONMENT if listed.window_bytes is None else _ENVIRONMENT | _online(),
             )
             errors.seek(0)
             if exit_code != 0:
@@ -60,7 +65,14 @@ def _run(listed: PrepareRequest, python: str, on_progress: Callable[[str], None]
         return codec.read(answer_path, DataProfile)
 
 
-def _relay(command: list[str], errors: IO[str], on_progress: Callable[[str], None]) -> int:
+def _online() -> dict[str, str]:
+    """A stream fetches files of the hub while it is read, unless the user's own environment says no."""
+    return {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0")}
+
+
+def _relay(
+    command: list[str], errors: IO[str], on_progress: Callable[[str], None], environment: Mapping[str, str]
+) -> int:
     """Runs the command, passing on its lines; ended with it when this process is interrupted."""
     try:
         process = subprocess.Popen(
@@ -68,7 +80,7 @@ def _relay(command: list[str], errors: IO[str], on_progress: Callable[[str], Non
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
-            env=os.environ | _ENVIRONMENT,
+            env=os.environ | environment,
             encoding="utf-8",
             errors="replace",
             start_new_session=True,  # Ctrl-C reaches us alone, and we end it

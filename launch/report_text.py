@@ -5,7 +5,7 @@ from pathlib import Path
 from trainer.planning.memory.parts import grouped
 from trainer.spec import codec
 from trainer.spec.errors import InputError
-from trainer.spec.report import Ending, Figures, Report
+from trainer.spec.report import AttemptRecord, Ending, Fault, Figures, Report
 from trainer.spec.units import format_bytes, format_count, format_seconds
 
 _ENDINGS = {
@@ -14,6 +14,13 @@ _ENDINGS = {
     Ending.PREEMPTED: "stopped to be requeued",
     Ending.OUT_OF_MEMORY: "ran out of memory",
     Ending.FAILED: "failed",
+}
+_FAULTS = {
+    Fault.OUT_OF_MEMORY: "ran out of memory",
+    Fault.HOST_OUT_OF_MEMORY: "was ended for want of host memory",
+    Fault.KILLED: "was killed",
+    Fault.HUNG: "hung",
+    Fault.ERROR: "failed",
 }
 
 
@@ -37,6 +44,8 @@ def render_report(report: Report, *, run_dir: Path) -> str:
         lines.append(f"  error: {report.error}")
     if report.resumed_from_step is not None:
         lines.append(f"  resumed from step {report.resumed_from_step}")
+    if len(report.history) > 1:
+        lines += [_attempt_line(attempt) for attempt in report.history]
     lines += [f"  incident: {incident}" for incident in report.incidents]
     lines += _loss_lines(report)
     lines += ["", *_comparison_lines(report.predicted, report.measured)]
@@ -45,6 +54,21 @@ def render_report(report: Report, *, run_dir: Path) -> str:
     lines += [f"checkpoint: {run_dir / report.checkpoint}"] if report.checkpoint else []
     lines += [f"model: {run_dir / report.export}"] if report.export else []
     return "\n".join(lines)
+
+
+def _attempt_line(attempt: AttemptRecord) -> str:
+    """`  attempt 2: ddp/fp32/adamw x2, micro batch 2 x 4: from step 3, ran out of memory at step 5 after 12 s`."""
+    begin = "from the beginning" if attempt.resumed_from_step is None else f"from step {attempt.resumed_from_step}"
+    end = _ENDINGS[attempt.ending] if attempt.fault is None else _FAULTS[attempt.fault]
+    ranks = f" x{attempt.num_ranks}" if attempt.num_ranks > 1 else ""
+    line = (
+        f"  attempt {attempt.number}: {attempt.strategy}{ranks}, micro batch {attempt.micro_batch} x "
+        f"{attempt.accumulation}: {begin}, {end} at step {attempt.step} after {format_seconds(attempt.duration_s)}"
+    )
+    if attempt.fault is None or not attempt.fault.is_memory:
+        return line
+    line += f"; predicted peak {format_bytes(attempt.predicted_peak_bytes)}"
+    return line + f", held {_bytes(attempt.measured_peak_bytes)}" if attempt.measured_peak_bytes else line
 
 
 def _loss_lines(report: Report) -> list[str]:

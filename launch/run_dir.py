@@ -71,6 +71,12 @@ def committed_checkpoints(run_dir: Path) -> list[Path]:
     )
 
 
+def has_trained(run_dir: Path) -> bool:
+    """Whether a step was done in it."""
+    metrics = run_dir / "metrics.jsonl"
+    return metrics.is_file() and metrics.stat().st_size > 0
+
+
 def next_attempt(run_dir: Path) -> int:
     """The number of the attempt to make: one more than the highest there is."""
     folder = run_dir / "attempts"

@@ -16,6 +16,7 @@ from trainer.planning.memory.parts import grouped
 from trainer.planning.simulated import named_events
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
+from trainer.spec.objectives import objective_of, rows_per_example
 from trainer.spec.plan import Candidate, MemoryEstimate, Plan
 from trainer.spec.simulation import Simulation, SimulationRequest
 from trainer.spec.strategy import Attention
@@ -84,6 +85,7 @@ def simulation_request(plan: Plan, candidate: Candidate | None = None) -> Simula
         capability["compute_capability"] = gpu.compute_capability
     return SimulationRequest(
         model_config=plan.model_config,
+        model_code=plan.model_code,
         method=taken.method,
         lora=plan.job.train.lora,
         sharding=taken.strategy.sharding,
@@ -92,6 +94,7 @@ def simulation_request(plan: Plan, candidate: Candidate | None = None) -> Simula
         precision=taken.strategy.precision,
         optimizer=taken.strategy.optimizer,
         micro_batch=taken.micro_batch,
+        rows_per_example=rows_per_example(objective_of(plan.job.train.objective, plan.data.format)),
         seq_len=taken.seq_len,
         accumulation=taken.accumulation,
         checkpointing=taken.checkpointing,

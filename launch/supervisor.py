@@ -7,12 +7,12 @@
   USR1 to exactly those processes. A rank that registers later gets it later.
 - The launcher dies with this process, and each rank with its launcher (PR_SET_PDEATHSIG on both links).
 - A second Ctrl-C ends the attempt at once, without a checkpoint.
-- A rank that reports out of memory leaves the others waiting in a collective: they get `OOM_GRACE_S`, then the end.
+- A rank that fails or dies leaves the others waiting in a collective: they get `END_GRACE_S`, then the end.
+- Ranks that give no sign of life (`watchdog`) write their stacks into their logs, and then the attempt is ended.
 """
 
 import ctypes
 import os
-import re
 import signal
 import subprocess
 import time
@@ -22,15 +22,16 @@ from enum import StrEnum
 from pathlib import Path
 from typing import BinaryIO
 
-import msgspec
-
+from launch.attempt_end import AttemptEnd, Observed, attempt_end, rank_reports
+from launch.cgroup import read_oom_kills
 from launch.process_record import ProcessRecord, descendants, read_records, record_of, write_record
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.report import Ending, Report
+from launch.watchdog import Silence, Stack, Watchdog, read_stack, with_stacks
+from trainer.spec.errors import EnvironmentFaultError
+from trainer.spec.report import Ending
 
 POLL_S = 0.1
-OOM_GRACE_S = 15.0
+END_GRACE_S = 15.0  # torchrun has said by then which rank failed first
+DUMP_S = 2.0  # for the ranks to write their stacks
 KILL_GRACE_S = 10.0
 _PR_SET_PDEATHSIG = 1
 
@@ -42,19 +43,36 @@ class StopKind(StrEnum):
     REQUEUE = "requeue"  # TERM or USR1
 
 
+class StoppedEarlyError(KeyboardInterrupt):
+    """A stop while nothing runs yet that would have to be saved; whatever cleans up after Ctrl-C cleans up after it."""
+
+
 class StopRequest:
     """What has been asked of this process by signals, since `listening` began."""
 
     def __init__(self) -> None:
         self.kind: StopKind | None = None
         self.num_interrupts = 0
+        self._is_raising = False
 
     def note(self, number: int, _frame: object) -> None:
-        """Signal handler: remembers, does nothing else."""
+        """Signal handler: remembers, and does nothing else unless `raising`."""
         if number == signal.SIGINT:
             self.num_interrupts += 1
         if self.kind is None:
             self.kind = StopKind.INTERRUPT if number == signal.SIGINT else StopKind.REQUEUE
+        if self._is_raising:
+            self._is_raising = False
+            raise StoppedEarlyError
+
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """Ends the block with StoppedEarlyError at the first signal: for what may be broken off anywhere."""
+        self._is_raising = True
+        try:
+            yield
+        finally:
+            self._is_raising = False
 
     @property
     def is_urgent(self) -> bool:
@@ -82,16 +100,29 @@ def run_attempt(
     environment: Mapping[str, str],
     stop: StopRequest,
     on_tick: Callable[[], None],
-) -> Report:
-    """Runs one attempt to its end and returns the report of its ranks, or one made for ranks that left none."""
+    watchdog: Watchdog,
+) -> AttemptEnd:
+    """Runs one attempt to its end and tells how it ended, with the report of its ranks or one made for them."""
+    kills_before = read_oom_kills()
+    hung: str | None = None
     with open_launcher_log(attempt_dir) as log:
         launcher = _start(argv, environment, log.fileno())
         try:
-            _watch(launcher, attempt_dir, stop, on_tick)
+            silence = _watch(launcher, attempt_dir, stop, on_tick, watchdog)
+            hung = None if silence is None else _ask_where(silence, attempt_dir)
+            return_code = launcher.poll()
         finally:
             end_all(launcher, attempt_dir)
     on_tick()
-    return collect_report(attempt_dir, launcher.returncode, stop)
+    kills = read_oom_kills()
+    seen = Observed(
+        return_code=return_code,
+        hung=hung,
+        step=watchdog.step,
+        was_cut_short=stop.is_urgent,
+        num_oom_kills=None if kills is None or kills_before is None else kills - kills_before,
+    )
+    return attempt_end(attempt_dir, seen)
 
 
 def open_launcher_log(attempt_dir: Path) -> BinaryIO:
@@ -127,34 +158,68 @@ def _start(argv: Sequence[str], environment: Mapping[str, str], log: int) -> sub
 
 
 def _watch(
-    launcher: subprocess.Popen[bytes], attempt_dir: Path, stop: StopRequest, on_tick: Callable[[], None]
-) -> None:
+    launcher: subprocess.Popen[bytes],
+    attempt_dir: Path,
+    stop: StopRequest,
+    on_tick: Callable[[], None],
+    watchdog: Watchdog,
+) -> Silence | None:
+    """Returns when the attempt has ended, or has to be ended; with the ranks that hang, if that is why."""
     record = record_of(launcher.pid)
     if record is not None:
         write_record(attempt_dir / "pids" / "launcher.json", record)
     told: set[ProcessRecord] = set()
-    out_of_memory_since: float | None = None
-    while launcher.poll() is None:
-        if stop.is_urgent:
-            return
+    failed_since: float | None = None
+    while launcher.poll() is None and not stop.is_urgent:
         if stop.kind is not None:
             told |= _tell(attempt_dir, told)
-        if out_of_memory_since is None and _reports_out_of_memory(attempt_dir):
-            out_of_memory_since = time.monotonic()
-        if out_of_memory_since is not None and time.monotonic() - out_of_memory_since > OOM_GRACE_S:
-            return
+        if failed_since is None and _has_failed(attempt_dir):
+            failed_since = time.monotonic()
+        if failed_since is not None and time.monotonic() - failed_since > END_GRACE_S:
+            return None
+        silence = watchdog.look()
+        if silence is not None:  # after the last word, only the end of the processes is missing
+            return None if watchdog.has_ended else silence
         on_tick()
         time.sleep(POLL_S)
+    return None
+
+
+def _has_failed(attempt_dir: Path) -> bool:
+    """Whether a rank reported a failure, or is gone without a report."""
+    reports = rank_reports(attempt_dir)
+    if any(report.ending in (Ending.OUT_OF_MEMORY, Ending.FAILED) for report in reports.values()):
+        return True
+    gone = {rank for rank, record in _rank_records(attempt_dir).items() if not record.is_alive}
+    return bool(gone - reports.keys()) and not gone <= rank_reports(attempt_dir).keys()  # it may have left in between
+
+
+def _ask_where(silence: Silence, attempt_dir: Path) -> str:
+    """Has every rank write its stacks into its log; who hangs, and where, in a sentence."""
+    ranks = _rank_records(attempt_dir)
+    logs = {rank: attempt_dir / "logs" / f"rank-{rank}.log" for rank in ranks}
+    ends = {rank: log.stat().st_size if log.is_file() else 0 for rank, log in logs.items()}
+    for record in ranks.values():
+        record.send(signal.SIGUSR2)
+    time.sleep(DUMP_S)
+    stacks: dict[int, Stack] = {
+        rank: read_stack(logs[rank], begin=ends[rank], pid=record.pid) for rank, record in ranks.items()
+    }
+    return with_stacks(silence, stacks)
+
+
+def _rank_records(attempt_dir: Path) -> dict[int, ProcessRecord]:
+    records = read_records(attempt_dir / "pids")
+    return {int(name.removeprefix("rank-")): record for name, record in records.items() if name.startswith("rank-")}
 
 
 def _tell(attempt_dir: Path, told: set[ProcessRecord]) -> set[ProcessRecord]:
-    ranks = {record for name, record in read_records(attempt_dir / "pids").items() if name.startswith("rank-")}
-    return {record for record in ranks - told if record.send(signal.SIGUSR1)}
+    return {record for record in {*_rank_records(attempt_dir).values()} - told if record.send(signal.SIGUSR1)}
 
 
 def end_all(launcher: subprocess.Popen[bytes], attempt_dir: Path) -> None:
     """Kills whatever of the attempt is alive and waits until it is gone."""
-    ranks = [record for name, record in read_records(attempt_dir / "pids").items() if name.startswith("rank-")]
+    ranks = [*_rank_records(attempt_dir).values()]
     if launcher.poll() is None:
         ranks += descendants(launcher.pid)  # ranks that have not registered yet
         os.killpg(launcher.pid, signal.SIGKILL)
@@ -164,78 +229,3 @@ def end_all(launcher: subprocess.Popen[bytes], attempt_dir: Path) -> None:
     deadline = time.monotonic() + KILL_GRACE_S
     while any(rank.is_alive for rank in ranks) and time.monotonic() < deadline:
         time.sleep(0.02)
-
-
-def _rank_reports(attempt_dir: Path) -> list[Report]:
-    reports = []
-    for path in sorted(attempt_dir.glob("report*.json")):
-        try:
-            reports.append(codec.read(path, Report))
-        except InputError:
-            continue  # damaged by the very fault it reports: the others, or the log, tell
-    return reports
-
-
-def _reports_out_of_memory(attempt_dir: Path) -> bool:
-    return any(report.ending is Ending.OUT_OF_MEMORY for report in _rank_reports(attempt_dir))
-
-
-def collect_report(attempt_dir: Path, return_code: int, stop: StopRequest) -> Report:
-    """The report that tells most: out of memory on any rank, else rank 0's.
-
-    A rank that a signal ended leaves none, and the others report that they lost it: the signal is the cause then.
-    EnvironmentFaultError, with the signal or the last line of the log, where no rank left one.
-    """
-    reports = _rank_reports(attempt_dir)
-    for ending in (Ending.OUT_OF_MEMORY, Ending.FINISHED, Ending.STOPPED, Ending.PREEMPTED, Ending.FAILED):
-        for report in reports:
-            if report.ending is ending:
-                killed = killed_rank(attempt_dir) if ending is Ending.FAILED else None
-                return report if killed is None else msgspec.structs.replace(report, error=killed)
-    if stop.kind is not None:
-        raise AttemptCutShortError(f"stopped before the first step: nothing was trained ({attempt_dir})")
-    killed = killed_rank(attempt_dir)
-    cause = (
-        f"{killed}\nlast words: {last_words(attempt_dir)}"
-        if killed is not None
-        else f"no rank left a report, the launcher ended with code {return_code}\nlast words: {last_words(attempt_dir)}"
-    )
-    raise EnvironmentFaultError(f"the run failed: {cause}\nlogs: {attempt_dir / 'logs'}")
-
-
-def killed_rank(attempt_dir: Path) -> str | None:
-    """`rank 1 was killed by SIGKILL, often out of host memory`, where the launcher saw a signal end a rank.
-
-    torchrun lists every rank that did not end well, with minus the signal for a code, and says which of them it ended
-    itself. Accelerate's launcher of a single rank says it in subprocess's words.
-    """
-    log = attempt_dir / "logs" / "launcher.log"
-    text = log.read_text(errors="replace") if log.is_file() else ""
-    ended_by_torchrun = set(_ENDED_BY_TORCHRUN.findall(text))
-    found = [(rank, number) for rank, number, pid in _LISTED_BY_TORCHRUN.findall(text) if pid not in ended_by_torchrun]
-    found += [("0", number) for number in _DIED_ALONE.findall(text)]
-    if not found:
-        return None
-    rank, number = found[0]
-    name = signal.Signals(int(number)).name if int(number) in set(signal.Signals) else f"signal {number}"
-    hint = ", often out of host memory" if int(number) == signal.SIGKILL else ""
-    return f"rank {rank} was killed by {name}{hint}"
-
-
-_LISTED_BY_TORCHRUN = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: -(\d+) \(pid: (\d+)\)")
-_ENDED_BY_TORCHRUN = re.compile(r"Sending process (\d+) closing signal")
-_DIED_ALONE = re.compile(r"died with <Signals\.\w+: (\d+)>")
-
-
-class AttemptCutShortError(Exception):
-    """A stop that left nothing to resume from; the caller turns it into an exit code."""
-
-
-def last_words(attempt_dir: Path) -> str:
-    """The last line of a rank's or the launcher's log that looks like an error, else the last line."""
-    lines: list[str] = []
-    for path in [*sorted((attempt_dir / "logs").glob("rank-*.log")), attempt_dir / "logs" / "launcher.log"]:
-        if path.is_file():
-            lines += [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line or "error:" in line]
-    return (errors or lines or ["(no output)"])[-1].strip()[:300]

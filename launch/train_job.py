@@ -22,9 +22,9 @@ from launch.extension_file import keep_extension
 from launch.flash_kernel import fetch_flash_kernel
 from launch.job_layers import ResolvedJob, render_resolved
 from launch.measure_fp8 import fp8_gain_for
+from launch.model_code import keep_model_code
 from launch.operators import build_needed
 from launch.plan_job import (
-    PlanInputs,
     make_request,
     plan_inputs,
     prepared_tokenizer,
@@ -32,14 +32,15 @@ from launch.plan_job import (
     read_inputs,
     with_weights,
 )
-from launch.plan_simulate import simulated_plan
+from launch.plan_simulate import after_dry_run
 from launch.prepare_data import prepare_data
 from launch.probe import read_hardware
 from launch.report_text import render_report
-from launch.supervisor import StopRequest
+from launch.stream_files import refuse_other_stream
+from launch.supervisor import StoppedEarlyError, StopRequest
 from launch.torch_fit import check_torch
 from launch.trials import plan_after_trials
-from launch.vocabulary import with_new_rows
+from launch.vocabulary import refuse_frozen_rows, with_new_rows
 from slurm.allocation import is_login_node, submit_line
 from trainer.planning.explain import explain_plan
 from trainer.planning.not_yet import late_members
@@ -79,21 +80,43 @@ class Prepared(NamedTuple):
 def train(options: TrainOptions, console: Console, *, environment: Mapping[str, str] = os.environ) -> RunOutcome:
     """Trains, and returns how it ended; a ShardwiseError means that nothing was started."""
     _check_trial(options)
-    plan, resolved, cache = _prepare(options, console, environment)
-    run_dir, earlier = _find_run_dir(options, plan)
+    stop = StopRequest()
+    with stop.listening():
+        try:
+            with stop.raising():
+                prepared = _prepare(options, console, environment)
+                place = _find_run_dir(options, prepared.plan)
+        except StoppedEarlyError:
+            console.line("stopped before the first step: nothing was trained")
+            return RunOutcome(stop_code(stop), None)
+        return _train(options, prepared, place, console, stop, environment)
+
+
+def _train(
+    options: TrainOptions,
+    prepared: Prepared,
+    place: tuple[Path, Plan | None],
+    console: Console,
+    stop: StopRequest,
+    environment: Mapping[str, str],
+) -> RunOutcome:
+    plan, (run_dir, earlier) = prepared.plan, place
     with run_dirs.locked(run_dir):
         if earlier is None:
-            plan = keep_extension(plan, run_dir)
-            _write_run(run_dir, plan, resolved)
+            plan = keep_model_code(keep_extension(plan, run_dir), run_dir)
+            _write_run(run_dir, plan, prepared.resolved)
         else:
             finished = _finished_report(run_dir, plan, earlier)
             if finished is not None:
                 console.line(render_report(finished, run_dir=run_dir))
                 return RunOutcome(ExitCode.DONE, finished, run_dir)
+            if not run_dirs.committed_checkpoints(run_dir):
+                console.line(f"{run_dir} was stopped before its first step: starting from the beginning")
             plan = keep_extension(_resumed_plan(plan, earlier, console), run_dir)
+            plan = keep_model_code(plan, run_dir)
         if options.dry_run:
             return _stop_before_launch(plan, run_dir, console, resume=earlier is not None)
-        return _run(plan, run_dir, console, environment, cache=cache, resume=earlier is not None)
+        return _run(plan, run_dir, console, stop, environment, cache=prepared.cache, resume=earlier is not None)
 
 
 def _check_trial(options: TrainOptions) -> None:
@@ -129,14 +152,16 @@ def _prepare(options: TrainOptions, console: Console, environment: Mapping[str, 
     check_torch(inputs.hardware)
     inputs = inputs._replace(fp8_gain=fp8_gain_for(early, cache=inputs.cache, console=console))
     inputs = with_weights(inputs)
-    _refuse_frozen_rows(early, inputs)
-    inputs = inputs._replace(model=with_new_rows(inputs.model, cache=inputs.cache, on_progress=console.line))
+    given, template = inputs.model, inputs.resolved.job.data.chat_template
+    refuse_frozen_rows(early, given, template)
+    inputs = inputs._replace(model=with_new_rows(given, cache=inputs.cache, on_progress=console.line))
     data = prepare_data(inputs.request, on_progress=console.line)
     if options.trial is None:
         plan = plan_inputs(inputs, data, environment=environment)
     else:
         plan = plan_after_trials(inputs, data, options.trial, console=console, environment=environment)
-    plan = take_candidate(_after_dry_run(plan, console), options.take)
+    plan = take_candidate(after_dry_run(plan, console), options.take)
+    refuse_frozen_rows(plan, given, template)  # the data, a trial or --take may have changed the method
     console.line(explain_plan(plan))
     console.line()
     return Prepared(plan, inputs.resolved, inputs.cache)
@@ -146,30 +171,6 @@ def _refuse_untrainable(shape: ModelShape, origin: str) -> None:
     """InputError for a model whose loss is more than the cross entropy that is computed here."""
     if shape.loss_obstacle is not None:
         raise InputError(f"{origin}: {shape.model_type} cannot be trained: {shape.loss_obstacle}")
-
-
-def _refuse_frozen_rows(plan: Plan, inputs: PlanInputs) -> None:
-    """InputError where tokens are new to the model and what is trained leaves its embeddings as they are."""
-    method = plan.chosen.method
-    if inputs.model.new_rows and method.freezes_base:
-        template = inputs.resolved.job.data.chat_template
-        named = f"data.chat_template: {template} brings tokens" if template else "the tokenizer has tokens"
-        raise InputError(
-            f"{named} that are new to the model, and {method} leaves its embeddings as they are;\n"
-            "take train.method=full, or a template of plain text such as data.chat_template=plain"
-        )
-
-
-def _after_dry_run(plan: Plan, console: Console) -> Plan:
-    """The plan of an architecture that no closed form knows, by its dry run; as it is where nothing has one."""
-    if not plan.model_shape.is_described:
-        return plan
-    try:
-        simulated, _ = simulated_plan(plan, console)
-    except InputError as error:
-        console.line(f"memory is an estimate for a model of these sizes: {error}")
-        return plan
-    return simulated
 
 
 def _prepare_kept_plan(options: TrainOptions, console: Console, environment: Mapping[str, str]) -> Prepared:
@@ -234,12 +235,13 @@ def _find_run_dir(options: TrainOptions, plan: Plan) -> tuple[Path, Plan | None]
         raise InputError(f"--resume: {run_dir} is not a run directory: it has no plan.json")
     earlier = codec.read(run_dir / "plan.json", Plan)
     _refuse_other_run(run_dir, plan, earlier)
-    if not run_dirs.committed_checkpoints(run_dir):
+    if not run_dirs.committed_checkpoints(run_dir) and run_dirs.has_trained(run_dir):
         raise InputError(f"--resume: {run_dir} has no checkpoint to resume from; start it without --resume")
     return run_dir, earlier
 
 
 def _refuse_other_run(run_dir: Path, plan: Plan, earlier: Plan) -> None:
+    refuse_other_stream(run_dir, plan.data, earlier.data)
     changed = [
         f"--resume: {run_dir} trained another {what}: {then!r}, this job has {now!r}; start it without --resume"
         for what, then, now in (
@@ -294,12 +296,18 @@ def describe_changes(plan: Plan, earlier: Plan) -> list[str]:
     ]
     if _extension_key(plan) != _extension_key(earlier):
         changes.append("the extensions file changed")
+    if _code_key(plan) != _code_key(earlier):
+        changes.append("the model's code changed")
     then, now = _machine_key(earlier.hardware), _machine_key(plan.hardware)
     return changes + [f"{name} was {then[name]}, is {now[name]}" for name in then if then[name] != now[name]]
 
 
 def _extension_key(plan: Plan) -> str | None:
     return None if plan.extension is None else plan.extension.sha256
+
+
+def _code_key(plan: Plan) -> dict[str, str] | None:
+    return None if plan.model_code is None else plan.model_code.files
 
 
 def _machine_key(hardware: Hardware) -> dict[str, object]:
@@ -332,27 +340,32 @@ def _stop_before_launch(plan: Plan, run_dir: Path, console: Console, *, resume: 
 
 
 def _run(
-    plan: Plan, run_dir: Path, console: Console, environment: Mapping[str, str], *, cache: Path, resume: bool
+    plan: Plan,
+    run_dir: Path,
+    console: Console,
+    stop: StopRequest,
+    environment: Mapping[str, str],
+    *,
+    cache: Path,
+    resume: bool,
 ) -> RunOutcome:
-    stop = StopRequest()
-    with stop.listening():
-        fetch_flash_kernel(plan, on_progress=console.line, should_stop=lambda: stop.kind is not None)
-        operators = build_needed(
-            plan, cache_home=cache, on_progress=console.line, should_stop=lambda: stop.kind is not None
-        )
-        if stop.kind is not None:
-            console.line(f"stopped before the first step: nothing was trained ({run_dir})")
-            return RunOutcome(stop_code(stop), None, run_dir)
-        console.line(f"run directory: {run_dir}")
-        outcome = run_attempts(
-            plan,
-            run_dir=run_dir,
-            resume=resume,
-            extensions_dir=operators,
-            console=console,
-            stop=stop,
-            environment=environment,
-        )
+    fetch_flash_kernel(plan, on_progress=console.line, should_stop=lambda: stop.kind is not None)
+    operators = build_needed(
+        plan, cache_home=cache, on_progress=console.line, should_stop=lambda: stop.kind is not None
+    )
+    if stop.kind is not None:
+        console.line(f"stopped before the first step: nothing was trained ({run_dir})")
+        return RunOutcome(stop_code(stop), None, run_dir)
+    console.line(f"run directory: {run_dir}")
+    outcome = run_attempts(
+        plan,
+        run_dir=run_dir,
+        resume=resume,
+        extensions_dir=operators,
+        console=console,
+        stop=stop,
+        environment=environment,
+    )
     if outcome.report is not None:
         console.line()
         console.line(render_report(outcome.report, run_dir=run_dir))

@@ -183,8 +183,9 @@ def _run_trial(
     except EnvironmentFaultError as error:
         return None, f"failed: {_last_words(str(error))} (logs: {run_dir})"
     if report is None or report.ending not in (Ending.FINISHED, Ending.OUT_OF_MEMORY):
-        reason = (report.error if report else None) or "no report"
-        return None, f"failed: {' '.join(reason.split())} (logs: {run_dir})"
+        told = (report.error if report else None) or "no report"
+        reason = _last_words(told) if "last words: " in told else " ".join(told.split())
+        return None, f"failed: {reason} (logs: {run_dir})"
     return report, _words(report)
 
 

@@ -2,6 +2,9 @@
 
 Which job needs one is known from its config and its tokenizer (`ModelFiles.new_rows`), so a plan counts the larger
 embeddings before they are written.
+
+Adapters leave the embeddings frozen: new rows would stay what they were drawn as, and the exported adapters would name
+a base without them. So such a job is refused.
 """
 
 import subprocess
@@ -15,6 +18,8 @@ import msgspec
 from launch.model_files import ModelFiles
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from trainer.spec.model_shape import text_part
+from trainer.spec.plan import Plan
+from trainer.spec.template_tokens import TEMPLATE_TOKENS
 
 
 def with_new_rows(files: ModelFiles, *, cache: Path, on_progress: Callable[[str], None]) -> ModelFiles:
@@ -27,6 +32,24 @@ def with_new_rows(files: ModelFiles, *, cache: Path, on_progress: Callable[[str]
         on_progress(f"making room for new tokens: {num_rows - files.new_rows:,} to {num_rows:,} rows of the embeddings")
         _grow(Path(files.model_path), num_rows, folder)
     return msgspec.structs.replace(files, model_path=str(folder), new_rows=0)
+
+
+def refuse_frozen_rows(plan: Plan, files: ModelFiles, template: str | None) -> None:
+    """InputError where tokens are new to a model and the plan's method leaves its embeddings as they are.
+
+    `files` are those before they got room; `template` is the job's data.chat_template.
+    """
+    method = plan.chosen.method
+    if not files.new_rows or not method.freezes_base:
+        return
+    if TEMPLATE_TOKENS.get(template or ""):
+        named, remedy = f"data.chat_template: {template}", "a template of plain text such as data.chat_template=plain"
+    else:
+        named, remedy = "model.tokenizer: it", "a tokenizer without tokens of its own"
+    raise InputError(
+        f"{named} brings tokens that are new to the model, and {method} leaves its embeddings as they are;\n"
+        f"take train.method=full, or {remedy}"
+    )
 
 
 def _key(folder: Path, num_rows: int) -> str:

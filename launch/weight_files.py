@@ -31,11 +31,14 @@ def check_weights(folder: Path) -> TensorShapes:
     if index.is_file():
         return _read_sharded(index)
     if (folder / "adapter_config.json").is_file():
-        raise InputError(f"{folder}: holds an adapter, not a model; merge it into its base model first")
+        raise InputError(
+            f"{folder}: holds an adapter, not a model; merge it into its base model first:\n"
+            "shardwise import FOLDER NEW_FOLDER --base MODEL"
+        )
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise InputError(
-            f"{folder}: holds only pickled weights, which can run code when they are read; convert them with "
-            "transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+            f"{folder}: holds only pickled weights, which can run code when they are read; convert them with\n"
+            "shardwise import FOLDER NEW_FOLDER, which runs none"
         )
     raise InputError(f"{folder}: holds no model.safetensors and no model.safetensors.index.json")
 

@@ -21,7 +21,7 @@ from trainer.runtime.report_writer import ReportWriter, RunPaths, installed_vers
 from trainer.spec import codec
 from trainer.spec.errors import ExitCode, ShardwiseError
 from trainer.spec.plan import Plan
-from trainer.spec.report import Ending, Report, Sample
+from trainer.spec.report import Ending, Report, Sample, predicted_figures
 
 if TYPE_CHECKING:
     from trainer.runtime.state import RunState
@@ -34,6 +34,8 @@ def main() -> None:
     stop = process.install_stop_flag()
     paths = run_paths(arguments.plan, started_at=start_of_launch(world_size=world_size))
     process.die_with_launcher(paths.plan_dir)
+    process.dump_stacks_on_request()
+    process.volunteer_for_oom_kill()
     paths.attempt_dir.mkdir(parents=True, exist_ok=True)
     process.write_pid_record(paths.attempt_dir, rank=rank)
     if paths.is_again and rank == 0:
@@ -53,11 +55,14 @@ def _parse() -> argparse.Namespace:
 def _run(plan_path: Path, paths: RunPaths, writer: ReportWriter, stop: process.StopFlag) -> None:
     writer.write_status("importing the libraries")
     plan = codec.read(plan_path, Plan)
-    from trainer.runtime.loop import train
     from trainer.runtime.state import RunState
 
     with _RankEnd(plan, RunState(), writer) as end:
-        end.ending = train(plan, paths, writer, end.state, lambda: stop.is_set)
+        from trainer.runtime.loop import train  # a library that cannot be imported is an end with a report, too
+
+        ending = train(plan, paths, writer, end.state, lambda: stop.is_set)
+        # Only the supervisor knows of a Ctrl-C; whoever signals a rank itself wants the machine back.
+        end.ending = Ending.PREEMPTED if ending is Ending.STOPPED else ending
 
 
 class _RankEnd:
@@ -77,15 +82,16 @@ class _RankEnd:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Never:
         if error is None:
-            self._tell(ExitCode.DONE if self.ending is Ending.FINISHED else ExitCode.INTERRUPTED, error=None)
+            self._tell(ExitCode.DONE if self.ending is Ending.FINISHED else ExitCode.REQUEUE, error=None)
             _close_process_group()
             _leave(0)
-        from trainer.runtime.memory_profile import is_out_of_memory, lift_cap
+        from trainer.runtime.memory_profile import held_when_out_of_memory, is_out_of_memory, lift_cap
 
         lift_cap()
         traceback.print_exception(kind, error, trace)
         if is_out_of_memory(error):
             self.ending = Ending.OUT_OF_MEMORY
+            self.state.memory = held_when_out_of_memory(self.state.memory)
             self._tell(ExitCode.OUT_OF_MEMORY, error=_one_line(error))
             _leave(0)
         code = error.exit_code if isinstance(error, ShardwiseError) else ExitCode.INTERNAL
@@ -115,7 +121,7 @@ def _one_line(error: BaseException) -> str:
 def _report(
     plan: Plan, state: "RunState", ending: Ending, *, error: str | None, exit_code: ExitCode, duration_s: float
 ) -> Report:
-    from trainer.runtime.state import measured_figures, predicted_figures
+    from trainer.runtime.state import measured_figures
 
     sample = None
     if state.prompt is not None:
@@ -126,7 +132,7 @@ def _report(
         ending=ending,
         exit_code=int(exit_code),
         plan=plan.chosen,
-        predicted=predicted_figures(plan),
+        predicted=predicted_figures(plan.chosen),
         measured=measured_figures(state, plan),
         engaged=state.engaged,
         incidents=(*state.incidents, *(f"the held-out loss at step {gone.step} is not finite" for gone in lost)),

@@ -8,6 +8,8 @@ state is global: it is reset between attempts.
 
 import os
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,7 +18,11 @@ from trainer.spec import codec
 from trainer.spec.plan import Plan
 
 
-def main(plan_paths: list[str]) -> None:
+def main(
+    plan_paths: list[str],
+    around: Callable[[Path, int], AbstractContextManager[None]] = lambda path, rank: nullcontext(),
+) -> None:
+    """Runs the attempts, each inside what `around` makes of its plan's path and this rank."""
     import torch.distributed as dist
     from accelerate.state import AcceleratorState, GradientState
 
@@ -28,7 +34,8 @@ def main(plan_paths: list[str]) -> None:
     for path in map(Path, plan_paths):
         paths = run_paths(path, started_at=datetime.now(UTC))
         state = RunState()
-        train(codec.read(path, Plan), paths, ReportWriter(paths, rank=rank), state, lambda: False)
+        with around(path, rank):
+            train(codec.read(path, Plan), paths, ReportWriter(paths, rank=rank), state, lambda: False)
         assert state.engaged is not None
         codec.write(path.with_name(f"engaged-{rank}.json"), state.engaged)
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -295,7 +295,8 @@ class TestARunThatIsThere:
         place, run_dir, _ = trained()
         copy = tmp_path / "copy"
         copy.mkdir()
-        (copy / "plan.json").write_bytes((run_dir / "plan.json").read_bytes())
+        for name in ("plan.json", "metrics.jsonl"):  # it did train
+            (copy / name).write_bytes((run_dir / name).read_bytes())
         answer = place.run("train", "job.yaml", "--resume", "--run-dir", copy, check=False)
         assert answer.returncode == 2 and "has no checkpoint" in answer.stderr
 

@@ -14,7 +14,7 @@ from workplace_factory import Workplace, make_workplace, read_metrics
 from launch.process_record import ProcessRecord, descendants, read_records, record_of
 from trainer.spec import codec
 from trainer.spec.plan import Plan
-from trainer.spec.report import Ending, Report
+from trainer.spec.report import Ending, Fault, Report
 
 STEPS = 60
 
@@ -81,16 +81,28 @@ def everything_below(process: subprocess.Popen[str]) -> list[ProcessRecord]:
     return [record, *descendants(process.pid)]
 
 
-@pytest.mark.parametrize("victim", ["shardwise", "launcher"])
-def test_a_kill_leaves_no_process_behind(long_job, victim):
+def test_a_kill_of_shardwise_leaves_no_process_behind(long_job):
     process = start_and_wait(long_job, steps=3)
     family = everything_below(process)
     assert len(family) >= 3
-    pids = read_records(long_job.only_run() / "attempts" / "1" / "pids")
-    os.kill(process.pid if victim == "shardwise" else pids["launcher"].pid, signal.SIGKILL)
+    process.kill()
     process.communicate(timeout=60)
     wait_for(lambda: not any(member.is_alive for member in family), "every process to end", seconds=20)
-    assert process.returncode == (-signal.SIGKILL if victim == "shardwise" else 4)
+
+
+def test_a_kill_of_the_launcher_ends_its_ranks_and_starts_others(long_job):
+    process = start_and_wait(long_job, steps=3)
+    supervisor, *family = everything_below(process)
+    os.kill(read_records(long_job.only_run() / "attempts" / "1" / "pids")["launcher"].pid, signal.SIGKILL)
+    wait_for(lambda: not any(member.is_alive for member in family), "every process to end", seconds=20)
+    assert supervisor.is_alive
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    report = codec.read(long_job.only_run() / "report.json", Report)
+    killed, finished = report.history
+    assert (killed.cause, killed.fault) == ("the launcher was killed by SIGKILL", Fault.KILLED)
+    assert report.ending is Ending.FINISHED and finished.resumed_from_step is None, "there was no checkpoint"
+    assert "the launcher was killed by SIGKILL; starting again from the beginning" in output
 
 
 def test_a_second_interrupt_ends_at_once(long_job):

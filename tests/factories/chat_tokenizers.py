@@ -67,10 +67,20 @@ def byte_level_folder(folder: Path, *, bos: str | None, eos: str, special: tuple
     return _written(tokenizer, folder, bos=bos, eos=eos, special=special)
 
 
-def metaspace_folder(folder: Path, *, special: tuple[str, ...] = SPECIAL, bos: str = "<s>", eos: str = "</s>") -> Path:
-    """As sentencepiece's of Llama 2, Mistral and Gemma: spaces are part of tokens, what is unknown becomes bytes."""
+def metaspace_folder(
+    folder: Path,
+    *,
+    special: tuple[str, ...] = SPECIAL,
+    bos: str = "<s>",
+    eos: str = "</s>",
+    ends_with_words: bool = False,
+) -> Path:
+    """As sentencepiece's of Llama 2, Mistral and Gemma: spaces are part of tokens, what is unknown becomes bytes.
+
+    With `ends_with_words` no token goes on behind a space, as in theirs; else some do, which is harder.
+    """
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=ends_with_words)
     tokenizer.normalizer = normalizers.Replace("\u3000", " ")
     tokenizer.decoder = decoders.Sequence(
         [
@@ -87,6 +97,7 @@ def metaspace_folder(folder: Path, *, special: tuple[str, ...] = SPECIAL, bos: s
         max_token_length=8,
     )
     tokenizer.train_from_iterator([text.replace("日本語", "") for text in CORPUS], trainer)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     return _written(tokenizer, folder, bos=bos, eos=eos, special=special)
 
 

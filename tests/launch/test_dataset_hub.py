@@ -1,19 +1,17 @@
 """Data sets from a hub that runs here: a real server, asked by the real library in a process of its own."""
 
-import hashlib
 import json
 import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from hub_server import COMMIT, Hub, serving
 
-COMMIT, OLD_COMMIT = "0123456789abcdef0123456789abcdef01234567", "f" * 40
+OLD_COMMIT = "f" * 40
 README = b"---\nconfigs:\n- config_name: default\n  data_files:\n  - {split: train, path: 'data/a*'}\n---\n"
 FILES = {
     "README.md": README,
@@ -54,72 +52,11 @@ else:
 """
 
 
-class FakeHub(BaseHTTPRequestHandler):
-    """The few addresses of the hub that a download of a data set asks for."""
-
-    asked: list[str] = []
-
-    def do_HEAD(self) -> None:
-        self._answer(with_body=False)
-
-    def do_GET(self) -> None:
-        self._answer(with_body=True)
-
-    def log_message(self, *words: object) -> None:
-        """Says nothing."""
-
-    def _answer(self, *, with_body: bool) -> None:
-        path = self.path.partition("?")[0].strip("/").replace("%20", " ").replace("%5B", "[").replace("%5D", "]")
-        self.asked.append(path)
-        parts = path.removeprefix("api/").removeprefix("datasets/").split("/")
-        repository, rest = "/".join(parts[:2]), parts[2:]
-        if repository == "org/gated":
-            return self._send(403, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "gated"}, with_body)
-        if repository not in REPOSITORIES:
-            return self._send(404, b"", {"X-Error-Code": "RepoNotFound"}, with_body)
-        if "v9" in rest:
-            return self._send(404, b"", {"X-Error-Code": "RevisionNotFound"}, with_body)
-        commit = OLD_COMMIT if {"v1", OLD_COMMIT} & set(rest) else COMMIT
-        files = REPOSITORIES[repository]
-        if path.startswith("api/"):
-            return self._send(200, json.dumps(_description(repository, rest, files, commit)).encode(), {}, with_body)
-        name = "/".join(rest[2:])
-        headers = {"ETag": f'"{_digest(files[name])}"', "X-Repo-Commit": commit}
-        return self._send(200, files[name], headers, with_body)
-
-    def _send(self, code: int, body: bytes, headers: dict[str, str], with_body: bool) -> None:
-        self.send_response(code)
-        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(body)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if with_body:
-            self.wfile.write(body)
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:40]
-
-
-def _description(repository: str, rest: list[str], files: dict[str, bytes], commit: str) -> object:
-    if rest[:1] == ["tree"]:
-        return [
-            {"type": "file", "path": name, "size": len(content), "oid": _digest(content)}
-            for name, content in files.items()
-        ]
-    siblings = [{"rfilename": name} for name in files]
-    return {"id": repository, "sha": commit, "siblings": siblings, "tags": [], "private": False, "downloads": 0}
-
-
 @pytest.fixture
-def hub() -> Iterator[str]:
-    FakeHub.asked.clear()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+def hub() -> Iterator[Hub]:
+    revisions = {"main": COMMIT, "v1": OLD_COMMIT}
+    with serving(Hub(files=REPOSITORIES, revisions=revisions, gated={"org/gated"})) as served:
+        yield served
 
 
 NO_HUB = "http://127.0.0.1:9"
@@ -159,7 +96,7 @@ def fill_cache(home: Path, *names: str, commit: str = COMMIT) -> None:
 
 def test_only_the_files_of_the_split_are_downloaded_and_their_commit_is_recorded(tmp_path, hub):
     shards = ["data/a-00000-of-00002.jsonl", "data/a-00001-of-00002.jsonl"]
-    assert ask(tmp_path, "org/rows", endpoint=hub) == [
+    assert ask(tmp_path, "org/rows", endpoint=hub.url) == [
         0,
         [f"{COMMIT}/{name}" for name in shards],
         ['{"text": "one"}\n', '{"text": "two"}\n'],
@@ -169,27 +106,27 @@ def test_only_the_files_of_the_split_are_downloaded_and_their_commit_is_recorded
 
 
 def test_what_was_downloaded_is_not_asked_for_again_and_needs_no_hub(tmp_path, hub):
-    first = ask(tmp_path, "org/plain", endpoint=hub)
+    first = ask(tmp_path, "org/plain", endpoint=hub.url)
     assert first[1:3] == [[f"{COMMIT}/train [x].csv"], ["text\na\n"]]
     assert ask(tmp_path, "org/plain") == first
     assert ask(tmp_path, f"org/plain@{COMMIT}") == first
     code, words = ask(tmp_path, "org/plain", split="test")
     assert (code, "the hub cannot be reached" in words) == (4, True)
-    assert ask(tmp_path, "org/plain", split="test", endpoint=hub)[2] == ["text\nb\n"]
+    assert ask(tmp_path, "org/plain", split="test", endpoint=hub.url)[2] == ["text\nb\n"]
 
 
 def test_a_revision_is_pinned(tmp_path, hub):
-    assert ask(tmp_path, "org/plain@v1", endpoint=hub)[3] == [f"org/plain@{OLD_COMMIT}"]
+    assert ask(tmp_path, "org/plain@v1", endpoint=hub.url)[3] == [f"org/plain@{OLD_COMMIT}"]
     assert ask(tmp_path, "org/plain@v1")[3] == [f"org/plain@{OLD_COMMIT}"]
     assert ask(tmp_path, "org/plain")[0] == 4
 
 
 def test_a_download_that_was_broken_off_is_gone_on_with(tmp_path, hub):
-    first = ask(tmp_path, "org/rows", endpoint=hub)
+    first = ask(tmp_path, "org/rows", endpoint=hub.url)
     (lost,) = tmp_path.rglob("a-00001-of-00002.jsonl")
     lost.unlink()
     assert ask(tmp_path, "org/rows")[0] == 4
-    assert ask(tmp_path, "org/rows", endpoint=hub) == first
+    assert ask(tmp_path, "org/rows", endpoint=hub.url) == first
 
 
 def test_a_cache_that_another_program_filled_is_used_where_it_is_whole(tmp_path):
@@ -200,7 +137,7 @@ def test_a_cache_that_another_program_filled_is_used_where_it_is_whole(tmp_path)
 def test_a_cache_that_lacks_a_shard_is_completed(tmp_path, hub):
     fill_cache(tmp_path, "README.md", "data/a-00001-of-00002.jsonl")
     assert ask(tmp_path, "org/rows")[0] == 4
-    assert len(ask(tmp_path, "org/rows", endpoint=hub)[1]) == 2
+    assert len(ask(tmp_path, "org/rows", endpoint=hub.url)[1]) == 2
 
 
 REFUSED = [
@@ -219,7 +156,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("source, words", REFUSED, ids=[row[1][:50] for row in REFUSED])
 def test_each_refusal_is_one_line_with_the_next_step(tmp_path, hub, source, words):
-    assert ask(tmp_path, endpoint=hub, **source) == [2, words]
+    assert ask(tmp_path, endpoint=hub.url, **source) == [2, words]
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path):
@@ -231,10 +168,10 @@ def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path):
 
 
 def test_offline_is_respected_and_named(tmp_path, hub):
-    code, words = ask(tmp_path, "org/rows", endpoint=hub, environment={"HF_HUB_OFFLINE": "1"})
+    code, words = ask(tmp_path, "org/rows", endpoint=hub.url, environment={"HF_HUB_OFFLINE": "1"})
     assert code == 4
     assert "and HF_HUB_OFFLINE is set; name a local folder" in words
-    assert FakeHub.asked == []
+    assert hub.requests == []
 
 
 def test_a_hub_that_never_answers_is_given_up(tmp_path):
@@ -247,6 +184,6 @@ def test_a_hub_that_never_answers_is_given_up(tmp_path):
 
 
 def test_a_path_that_is_missing_is_not_looked_for_on_the_hub(tmp_path, hub):
-    code, words = ask(tmp_path, "data/rows.jsonl", endpoint=hub)
+    code, words = ask(tmp_path, "data/rows.jsonl", endpoint=hub.url)
     assert (code, words.startswith("data.train: data/rows.jsonl was not found: there is no ")) == (2, True)
-    assert FakeHub.asked == []
+    assert hub.requests == []

@@ -5,7 +5,15 @@ import os
 import pytest
 from captured_machine import MACHINES, Machine, captured, lay_out
 
-from launch.cgroup import CgroupLimits, parse_cpu_max, parse_file_cache, parse_limit, parse_quota, read_cgroup_limits
+from launch.cgroup import (
+    CgroupLimits,
+    parse_cpu_max,
+    parse_file_cache,
+    parse_limit,
+    parse_quota,
+    read_cgroup_limits,
+    read_oom_kills,
+)
 from launch.host import (
     is_internal_interface,
     is_local_disk,
@@ -488,3 +496,29 @@ def test_this_machine_is_read():
 def test_a_file_that_is_not_there_reads_as_empty(tmp_path):
     assert read_text(tmp_path / "none") == ""
     assert read_text(tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("files", "kills"),
+    [
+        ({"sys/fs/cgroup/memory/a/memory.oom_control": "under_oom 0\noom_kill 3\n"}, 3),
+        ({"sys/fs/cgroup/unified/b/memory.events": "oom 5\noom_kill 2\noom_group_kill 0\n"}, 2),
+        ({"sys/fs/cgroup/memory/memory.oom_control": "oom_kill 9\n"}, 7),  # of the group above: not ours
+        ({}, 7),
+    ],
+)
+def test_kills_are_those_of_our_group_else_of_the_machine(tmp_path, files, kills):
+    machine = Machine(tmp_path)
+    machine.write("proc/self/cgroup", "4:memory:/a\n0::/b\n")
+    machine.write(
+        "proc/self/mountinfo",
+        "32 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+        "38 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n",
+    )
+    machine.write("proc/vmstat", "pgfault 1\noom_kill 7\n")
+    for group in ("memory/a", "unified/b"):
+        (machine.root / "sys/fs/cgroup" / group).mkdir(parents=True)
+    for path, text in files.items():
+        machine.write(path, text)
+    assert read_oom_kills(machine.root) == kills
+    assert read_oom_kills(tmp_path / "nowhere") is None

@@ -1,19 +1,16 @@
 """Downloads from a hub that runs here: a real server, asked by the real library in a process of its own."""
 
-import hashlib
 import json
 import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from hub_server import COMMIT, Hub, serving
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TENSORS = b'{"model.embed_tokens.weight": {"dtype": "F32", "shape": [4, 2], "data_offsets": [0, 32]}}'
 FILES = {
     "config.json": b'{"model_type": "llama", "vocab_size": 4}',
@@ -44,73 +41,10 @@ else:
 """
 
 
-class FakeHub(BaseHTTPRequestHandler):
-    """The few addresses of the hub that a download asks for."""
-
-    asked: list[str] = []
-
-    def do_HEAD(self) -> None:
-        self._answer(with_body=False)
-
-    def do_GET(self) -> None:
-        self._answer(with_body=True)
-
-    def log_message(self, *words: object) -> None:
-        """Says nothing."""
-
-    def _answer(self, *, with_body: bool) -> None:
-        path = self.path.partition("?")[0].strip("/")
-        self.asked.append(path)
-        parts = path.removeprefix("api/models/").split("/")
-        repository, rest = "/".join(parts[:2]), parts[2:]
-        if repository == "org/gated":
-            return self._send(403, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "gated"}, with_body)
-        if repository not in REPOSITORIES:
-            return self._send(404, b"", {"X-Error-Code": "RepoNotFound"}, with_body)
-        if "v9" in rest:
-            return self._send(404, b"", {"X-Error-Code": "RevisionNotFound"}, with_body)
-        files = REPOSITORIES[repository]
-        if path.startswith("api/"):
-            return self._send(200, json.dumps(_description(repository, rest, files)).encode(), {}, with_body)
-        name = "/".join(rest[2:])
-        if name not in files:
-            return self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, with_body)
-        headers = {"ETag": f'"{_digest(files[name])}"', "X-Repo-Commit": COMMIT}
-        return self._send(200, files[name], headers, with_body)
-
-    def _send(self, code: int, body: bytes, headers: dict[str, str], with_body: bool) -> None:
-        self.send_response(code)
-        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(body)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if with_body:
-            self.wfile.write(body)
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:40]
-
-
-def _description(repository: str, rest: list[str], files: dict[str, bytes]) -> object:
-    if rest[:1] == ["tree"]:
-        return [
-            {"type": "file", "path": name, "size": len(content), "oid": _digest(content)}
-            for name, content in files.items()
-        ]
-    siblings = [{"rfilename": name} for name in files]
-    return {"id": repository, "modelId": repository, "sha": COMMIT, "siblings": siblings, "tags": [], "private": False}
-
-
 @pytest.fixture
-def hub() -> Iterator[str]:
-    FakeHub.asked.clear()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+def hub() -> Iterator[Hub]:
+    with serving(Hub(files=REPOSITORIES, gated={"org/gated"})) as served:
+        yield served
 
 
 def ask(
@@ -139,37 +73,37 @@ def downloaded(home: Path) -> set[str]:
 
 
 def test_a_plan_downloads_the_small_files_only(tmp_path, hub):
-    code, model_path, tokenizer_path, revision, needs_download = ask(tmp_path, {"name": "org/model"}, endpoint=hub)
+    code, model_path, tokenizer_path, revision, needs_download = ask(tmp_path, {"name": "org/model"}, endpoint=hub.url)
     assert (code, model_path, revision, needs_download) == (0, "org/model", COMMIT, True)
     assert str(tokenizer_path).endswith(COMMIT)
     assert downloaded(tmp_path) == {"config.json", "tokenizer.json"}
 
 
 def test_training_downloads_the_weights_and_nothing_pickled_or_twice(tmp_path, hub):
-    code, model_path, _, _, needs_download = ask(tmp_path, {"name": "org/model"}, endpoint=hub, weights=True)
+    code, model_path, _, _, needs_download = ask(tmp_path, {"name": "org/model"}, endpoint=hub.url, weights=True)
     assert (code, needs_download) == (0, False)
     assert str(model_path).endswith(COMMIT)
     assert downloaded(tmp_path) == {"config.json", "tokenizer.json", "model.safetensors"}
 
 
 def test_what_was_downloaded_is_not_asked_for_again(tmp_path, hub):
-    first = ask(tmp_path, {"name": "org/model"}, endpoint=hub, weights=True)
-    FakeHub.asked.clear()
-    assert ask(tmp_path, {"name": "org/model"}, endpoint=hub, weights=True) == first
-    assert FakeHub.asked == []
+    first = ask(tmp_path, {"name": "org/model"}, endpoint=hub.url, weights=True)
+    hub.requests.clear()
+    assert ask(tmp_path, {"name": "org/model"}, endpoint=hub.url, weights=True) == first
+    assert hub.requests == []
 
 
 def test_a_snapshot_without_a_tokenizer_is_completed_where_that_is_possible(tmp_path, hub):
-    ask(tmp_path, {"name": "org/shape"}, endpoint=hub)
+    ask(tmp_path, {"name": "org/shape"}, endpoint=hub.url)
     (snapshot,) = tmp_path.rglob("snapshots/*")
     (snapshot / "tokenizer.json").unlink()
     assert ask(tmp_path, {"name": "org/shape"}, endpoint="http://127.0.0.1:9")[2] is None
-    assert ask(tmp_path, {"name": "org/shape"}, endpoint=hub)[2] == str(snapshot)
+    assert ask(tmp_path, {"name": "org/shape"}, endpoint=hub.url)[2] == str(snapshot)
 
 
 def test_a_repository_without_weights_is_refused_when_they_are_needed(tmp_path, hub):
-    assert ask(tmp_path, {"name": "org/shape"}, endpoint=hub)[0] == 0
-    code, words = ask(tmp_path, {"name": "org/shape"}, endpoint=hub, weights=True)
+    assert ask(tmp_path, {"name": "org/shape"}, endpoint=hub.url)[0] == 0
+    code, words = ask(tmp_path, {"name": "org/shape"}, endpoint=hub.url, weights=True)
     assert code == 2
     assert "holds no model.safetensors" in str(words)
 
@@ -199,7 +133,7 @@ def test_a_repository_without_weights_is_refused_when_they_are_needed(tmp_path, 
     ],
 )
 def test_each_refusal_of_the_hub_is_one_line_with_the_next_step(tmp_path, hub, model, code, words):
-    assert ask(tmp_path, model, endpoint=hub) == [code, words]
+    assert ask(tmp_path, model, endpoint=hub.url) == [code, words]
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path):
@@ -212,15 +146,15 @@ def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path):
 
 
 def test_offline_is_respected_and_named(tmp_path, hub):
-    code, words = ask(tmp_path, {"name": "org/model"}, endpoint=hub, HF_HUB_OFFLINE="1")
+    code, words = ask(tmp_path, {"name": "org/model"}, endpoint=hub.url, HF_HUB_OFFLINE="1")
     assert code == 4
     assert "and HF_HUB_OFFLINE is set; name a local folder" in str(words)
-    assert FakeHub.asked == []
+    assert hub.requests == []
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, hub):
     (tmp_path / "hub").write_text("a file where the cache should be")
-    code, words = ask(tmp_path, {"name": "org/model"}, endpoint=hub)
+    code, words = ask(tmp_path, {"name": "org/model"}, endpoint=hub.url)
     assert code == 4
     assert str(words).startswith(f"model.name: org/model cannot be downloaded into {tmp_path / 'hub'}: ")
 

@@ -5,20 +5,22 @@ import re
 
 import pytest
 from msgspec.structs import replace
-from planning_factory import plan_of
+from planning_factory import data_of, job_of, plan_of
 from workplace_factory import make_workplace
 
 from launch.console import Console
 from launch.plan_job import read_inputs
 from launch.plan_simulate import simulated_answers, simulated_plan
+from launch.simulate import simulation_request
 from trainer.planning.planner import situation_of
 from trainer.planning.simulated import Simulated, obstacle_to_dry_run, plan_of_simulated, simulated_memory
 from trainer.spec import codec
 from trainer.spec.errors import InputError, NothingFitsError
+from trainer.spec.job import DataFormat
 from trainer.spec.plan import Plan
 from trainer.spec.report import Ending, Report
 from trainer.spec.simulation import Simulation
-from trainer.spec.strategy import Attention, Checkpointing, Offload, Sharding
+from trainer.spec.strategy import Attention, Checkpointing, Method, Offload, Sharding
 from trainer.spec.units import MIB
 
 OLMO2 = {
@@ -159,6 +161,19 @@ def test_a_plan_without_a_dry_run_stays_as_it_is_and_says_so(capsys):
     )
     with pytest.raises(InputError, match="no closed form knows llama, and checkpointing selective has no dry run"):
         simulated_plan(replace(described(plan), fallbacks=()), Console())
+
+
+@pytest.mark.parametrize("method", [Method.FULL, Method.LORA])
+def test_a_dpo_job_is_run_as_pairs_against_its_reference_and_agrees_with_the_closed_form(method, capsys):
+    job = job_of(method=method, pin={"micro_batch": 2, "sharding": "none"}, seq_len=512, tokens_per_step=2048)
+    data = data_of(seq_len=512, format=DataFormat.PREFERENCE, is_packed=False)
+    plan = plan_of("tiny", "1xH100-SXM5-80GB", job=job, data=data)
+    assert simulation_request(plan).rows_per_example == 2
+    taken, lines = simulated_plan(plan, Console())
+    assert taken.chosen.method is method
+    differences = {line[:24].strip(): line.split()[-1] for line in lines if line.endswith("%")}
+    assert abs(float(differences["peak"].removesuffix("%"))) < 1
+    assert abs(float(differences["between steps"].removesuffix("%"))) < 1  # tensors of a tiny model are rounded up
 
 
 def test_a_dry_run_that_does_not_fit_ends_the_plan_of_that_machine(capsys):

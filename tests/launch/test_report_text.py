@@ -9,7 +9,8 @@ from report_factory import make_report
 from launch.report_text import read_run_report, render_report
 from trainer.spec import codec
 from trainer.spec.errors import InputError
-from trainer.spec.report import Ending
+from trainer.spec.report import AttemptRecord, Ending, Fault
+from trainer.spec.units import GIB
 
 
 def test_predicted_and_measured_stand_side_by_side_with_the_difference():
@@ -82,3 +83,37 @@ def test_a_folder_that_is_no_run_and_a_run_without_an_end_are_told_apart(tmp_pat
         read_run_report(tmp_path)
     codec.write(tmp_path / "report.json", make_report())
     assert read_run_report(tmp_path) == make_report()
+
+
+def attempt(number: int, **changes: object) -> AttemptRecord:
+    record = AttemptRecord(
+        number=number,
+        strategy="ddp/fp32/adamw",
+        num_ranks=2,
+        micro_batch=2,
+        accumulation=2,
+        resumed_from_step=None,
+        step=14,
+        ending=Ending.FINISHED,
+        duration_s=19.0,
+        predicted_peak_bytes=int(8.1 * GIB),
+    )
+    return replace(record, **changes)
+
+
+def test_every_attempt_is_told_as_the_documents_show_it():
+    memory = attempt(
+        1, micro_batch=4, accumulation=1, step=2, ending=Ending.OUT_OF_MEMORY, fault=Fault.OUT_OF_MEMORY,
+        duration_s=21.0, measured_peak_bytes=int(7.9 * GIB),
+    )  # fmt: skip
+    killed = attempt(2, resumed_from_step=2, step=7, ending=Ending.FAILED, fault=Fault.KILLED, duration_s=24.0)
+    history = (memory, killed, attempt(3, resumed_from_step=6))
+    text = render_report(make_report(history=history, attempts=3), run_dir=Path("runs/bot"))
+    document = (Path(__file__).parents[2] / "docs" / "surviving.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("  attempt ")]
+    assert len(lines) == 3
+    assert [line for line in lines if f"    {line}\n" not in document] == []
+
+
+def test_a_lone_attempt_needs_no_line_of_its_own():
+    assert "attempt 1" not in render_report(make_report(history=(attempt(1),)), run_dir=Path("runs/bot"))

@@ -104,3 +104,11 @@ def test_a_directory_in_use_names_its_holder(tmp_path: Path):
 def test_a_place_that_cannot_be_written_is_an_environment_fault():
     with pytest.raises(EnvironmentFaultError, match="cannot be made"):
         run_dir.make_run_dir(Path("/proc/nowhere/bot"), now=NOON)
+
+
+def test_a_run_has_trained_once_its_first_line_of_metrics_is_there(tmp_path: Path):
+    assert not run_dir.has_trained(tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    assert not run_dir.has_trained(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert run_dir.has_trained(tmp_path)

@@ -8,21 +8,17 @@ import time
 from pathlib import Path
 
 import pytest
+from engine_plan_factory import engine_plan
 from report_factory import make_report
 
+from launch.attempt_end import AttemptEnd
 from launch.process_record import read_records
-from launch.supervisor import (
-    AttemptCutShortError,
-    StopKind,
-    StopRequest,
-    collect_report,
-    killed_rank,
-    last_words,
-    run_attempt,
-)
+from launch.supervisor import StopKind, StoppedEarlyError, StopRequest, run_attempt
+from launch.watchdog import Watchdog, WatchLimits
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.report import Ending, Report
+from trainer.spec.report import Ending, Fault, Report
+from trainer.spec.strategy import Sharding
 
 # A rank registers, waits for USR1, and then writes the report it was given; its launcher gives it its own session.
 RANK = """
@@ -51,6 +47,7 @@ def attempt(tmp_path: Path) -> Path:
     (tmp_path / "launcher.py").write_text(LAUNCHER)
     folder = tmp_path / "attempts" / "1"
     folder.mkdir(parents=True)
+    codec.write(folder / "plan.json", engine_plan(Sharding.NONE))
     return folder
 
 
@@ -63,19 +60,28 @@ def launcher_argv(attempt: Path, report: Report | None, *, seconds: float) -> li
     return [sys.executable, str(scratch / "launcher.py"), str(scratch / "rank.py"), str(attempt), path, str(seconds)]
 
 
-def run(argv: list[str], attempt: Path, stop: StopRequest, on_tick=lambda: None) -> Report:
-    return run_attempt(argv, attempt_dir=attempt, environment=os.environ, stop=stop, on_tick=on_tick)
+def run(
+    argv: list[str],
+    attempt: Path,
+    stop: StopRequest,
+    on_tick=lambda: None,
+    limits: WatchLimits | None = None,
+    num_ranks: int = 1,
+) -> AttemptEnd:
+    watchdog = Watchdog(attempt, num_ranks=num_ranks, limits=limits or WatchLimits())
+    return run_attempt(argv, attempt_dir=attempt, environment=os.environ, stop=stop, on_tick=on_tick, watchdog=watchdog)
 
 
 def test_an_attempt_returns_the_report_of_its_ranks(attempt: Path):
-    assert run(launcher_argv(attempt, make_report(), seconds=0.1), attempt, StopRequest()) == make_report()
+    end = run(launcher_argv(attempt, make_report(), seconds=0.1), attempt, StopRequest())
+    assert end.report == make_report() and end.fault is None
 
 
 def test_a_stop_request_reaches_ranks_in_their_own_session(attempt: Path):
     stop = StopRequest()
     stop.note(signal.SIGTERM, None)
-    report = run(launcher_argv(attempt, make_report(ending=Ending.STOPPED), seconds=60), attempt, stop)
-    assert report.ending is Ending.STOPPED and stop.kind is StopKind.REQUEUE
+    end = run(launcher_argv(attempt, make_report(ending=Ending.PREEMPTED), seconds=60), attempt, stop)
+    assert end.report.ending is Ending.PREEMPTED and stop.kind is StopKind.REQUEUE
 
 
 def test_a_second_interrupt_ends_everything_at_once(attempt: Path):
@@ -88,22 +94,9 @@ def test_a_second_interrupt_ends_everything_at_once(attempt: Path):
             stop.num_interrupts = 2
             stop.kind = StopKind.INTERRUPT
 
-    with pytest.raises(AttemptCutShortError, match="nothing was trained"):
-        run(launcher_argv(attempt, None, seconds=60), attempt, stop, press_twice)
+    end = run(launcher_argv(attempt, None, seconds=60), attempt, stop, press_twice)
+    assert end.fault is Fault.KILLED and end.report.error == "ended at once by a second Ctrl-C, without a checkpoint"
     assert ranks and not any(rank.is_alive for rank in ranks)
-
-
-def test_a_rank_that_leaves_no_report_is_a_failed_run_with_its_last_words(attempt: Path):
-    (attempt / "logs").mkdir()
-    (attempt / "logs" / "rank-0.log").write_text("starting\nValueError: the sky fell\nbye\n")
-    with pytest.raises(EnvironmentFaultError, match="ValueError: the sky fell"):
-        run(launcher_argv(attempt, None, seconds=0.1), attempt, StopRequest())
-
-
-def test_out_of_memory_on_one_rank_outweighs_the_failure_it_causes_on_another(attempt: Path):
-    codec.write(attempt / "report.json", make_report(ending=Ending.FAILED))
-    codec.write(attempt / "report-rank-1.json", make_report(ending=Ending.OUT_OF_MEMORY))
-    assert collect_report(attempt, 1, StopRequest()).ending is Ending.OUT_OF_MEMORY
 
 
 # Two ranks of torchrun: one is killed as the kernel kills, the other loses it and reports what its library says.
@@ -131,56 +124,31 @@ def torchrun_argv(attempt: Path, signal_name: str, *, report: Report | None) -> 
 
 def test_a_rank_that_the_kernel_killed_is_the_reason_and_not_what_the_others_say_of_it(attempt: Path):
     lost = make_report(ending=Ending.FAILED, error="RuntimeError: Connection closed by peer [127.0.0.1]:29500")
-    report = run(torchrun_argv(attempt, "SIGKILL", report=lost), attempt, StopRequest())
-    assert report.ending is Ending.FAILED
-    assert report.error == "rank 1 was killed by SIGKILL, often out of host memory"
+    end = run(torchrun_argv(attempt, "SIGKILL", report=lost), attempt, StopRequest(), num_ranks=2)
+    assert end.fault is Fault.KILLED and end.report.ending is Ending.FAILED
+    assert end.report.error is not None and end.report.error.startswith("rank 1 was killed by SIGKILL")
 
 
 def test_a_killed_rank_is_named_where_no_rank_could_report(attempt: Path):
-    with pytest.raises(EnvironmentFaultError, match=r"the run failed: rank 1 was killed by SIGSEGV\nlast words: "):
-        run(torchrun_argv(attempt, "SIGSEGV", report=None), attempt, StopRequest())
-
-
-def test_a_lone_rank_that_was_killed_is_named(tmp_path: Path):
-    (tmp_path / "logs").mkdir()
-    words = "subprocess.CalledProcessError: Command '[...]' died with <Signals.SIGKILL: 9>."
-    (tmp_path / "logs" / "launcher.log").write_text(words)
-    assert killed_rank(tmp_path) == "rank 0 was killed by SIGKILL, often out of host memory"
-
-
-def test_a_rank_that_failed_by_itself_was_not_killed(attempt: Path):
-    (attempt / "logs").mkdir()
-    (attempt / "logs" / "launcher.log").write_text("  rank      : 1 (local_rank: 1)\n  exitcode  : 1 (pid: 7)\n")
-    failed = make_report(ending=Ending.FAILED, error="ValueError: the sky fell")
-    codec.write(attempt / "report.json", failed)
-    assert collect_report(attempt, 1, StopRequest()) == failed
-
-
-def test_a_damaged_report_is_passed_over(attempt: Path):
-    (attempt / "report.json").write_text('{"ending": ')
-    with pytest.raises(EnvironmentFaultError, match="no rank left a report"):
-        collect_report(attempt, 3, StopRequest())
+    end = run(torchrun_argv(attempt, "SIGSEGV", report=None), attempt, StopRequest(), num_ranks=2)
+    assert end.fault is Fault.KILLED and end.report.error == "rank 1 was killed by SIGSEGV" and not end.has_report
 
 
 def test_ranks_that_wait_for_one_out_of_memory_are_ended(attempt: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("launch.supervisor.OOM_GRACE_S", 0.3)
+    monkeypatch.setattr("launch.supervisor.END_GRACE_S", 0.3)
     argv = launcher_argv(attempt, None, seconds=60)
 
     def report_from_another_rank() -> None:
         if (attempt / "pids" / "rank-0.json").exists():
             codec.write(attempt / "report-rank-1.json", make_report(ending=Ending.OUT_OF_MEMORY))
 
-    assert run(argv, attempt, StopRequest(), report_from_another_rank).ending is Ending.OUT_OF_MEMORY
+    assert run(argv, attempt, StopRequest(), report_from_another_rank).fault is Fault.OUT_OF_MEMORY
     assert not read_records(attempt / "pids")["rank-0"].is_alive
 
 
 def test_a_program_that_does_not_exist_is_an_environment_fault(attempt: Path):
     with pytest.raises(EnvironmentFaultError, match="cannot be started"):
         run(["/nowhere/python"], attempt, StopRequest())
-
-
-def test_last_words_without_any_output(tmp_path: Path):
-    assert last_words(tmp_path) == "(no output)"
 
 
 def test_signals_are_noted_and_the_handlers_given_back():
@@ -193,12 +161,75 @@ def test_signals_are_noted_and_the_handlers_given_back():
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_before_anything_has_to_be_saved_breaks_off(number: signal.Signals):
+    stop = StopRequest()
+    with stop.listening():
+        with pytest.raises(StoppedEarlyError), stop.raising():
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+        os.kill(os.getpid(), number)  # from here on it is only noted
+    assert stop.kind is (StopKind.INTERRUPT if number == signal.SIGINT else StopKind.REQUEUE)
+
+
+# Two ranks that give signs of life as the real ones do; the second stops in the forward of step 6.
+SILENT_RANK = """
+import os, pathlib, sys, time
+from datetime import UTC, datetime
+from trainer.runtime import process
+from trainer.runtime.report_writer import ReportWriter, run_paths
+rank = int(os.environ["RANK"])
+paths = run_paths(pathlib.Path(sys.argv[1]) / "plan.json", started_at=datetime.now(UTC))
+process.dump_stacks_on_request()
+process.redirect_output(paths.attempt_dir / "logs", rank=rank)
+process.write_pid_record(paths.attempt_dir, rank=rank)
+writer = ReportWriter(paths, rank=rank)
+
+def all_reduce():
+    while True:
+        time.sleep(0.1)
+
+def forward():
+    while True:
+        time.sleep(0.1)
+
+for step in range(100):
+    writer.beat("forward", step=step)
+    if rank == 1 and step == 5:
+        forward()
+    writer.beat("backward", step=step)
+    if step == 5:
+        all_reduce()
+    writer.beat("optimizer", step=step)
+    writer.write_status("training", step=step + 1)
+    time.sleep(0.6)
+"""
+
+
+def test_ranks_that_fall_silent_are_named_with_where_they_stand_and_ended(attempt: Path):
+    program = attempt.parent.parent / "silent.py"
+    program.write_text(SILENT_RANK)
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", str(program)]
+    limits = WatchLimits(phase_s=60.0, least_step_s=2.0, times_usual_step=1.0)
+    end = run([*argv, str(attempt)], attempt, StopRequest(), limits=limits, num_ranks=2)
+    assert end.fault is Fault.HUNG and end.report.step == 5 and end.report.ending is Ending.FAILED
+    error = end.report.error or ""
+    assert error.startswith("rank 1 hung in forward of step 6: no sign of life for "), error
+    assert "it stands in forward (silent.py, line " in error
+    assert "Current thread" in (attempt / "logs" / "rank-0.log").read_text(), "every rank says where it is"
+    assert not any(record.is_alive for record in read_records(attempt / "pids").values())
+
+
 SUPERVISOR = """
 import os, sys
 from pathlib import Path
 from launch.supervisor import StopRequest, run_attempt
+from launch.watchdog import Watchdog
 folder, stop = Path(sys.argv[1]), StopRequest()
-run_attempt(sys.argv[2:], attempt_dir=folder, environment=os.environ, stop=stop, on_tick=lambda: None)
+watchdog = Watchdog(folder, num_ranks=1)
+run_attempt(
+    sys.argv[2:], attempt_dir=folder, environment=os.environ, stop=stop, on_tick=lambda: None, watchdog=watchdog
+)
 """
 
 
@@ -233,5 +264,5 @@ def test_the_launcher_ignores_what_a_terminal_sends(attempt: Path):
             disturbed.append(launcher.pid)
 
     argv = launcher_argv(attempt, make_report(), seconds=1.0)
-    assert run(argv, attempt, StopRequest(), disturb).ending is Ending.FINISHED
+    assert run(argv, attempt, StopRequest(), disturb).report.ending is Ending.FINISHED
     assert disturbed

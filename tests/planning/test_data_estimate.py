@@ -28,3 +28,15 @@ def test_a_small_file_is_still_a_row() -> None:
 @pytest.mark.parametrize(("smaller", "larger"), [(512, 4096), (4096, 32000), (32000, 128256)])
 def test_larger_vocabularies_have_longer_tokens(smaller: int, larger: int) -> None:
     assert bytes_per_token(smaller) < bytes_per_token(larger)
+
+
+def test_a_stream_is_estimated_by_its_first_window_and_its_weaker_promises_are_said() -> None:
+    sizes = {"seq_len": 1000, "vocab_size": 128256}
+    data = estimate_data(num_bytes=10**12, eval_share=0.01, window_bytes=3_900_000, **sizes)
+    assert (data.is_stream, data.num_rows, data.num_eval_rows) == (True, 990, 10)
+    assert data.notes[1] == (
+        "streaming: rows are shuffled only within a window of about 3.72 MiB of text; held-out rows are those of the "
+        "first window only; --resume needs the same files"
+    )
+    small = estimate_data(num_bytes=1_000_000, eval_share=None, window_bytes=3_900_000, **sizes)
+    assert small.num_tokens == 256_410 and "held-out" not in small.notes[1]

@@ -46,10 +46,10 @@ def test_a_plan_ahead_says_in_its_first_lines_that_this_version_refuses_it() -> 
     assert second.endswith("from shardwise 0.6 on, until then `shardwise train` refuses it")
     plan = plan_of("tiny", "1xCPU")
     assert "not trained by this version" not in explain_plan(plan)
-    streamed = replace(plan, job=replace(plan.job, data=replace(plan.job.data, streaming=True)))
-    second = explain_plan(streamed).split("\n\n")[1]
+    logged = replace(plan, job=replace(plan.job, log=replace(plan.job.log, tensorboard=True)))
+    second = explain_plan(logged).split("\n\n")[1]
     assert second.startswith("not trained by this version, until then")
-    assert "data.streaming: true comes with shardwise 0.4" in second
+    assert "log.tensorboard: true comes with shardwise 0.7" in second
 
 
 def test_the_choice_stands_with_its_batch_and_the_recipe_in_full(node: Plan, text: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 from estimate_factory import gpu, setting
 
 from trainer.planning.memory import estimate_memory
-from trainer.planning.setting import Setting
+from trainer.planning.setting import RecipeChoices, Setting
 from trainer.simulation.golden import read_golden
 from trainer.spec.model_shape import read_model_shape
 from trainer.spec.plan import MemoryEstimate
@@ -66,6 +66,7 @@ def setting_of(request: SimulationRequest) -> Setting:
         loss_chunk_tokens=request.loss_chunk_tokens,
         lora=request.lora,
         quant=request.quant,
+        recipe=RecipeChoices(rows_per_example=request.rows_per_example),
     )
     return chosen
 
@@ -100,7 +101,7 @@ def test_sixty_configurations_over_eight_architectures_are_claimed() -> None:
     assert len(requests) >= 60
     assert len({request.model_config["model_type"] for request in requests}) >= 8
     assert {8, 64, 512} <= {request.num_ranks for request in requests if request.sharding is Sharding.FSDP}
-    for axis in ("method", "precision", "checkpointing", "loss", "accumulation"):
+    for axis in ("method", "precision", "checkpointing", "loss", "accumulation", "rows_per_example"):
         assert len({getattr(request, axis) for request in requests}) >= 2, axis
 
 

@@ -14,7 +14,7 @@ from trainer.planning.setting import RecipeChoices
 from trainer.spec.data_profile import DataProfile
 from trainer.spec.errors import InputError
 from trainer.spec.extension import Extension, Hook
-from trainer.spec.job import DataFormat, Objective
+from trainer.spec.job import DataFormat, DataJob, Objective
 from trainer.spec.objectives import shape_before_reading
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import LossHead, Method
@@ -54,6 +54,15 @@ def test_adapters_pay_for_the_reference_in_every_step_and_a_full_model_once_befo
     row = next(row for row in full.methods if row.method is Method.FULL)
     training_h = full.schedule.num_steps * full.chosen.speed.step_s / 3600
     assert row.hours is not None and row.hours > 1.1 * training_h
+
+
+def test_pairs_that_are_streamed_are_learned_by_adapters_as_no_row_can_be_asked_before() -> None:
+    job = replace(job_of(tokens_per_step=32768), data=DataJob(streaming=True))
+    plan = plan_of("1b", "1xH100-SXM5-80GB", job=job, data=pairs(is_stream=True))
+    assert plan.chosen.method is Method.LORA
+    assert plan_of("1b", "1xH100-SXM5-80GB", job=job, data=data_of(is_stream=True)).chosen.method is Method.FULL
+    with pytest.raises(InputError, match=r"dpo and train\.method: galore exclude each other; the model of the start"):
+        planned(Method.GALORE, pairs(is_stream=True))
 
 
 EXTENSION = Extension(path="/mine.py", sha256="0", hooks=(Hook.LOSS,))

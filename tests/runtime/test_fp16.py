@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from trainer.runtime.evaluation import evaluate
 from trainer.runtime.mixed_precision import (
     INIT_SCALE,
     AmpScaler,
+    EngineScaler,
     LossScaler,
     install_precision,
     loss_scaler,
@@ -191,6 +193,44 @@ def test_the_scale_doubles_after_a_run_of_good_steps(cache_dir):
     training = Training(fp16_plan(cache_dir))
     training.scaler = AmpScaler("cpu", init_scale=1024.0, growth_interval=2)
     assert [result.loss_scale for result in training.run(5)] == [1024.0, 1024.0, 2048.0, 2048.0, 4096.0]
+
+
+def test_the_scale_goes_on_from_that_of_another_scaler(cache_dir):
+    """Two good steps of three: the next one doubles it."""
+    training = Training(fp16_plan(cache_dir))
+    training.scaler = AmpScaler("cpu", init_scale=1024.0, growth_interval=3)
+    training.run(2)
+    assert (training.scaler.loss_scale, training.scaler.growth_tracker) == (1024.0, 2)
+    training.scaler = resumed = AmpScaler("cpu", init_scale=4.0, growth_interval=3)
+    resumed.restore(1024.0, 2)
+    assert (resumed.loss_scale, resumed.growth_tracker) == (1024.0, 2)
+    assert [result.loss_scale for result in training.run(2)] == [1024.0, 2048.0]
+
+
+def test_deepspeeds_scale_goes_on_and_a_count_of_its_is_no_count_of_torchs():
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    def engine() -> SimpleNamespace:
+        inner = DynamicLossScaler(
+            init_scale=1024.0, scale_window=3, min_scale=1, delayed_shift=1, consecutive_hysteresis=False
+        )
+        return SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=inner))
+
+    first, second = engine(), engine()
+    inner = first.optimizer.loss_scaler
+    inner.cur_scale, inner.cur_iter, inner.last_overflow_iter = 512.0, 2, 1  # as after an overflow in the second step
+    for _ in range(3):
+        inner.update_scale(False)
+    assert EngineScaler(first).growth_tracker == 3
+    EngineScaler(second).restore(inner.cur_scale, 3)
+    for _ in range(5):
+        for each in (first, second):
+            each.optimizer.loss_scaler.update_scale(False)
+        assert first.optimizer.loss_scaler.cur_scale == second.optimizer.loss_scaler.cur_scale
+    assert first.optimizer.loss_scaler.cur_scale > 512.0, "it grew meanwhile"
+    torch_scaler = AmpScaler("cpu", growth_interval=3)
+    torch_scaler.restore(512.0, EngineScaler(second).growth_tracker)
+    assert torch_scaler.growth_tracker < 3
 
 
 def test_gradients_that_overflow_unscaled_end_the_run(cache_dir):

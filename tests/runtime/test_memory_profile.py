@@ -1,6 +1,9 @@
 """The memory figures against allocations whose size is known."""
 
+import errno
 import resource
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from trainer.runtime.memory_profile import (
     highest_rise,
     is_out_of_memory,
 )
+from trainer.spec.errors import InputError
 
 SIZE = 512
 WEIGHT_BYTES = 4 * SIZE * SIZE
@@ -132,7 +136,43 @@ def test_anonymous_memory_grows_with_what_is_written():
         (RuntimeError("a worker said: out of memory."), False),
         (RuntimeError("Connection closed by peer"), False),
         (ValueError("can't allocate memory"), False),
+        (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported later"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("NCCL error ... Last error:\nCuda failure 2 'out of memory'"), True),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (RuntimeError("can't start new thread"), False),
+        (None, False),
     ],
 )
 def test_only_a_failed_allocation_counts_as_out_of_memory(error, is_memory):
     assert is_out_of_memory(error) is is_memory
+
+
+def failed(*, with_cause: bool, cause: BaseException) -> InputError:
+    """What a user's function makes of another error, raised on purpose from it or while it was handled."""
+    try:
+        try:
+            raise cause
+        except Exception as error:
+            if with_cause:
+                raise InputError("extensions: loss raised it") from error
+            raise InputError("extensions: loss raised it")  # noqa: B904  # what a careless function does
+    except InputError as made:
+        return made
+
+
+@pytest.mark.parametrize("with_cause", [True, False])
+def test_an_error_that_was_made_of_one_counts_as_out_of_memory(with_cause):
+    assert is_out_of_memory(failed(with_cause=with_cause, cause=torch.OutOfMemoryError("CUDA out of memory")))
+    assert not is_out_of_memory(failed(with_cause=with_cause, cause=ValueError("another reason")))
+
+
+def test_a_thread_that_cannot_start_under_a_cap_is_out_of_memory():
+    program = (
+        "import resource; from trainer.runtime.memory_profile import is_out_of_memory as told; "
+        'error = RuntimeError("can\'t start new thread"); before = told(error); '
+        "resource.setrlimit(resource.RLIMIT_DATA, (2**36, -1)); print(before, told(error))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).split() == ["False", "True"]

@@ -7,19 +7,9 @@ import pytest
 import torch
 from architecture_factory import TINY, VARIANTS
 from estimate_factory import config, cpu, setting, shape_of
+from flash_stand_in import load_stand_in
 from hub_kernel_factory import KERNEL
-from torch_flash_kernel.interface import flash_attn_varlen_func
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    modeling_flash_attention_utils,
-)
-from transformers.integrations.flash_attention import flash_attention_forward
-from transformers.masking_utils import flash_attention_mask
-from transformers.models.falcon import modeling_falcon
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, modeling_flash_attention_utils
 
 from trainer.planning.memory import estimate_memory
 from trainer.runtime.activation_memory import apply_checkpointing
@@ -38,23 +28,10 @@ UNCHANGED = [(0, slice(20, 48)), (1, slice(0, 3)), (1, slice(33, 48))]
 UNDER_FLASH = {name: fields for name, fields in {**TINY, **VARIANTS}.items() if name in TINY and name != "mpt"}
 
 
-def flash_attn_func(*args: Any, **kwargs: Any) -> torch.Tensor:
-    raise AssertionError("rows of several documents came as rows of one")
-
-
 @pytest.fixture(params=[FLASH, KERNEL])
 def flash_attn(request, monkeypatch) -> str:
     """The name by which transformers has flash-attn's functions loaded, as on a machine that could run them."""
-    library = modeling_flash_attention_utils
-    prepare = library._lazy_define_process_function(flash_attn_varlen_func)
-    loaded = {"_flash_fn": flash_attn_func, "_flash_varlen_fn": flash_attn_varlen_func}
-    loaded |= {"_process_flash_kwargs_fn": prepare, "_process_with_kvcache_kwargs_fn": prepare}
-    for name, value in {**loaded, "_loaded_implementation": request.param}.items():
-        monkeypatch.setattr(library, name, value)
-    monkeypatch.setattr(PreTrainedModel, "_check_and_adjust_attn_implementation", lambda self, name, **_: name)
-    monkeypatch.setattr(modeling_falcon, "_flash_attention_forward", library._flash_attention_forward, raising=False)
-    AttentionInterface.register(KERNEL, flash_attention_forward)  # as transformers does when it loads a kernel
-    AttentionMaskInterface.register(KERNEL, flash_attention_mask)
+    load_stand_in(request.param, monkeypatch)
     return request.param
 
 

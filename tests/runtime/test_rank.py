@@ -131,7 +131,7 @@ def test_a_run_that_was_stopped_and_resumed_has_the_losses_of_one_that_was_not(t
     rank.send_signal(signal.SIGUSR1)
     assert rank.wait(timeout=TIMEOUT_S) == 0
     report = report_of(stopped)
-    assert report.ending is Ending.STOPPED and report.exit_code == ExitCode.INTERRUPTED
+    assert report.ending is Ending.PREEMPTED and report.exit_code == ExitCode.REQUEUE
     assert 3 <= report.step < 60
     assert report.checkpoint == f"checkpoints/step-{report.step:08d}"
     plan = msgspec.structs.replace(codec.read(stopped, Plan), resume=True)

@@ -10,6 +10,7 @@ from report_factory import make_report
 from trainer.runtime.metrics import MetricsFile, StepMetrics
 from trainer.runtime.report_writer import ReportWriter, run_paths, start_of_launch
 from trainer.spec import codec
+from trainer.spec.heartbeat import Heartbeat, read_heartbeat
 from trainer.spec.report import Report
 
 NOW = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -53,6 +54,29 @@ def test_each_rank_has_a_report_of_its_own_and_rank_0_speaks_for_all(tmp_path):
     assert sorted(path.name for path in paths.attempt_dir.glob("report*")) == ["report-rank-2.json", "report.json"]
     assert codec.read(paths.attempt_dir / "report.json", Report) == make_report()
     assert json.loads((paths.attempt_dir / "status.json").read_text()) == {"phase": "rank 0", "step": 0}
+
+
+def test_every_rank_gives_signs_of_life_counted_within_a_step(tmp_path):
+    paths = run_paths(attempt(tmp_path), started_at=NOW)
+    for rank in (0, 1):
+        writer = ReportWriter(paths, rank=rank)
+        writer.write_status("loading the model")
+        for phase in ("data", "forward", "backward")[: 3 - rank]:
+            writer.beat(phase, step=4)
+    signs = [read_heartbeat(paths.attempt_dir, rank) for rank in (0, 1, 2)]
+    assert signs == [
+        Heartbeat(step=4, count=3, phase="backward"),
+        Heartbeat(step=4, count=2, phase="forward"),
+        None,
+    ]
+
+
+def test_a_status_that_cannot_be_written_ends_nothing(tmp_path):
+    paths = run_paths(attempt(tmp_path), started_at=NOW)
+    (paths.attempt_dir / "heartbeats").write_text("in the way of a folder")
+    (paths.attempt_dir / "status.json").mkdir()
+    ReportWriter(paths, rank=0).write_status("training", step=1)
+    assert read_heartbeat(paths.attempt_dir, 0) is None
 
 
 def line(step: int) -> StepMetrics:

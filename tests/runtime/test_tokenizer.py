@@ -176,3 +176,26 @@ def test_a_digest_changes_with_the_tokenizer_and_not_with_the_weights(folder):
 def test_a_digest_of_a_folder_that_is_not_there_is_an_input_error(tmp_path):
     with pytest.raises(InputError, match="is not a folder"):
         tokenizer_digest(tmp_path / "none")
+
+
+def with_code(folder):
+    """The same folder, saying that a class of its own cuts the text."""
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    own = {"auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}, "tokenizer_class": "OwnTokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | own))
+    return folder
+
+
+def test_a_copy_of_a_tokenizer_with_code_of_its_own_needs_none(folder, tmp_path):
+    from transformers import AutoTokenizer
+
+    loaded = load_tokenizer(with_code(folder))
+    copy_tokenizer(loaded, folder, tmp_path / "copy")
+    exported = AutoTokenizer.from_pretrained(tmp_path / "copy", trust_remote_code=False)
+    assert exported(SAMPLES)["input_ids"] == loaded.encode(SAMPLES)
+
+
+def test_a_tokenizer_that_is_code_alone_is_refused(folder):
+    (with_code(folder) / "tokenizer.json").unlink()
+    with pytest.raises(InputError, match=r"by code of its own, which is not run; name a folder with a tokenizer\.json"):
+        load_tokenizer(folder)

@@ -7,7 +7,8 @@ from architecture_factory import TINY, VARIANTS
 
 from trainer.simulation.describe import describe
 from trainer.spec.errors import InputError
-from trainer.spec.model_shape import Linear, read_model_shape
+from trainer.spec.model_code import DescriptionRequest
+from trainer.spec.model_shape import Linear, ModelShape, read_model_shape
 from trainer.spec.strategy import Attention
 
 _SIZES = {
@@ -35,13 +36,17 @@ _SAME = (
 )  # fmt: skip
 
 
+def described(config) -> ModelShape:
+    return describe(DescriptionRequest(model_config=config, origin="config.json"))
+
+
 @pytest.mark.parametrize("config", _KNOWN.values(), ids=_KNOWN)
 def test_a_described_shape_is_the_one_that_a_reader_finds(config):
-    described, expected = describe(config), read_model_shape(config)
-    assert described.is_described
-    assert {name: getattr(described, name) for name in _SAME} == {name: getattr(expected, name) for name in _SAME}
-    assert _layers(described.linears) == _layers(expected.linears)
-    assert _layers(described.dense_linears) == _layers(expected.dense_linears)
+    shape, expected = described(config), read_model_shape(config)
+    assert shape.is_described
+    assert {name: getattr(shape, name) for name in _SAME} == {name: getattr(expected, name) for name in _SAME}
+    assert _layers(shape.linears) == _layers(expected.linears)
+    assert _layers(shape.dense_linears) == _layers(expected.dense_linears)
 
 
 def _layers(linears: tuple[Linear, ...]) -> Counter:
@@ -72,7 +77,7 @@ def _layers(linears: tuple[Linear, ...]) -> Counter:
     ids=["olmo2", "starcoder2", "opt", "bloom"],
 )
 def test_an_architecture_without_a_reader_is_described_in_full(config, block_class, num_parameters):
-    shape = describe(config)
+    shape = described(config)
     assert (shape.block_class, shape.num_layers, shape.num_parameters) == (block_class, 3, num_parameters)
     assert abs(shape.other_parameters) <= 2 * shape.hidden_size
     assert shape.loss_obstacle is None
@@ -87,17 +92,17 @@ def test_an_architecture_without_a_reader_is_described_in_full(config, block_cla
     ids=["granite", "cohere"],
 )
 def test_a_model_whose_loss_is_another_is_named_as_one_that_is_not_trained(change, operation):
-    obstacle = describe({**_SIZES, **change}).loss_obstacle
+    obstacle = described({**_SIZES, **change}).loss_obstacle
     assert obstacle == f"its loss is not just the cross-entropy of its hidden states times its head ({operation})"
 
 
 def test_attention_is_what_the_class_of_the_model_supports():
-    assert describe({**_SIZES, "model_type": "gemma2"}).attentions == (Attention.FLASH, Attention.EAGER)
+    assert described({**_SIZES, "model_type": "gemma2"}).attentions == (Attention.FLASH, Attention.EAGER)
 
 
 def test_flash_is_not_offered_to_a_class_that_would_take_another_kernel_from_the_hub():
     """W30: such a class lists what may stand in for `flash_attention_2`, and transformers takes the first."""
-    assert describe({**_SIZES, "model_type": "granite_swa"}).attentions == (Attention.EAGER,)
+    assert described({**_SIZES, "model_type": "granite_swa"}).attentions == (Attention.EAGER,)
 
 
 @pytest.mark.parametrize(
@@ -109,4 +114,4 @@ def test_flash_is_not_offered_to_a_class_that_would_take_another_kernel_from_the
 )
 def test_a_config_that_transformers_cannot_build_is_refused(config, sentence):
     with pytest.raises(InputError, match=sentence):
-        describe(config)
+        described(config)

@@ -16,6 +16,7 @@ LLAMA = config(VOCAB, HIDDEN, FFN, LAYERS, 8, 4)
 BASE = SimulationRequest(model_config=LLAMA, micro_batch=2, seq_len=512, loss=LossHead.CHUNKED)
 BLOCK = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 2 + 3 * HIDDEN * FFN + 2 * HIDDEN
 PARAMETERS = LAYERS * BLOCK + 2 * VOCAB * HIDDEN + HIDDEN
+GPT2 = {"model_type": "gpt2", "vocab_size": VOCAB, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": 4}
 ROUNDING = 512  # bytes a tensor may be larger by
 BF16, FULL = Precision.BF16, Checkpointing.FULL
 
@@ -54,6 +55,14 @@ REQUESTS = {
         model_config={"model_type": "falcon", "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 2}
         | {"num_attention_heads": 4, "alibi": False, "new_decoder_architecture": False, "bias": False},
     ),
+    "rows": replace(BASE, micro_batch=4),
+    "pairs": replace(BASE, rows_per_example=2),
+    "pairs lora": replace(BASE, rows_per_example=2, method=Method.LORA, lora=LoraJob(rank=8)),
+    "rows lora": replace(BASE, micro_batch=4, method=Method.LORA, lora=LoraJob(rank=8)),
+    "pairs fsdp lora": fsdp(8, rows_per_example=2, method=Method.LORA, lora=LoraJob(rank=8), checkpointing=FULL),
+    "rows fsdp lora": fsdp(8, micro_batch=4, method=Method.LORA, lora=LoraJob(rank=8), checkpointing=FULL),
+    "pairs gpt2": replace(BASE, rows_per_example=2, model_config=GPT2),
+    "rows gpt2": replace(BASE, micro_batch=4, model_config=GPT2),
     "mixture": replace(
         BASE,
         model_config={**config(VOCAB, HIDDEN, FFN, 2, 8, 4, model_type="mixtral"), "num_local_experts": 4},
@@ -180,3 +189,29 @@ def test_grad_op_keeps_every_block_gathered_until_the_backward(answers: dict[str
 def test_without_synchronisation_fsdp_keeps_whole_gradients_in_fp32(answers: dict[str, GoldenAnswer]) -> None:
     more = answers["fsdp accumulating"].events["forward_end"] - answers["fsdp 8"].events["forward_end"]
     assert more == pytest.approx(4 * PARAMETERS, rel=0.02)
+
+
+@pytest.mark.parametrize("method", ["", " lora"])
+def test_pairs_need_what_as_many_rows_need_and_their_sums(answers: dict[str, GoldenAnswer], method: str) -> None:
+    """Of every token its loss or its weight; the reference of adapters has left nothing behind."""
+    pairs, rows = answers[f"pairs{method}"], answers[f"rows{method}"]
+    num_tokens = 4 * 512
+    assert pairs.steady_allocated_bytes == rows.steady_allocated_bytes
+    assert list(pairs.events) == list(rows.events)
+    for event, num_bytes in pairs.events.items():
+        assert 0 <= num_bytes - rows.events[event] <= 4 * num_tokens + 40 * ROUNDING, event
+
+
+def test_the_reference_leaves_the_head_gathered_and_no_buffer_of_it(answers: dict[str, GoldenAnswer]) -> None:
+    """When the forward ends a block's buffer is there, which is smaller here than the head's."""
+    pairs, rows = answers["pairs fsdp lora"], answers["rows fsdp lora"]
+    head, block = 2 * (VOCAB * HIDDEN + HIDDEN), 2 * BLOCK
+    saved = rows.events["forward_end"] - pairs.events["forward_end"]
+    adapters = 2 * 8 * (2 * 2 * HIDDEN + 2 * (HIDDEN + HIDDEN // 2) + 3 * (HIDDEN + FFN))
+    assert saved == pytest.approx(head - block - adapters, rel=0.05)
+
+
+def test_pairs_keep_no_masks_of_dropout(answers: dict[str, GoldenAnswer]) -> None:
+    masks = 4 * 512 * HIDDEN * (2 * LAYERS + 1)  # a byte an element: after attention, the MLP and the embedding
+    saved = answers["rows gpt2"].events["norm_backward"] - answers["pairs gpt2"].events["norm_backward"]
+    assert saved == pytest.approx(masks, rel=0.1)

@@ -12,7 +12,6 @@ NEEDED: dict[str, dict[str, Any]] = {
     "data.loss_on": {"data": {"format": "auto"}},
     "data.streaming": {"train": {"steps": 10}},
     "pin.offload": {"limits": {"nvme": {"path": "/nvme"}}},
-    "model.trust_remote_code": {"model": {"name": "some text"}},
 }
 ANY_VALUE = {"eval.early_stop": 3}
 
@@ -70,6 +69,7 @@ def test_all_of_them_are_shown_at_once():
         ("train.neftune_alpha", 5),
         ("data.format", "text"),
         ("data.bad_rows", "skip"),
+        ("data.streaming", True),
         ("pin.sharding", "fsdp_grad_op"),
         ("pin.optimizer", "deepspeed_cpu_adam"),
         ("pin.optimizer", "adamw_8bit"),

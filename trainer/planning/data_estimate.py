@@ -8,7 +8,7 @@ from this says so, and preparation replaces it.
 
 import math
 
-from trainer.spec.data_profile import DataProfile
+from trainer.spec.data_profile import DataProfile, stream_words
 from trainer.spec.job import DataFormat
 
 # (largest vocabulary, bytes of UTF-8 text a token). Small: byte-level BPEs trained on Python's standard library and
@@ -30,8 +30,13 @@ def estimate_data(
     eval_share: float | None,
     is_packed: bool = True,
     shape: DataFormat = DataFormat.TEXT,
+    window_bytes: int | None = None,
 ) -> DataProfile:
-    """A profile of `num_bytes` of text, `eval_share` of it held out; preferences are pairs of rows, never packed."""
+    """A profile of `num_bytes` of text, `eval_share` of it held out; preferences are pairs of rows, never packed.
+
+    Of a stream, whose windows have `window_bytes`, that of the first window.
+    """
+    num_bytes = num_bytes if window_bytes is None else min(num_bytes, window_bytes)
     is_paired = shape is DataFormat.PREFERENCE
     row_tokens = 2 * seq_len if is_paired else seq_len
     length = bytes_per_token(vocab_size)
@@ -49,5 +54,9 @@ def estimate_data(
         vocab_size=vocab_size,
         num_eval_rows=-(-num_eval_tokens // row_tokens),
         num_eval_tokens=num_eval_tokens,
-        notes=(f"{num_bytes:,} bytes of text are taken as {num_tokens:,} tokens, {length} bytes each",),
+        is_stream=window_bytes is not None,
+        notes=(
+            f"{num_bytes:,} bytes of text are taken as {num_tokens:,} tokens, {length} bytes each",
+            *(() if window_bytes is None else (stream_words(window_bytes, eval_share=eval_share),)),
+        ),
     )

@@ -13,6 +13,7 @@ from trainer.spec.job import DataFormat
 from trainer.spec.job_later import later_problems
 from trainer.spec.model_shape import ModelShape
 from trainer.spec.plan import Candidate, Plan
+from trainer.spec.saving import saving_choice
 from trainer.spec.strategy import LossHead, Method, Offload, Optimizer, Precision
 from trainer.spec.units import format_bytes, format_count
 
@@ -41,7 +42,13 @@ def heading(plan: Plan) -> str:
 def choice_section(plan: Plan, situation: Situation) -> Section:
     """What would run."""
     chosen = plan.chosen
-    sentences = (_batch_line(plan), recipe_line(chosen, situation), _steps_line(plan), _data_line(plan))
+    sentences = (
+        _batch_line(plan),
+        recipe_line(chosen, situation),
+        _steps_line(plan),
+        _data_line(plan),
+        _saving_line(plan),
+    )
     return Section(
         title=f"takes {chosen.strategy.name}",
         blocks=tuple(Sentence(text=text) for text in sentences),
@@ -167,12 +174,27 @@ def _steps_line(plan: Plan) -> str:
     )
 
 
+def _saving_line(plan: Plan) -> str:
+    schedule, num_bytes = plan.schedule, plan.chosen.memory.checkpoint_bytes
+    size = f" of {format_bytes(num_bytes)}" if num_bytes else ""
+    steps, seconds = schedule.checkpoint_every_steps, schedule.checkpoint_every_s
+    every = [f"{steps:,} steps"] if steps else []
+    every += [f"{seconds / 60:g} min"] if seconds else []
+    often = f"every {' or '.join(every)}" if every else "at the end"
+    if schedule.saving_max_share is not None:
+        often += f", for at most {schedule.saving_max_share:.0%} of the time"
+    choice = saving_choice(plan, plan.chosen)
+    how = "in the background" if choice.is_background else "while training waits"
+    return f"checkpoints{size} {often}; written {how}: {choice.reason}"
+
+
 def _data_line(plan: Plan) -> str:
     data = plan.data
     kind = "packed rows" if data.is_packed else "rows, padded to the longest of a batch,"
     heldout = f"; {data.num_eval_rows:,} rows held out" if data.num_eval_rows else "; nothing held out"
     source = "counted" if data.source == "prepared" else "estimated from file sizes"
+    what = "data: a stream; its first window has" if data.is_stream else "data:"
     return (
-        f"data: {data.num_rows:,} {kind} of at most {data.longest_row:,} tokens, "
+        f"{what} {data.num_rows:,} {kind} of at most {data.longest_row:,} tokens, "
         f"{format_count(data.num_tokens)} tokens ({source}){heldout}"
     )

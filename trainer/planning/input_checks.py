@@ -46,12 +46,23 @@ def check_objective(job: Job, data: DataProfile, hooks: Sequence[Hook]) -> None:
             "pin.loss: fused_linear and train.objective: dpo exclude each other; Liger makes its gradients before the "
             "weight of a row is known: take pin.loss=chunked"
         )
+    method = job.train.method
+    if method is not None and not method.freezes_base and asks_every_row_first(job, data):
+        raise InputError(
+            f"data.streaming, train.objective: dpo and train.method: {method} exclude each other; the model of the "
+            "start would have to be asked of rows that are not read yet: train.method=lora needs no such answers"
+        )
     if Hook.LOSS in hooks and pinned not in (None, LossHead.EAGER):
         raise InputError(f"pin.loss: {pinned} and the loss of extensions exclude each other; it is given all logits")
     if Hook.LOSS in hooks and objective_of(job.train.objective, data.format) is Objective.DPO:
         raise InputError("train.objective: dpo and the loss of extensions exclude each other; leave out one of them")
     if Hook.BUILD_MODEL in hooks and job.train.method is Method.QLORA:
         raise InputError("train.method: qlora and build_model of extensions exclude each other; qlora reads a folder")
+
+
+def asks_every_row_first(job: Job, data: DataProfile) -> bool:
+    """Whether training the weights of the base would need what they say of rows that a stream has not reached."""
+    return data.is_stream and objective_of(job.train.objective, data.format) is Objective.DPO
 
 
 def check_pins(situation: Situation) -> None:

@@ -19,7 +19,7 @@ from trainer.planning.calibrate import after_trials, corrections_of
 from trainer.planning.choice import Ranking, rank, survey, with_remedies
 from trainer.planning.device import device_of
 from trainer.planning.fallbacks import fallbacks
-from trainer.planning.input_checks import check_job, check_objective, check_pins
+from trainer.planning.input_checks import asks_every_row_first, check_job, check_objective, check_pins
 from trainer.planning.methods import method_rows
 from trainer.planning.not_yet import version_needed
 from trainer.planning.prospects import prospect_notes
@@ -63,7 +63,7 @@ def make_plan(
     hooks = () if extension is None else extension.hooks
     check_job(job, shape, data)
     check_objective(job, data, hooks)
-    wanted = _methods(job)
+    wanted = _methods(job, data)
     learned = corrections_of(calibration, shape=shape, hardware=hardware, version=versions.get("shardwise"))
     corrections = after_trials(learned, trials)
     situations = {
@@ -150,7 +150,7 @@ def question_situations(
     corrections = corrections_of(calibration, shape=shape, hardware=hardware, version=versions.get("shardwise"))
     return {
         method: replace(_situation(job, hardware, shape, data, method, ignores=True), corrections=corrections)
-        for method in _methods(job)
+        for method in _methods(job, data)
     }
 
 
@@ -187,9 +187,12 @@ def _rank_methods(
     return taken, rankings
 
 
-def _methods(job: Job) -> tuple[Method, ...]:
+def _methods(job: Job, data: DataProfile) -> tuple[Method, ...]:
     """The methods that may be taken, the most faithful first."""
-    return tuple(Method) if job.train.method is None else (job.train.method,)
+    if job.train.method is not None:
+        return (job.train.method,)
+    needs_frozen = asks_every_row_first(job, data)
+    return tuple(method for method in Method if method.freezes_base or not needs_frozen)
 
 
 def _situation(

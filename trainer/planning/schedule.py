@@ -19,6 +19,7 @@ from trainer.spec.objectives import objective_of, rows_per_example
 from trainer.spec.plan import Schedule
 from trainer.spec.strategy import Method, Optimizer
 
+MAX_SAVING_SHARE = 0.03  # of the run's time, of a checkpoint.every that is left open
 EVALUATIONS_PER_RUN = 10  # of an eval.every that is left open
 CHECKPOINT_EVERY_S = 1200.0  # of a checkpoint.every that is left open: what a killed run may lose
 
@@ -70,6 +71,8 @@ def make_schedule(
         eval_every_s=evaluations.seconds,
         checkpoint_every_steps=checkpoints.steps,
         checkpoint_every_s=checkpoints.seconds,
+        saving_max_share=MAX_SAVING_SHARE if job.checkpoint.every is None else None,
+        rehearses_save=num_steps > 1,
     )
 
 

@@ -57,6 +57,11 @@ class Setting(Value, frozen=True, kw_only=True):
         """Whether a step asks the frozen base as well: the reference of DPO, with the adapters switched off."""
         return self.recipe.rows_per_example == 2 and self.method.freezes_base
 
+    @property
+    def has_dropout(self) -> bool:
+        """Whether dropout that the model's config asks for is on: DPO turns it off."""
+        return self.recipe.rows_per_example == 1
+
 
 def fp8_recipe_of(precision: Precision, pinned: Fp8Recipe | None) -> Fp8Recipe | None:
     """How a row finds its FP8 scales: as pinned, else by the tensor at hand; None where nothing is FP8.

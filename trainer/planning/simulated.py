@@ -139,7 +139,7 @@ def plan_of_simulated(plan: Plan, taken: Simulated, failed: Sequence[Simulated])
         candidates=candidates,
         rejections=(*plan.rejections, *(_rejection(each) for each in failed if _name(each) not in names)),
         fallbacks=_fallbacks_after(plan, situation, taken.candidate, candidates),
-        notes=(*notes(situation, plan.data, plan.trials, candidates), *words),
+        notes=(*notes(situation, plan.data, plan.trials, candidates), *_code_notes(plan), *words),
         needs_version=version_needed(chosen),
     )
 
@@ -168,6 +168,10 @@ def _described_notes(plan: Plan) -> list[str]:
     if shape.loss_obstacle is not None:
         words.append(f"shardwise does not train {shape.model_type}: {shape.loss_obstacle}")
     return words
+
+
+def _code_notes(plan: Plan) -> tuple[str, ...]:
+    return () if plan.model_code is None else (plan.model_code.words,)
 
 
 def _name(simulated: Simulated) -> str:

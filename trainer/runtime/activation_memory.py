@@ -27,6 +27,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trainer.runtime.activation_offload import offload_activations, offload_facts
 from trainer.runtime.blocks import attention_module, blocks_of
@@ -61,6 +62,8 @@ def apply_checkpointing(model: PreTrainedModel, checkpointing: Checkpointing, *,
                     f"pin.checkpointing: attention: {type(block).__name__} shows no attention module; take full"
                 )
             _recompute_module(attention, recomputation)
+        elif not isinstance(blocks[index], GradientCheckpointingLayer):
+            _recompute_module(block, recomputation)
         else:
             block.gradient_checkpointing = True
             block._gradient_checkpointing_func = recomputation

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trainer.runtime.blocks import blocks_of
 from trainer.runtime.host_transfers import Moved, Transfers, transfers_of
@@ -37,6 +38,11 @@ def offload_activations(model: PreTrainedModel) -> None:
         raise InputError(
             "pin.activation_offload and pin.checkpointing: selective exclude each other: what it keeps stays on the "
             "device; take full or none"
+        )
+    if recomputation is not None and not isinstance(blocks[0], GradientCheckpointingLayer):
+        raise InputError(
+            f"pin.activation_offload and pin.checkpointing exclude each other in {type(model).__name__}, whose blocks "
+            "transformers does not recompute; take pin.checkpointing=none"
         )
     offload = ActivationOffload(len(blocks))
     for index, block in enumerate(blocks):

@@ -40,6 +40,8 @@ class Sources(NamedTuple):
     held_out: Sequence[SurveyedFile]
     reading: RowReading
     report: Callable[[str], None]
+    window: Sequence[Block | BadRow] | None = None  # of a stream: what was read of the training files; None: all is
+    drops_held_out: bool = False  # what the split holds out is neither learned nor scored
 
 
 class RejectedRows:
@@ -95,7 +97,7 @@ class Census(NamedTuple):
 def survey_sources(request: PrepareRequest, report: Callable[[str], None]) -> Sources:
     """Every file with its digest; InputError where their rows are of a shape that is not read."""
     listed = [*request.files, *request.eval_files]
-    format_row = _format_row(request)
+    format_row = format_row_of(request)
     shape = detect_shape(listed, request.format, request.fields, format_row)
     progress = _Progress(report, "reading", listed)
     files = []
@@ -107,7 +109,7 @@ def survey_sources(request: PrepareRequest, report: Callable[[str], None]) -> So
     return Sources(files[:num_train], files[num_train:], reading, report)
 
 
-def _format_row(request: PrepareRequest) -> FormatRow | None:
+def format_row_of(request: PrepareRequest) -> FormatRow | None:
     """The function of the user's extensions file that rows go through; InputError from it where it fails."""
     hooks = load_hooks(request.extension)
     if hooks is None or not hooks.has(Hook.FORMAT_ROW):
@@ -130,7 +132,7 @@ def take_census(request: PrepareRequest, sources: Sources) -> Census:
     split_census = None if request.eval_share is None else SplitCensus(request.eval_share)
     num_chars = num_documents = 0
     bad_rows = RejectedRows()
-    train = ((item, split_census) for item in _read(sources, sources.train, "checking"))
+    train = ((item, split_census) for item in _read_train(sources, "checking"))
     held_out = ((item, None) for item in _read(sources, sources.held_out, "checking"))
     for item, side in chain(train, held_out):
         if isinstance(item, BadRow):
@@ -150,8 +152,14 @@ def take_census(request: PrepareRequest, sources: Sources) -> Census:
 
 def units_of(sources: Sources, split: Split, verb: str) -> Iterator[Unit]:
     """Every stretch of every document that can be used, in order, with its side."""
-    for files, rule in ((sources.train, split), (sources.held_out, ALL_HELD_OUT)):
-        yield from units((item for item in _read(sources, files, verb) if isinstance(item, Block)), rule)
+    train = units((item for item in _read_train(sources, verb) if isinstance(item, Block)), split)
+    yield from (unit for unit in train if not (unit.is_held_out and sources.drops_held_out))
+    held_out = (item for item in _read(sources, sources.held_out, verb) if isinstance(item, Block))
+    yield from units(held_out, ALL_HELD_OUT)
+
+
+def _read_train(sources: Sources, verb: str) -> Iterator[Block | BadRow]:
+    return _read(sources, sources.train, verb) if sources.window is None else iter(sources.window)
 
 
 def _read(sources: Sources, files: Sequence[SurveyedFile], verb: str) -> Iterator[Block | BadRow]:

@@ -20,6 +20,7 @@ from trainer.runtime.export_checkpoint import checkpoint_of
 from trainer.runtime.export_merge import round_weights
 from trainer.runtime.export_plan import plan_on, read_plan
 from trainer.runtime.model import build_model
+from trainer.runtime.model_code import compute_buffers, load_model_code
 from trainer.runtime.precision import compute_type
 from trainer.runtime.tokenizer import load_tokenizer
 from trainer.spec.errors import EnvironmentFaultError, InputError
@@ -69,11 +70,12 @@ def load_partner(run_dir: Path, *, checkpoint: str | None) -> Partner:
 def _exported(plan: Plan, folder: Path) -> PreTrainedModel:
     """The model of a run's own export; adapters on the base that they were trained on."""
     if not plan.chosen.method.freezes_base:
-        trusts = plan.job.model.trust_remote_code is not None
+        load_model_code(plan.model_code)  # the run's own copy, not what lies in the folder
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", local_files_only=True, use_safetensors=True, trust_remote_code=trusts
+            folder, dtype="auto", local_files_only=True, use_safetensors=True, trust_remote_code=False
         )
         assert isinstance(loaded, PreTrainedModel)
+        compute_buffers(loaded, loaded.dtype, with_persistent=False)
         return loaded
     model, saved = _built(plan), load_file(folder / "adapter_model.safetensors")
     for name, parameter in model.named_parameters():
@@ -93,7 +95,7 @@ def _built(plan: Plan) -> PreTrainedModel:
 
 def _tokenizer(folder: Path, plan: Plan) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder with the template that the run was trained with."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     template = load_chat_template(plan.job.data.chat_template, folder)
     if template is not None:

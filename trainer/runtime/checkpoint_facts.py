@@ -11,9 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from trainer.runtime.checkpoint import CheckpointFacts
-from trainer.runtime.checkpoint.manifest import config_sha256
+from trainer.runtime.checkpoint import CheckpointFacts, config_sha256
+from trainer.runtime.checkpoint import LossScaler as SavedScaler
+from trainer.runtime.checkpoint.engines import engine_of
 from trainer.runtime.checkpoint.optimizer_state import check_supported
+from trainer.runtime.mixed_precision import LossScaler
 from trainer.runtime.optimizers import unwrapped
 from trainer.runtime.report_writer import installed_versions
 from trainer.runtime.state import RunState
@@ -24,24 +26,18 @@ from trainer.spec.strategy import Method, Sharding
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 64 << 10  # of each file, spread evenly; the first holds the header's beginning
 
 
-def has_checkpoints(sharding: Sharding) -> bool:
-    """True for the engines whose state this version saves."""
-    return sharding in (Sharding.NONE, Sharding.DDP)
-
-
 def obstacle_to_checkpoints(sharding: Sharding, optimizer: object) -> str | None:
     """Why a run of this engine and this (wrapped) optimizer saves no checkpoint, in a sentence; None where it does."""
-    if not has_checkpoints(sharding):
-        return f"checkpoints of {sharding} come with shardwise 0.5"
     try:
+        engine_of(sharding)
         check_supported(unwrapped(optimizer))
     except InputError as error:
         return str(error)
     return None
 
 
-def facts_of(plan: Plan, state: RunState) -> CheckpointFacts:
-    """What a checkpoint of this moment is of."""
+def facts_of(plan: Plan, state: RunState, scaler: LossScaler | None = None) -> CheckpointFacts:
+    """What a checkpoint of this moment is of; `scaler` is that of an fp16 run."""
     method = plan.chosen.method
     return CheckpointFacts(
         run_name=plan.name,
@@ -60,8 +56,12 @@ def facts_of(plan: Plan, state: RunState) -> CheckpointFacts:
         world_size=plan.chosen.num_ranks,
         precision=plan.chosen.strategy.precision,
         versions=installed_versions(),
+        spikes=state.spikes,
         evaluations=tuple(state.evaluations),
         best_step=state.best_step,
+        loss_scaler=None
+        if scaler is None
+        else SavedScaler(scale=scaler.loss_scale, growth_tracker=scaler.growth_tracker),
     )
 
 

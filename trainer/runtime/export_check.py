@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from trainer.runtime.methods import quantised_layers
+from trainer.runtime.model_code import compute_buffers
 from trainer.spec.errors import EnvironmentFaultError
 
 PROMPT_TOKENS = 24
@@ -53,10 +54,11 @@ def reloaded_logits(folder: Path, ids: Tensor, *, trust_remote_code: bool = Fals
     return _and_let_go(model, ids)
 
 
-def reloaded_adapter_logits(
-    folder: Path, base: Path, ids: Tensor, *, dtype: torch.dtype, is_quantised: bool, trust_remote_code: bool = False
-) -> Tensor:
-    """Logits of a PEFT folder on its base, which is held in `dtype`, or in 4 bit that compute in it."""
+def reloaded_adapter_logits(folder: Path, base: Path, ids: Tensor, *, dtype: torch.dtype, is_quantised: bool) -> Tensor:
+    """Logits of a PEFT folder on its base, which is held in `dtype`, or in 4 bit that compute in it.
+
+    Code that comes with the base is what the run's plan names, already registered.
+    """
     from peft import PeftModel  # takes seconds
 
     settings: dict[str, Any] = {"dtype": dtype}
@@ -68,7 +70,8 @@ def reloaded_adapter_logits(
         warnings.filterwarnings(
             "ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning
         )  # PEFT asks for it
-        loaded = _from_folder(base, trust_remote_code=trust_remote_code, **settings)
+        loaded = _from_folder(base, trust_remote_code=False, **settings)
+        compute_buffers(loaded, dtype, with_persistent=False)
         model = PeftModel.from_pretrained(loaded, str(folder))
     del loaded
     return _and_let_go(model, ids)

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -23,6 +22,8 @@ from trainer.runtime.chat_template import load_chat_template, write_chat_templat
 from trainer.runtime.end_tokens import end_token_ids, write_generation_ids
 from trainer.runtime.export_tokenizer import export_tokenizer
 from trainer.runtime.model_card import Export, base_of, model_card
+from trainer.runtime.model_code import write_model_code
+from trainer.runtime.written_weights import check_model_written, check_written
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.plan import Plan
 
@@ -33,13 +34,15 @@ _NESTED = ".base_layer.lora_"
 def write_model_folder(
     model: PreTrainedModel, plan: Plan, out: Path, *, state_dict: Mapping[str, torch.Tensor] | None = None
 ) -> str | None:
-    """The folder of a run's model as it is now; one of that name is replaced. Its tensors are read back and compared.
+    """The folder of a run's model as it is now; one of that name is replaced.
 
+    EnvironmentFaultError where the disk gives back other tensors than were written; nothing is replaced then.
     The answer is what is wrong with the exported tokenizer, in one line; None where nothing is.
     """
     with staged(out) as folder:
         save_model(model, folder, state_dict=state_dict)
-        _check_written(folder, model.state_dict() if state_dict is None else state_dict)
+        check_model_written(folder, model, model.state_dict() if state_dict is None else state_dict)
+        write_model_code(plan.model_code, folder)
         incident = add_tokenizer(plan, folder)
         write_card(Export(plan=plan), folder)
     return incident
@@ -49,7 +52,7 @@ def write_adapter_folder(weights: Mapping[str, torch.Tensor], plan: Plan, out: P
     """As `write_model_folder`, for the adapters of a plan: `weights` by their names in the model."""
     with staged(out) as folder:
         save_adapters(weights, plan, folder)
-        _check_written(folder, {peft_key(name): weight for name, weight in weights.items()})
+        check_written(folder, {peft_key(name): weight for name, weight in weights.items()})
         incident = add_tokenizer(plan, folder)
         write_card(Export(plan=plan), folder)
     return incident
@@ -114,7 +117,7 @@ def add_tokenizer(plan: Plan, folder: Path) -> str | None:
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a folder, None where transformers cannot load it."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, TypeError, KeyError, ImportError):
         return None
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
@@ -139,23 +142,3 @@ def _write_template(plan: Plan, folder: Path) -> str | None:
     if template is not None:
         write_chat_template(template, folder)
     return None
-
-
-def _check_written(folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
-    """EnvironmentFaultError where a tensor in the folder's files is not the one of its name, to the bit.
-
-    What transformers writes under another name (experts that it holds in one tensor) is left to `shardwise export`.
-    """
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  # no mapping
-                expected = weights.get(name)
-                if expected is not None and not _same_bits(file.get_tensor(name), expected.detach().cpu()):
-                    raise EnvironmentFaultError(f"{path.name}: {name} was not written as it is; nothing was exported")
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Also where both hold the same NaN."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))

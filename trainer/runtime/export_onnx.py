@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trainer.runtime.export_check import check_logits, prompt_ids
+from trainer.runtime.model_code import compute_buffers
 from trainer.spec.errors import EnvironmentFaultError
 
 GRAPH = "model.onnx"
@@ -55,29 +56,30 @@ def check_onnx_installed() -> None:
         )
 
 
-def write_graph(folder: Path, *, trust_remote_code: bool = False) -> str:
+def write_graph(folder: Path) -> str:
     """Writes model.onnx beside the safetensors it is made of, and compares; the sentence that says so.
 
     EnvironmentFaultError where the exporter has no translation for the model, or logits differ.
     """
-    model = _load(folder, trust_remote_code=trust_remote_code)
+    model = _load(folder)
     _export(model, folder / GRAPH)
     tolerance = TOLERANCES[model.dtype]
     measured = max(_difference(model, folder / GRAPH, batch, length, tolerance) for batch, length in _RUN)
     return f"run by onnxruntime: logits within {measured:.2g} of the model's ({tolerance:g} allowed)"
 
 
-def _load(folder: Path, *, trust_remote_code: bool) -> PreTrainedModel:
+def _load(folder: Path) -> PreTrainedModel:
     """The folder's model, with experts and attention in a form that can be traced."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     text = config.get_text_config()
     has_experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     options: dict[str, Any] = {"experts_implementation": "batched_mm"} if has_experts else {}
     model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype="auto", local_files_only=True, trust_remote_code=trust_remote_code, **options
+        folder, dtype="auto", local_files_only=True, trust_remote_code=False, **options
     )
     assert isinstance(model, PreTrainedModel)
     model.eval()
+    compute_buffers(model, model.dtype, with_persistent=False)
     return model
 
 

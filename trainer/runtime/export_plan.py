@@ -17,7 +17,15 @@ def read_plan(run_dir: Path) -> Plan:
         raise InputError(f"{run_dir}: is not a run directory: it has no plan.json")
     numbers = [int(path.parent.name) for path in run_dir.glob("attempts/*/plan.json") if path.parent.name.isdigit()]
     newest = run_dir / "attempts" / str(max(numbers)) / "plan.json" if numbers else run_dir / "plan.json"
-    return codec.read(newest, Plan)
+    return _with_own_code(codec.read(newest, Plan), run_dir)
+
+
+def _with_own_code(plan: Plan, run_dir: Path) -> Plan:
+    """The plan with its model's code where the run has it now; the folder of a run may have been moved."""
+    if plan.model_code is None:
+        return plan
+    kept = run_dir / "model_code" / Path(plan.model_code.folder).name
+    return replace(plan, model_code=replace(plan.model_code, folder=str(kept.absolute())))
 
 
 def plan_on(plan: Plan, device_kind: DeviceKind, *, precision: Precision | None = None) -> Plan:

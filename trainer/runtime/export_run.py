@@ -40,6 +40,7 @@ from trainer.runtime.export_merge import merge_adapters, round_weights
 from trainer.runtime.export_plan import plan_on, read_plan
 from trainer.runtime.model import build_model, model_from_config
 from trainer.runtime.model_card import Export
+from trainer.runtime.model_code import as_its_user, write_model_code
 from trainer.spec import codec
 from trainer.spec.errors import InputError, ShardwiseError
 from trainer.spec.hardware import DeviceKind
@@ -145,7 +146,6 @@ def _write_adapters(export: Export, checkpoint: CheckpointFolder, folder: Path, 
             prompt_ids(plan.model_shape.vocab_size),
             dtype=base_type(plan.chosen.method, plan.chosen.strategy.precision),
             is_quantised=plan.chosen.method is Method.QLORA,
-            trust_remote_code=_trusts(plan),
         )
         measured = check_logits(expected, found, tolerance=SAME, what=f"{folder.name}: loaded by PEFT")
         checks = (f"loaded again by PEFT: logits within {measured:.2g} of the trained model's ({SAME:g} allowed)",)
@@ -164,10 +164,12 @@ def _write_whole(export: Export, checkpoint: CheckpointFolder, folder: Path, wis
     """A model folder of all weights, merged and rounded as asked for."""
     plan = export.plan
     written = _save_whole(plan, checkpoint, folder, wish)
+    write_model_code(plan.model_code, folder)
     incident = add_tokenizer(plan, folder)
     checks = written.checks
     if written.logits is not None:
-        found = reloaded_logits(folder, prompt_ids(plan.model_shape.vocab_size), trust_remote_code=_trusts(plan))
+        with as_its_user(plan.model_code) as trusts:
+            found = reloaded_logits(folder, prompt_ids(plan.model_shape.vocab_size), trust_remote_code=trusts)
         measured = check_logits(written.logits, found, tolerance=SAME, what=f"{folder.name}: loaded by transformers")
         checks += (
             f"loaded again by transformers: logits within {measured:.2g} of what was written ({SAME:g} allowed)",
@@ -184,7 +186,7 @@ def _write_onnx(export: Export, checkpoint: CheckpointFolder, folder: Path, wish
     check_onnx_installed()
     dtype = wish.dtype or torch.float32
     whole, notes = _write_whole(export, checkpoint, folder, wish._replace(dtype=dtype))
-    measured = write_graph(folder, trust_remote_code=_trusts(export.plan))
+    measured = write_graph(folder)
     for path in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
         path.unlink()
     return whole._replace(kind="onnx", checks=(*whole.checks, measured)), notes
@@ -257,10 +259,6 @@ def _stored_type(folder: Path) -> torch.dtype:
                 part = file.get_slice(key)
                 counts[part.get_dtype()] = counts.get(part.get_dtype(), 0) + torch.Size(part.get_shape()).numel()
     return _STORED.get(max(counts, key=lambda each: counts[each]), torch.float32) if counts else torch.float32
-
-
-def _trusts(plan: Plan) -> bool:
-    return plan.job.model.trust_remote_code is not None
 
 
 def main() -> None:

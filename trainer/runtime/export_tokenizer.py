@@ -43,7 +43,7 @@ def _texts(tokenizer: TextTokenizer) -> list[str]:
 def _first_difference(trained_with: TextTokenizer, folder: Path, texts: Sequence[str]) -> str | None:
     """What is different about the first text that becomes other ids in `folder`; None where all are the same."""
     try:
-        exported = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        exported = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         return f"transformers cannot load it: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
     assert isinstance(exported, PreTrainedTokenizerBase)

@@ -7,9 +7,10 @@ Under `eval.early_stop` a run also ends where so many evaluations in a row were 
 They stand in each checkpoint, so a resumed run goes on counting. What is sampled and exported then is the best.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 
 import msgspec
 import torch
@@ -23,14 +24,18 @@ from trainer.runtime.memory_profile import MemoryProfile, anonymous_bytes
 from trainer.runtime.metrics import MetricsFile, StepMetrics
 from trainer.runtime.model import plain_model
 from trainer.runtime.objectives import Objectives, build_objectives
+from trainer.runtime.recovery import go_back, must_go_back, note_step
 from trainer.runtime.report_writer import ReportWriter, RunPaths
 from trainer.runtime.sample import can_sample, continue_prompt, prompt_of
 from trainer.runtime.saving import export_model, keep_best, load_best, save_state
 from trainer.runtime.session import Session, build_session
+from trainer.runtime.spikes import find_fault, step_of_rows
 from trainer.runtime.state import SKIPPED_STEPS, RunState, model_flops_share
 from trainer.runtime.step import Clock, StepResult, run_step
+from trainer.runtime.stream_rows import POLL_S, StepRows
 from trainer.spec.errors import InputError
 from trainer.spec.extension import Hook
+from trainer.spec.heartbeat import HOOK_PHASE
 from trainer.spec.lr_schedule import learning_rate
 from trainer.spec.plan import Plan
 from trainer.spec.report import Ending, Evaluation
@@ -39,12 +44,13 @@ from trainer.spec.report import Ending, Evaluation
 def train(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunState, wants_stop: Callable[[], bool]) -> Ending:
     """Runs the plan to its end or to a stop; `state` is up to date whenever this raises."""
     session = build_session(plan, paths, writer, state)
-    objectives = build_objectives(session, wants_stop)
-    if objectives is None:
-        save_state(session, "the stop")
-        ending = Ending.STOPPED
-    else:
-        ending = _train(session, objectives, wants_stop)
+    with closing(session.stream) if session.stream is not None else nullcontext():
+        objectives = build_objectives(session, wants_stop)
+        if objectives is None:
+            save_state(session, "the stop")
+            ending = Ending.STOPPED
+        else:
+            ending = _train(session, objectives, wants_stop)
     session.ranks.barrier()  # a rank that leaves early would break what the others still do together
     return ending
 
@@ -61,27 +67,44 @@ def _train(session: Session, objectives: Objectives, wants_stop: Callable[[], bo
 
 def _run_steps(session: Session, objectives: Objectives, wants_stop: Callable[[], bool]) -> Ending:
     schedule, state = session.plan.schedule, session.state
-    saved_at, watch = time.monotonic(), StepWatch(session)
+    saved_at, is_save_due, watch = time.monotonic(), False, StepWatch(session)
     with MetricsFile(session.paths.run_dir / "metrics.jsonl", is_writer=session.is_first) as metrics:
         while state.step < schedule.num_steps and not _has_stalled(session):
-            if not session.ranks.all_agree(not wants_stop()):
+            if not _goes_on(session, wants_stop):
                 if not session.plan.is_trial:
                     save_state(session, "the stop")
                 return Ending.STOPPED
             line = _one_step(session, objectives)
-            evaluation = _evaluate(session, objectives) if _is_due(state.step, schedule.eval_every_steps) else None
+            goes_back = must_go_back(session)
+            is_eval_due = not goes_back and _is_due(state.step, schedule.eval_every_steps)
+            evaluation = _evaluate(session, objectives) if is_eval_due else None
             figures = line(evaluation)
             metrics.append(figures)
             watch.tell(figures)
+            if goes_back:
+                go_back(session)
+                continue
             is_late = schedule.checkpoint_every_s is not None and not session.ranks.all_agree(
                 not session.is_first or time.monotonic() - saved_at < schedule.checkpoint_every_s
             )
-            if is_late or _is_due(state.step, schedule.checkpoint_every_steps):
+            is_save_due |= is_late or _is_due(state.step, schedule.checkpoint_every_steps)
+            if is_save_due and not state.spikes.in_a_row:  # else it might be what a run has to go back behind
                 save_state(session, f"step {state.step}")
-                saved_at = time.monotonic()
+                saved_at, is_save_due = time.monotonic(), False
             if evaluation is not None and _is_new_best(session):
                 keep_best(session)
     return Ending.FINISHED
+
+
+def _goes_on(session: Session, wants_stop: Callable[[], bool]) -> bool:
+    """Whether nobody asks for a stop, also while all wait for a window of a stream; all ranks agree."""
+    stream, step = session.stream, _place_of_rows(session, session.state.step + 1)
+    while session.ranks.all_agree(not wants_stop()):
+        is_there = stream is None or not stream.is_next_window(step)
+        if is_there or session.ranks.all_agree(stream is not None and stream.is_ready(step)):
+            return True
+        time.sleep(POLL_S)
+    return False
 
 
 class StepWatch:
@@ -94,6 +117,9 @@ class StepWatch:
 
     def tell(self, metrics: StepMetrics) -> None:
         """Calls it with the step and what metrics.jsonl got."""
+        hooks = self._session.hooks
+        if hooks is not None and hooks.has(Hook.ON_STEP):  # on every rank: the others wait for the first
+            self._session.writer.beat(HOOK_PHASE, step=metrics.step)
         if self._hooks is None:
             return
         figures = {name: value for name, value in msgspec.to_builtins(metrics).items() if value is not None}
@@ -124,7 +150,8 @@ def _is_due(step: int, every: int | None) -> bool:
 def _one_step(session: Session, objectives: Objectives) -> Callable[[Evaluation | None], StepMetrics]:
     """Runs one step and notes what it measured; returns what makes its metrics line, evaluation included."""
     plan, state, device = session.plan, session.state, session.accelerator.device
-    clock, step = Clock(device), state.step + 1
+    step = state.step + 1
+    clock = Clock(device, on_phase=lambda phase: session.writer.beat(phase, step=step - 1))
     begin = time.perf_counter()
     with clock.measure("data"):
         micro_batches, num_terms = _micro_batches(session, step)
@@ -143,32 +170,57 @@ def _one_step(session: Session, objectives: Objectives) -> Callable[[Evaluation 
             clock=clock,
             scaler=session.scaler,
             objective=objectives.train,
+            judge=lambda loss, grad_norm: find_fault(state.spikes, loss=loss, grad_norm=grad_norm),
         )
+    clock.seconds("optimizer")  # waits for it: a step ends with its update
     step_s = time.perf_counter() - begin
-    state.step, state.final_loss = step, result.loss
-    state.tokens_seen += result.num_targets
+    state.step, state.tokens_seen = step, state.tokens_seen + result.num_targets
+    state.final_loss = result.loss if math.isfinite(result.loss) else state.final_loss
+    rows = _row_numbers(session, step) if result.fault is not None else ()
+    note_step(state, result, step=step, rows=rows)
     if not is_profiled and step - (state.resumed_from_step or 0) > SKIPPED_STEPS:
         state.steady_steps.append((step_s, result.num_targets))
     session.writer.write_status("training", step=step)
-    if state.engaged is not None and not state.engaged.facts:
+    if state.engaged is not None and not state.engaged.facts and not result.was_skipped:
         check_fp8_ran(plain_model(session.model))
         seen = facts_after_step(session.model, session.optimizer, session.scaler)
         state.engaged = replace(state.engaged, facts=seen | timed_facts(session.plan))
-    return lambda evaluation: _metrics(session, result, clock, lr=lr, step_s=step_s, evaluation=evaluation)
+    return lambda evaluation: _metrics(session, result, clock, lr=lr, step_s=step_s, rows=rows, evaluation=evaluation)
 
 
 def _micro_batches(session: Session, step: int) -> tuple[Sequence[MicroBatch], int]:
     chosen = session.plan.chosen
+    rows, place, seed = _rows_of_step(session, step)
     return step_micro_batches(
-        session.train_rows,
-        step=step - 1,  # the data counts steps from 0
-        seed=session.plan.job.train.seed,
+        rows,
+        step=place,
+        seed=seed,
         sequences_per_step=session.plan.schedule.sequences_per_step,
         rank=session.accelerator.process_index,
         num_ranks=session.accelerator.num_processes,
         micro_batch=chosen.micro_batch,
         accumulation=chosen.accumulation,
     )
+
+
+def _rows_of_step(session: Session, step: int) -> StepRows:
+    """What a step learns from: a function of the step, and of what has been passed over."""
+    place = _place_of_rows(session, step)
+    if session.stream is not None:
+        return session.stream.at(place)
+    return StepRows(session.train_rows, place, session.plan.job.train.seed)
+
+
+def _place_of_rows(session: Session, step: int) -> int:
+    """The step of the data order, which counts from 0, that a step of the run learns from."""
+    return step_of_rows(step, session.state.spikes.passed_over) - 1
+
+
+def _row_numbers(session: Session, step: int) -> tuple[int, ...]:
+    """The rows of the global batch of a step, as the prepared data counts them."""
+    rows, place, seed = _rows_of_step(session, step)
+    order = rows.order(seed=seed, sequences_per_step=session.plan.schedule.sequences_per_step)
+    return tuple(sorted(order.rows_of_step(place)))
 
 
 @contextmanager
@@ -185,7 +237,14 @@ def _maybe_profiled(session: Session, step: int) -> Iterator[bool]:
 
 
 def _metrics(
-    session: Session, result: StepResult, clock: Clock, *, lr: float, step_s: float, evaluation: Evaluation | None
+    session: Session,
+    result: StepResult,
+    clock: Clock,
+    *,
+    lr: float,
+    step_s: float,
+    rows: tuple[int, ...],
+    evaluation: Evaluation | None,
 ) -> StepMetrics:
     plan, state, device = session.plan, session.state, session.accelerator.device
     rate = result.num_targets / step_s
@@ -194,7 +253,7 @@ def _metrics(
     return StepMetrics(
         step=state.step,
         attempt=session.paths.attempt,
-        epoch=state.step * plan.schedule.sequences_per_step / plan.data.num_rows,
+        epoch=_epoch(session),
         tokens=state.tokens_seen,
         loss=result.loss,
         lr=lr,
@@ -215,7 +274,16 @@ def _metrics(
         **{name: value for name, value in result.figures.items() if name in StepMetrics.__struct_fields__},
         loss_scale=result.loss_scale,
         skipped=True if result.was_skipped else None,
+        skipped_rows=rows if result.was_skipped and rows else None,
     )
+
+
+def _epoch(session: Session) -> float | None:
+    """How often the data has been gone through; None of a stream, of which nobody knows the length."""
+    plan, state = session.plan, session.state
+    if plan.data.is_stream:
+        return None
+    return (_place_of_rows(session, state.step) + 1) * plan.schedule.sequences_per_step / plan.data.num_rows
 
 
 def _scores(evaluation: Evaluation | None) -> dict[str, float | None]:

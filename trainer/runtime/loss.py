@@ -117,8 +117,11 @@ def _loss_or_logits(
     input_ids: Tensor | None = None,
     labels: Tensor | None = None,
     answer: Answer = Answer.SUM,
+    attention_mask: Tensor | None = None,  # by name: `generate` looks for it in the signature
     **inputs: Any,  # noqa: ANN401  # the signature of whatever model it replaces
 ) -> Any:  # noqa: ANN401  # as above
+    if attention_mask is not None:
+        inputs["attention_mask"] = attention_mask
     if labels is None:
         return self.shardwise_forward(input_ids=input_ids, **inputs)
     head: LossHead = self.shardwise_loss_head

@@ -9,6 +9,7 @@ Parts at the peak: weights and optimizer state are what their tensors hold, grad
 (each parameter notes the moment), activations the rest: saved for the backward, temporaries, engine buffers.
 """
 
+import errno
 import resource
 import time
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch._C._autograd import DeviceType  # torch.autograd has it under no public name
 from torch.nn.parallel import DistributedDataParallel
@@ -174,14 +176,54 @@ def _room_for_a_profile() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (soft + left if hard < 0 else min(hard, soft + left), hard))
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """True for a failed allocation on a GPU or on the CPU, and for nothing that merely mentions one."""
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """True for a failed allocation on a GPU or on the CPU, and for nothing that merely mentions one.
+
+    Also where another error was made of it: by a user's own loss, or by what a library does when something failed.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if _is_failed_allocation(error):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False
+
+
+def _is_failed_allocation(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _CPU_ALLOCATOR_WORDS)
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if not isinstance(error, RuntimeError):
+        return False
+    if "can't start new thread" in str(error):  # its stack is data: the limit was met
+        return resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
+    return any(words in str(error) for words in _ALLOCATOR_WORDS)
 
 
-_CPU_ALLOCATOR_WORDS = ("DefaultCPUAllocator: ", "can't allocate memory", "std::bad_alloc")
+_ALLOCATOR_WORDS = (
+    "DefaultCPUAllocator: ",
+    "can't allocate memory",
+    "std::bad_alloc",
+    "CUDA error: out of memory",  # beside the caching allocator: pinned host memory, a context, a library
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "Cuda failure 2 'out of memory'",  # NCCL's buffers
+    "Cuda failure 'out of memory'",
+)
+
+
+def held_when_out_of_memory(measured: MemoryFigures) -> MemoryFigures:
+    """What a rank held at most when an allocation failed: a lower bound of what it needs, where counters have it."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return replace(measured, host_bytes=anonymous_bytes())
+    return replace(
+        measured,
+        peak_allocated_bytes=torch.cuda.max_memory_allocated(),
+        peak_reserved_bytes=torch.cuda.max_memory_reserved(),
+        host_bytes=anonymous_bytes(),
+    )
 
 
 @contextmanager

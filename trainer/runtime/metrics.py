@@ -4,6 +4,8 @@ A later attempt appends; each line says its attempt, and the last line of a step
 """
 
 import json
+import math
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -16,7 +18,7 @@ class StepMetrics(Value, frozen=True, kw_only=True):
 
     step: int
     attempt: int
-    epoch: float
+    epoch: float | None  # of a stream, whose length nobody knows, none
     tokens: int  # seen so far, padding not counted
     loss: float
     lr: float
@@ -44,10 +46,12 @@ class StepMetrics(Value, frozen=True, kw_only=True):
     logps_chosen: float | None = None
     logps_rejected: float | None = None
     loss_scale: float | None = None
-    skipped: bool | None = None
+    skipped: bool | None = None  # the weights are what they were before the step
+    skipped_rows: tuple[int, ...] | None = None  # of the prepared data, in such a step; not of an fp16 overflow
 
 
 _OPTIONAL = (
+    "epoch",
     "mfu",
     "memory_allocated_bytes",
     "memory_reserved_bytes",
@@ -64,6 +68,7 @@ _OPTIONAL = (
     "logps_rejected",
     "loss_scale",
     "skipped",
+    "skipped_rows",
 )
 
 
@@ -74,13 +79,14 @@ class MetricsFile:
         self._file = path.open("a", encoding="utf-8") if is_writer else None
 
     def append(self, metrics: StepMetrics) -> None:
-        """Writes one line; what was not measured is left out."""
+        """Writes one line; what was not measured is left out, and what is no finite number is null."""
         if self._file is None:
             return
         fields = {name: getattr(metrics, name) for name in metrics.__struct_fields__}
         line = {name: value for name, value in fields.items() if not (value is None and name in _OPTIONAL)}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        with suppress(OSError):  # of a full disk: the line stays in the buffer, and goes with a later one
+            self._file.write(json.dumps({name: _finite(value) for name, value in line.items()}) + "\n")
+            self._file.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -89,4 +95,9 @@ class MetricsFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
+
+
+def _finite(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

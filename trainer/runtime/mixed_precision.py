@@ -7,7 +7,7 @@ and CPUs, where Accelerate's fp16 would be fp32 without a word (docs/workarounds
 model's own forward, and torch's GradScaler. Under FSDP2 the scaler's verdict is agreed by DTensor itself, under DDP
 the gradients are the same on every rank. DeepSpeed's fp16 engine scales by itself; its scale and its verdict are read.
 
-The scale is not part of a checkpoint: a resumed run finds it again from the start.
+The scale and the number of good steps since it last changed are part of a checkpoint.
 """
 
 from functools import wraps
@@ -40,6 +40,13 @@ class LossScaler(Protocol):
     def loss_scale(self) -> float:
         """What losses are multiplied with now."""
 
+    @property
+    def growth_tracker(self) -> int:
+        """Steps without an overflow since the scale last changed."""
+
+    def restore(self, loss_scale: float, growth_tracker: int) -> None:
+        """Goes on from the scale of a checkpoint."""
+
     def scale(self, loss: Tensor) -> Tensor:
         """The loss whose gradients do not underflow."""
 
@@ -48,6 +55,9 @@ class LossScaler(Protocol):
 
     def step(self, optimizer: Any) -> bool:  # noqa: ANN401  # Accelerate's wrapper
         """Updates the weights unless a gradient overflowed on any rank; whether the step was skipped."""
+
+    def pass_over(self) -> bool:
+        """Ends a step that did not overflow and is not taken for another reason; False, as from `step`."""
 
 
 class AmpScaler:
@@ -69,6 +79,14 @@ class AmpScaler:
     def loss_scale(self) -> float:
         return float(self._scaler.get_scale())
 
+    @property
+    def growth_tracker(self) -> int:
+        return int(self._scaler.state_dict()["_growth_tracker"])
+
+    def restore(self, loss_scale: float, growth_tracker: int) -> None:
+        good_steps = growth_tracker % self._scaler.get_growth_interval()  # DeepSpeed's goes on counting
+        self._scaler.load_state_dict(self._scaler.state_dict() | {"scale": loss_scale, "_growth_tracker": good_steps})
+
     def scale(self, loss: Tensor) -> Tensor:
         return self._scaler.scale(loss)
 
@@ -83,6 +101,10 @@ class AmpScaler:
         self.num_skipped += was_skipped
         return was_skipped
 
+    def pass_over(self) -> bool:
+        self._scaler.update()
+        return False
+
 
 class EngineScaler:
     """What is seen of DeepSpeed's own loss scaling, which has clipped and stepped in the last backward."""
@@ -95,6 +117,15 @@ class EngineScaler:
     def loss_scale(self) -> float:
         return float(self._engine.optimizer.loss_scale)
 
+    @property
+    def growth_tracker(self) -> int:
+        inner = self._engine.optimizer.loss_scaler
+        return int(inner.cur_iter - inner.last_overflow_iter - 1)
+
+    def restore(self, loss_scale: float, growth_tracker: int) -> None:
+        inner = self._engine.optimizer.loss_scaler
+        inner.cur_scale, inner.cur_iter, inner.last_overflow_iter = loss_scale, growth_tracker, -1
+
     def scale(self, loss: Tensor) -> Tensor:
         return loss
 
@@ -105,6 +136,9 @@ class EngineScaler:
         was_skipped = bool(optimizer.step_was_skipped)
         self.num_skipped += was_skipped
         return was_skipped
+
+    def pass_over(self) -> bool:
+        return False  # the engine has thrown the gradients away
 
 
 def install_precision(model: PreTrainedModel, chosen: Candidate, kind: DeviceKind) -> None:

@@ -22,6 +22,7 @@ from trainer.runtime.attention import attention_name, check_attention
 from trainer.runtime.extension import Hooks
 from trainer.runtime.loss import install_loss_head
 from trainer.runtime.methods import apply_method
+from trainer.runtime.model_code import compute_buffers, load_model_code
 from trainer.runtime.quantisation import (
     Packing,
     as_plain_model,
@@ -72,6 +73,7 @@ def build_skeleton(plan: Plan) -> Skeleton:
 
 def _check_model(plan: Plan) -> None:
     chosen, shape = plan.chosen, plan.model_shape
+    load_model_code(plan.model_code)
     if shape.loss_obstacle is not None:
         raise InputError(f"{shape.model_type} cannot be trained: {shape.loss_obstacle}")
     check_attention(chosen.attention, shape, chosen.flash_kernel)
@@ -191,6 +193,7 @@ def _from_weights(
             attn_implementation=attention,
             use_safetensors=True,
             local_files_only=True,
+            trust_remote_code=False,
             output_loading_info=True,
             **part,
             **options,
@@ -207,6 +210,7 @@ def _from_weights(
         )
     if packing is not None:
         as_plain_model(loaded)
+    compute_buffers(loaded, dtype, with_persistent=False)
     return loaded
 
 
@@ -214,6 +218,6 @@ def _read_config(folder: str, *, model_type: str) -> tuple[Any, dict[str, str] |
     """transformers' config of the weights in a folder, and what renames those of the text part of one with vision."""
     if not any(Path(folder).glob("*.safetensors")):
         raise InputError(f"{folder}: holds no safetensors weights; pickled weights are not read")
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     refuse_quantised(config, folder)
     return (config, None) if config.model_type == model_type else (config.get_text_config(), _TEXT_PART)

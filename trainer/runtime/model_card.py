@@ -110,6 +110,7 @@ def _loading(export: Export, base: Base) -> str:
         )
         shapes = "Both inputs are int64 [batch, sequence]; logits are [batch, sequence, vocabulary]."
         return f"## Use\n\n{shapes}\n\n{_code(code)}"
+    trust = ", trust_remote_code=True" if export.plan.model_code is not None else ""
     code = "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
     if kind == "adapters":
         revision = f', revision="{base.revision}"' if base.revision is not None and base.folder is None else ""
@@ -125,10 +126,11 @@ def _loading(export: Export, base: Base) -> str:
             )
             + f'\nbase = AutoModelForCausalLM.from_pretrained("{base.name or "BASE"}"{revision}'
             + (", quantization_config=in_4_bit" if quantised else "")
+            + trust
             + ')\nmodel = PeftModel.from_pretrained(base, "THIS_FOLDER")'
         )
     else:
-        code += '\nmodel = AutoModelForCausalLM.from_pretrained("THIS_FOLDER")'
+        code += f'\nmodel = AutoModelForCausalLM.from_pretrained("THIS_FOLDER"{trust})'
     if export.plan.tokenizer_path is not None:
         code += '\ntokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")'
     else:

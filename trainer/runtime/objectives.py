@@ -16,6 +16,7 @@ from trainer.runtime.reference import (
     REFERENCE_NAME,
     RowLogps,
     ask_rows,
+    no_reference,
     plain_base,
     read_reference,
     reference_fingerprint,
@@ -80,7 +81,7 @@ def _reference(session: Session, wants_stop: Callable[[], bool]) -> Reference | 
     if plan.chosen.method.freezes_base:
         return plain_base
     if plan.is_trial:
-        return _nothing
+        return no_reference
     fingerprint = reference_fingerprint(plan)
     if session.state.resumed_from_step:  # from step 0 the weights are still those of the start
         path = paths.resume_dir / REFERENCE_NAME
@@ -127,8 +128,3 @@ def _ask_the_start(session: Session, wants_stop: Callable[[], bool]) -> RowLogps
         eval_micro_batches(rows, rank=rank, num_ranks=num_ranks, micro_batch=micro_batch) for rows in splits
     )
     return ask_rows(session.model, every, accelerator.device, session.ranks, goes_on=goes_on)
-
-
-def _nothing(_model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Tensor:
-    """A reference for a trial, which measures steps: theirs takes no longer than looking the numbers up."""
-    return torch.zeros(len(micro_batch.labels), dtype=torch.float64, device=device)

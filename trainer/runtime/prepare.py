@@ -5,6 +5,8 @@ are the fingerprint: a prepared folder of that name ends the work. The second lo
 and what the split holds out. The third tokenises, on all cores, and writes rows. Where the tokenizer is to be made
 from the data, that stands between the two and sees the training side only.
 
+Of a stream (`window_bytes`) only the first window is prepared here, which is read once, into memory; see stream_window.
+
 Progress goes to stdout, a plain line a second at most; a problem to stderr, with the exit code of its error.
 """
 
@@ -15,10 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from hashlib import blake2b
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from trainer.runtime.census import Census, Sources, SurveyedFile, survey_sources, take_census, units_of
 from trainer.runtime.chat_template import (
@@ -36,6 +39,10 @@ from trainer.runtime.prepared_rows import Work, is_packed, write_rows
 from trainer.runtime.process import end_with_parent
 from trainer.runtime.row_files import holds_rows
 from trainer.runtime.row_writer import Rows
+from trainer.runtime.stream_files import FileFetcher
+from trainer.runtime.stream_folder import scratch_folder
+from trainer.runtime.stream_values import START_NAME
+from trainer.runtime.stream_window import FirstWindow, identity_in_stream
 from trainer.runtime.token_rows import CACHE_FORMAT, TokenRows, unigram_entropy_nats
 from trainer.runtime.tokenizer import (
     TextTokenizer,
@@ -47,7 +54,7 @@ from trainer.runtime.tokenizer import (
     write_trained_tokenizer,
 )
 from trainer.spec import codec
-from trainer.spec.data_profile import DataProfile
+from trainer.spec.data_profile import DataProfile, stream_words
 from trainer.spec.data_request import PrepareRequest, content_suffix
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
 from trainer.spec.job import DataFormat, LossOn
@@ -62,14 +69,21 @@ def prepare(request: PrepareRequest, report: Callable[[str], None]) -> DataProfi
         raise InputError("data.train: names no file; give a file, a folder or python-stdlib")
     if request.seq_len < 2:
         raise InputError(f"train.seq_len: a row of {request.seq_len} tokens has no target; 2 are the least")
-    sources = survey_sources(request, report)
+    if request.window_bytes is not None:
+        with scratch_folder(Path(request.cache_root, "streams"), "first") as scratch:
+            reader = FirstWindow(request, FileFetcher(scratch), report)
+            return _prepare_once(request, reader.sources, lambda work: _build_first(work, reader))
+    return _prepare_once(request, survey_sources(request, report), lambda work: _build(work).profile)
+
+
+def _prepare_once(request: PrepareRequest, sources: Sources, build: Callable[[Work], DataProfile]) -> DataProfile:
     _check_shape(request, sources.reading.format)
     fingerprint = _fingerprint(request, sources)
     root = Path(request.cache_root, "data")
     profile = prepared_once(
-        root, fingerprint, lambda folder: _build(Work(request, sources, fingerprint, folder)), report
+        root, fingerprint, lambda folder: build(Work(request, sources, fingerprint, folder)), sources.report
     )
-    return msgspec.structs.replace(profile, cache_dir=str(root / fingerprint))
+    return replace(profile, cache_dir=str(root / fingerprint))
 
 
 def _check_shape(request: PrepareRequest, shape: DataFormat) -> None:
@@ -84,8 +98,11 @@ def _check_shape(request: PrepareRequest, shape: DataFormat) -> None:
 
 
 def _fingerprint(request: PrepareRequest, sources: Sources) -> str:
-    """A name for the content of the files, the tokenizer and every setting that changes a row; paths are not in it."""
-    settings = {
+    """A name for the content of the files, the tokenizer and every setting that changes a row; paths are not in it.
+
+    Of a stream, nobody reads all of the content: what it was listed as stands for it.
+    """
+    settings: dict[str, object] = {
         "cache_format": CACHE_FORMAT,
         "train": [_identity(file) for file in sources.train],
         "held_out": [_identity(file) for file in sources.held_out],
@@ -101,6 +118,8 @@ def _fingerprint(request: PrepareRequest, sources: Sources) -> str:
         "template": _template_identity(request, sources.reading.format),
         "format_row": None if sources.reading.format_row is None else request.extension,
     }
+    if request.window_bytes is not None:
+        settings["stream"] = [request.window_bytes, [identity_in_stream(file) for file in request.files]]
     return blake2b(msgspec.json.encode(settings), digest_size=16).hexdigest()
 
 
@@ -122,8 +141,28 @@ def _template(request: PrepareRequest, shape: DataFormat) -> ChatTemplate | None
     return load_chat_template(request.chat_template, None if request.tokenizer is None else Path(request.tokenizer))
 
 
-def _build(work: Work) -> DataProfile:
-    """Fills the folder of the work; the profile of what is in it."""
+class _Built(NamedTuple):
+    """What was made of the sources, and what the look at every row found."""
+
+    profile: DataProfile
+    census: Census
+
+
+def _build_first(work: Work, reader: FirstWindow) -> DataProfile:
+    """Fills the folder with the first window of a stream."""
+    window = reader.read()
+    built = _build(work._replace(sources=work.sources._replace(window=window)))
+    codec.write(work.folder / START_NAME, reader.start(built.profile.num_rows, built.census))
+    return replace(
+        built.profile,
+        is_stream=True,
+        longest_row=work.request.seq_len,  # the next window may have one
+        notes=(*built.profile.notes, stream_words(reader.window_bytes, eval_share=work.request.eval_share)),
+    )
+
+
+def _build(work: Work) -> _Built:
+    """Fills the folder of the work."""
     census = take_census(work.request, work.sources)
     tokenizer = _tokenizer(work, census)
     rows = write_rows(work, census, tokenizer)
@@ -133,7 +172,7 @@ def _build(work: Work) -> DataProfile:
     lengths = rows.train[:, 1]
     cut = np.minimum(rows.documents, work.request.seq_len) if work.is_packed else lengths
     widths = lengths.reshape(-1, per_example).max(axis=1) if per_example > 1 else cut
-    return DataProfile(
+    profile = DataProfile(
         source="prepared",
         format=work.shape,
         num_rows=len(rows.train) // per_example,
@@ -158,6 +197,7 @@ def _build(work: Work) -> DataProfile:
         dropped_tokens=rows.num_dropped_tokens,
         notes=tuple(_notes(work.request, census, rows)),
     )
+    return _Built(profile, census)
 
 
 def _tokenizer(work: Work, census: Census) -> TextTokenizer | None:

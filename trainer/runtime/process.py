@@ -1,5 +1,8 @@
 """What a rank does to itself before it imports anything heavy: die with its launcher, note a stop request, register.
 
+It also agrees to be asked where it is (USR2 writes the stacks of its threads into its log, as a crash does), and to be
+the first that the kernel ends when the machine runs out of RAM: the supervisor can start it again, not itself.
+
 torchrun gives each rank a session of its own, so a signal to the launcher's group never arrives here and the launcher's
 death would leave the rank alive. Hence PR_SET_PDEATHSIG, and a record in `pids/` by which the supervisor finds the
 rank. The handler only sets a flag; the loop agrees on it with the other ranks at the next step boundary.
@@ -7,15 +10,19 @@ Standard library only: this runs before torch is imported, which takes seconds i
 """
 
 import ctypes
+import faulthandler
 import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from trainer.spec import codec
 
 _PR_SET_PDEATHSIG = 1
+_STDERR = 2  # a descriptor, which may become the log's
+_OOM_SCORE = 500  # of 1000, added to the share of the RAM that a process holds
 _STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
@@ -57,6 +64,18 @@ def install_stop_flag() -> StopFlag:
         signal.signal(number, flag.note)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return flag
+
+
+def dump_stacks_on_request() -> None:
+    """Writes the stacks of all threads to stderr on USR2 and on a crash, also while C code holds the interpreter."""
+    faulthandler.enable(file=_STDERR, all_threads=True)
+    faulthandler.register(signal.SIGUSR2, file=_STDERR, all_threads=True)
+
+
+def volunteer_for_oom_kill() -> None:
+    """Makes the kernel choose this process before those that hold less and matter more; nothing where it may not."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
 
 
 def die_with_launcher(attempt_dir: Path) -> None:

@@ -1,6 +1,7 @@
 """Where a rank writes what it has to say: status.json while it runs, report.json at the end.
 
     attempts/N/status.json            phase and step, by rank 0, replaced atomically
+    attempts/N/heartbeats/rank-R      the last sign of life of each rank, overwritten in place
     attempts/N/report.json            by rank 0
     attempts/N/report-rank-R.json     by another rank that failed or ran out of memory; each has a file of its own
 
@@ -11,11 +12,13 @@ overwritten.
 
 import json
 import os
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from trainer.spec import codec
+from trainer.spec.heartbeat import HEARTBEAT_BYTES, Heartbeat, encode_heartbeat, heartbeat_path
 from trainer.spec.report import Report
 from trainer.spec.value import Value
 
@@ -60,22 +63,46 @@ def start_of_launch(*, world_size: int) -> datetime:
 
 
 class ReportWriter:
-    """Writes one rank's status and report."""
+    """Writes one rank's signs of life, status and report."""
 
     def __init__(self, paths: RunPaths, *, rank: int) -> None:
         self._paths = paths
         self._rank = rank
+        self._num_beats, self._step = 0, 0
+        self._heartbeat: int | None = None  # a descriptor, open while the process lives
 
     def write_status(self, phase: str, *, step: int = 0) -> None:
-        """Tells a watcher what is going on; rank 0 speaks for all."""
+        """Tells a watcher what is going on: rank 0 speaks for all, and each rank gives a sign of life.
+
+        A disk that is full is no reason to end: whoever watches sees the last status that could be written.
+        """
+        self.beat(phase, step=step)
         if self._rank == 0:
             status = {"phase": phase, "step": step}
-            codec.write_bytes(self._paths.attempt_dir / "status.json", json.dumps(status).encode())
+            with suppress(OSError):
+                codec.write_bytes(self._paths.attempt_dir / "status.json", json.dumps(status).encode())
+
+    def beat(self, phase: str, *, step: int) -> None:
+        """Gives a sign of life: one small write, cheap enough for every phase of a step."""
+        self._num_beats = self._num_beats + 1 if step == self._step else 1
+        self._step = step
+        beat = Heartbeat(count=self._num_beats, phase=phase, step=step)
+        with suppress(OSError):
+            if self._heartbeat is None:
+                self._heartbeat = _open_heartbeat(heartbeat_path(self._paths.attempt_dir, self._rank))
+            os.pwrite(self._heartbeat, encode_heartbeat(beat), 0)
 
     def write_report(self, report: Report) -> None:
         """Writes this rank's report."""
         name = "report.json" if self._rank == 0 else f"report-rank-{self._rank}.json"
         codec.write(self._paths.attempt_dir / name, report)
+
+
+def _open_heartbeat(path: Path) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    os.ftruncate(descriptor, HEARTBEAT_BYTES)
+    return descriptor
 
 
 def installed_versions() -> dict[str, str]:

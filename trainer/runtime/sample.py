@@ -5,7 +5,7 @@ for ever. Engines that shard weights are left out: generation would gather every
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer.runtime.data import TokenRows
@@ -32,6 +32,18 @@ def continue_prompt(model: nn.Module, prompt: list[int], tokenizer: PreTrainedTo
     ids = torch.tensor([prompt], device=next(model.parameters()).device)
     was_training = model.training
     model.eval()
+    try:
+        answer = _generate(model, ids, tokenizer)
+    except (TypeError, ValueError, AttributeError, LookupError, NotImplementedError) as error:
+        if not model.is_custom_code():
+            raise
+        return f"none: the model's own code raised {type(error).__name__}: {error}"  # no run ends for want of a sample
+    finally:
+        model.train(was_training)
+    return str(tokenizer.decode(answer[0, len(prompt) :], skip_special_tokens=True))
+
+
+def _generate(model: PreTrainedModel, ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> Tensor:
     with torch.no_grad(), torch.random.fork_rng(devices=[ids.device] if ids.is_cuda else []):
         torch.manual_seed(SEED)
         answer = model.generate(  # type: ignore[operator]  # transformers' mixin, untyped
@@ -44,5 +56,5 @@ def continue_prompt(model: nn.Module, prompt: list[int], tokenizer: PreTrainedTo
             use_cache=True,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         )
-    model.train(was_training)
-    return str(tokenizer.decode(answer[0, len(prompt) :], skip_special_tokens=True))
+    assert isinstance(answer, Tensor)
+    return answer

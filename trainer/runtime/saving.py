@@ -3,9 +3,8 @@
 import math
 from pathlib import Path
 
-from trainer.runtime.checkpoint import NonFiniteStateError, folder_name, import_weights, save_checkpoint
+from trainer.runtime.checkpoint import NonFiniteStateError, folder_name, load_weights, save_checkpoint
 from trainer.runtime.checkpoint.agreement import on_first, together
-from trainer.runtime.checkpoint.engines import ENGINES
 from trainer.runtime.checkpoint.search import is_complete, open_checkpoint, verified
 from trainer.runtime.checkpoint_facts import facts_of, obstacle_to_checkpoints
 from trainer.runtime.export_folder import write_adapter_folder, write_model_folder
@@ -36,7 +35,7 @@ def save_state(session: Session, occasion: str) -> None:
             model=session.model,
             optimizer=session.optimizer,
             sharding=sharding,
-            facts=facts_of(plan, state),
+            facts=facts_of(plan, state, session.scaler),
             ranks=session.ranks,
             keep=plan.job.checkpoint.keep,
             protect=best,
@@ -73,15 +72,14 @@ def load_best(session: Session) -> bool:
     doing = f"{folder}: the best checkpoint cannot be read"
     on_first(session.ranks, lambda: bytes(verified(folder).path), doing=doing)
     checkpoint = together(session.ranks, lambda: open_checkpoint(folder), doing=doing)
-    import_weights(plain_model(session.model), checkpoint)
+    load_weights(session.model, session.optimizer, checkpoint, sharding=session.plan.chosen.strategy.sharding)
     return True
 
 
 def _best_checkpoint(session: Session) -> Path | None:
-    """The folder of the best evaluation's checkpoint; None where there is none, or where ranks hold parts of the
-    weights, which are filled before the engine is built or not at all."""
-    best, engine = session.state.best_step, ENGINES.get(session.plan.chosen.strategy.sharding)
-    if best is None or engine is None or not engine.is_replicated:
+    """The folder of the best evaluation's checkpoint; None where there is none."""
+    best = session.state.best_step
+    if best is None:
         return None
     for run_dir in (session.paths.run_dir, session.paths.resume_dir):
         folder = run_dir / "checkpoints" / folder_name(best)

@@ -2,8 +2,9 @@
 
 An engine that shards weights is filled shard by shard: FSDP2 before the optimizer is built, whose groups hold shards;
 ZeRO-3 after it, as a parameter that is cut no longer shows its shape. For every other engine weights are loaded into
-the plain model before `prepare`. Moments come into the prepared optimizer, and a memory cap is set when the libraries
-are loaded and the ranks have met, so that it counts what the plan counts.
+the plain model before `prepare`. A checkpoint comes into the prepared engine, each rank reading its own ranges, save
+for the weights of an engine whose ranks hold them whole. A memory cap is set when the libraries are loaded and the
+ranks have met, so that it counts what the plan counts.
 """
 
 from dataclasses import dataclass
@@ -21,11 +22,13 @@ from trainer.runtime.checkpoint import (
     Ranks,
     check_compatible,
     find_checkpoint,
-    import_optimizer,
+    import_state,
     import_weights,
 )
-from trainer.runtime.checkpoint_facts import facts_of, has_checkpoints
+from trainer.runtime.checkpoint.engines import engine_of
+from trainer.runtime.checkpoint_facts import facts_of
 from trainer.runtime.data import TokenRows
+from trainer.runtime.document_check import check_documents_apart
 from trainer.runtime.engagement import check_engagement
 from trainer.runtime.extension import Hooks, load_hooks
 from trainer.runtime.memory_profile import cap_memory
@@ -34,7 +37,9 @@ from trainer.runtime.model import build_model, build_skeleton
 from trainer.runtime.optimizers import build_optimizer, check_in_backward
 from trainer.runtime.report_writer import ReportWriter, RunPaths
 from trainer.runtime.sharded_loading import load_into_fsdp, load_into_zero3, loads_sharded, prepare_loaded
+from trainer.runtime.skeleton import blank
 from trainer.runtime.state import RunState
+from trainer.runtime.stream_rows import StreamRows
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Method
@@ -57,6 +62,7 @@ class Session:
     eval_rows: TokenRows | None
     tokenizer: PreTrainedTokenizerBase | None
     hooks: Hooks | None = None  # of the user's extensions file
+    stream: StreamRows | None = None  # of a stream, whose first window is `train_rows`
 
     @property
     def is_first(self) -> bool:
@@ -82,9 +88,10 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
     skeleton = build_skeleton(plan) if loads_sharded(plan) else None
     model = build_model(plan, hooks) if skeleton is None else skeleton.model
     checkpoint = _checkpoint_to_resume(plan, paths, state, ranks)
-    if checkpoint is not None:
-        assert skeleton is None, "engines that are loaded sharded have no checkpoints yet"
+    if checkpoint is not None and not engine_of(sharding).holds_parts:
         import_weights(model, checkpoint)
+    elif checkpoint is not None and skeleton is not None and not plan.chosen.method.freezes_base:
+        skeleton = blank(skeleton)
     chosen = plan.chosen
     install_precision(model, chosen, plan.device_kind)
     check_in_backward(chosen, is_layerwise=plan.job.train.galore.layerwise)
@@ -103,9 +110,12 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
     writer.write_status("preparing the engine")
     wrapped, wrapped_optimizer = prepare_loaded(accelerator, model, optimizer)
     state.engaged = check_engagement(accelerator, wrapped, wrapped_optimizer, chosen)
+    check_documents_apart(wrapped, plan, accelerator.device)
     scaler = loss_scaler(wrapped, chosen, plan.device_kind)
     if checkpoint is not None:
-        import_optimizer(wrapped, wrapped_optimizer, checkpoint, sharding=sharding)
+        import_state(wrapped, wrapped_optimizer, checkpoint, sharding=sharding)
+        if scaler is not None and checkpoint.facts.loss_scaler is not None:
+            scaler.restore(checkpoint.facts.loss_scaler.scale, checkpoint.facts.loss_scaler.growth_tracker)
         _take_over(state, checkpoint)
     return Session(
         plan=plan,
@@ -121,13 +131,26 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
         eval_rows=eval_rows,
         tokenizer=_tokenizer(plan),
         hooks=hooks,
+        stream=_stream(plan, paths, writer, state, is_first=bool(accelerator.process_index == 0)),
+    )
+
+
+def _stream(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunState, *, is_first: bool) -> StreamRows | None:
+    if not plan.data.is_stream:
+        return None
+    return StreamRows(
+        plan,
+        paths,
+        on_wait=lambda words: writer.write_status(words, step=state.step),
+        incidents=state.incidents,
+        is_first=is_first,
     )
 
 
 def _tokenizer(plan: Plan) -> PreTrainedTokenizerBase | None:
     if plan.tokenizer_path is None:
         return None
-    tokenizer = AutoTokenizer.from_pretrained(plan.tokenizer_path, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(plan.tokenizer_path, local_files_only=True, trust_remote_code=False)
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
 
@@ -135,9 +158,6 @@ def _tokenizer(plan: Plan) -> PreTrainedTokenizerBase | None:
 def _checkpoint_to_resume(plan: Plan, paths: RunPaths, state: RunState, ranks: Ranks) -> CheckpointFolder | None:
     if not plan.resume:
         return None
-    sharding = plan.chosen.strategy.sharding
-    if not has_checkpoints(sharding):
-        raise EnvironmentFaultError(f"--resume: checkpoints of {sharding} come with shardwise 0.5")
     checkpoint = find_checkpoint(paths.resume_dir / "checkpoints", on_skip=state.incidents.append, ranks=ranks)
     if checkpoint is None:
         raise EnvironmentFaultError(
@@ -151,4 +171,5 @@ def _take_over(state: RunState, checkpoint: CheckpointFolder) -> None:
     state.step = state.resumed_from_step = checkpoint.facts.step
     state.tokens_seen = checkpoint.facts.tokens_seen
     state.evaluations.extend(checkpoint.facts.evaluations)
+    state.spikes = checkpoint.facts.spikes
     state.checkpoint = f"checkpoints/{checkpoint.path.name}"

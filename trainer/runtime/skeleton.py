@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 from transformers.initialization import no_tie_weights
 
+from trainer.runtime.model_code import compute_buffers
 from trainer.runtime.quantisation import Packing, as_plain_model, packed_shape, put_empty_layers
 from trainer.runtime.weight_drawing import Build, draw, plan_drawing
 from trainer.runtime.weight_reader import WeightReader
@@ -69,6 +70,7 @@ def skeleton_from_config(build: Build, *, dtype: torch.dtype, seed: int) -> Skel
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     _make_buffers(model)
+    compute_buffers(model, torch.float32, with_persistent=True)
     _put_placeholders(model, {name: tensor.dtype for name, tensor in model.named_parameters()})
     source = _DrawnWeights(build, seed, [name for name, _ in model.named_parameters()])
     return Skeleton(model, source, dict(model.named_parameters()), {}, None)
@@ -92,12 +94,33 @@ def skeleton_from_folder(
     reader = WeightReader(model, folder, types=types, key_mapping=key_mapping)
     reader.keep_conversions()
     _make_buffers(model)
+    compute_buffers(model, dtype, with_persistent=False)
     _put_placeholders(model, types)
     _tie(model, reader)
     if (Path(folder) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     packed = {} if packing is None else _put_packed(model, packing)
     return Skeleton(model, _ReadWeights(reader), _wanted(model, reader, folder), packed, packing)
+
+
+def blank(skeleton: Skeleton) -> Skeleton:
+    """The same model with zeros to be filled with, which cost no memory: its weights come into the prepared engine."""
+    return skeleton._replace(source=_Zeros({name: tensor.shape for name, tensor in skeleton.wanted.items()}))
+
+
+class _Zeros:
+    """Weights that another hand fills in."""
+
+    def __init__(self, shapes: dict[str, torch.Size]) -> None:
+        self._shapes = shapes
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._shapes
+
+    def deliver(self, put: Put) -> None:
+        for name, shape in self._shapes.items():
+            put(name, Whole(torch.zeros(()).expand(shape)))
 
 
 class _ReadWeights:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from statistics import median
 
+from trainer.runtime.spikes import SpikeRecord
 from trainer.spec.plan import Plan
 from trainer.spec.report import Engaged, Evaluation, Figures, MemoryFigures, SpeedFigures
 
@@ -23,6 +24,9 @@ class RunState:
     memory: MemoryFigures = field(default_factory=MemoryFigures)
     evaluations: list[Evaluation] = field(default_factory=list)
     incidents: list[str] = field(default_factory=list)
+    spikes: SpikeRecord = field(default_factory=SpikeRecord)
+    fault: str | None = None  # why the last step was not to be taken
+    last_loss: float | None = None  # of the last step, whatever it was
     prompt: str | None = None
     sample_before: str | None = None
     sample_after: str | None = None
@@ -32,22 +36,6 @@ class RunState:
     def best_step(self) -> int | None:
         """Step of the lowest evaluation loss."""
         return min(self.evaluations, key=lambda evaluation: evaluation.loss).step if self.evaluations else None
-
-
-def predicted_figures(plan: Plan) -> Figures:
-    """The plan's side of the comparison."""
-    memory, speed = plan.chosen.memory, plan.chosen.speed
-    return Figures(
-        memory=MemoryFigures(
-            steady_allocated_bytes=memory.steady_allocated_bytes,
-            peak_allocated_bytes=memory.peak_allocated_bytes,
-            peak_reserved_bytes=memory.peak_reserved_bytes,
-            device_bytes=memory.device_bytes,
-            host_bytes=memory.host_bytes,
-            parts=memory.parts,
-        ),
-        speed=SpeedFigures(step_s=speed.step_s, tokens_per_s_per_gpu=speed.tokens_per_s_per_gpu, mfu=speed.mfu),
-    )
 
 
 def measured_figures(state: RunState, plan: Plan) -> Figures:

@@ -11,13 +11,18 @@ compensated for what engines do on their own:
 Gradients are summed over the ranks with the last micro batch only. Under fp16 the loss is moreover scaled, and the
 gradients scaled back before they are clipped; a step whose gradients overflow is skipped on every rank.
 
+Whether the step is taken at all is decided before the weights are touched, from a loss and a gradient norm that all
+ranks share (`Judge`). A step that is not taken leaves weights, moments and step counts as they were, bit by bit; but
+where weights are updated within the backward pass it is too late by then.
+
 Dropout masks are a function of (seed, step, index of the micro batch in the global batch): nothing has to be saved,
 and a step can be repeated exactly.
 """
 
 import hashlib
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -28,6 +33,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from trainer.runtime.data import MicroBatch
+from trainer.runtime.engine_veto import asked_before_update
 from trainer.runtime.loss import Answer
 from trainer.runtime.mixed_precision import LossScaler, check_scale
 from trainer.runtime.optimizers import set_learning_rate, unwrapped, updates_in_backward
@@ -37,14 +43,16 @@ from trainer.spec.value import Value
 class Clock:
     """Seconds spent in each phase of a step; on a GPU between events, so that nothing waits while the step runs."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, on_phase: Callable[[str], None] = lambda phase: None) -> None:
         self._is_cuda = device.type == "cuda"
+        self._on_phase = on_phase  # told of each phase when it begins
         self._seconds: dict[str, float] = {}
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
         """Adds the time of the block to `phase`."""
+        self._on_phase(phase)
         if self._is_cuda:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
@@ -100,10 +108,19 @@ class StepResult(Value, frozen=True, kw_only=True):
 
     loss: float  # mean over the terms of the global batch
     num_targets: int
-    grad_norm: float | None  # before clipping
-    was_skipped: bool = False  # an fp16 overflow
+    grad_norm: float | None  # before clipping; None where it is no number, or there is none
+    was_skipped: bool = False  # the weights are what they were: an fp16 overflow, or a fault
+    fault: str | None = None  # why the step was not to be taken
     loss_scale: float | None = None  # of fp16
     figures: dict[str, float] = {}  # those of the objective, means over the terms
+
+
+# From the loss and the gradient norm of a step, why it is not to be taken; None where it is. The same on every rank.
+Judge = Callable[[float, float | None], str | None]
+
+
+def _takes_all(_loss: float, _grad_norm: float | None) -> str | None:
+    return None
 
 
 def run_step(
@@ -120,13 +137,16 @@ def run_step(
     clock: Clock,
     scaler: LossScaler | None = None,
     objective: Objective = TokenLoss(),  # noqa: B008  # it never changes
+    judge: Judge = _takes_all,
 ) -> StepResult:
     """Runs the micro batches of this rank and updates the parameters once; `num_terms` are of the global batch."""
     set_learning_rate(unwrapped(optimizer), lr)
     sums = Sums(objective, accelerator.device)
+    decision = Decision(sums, judge, may_overflow=scaler is not None)
     is_deepspeed = accelerator.distributed_type is DistributedType.DEEPSPEED  # its engine knows the last micro batch
     assert len(micro_batches) == accelerator.gradient_accumulation_steps
     scale = accelerator.num_processes * len(micro_batches) / num_terms
+    loss_scale = None if scaler is None else scaler.loss_scale  # before it moves on, in DeepSpeed's last backward
     for index, micro_batch in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1
         seed_dropout(seed, step, index * accelerator.num_processes + accelerator.process_index)
@@ -135,19 +155,21 @@ def run_step(
             with clock.measure("forward"):
                 terms = objective(model, micro_batch, accelerator.device)
             sums.add(terms)
-            with clock.measure("backward"):
+            asks = asked_before_update(model, decision.takes) if is_last and is_deepspeed else nullcontext()
+            with clock.measure("backward"), asks:
                 loss = terms.loss * scale
                 accelerator.backward(loss if scaler is None else scaler.scale(loss))
-    loss_scale = None if scaler is None else scaler.loss_scale  # that this step had, before it moves on
     with clock.measure("optimizer"):
-        grad_norm, was_skipped = _update(accelerator, model, optimizer, clip, scaler)
-    means = sums.means()
+        has_overflown = _update(accelerator, model, optimizer, decision, clip=clip, scaler=scaler)
+    means = decision.means
     assert means.num_terms == num_terms, "the gradients were divided by another number"
+    is_refused = decision.fault is not None and not updates_in_backward(optimizer)
     return StepResult(
         loss=means.loss,
         num_targets=means.num_targets,
-        grad_norm=grad_norm,
-        was_skipped=was_skipped,
+        grad_norm=means.grad_norm if means.grad_norm is not None and math.isfinite(means.grad_norm) else None,
+        was_skipped=has_overflown or is_refused,
+        fault=decision.fault,
         loss_scale=loss_scale,
         figures=means.figures,
     )
@@ -160,6 +182,7 @@ class Means(NamedTuple):
     num_terms: int
     num_targets: int
     figures: dict[str, float]
+    grad_norm: float | None = None
 
 
 class Sums:
@@ -176,12 +199,47 @@ class Sums:
         self._counts[1] += terms.num_targets
         self._values += torch.stack([value.detach().double() for value in (terms.loss, *terms.figures)])
 
-    def means(self) -> Means:
-        """The means over the terms of all ranks; collective."""
-        counts = torch.tensor(self._counts, dtype=torch.float64, device=self._values.device)
-        num_terms, num_targets, *values = sum_over_ranks(torch.cat([counts, self._values])).tolist()
+    def means(self, grad_norm: Tensor | None = None) -> Means:
+        """The means over the terms of all ranks, and over the ranks that of a norm they all have; collective."""
+        device = self._values.device
+        counts = torch.tensor(self._counts, dtype=torch.float64, device=device)
+        norm = torch.zeros((), dtype=torch.float64) if grad_norm is None else grad_norm.detach().double()
+        sums = sum_over_ranks(torch.cat([counts, norm.to(device).view(1), self._values]))
+        num_terms, num_targets, norms, *values = sums.tolist()
         loss, *figures = (value / num_terms for value in values)
-        return Means(loss, int(num_terms), int(num_targets), dict(zip(self._names, figures, strict=True)))
+        return Means(
+            loss,
+            int(num_terms),
+            int(num_targets),
+            dict(zip(self._names, figures, strict=True)),
+            None if grad_norm is None else norms / _num_ranks(),
+        )
+
+
+class Decision:
+    """Whether a step is taken: made once, on every rank, from what all of them share."""
+
+    def __init__(self, sums: Sums, judge: Judge, *, may_overflow: bool) -> None:
+        self._sums = sums
+        self._judge = judge
+        self._may_overflow = may_overflow
+        self._means: Means | None = None
+        self.fault: str | None = None
+
+    @property
+    def means(self) -> Means:
+        """What the step came to; collective where nobody asked before, as an engine does not after an overflow."""
+        if self._means is None:
+            self._means = self._sums.means()
+        return self._means
+
+    def takes(self, grad_norm: Tensor | None) -> bool:
+        """Whether the step is taken, from the norm over all ranks; collective. An overflow is left to fp16's scaler."""
+        self._means = self._sums.means(grad_norm)
+        norm = self._means.grad_norm
+        if not self._may_overflow or norm is None or math.isfinite(norm):
+            self.fault = self._judge(self._means.loss, norm)
+        return self.fault is None
 
 
 def forward(model: nn.Module, micro_batch: MicroBatch, device: torch.device, *, answer: Answer = Answer.SUM) -> Tensor:
@@ -200,9 +258,13 @@ _DIMENSIONS = {Answer.SUM: 0, Answer.LOGITS: 3}
 
 def sum_over_ranks(value: Tensor) -> Tensor:
     """The sum of a tensor over all ranks, on every rank."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if _num_ranks() > 1:
         dist.all_reduce(value)
     return value
+
+
+def _num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def seed_dropout(seed: int, step: int, index: int) -> None:
@@ -215,30 +277,36 @@ def _update(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: Any,  # noqa: ANN401  # see run_step
+    decision: Decision,
+    *,
     clip: float,
     scaler: LossScaler | None,
-) -> tuple[float | None, bool]:
-    """Clips, steps and clears the gradients; DeepSpeed has done all three in the last backward.
+) -> bool:
+    """Clips, decides, steps and clears the gradients; DeepSpeed has done all four in the last backward.
 
-    (Norm before clipping, None where there is none; whether an overflow kept the weights as they were).
+    Whether an overflow of fp16 kept the weights as they were.
     """
     if updates_in_backward(optimizer):
-        return None, False  # each gradient was used and freed as it came
+        decision.takes(None)  # each gradient was used and freed as it came
+        return False
+    is_taken, has_overflown = decision.fault is None, False
+    if accelerator.distributed_type is not DistributedType.DEEPSPEED:
+        if scaler is not None:
+            scaler.unscale(optimizer)
+        norm = accelerator.clip_grad_norm_(model.parameters(), clip if clip > 0 else float("inf"))
+        is_taken = decision.takes(_on_one_device(norm))
+        if is_taken and scaler is None:
+            optimizer.step()
     if scaler is not None:
-        scaler.unscale(optimizer)
-    norm = accelerator.clip_grad_norm_(model.parameters(), clip if clip > 0 else float("inf"))
-    if scaler is None:
-        optimizer.step()
-        was_skipped = False
-    else:
-        was_skipped = scaler.step(optimizer)
+        has_overflown = scaler.step(optimizer) if is_taken else scaler.pass_over()
     optimizer.zero_grad(set_to_none=True)
-    if was_skipped:
+    if has_overflown:
         assert scaler is not None
         check_scale(scaler)
-    return None if was_skipped or norm is None else _number(norm), was_skipped
+    return has_overflown
 
 
-def _number(norm: Any) -> float:  # noqa: ANN401  # a tensor, a DTensor, or DeepSpeed's float
+def _on_one_device(norm: Any) -> Tensor:  # noqa: ANN401  # a tensor or a DTensor
     full = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return float(full)
+    assert isinstance(full, Tensor)
+    return full

@@ -9,6 +9,7 @@ examples by `row_shapes`; what cannot be used is yielded as a BadRow in the orde
 import codecs
 from collections.abc import Iterator
 from hashlib import blake2b
+from itertools import chain
 from typing import NamedTuple
 
 from trainer.runtime.examples import Content
@@ -25,6 +26,7 @@ __all__ = [
     "cut_at_line_ends",
     "holds_rows",
     "read_blocks",
+    "read_unsurveyed_blocks",
     "survey",
 ]
 
@@ -118,17 +120,45 @@ def read_blocks(file: SourceFile, defect: str | None, reading: RowReading) -> It
             else:
                 yield Block(content, file.weight, opens_document=True, where=where)
     else:
-        yield from _blocks_of_text(_decoded(file), file.weight, file.path)
+        yield from _blocks_of_text(_decoded(_chunks(file)), file.weight, file.path)
 
 
-def _decoded(file: SourceFile) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8")()
+def read_unsurveyed_blocks(file: SourceFile, reading: RowReading) -> Iterator[Block | BadRow]:
+    """As `read_blocks` of a file that nobody surveyed: text is used up to the megabyte before its first defect."""
+    if holds_rows(file):
+        yield from read_blocks(file, None, reading)
+        return
+    judge = _TextJudge()
+    yield from _blocks_of_text(_decoded(_judged(_chunks(file), judge)), file.weight, file.path)
+    if judge.defect is not None:
+        yield BadRow(file.path, judge.defect)
+
+
+def _chunks(file: SourceFile) -> Iterator[bytes]:
     with open_content(file) as stream:
-        is_start = True
         while chunk := stream.read(READ_BYTES):
-            text = decoder.decode(chunk)
-            yield text.removeprefix(_BYTE_ORDER_MARK) if is_start else text
-            is_start = False
+            yield chunk
+
+
+def _judged(chunks: Iterator[bytes], judge: _TextJudge) -> Iterator[bytes]:
+    """Each chunk once the one after it is known to be text too; ends before a defect."""
+    held = b""
+    for chunk in chain(chunks, (b"",)):
+        judge.read(chunk)
+        if judge.defect is not None:
+            return
+        if held:
+            yield held
+        held = chunk
+
+
+def _decoded(chunks: Iterator[bytes]) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    is_start = True
+    for chunk in chunks:
+        text = decoder.decode(chunk)
+        yield text.removeprefix(_BYTE_ORDER_MARK) if is_start else text
+        is_start = False
 
 
 def _blocks_of_text(texts: Iterator[str], weight: float, where: str) -> Iterator[Block]:
@@ -136,7 +166,7 @@ def _blocks_of_text(texts: Iterator[str], weight: float, where: str) -> Iterator
     opens, carried = True, ""
     for text in texts:
         carried += text
-        while len(carried) >= BLOCK_CHARS:
+        while len(carried) > BLOCK_CHARS:
             piece = next(cut_at_line_ends(carried, BLOCK_CHARS))
             yield Block(piece, weight, opens, where)
             opens, carried = False, carried[len(piece) :]

@@ -21,6 +21,7 @@ from trainer.spec.errors import EnvironmentFaultError, InputError
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
 _SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+_SETTINGS = "tokenizer_config.json"
 _NOT_TOKENIZER = (
     "config.json",
     "generation_config.json",
@@ -113,10 +114,18 @@ def add_special_tokens(loaded: TextTokenizer, tokens: Sequence[str], folder: Pat
 
 
 def copy_tokenizer(loaded: TextTokenizer, source: Path, folder: Path) -> None:
-    """Copies the tokenizer's files out of `source`; writes tokenizer.json where `source` has none."""
+    """Copies the tokenizer's files out of `source`; writes tokenizer.json where `source` has none.
+
+    Code of its own (`auto_map`) is not named any more: tokenizer.json says all that it was asked for.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for path in _tokenizer_files(source):
         shutil.copyfile(path, folder / path.name)
+    settings_path = folder / _SETTINGS
+    if settings_path.is_file() and _has_code(settings := json.loads(settings_path.read_bytes())):
+        plain = {name: value for name, value in settings.items() if name != "auto_map"}
+        plain["tokenizer_class"] = "PreTrainedTokenizerFast"
+        settings_path.write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
     if not (folder / "tokenizer.json").exists():
         _write_tokenizer_json(loaded, folder)
 
@@ -177,7 +186,7 @@ def _parsed(path: Path) -> Tokenizer:
 def _settings_of(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json over special_tokens_map.json; both may be missing."""
     settings: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+    for name in ("special_tokens_map.json", _SETTINGS):
         path = folder / name
         if not path.is_file():
             continue
@@ -193,8 +202,13 @@ def _converted(folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
     """A folder of another layout (vocab.json and merges.txt, a sentencepiece model) through transformers."""
     from transformers import AutoTokenizer  # slow, and rarely needed
 
+    if _has_code(_settings_of(folder)):
+        raise InputError(
+            f"model.tokenizer: {folder} cuts text by code of its own, which is not run; name a folder with a "
+            "tokenizer.json"
+        )
     try:
-        slow = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        slow = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(f"model.tokenizer: {folder} holds no tokenizer: {first_line}") from error
@@ -205,6 +219,12 @@ def _converted(folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
         )
     named = {name: getattr(slow, name) for name in ("eos_token", "pad_token", "bos_token")}
     return Tokenizer.from_str(backend.to_str()), named
+
+
+def _has_code(settings: dict[str, Any]) -> bool:
+    """Whether tokenizer_config.json names a class that comes with it."""
+    classes = settings.get("auto_map")
+    return isinstance(classes, dict) and "AutoTokenizer" in classes
 
 
 def _token_id(tokenizer: Tokenizer, settings: dict[str, Any], name: str) -> int | None:

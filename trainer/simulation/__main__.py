@@ -2,7 +2,7 @@
 
     python -m trainer.simulation REQUEST.json ANSWER.json      the answer to one request
     python -m trainer.simulation --explain REQUEST.json        the live set at the peak, in words
-    python -m trainer.simulation --describe CONFIG.json ANSWER.json    the shape of the model of a config.json
+    python -m trainer.simulation --describe REQUEST.json ANSWER.json   the shape of the model of a config.json
     python -m trainer.simulation --golden ROWS.jsonl [--all]   answers the rows that have none, or all of them
 
 A problem goes to stderr with the exit code of its error.
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from trainer.spec import codec
 from trainer.spec.errors import ExitCode, InputError, ShardwiseError
+from trainer.spec.model_code import DescriptionRequest
 from trainer.spec.simulation import Simulation, SimulationRequest
 from trainer.spec.value import Value
 
@@ -38,7 +39,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("request", type=Path, nargs="?", help="request.json")
     parser.add_argument("answer", type=Path, nargs="?", help="where the answer goes")
     parser.add_argument("--explain", action="store_true", help="print the live set at the peak instead")
-    parser.add_argument("--describe", action="store_true", help="answer the model's shape; the request is a config")
+    parser.add_argument("--describe", action="store_true", help="answer the shape of a model")
     parser.add_argument("--golden", type=Path, help="a file of rows to answer")
     parser.add_argument("--all", action="store_true", help="with --golden: also rows that have an answer")
     options = parser.parse_args(arguments)
@@ -65,9 +66,9 @@ def _run(options: argparse.Namespace, simulate: Callable[[SimulationRequest], Si
         regenerate(options.golden, simulate, _say, runs_all=options.all)
         return
     if options.describe:
-        from trainer.simulation.describe import describe, read_config
+        from trainer.simulation.describe import describe
 
-        _write(options.answer, describe(read_config(options.request)))
+        _write(options.answer, describe(codec.read(options.request, DescriptionRequest)))
         return
     simulation = simulate(codec.read(options.request, SimulationRequest))
     if options.explain:

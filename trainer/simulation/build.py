@@ -26,6 +26,7 @@ from transformers.initialization import no_init_weights
 from trainer.runtime.accelerator import fsdp_plugin
 from trainer.runtime.adapters import add_adapters, base_type
 from trainer.runtime.model import make_trainable, model_from_config
+from trainer.runtime.model_code import faults_of, load_model_code
 from trainer.runtime.precision import accelerate_precision, compute_type
 from trainer.simulation.fake_device import replaced
 from trainer.spec.errors import InputError
@@ -38,8 +39,9 @@ _MESH_AXES = {Sharding.HSDP: ("dp_replicate", "dp_shard")}
 def build_on_meta(request: SimulationRequest) -> PreTrainedModel:
     """The model of a request without any tensor behind it, ready to be trained."""
     dtype = base_type(request.method, request.precision)
+    load_model_code(request.model_code)
     try:
-        with torch.device("meta"), no_init_weights():
+        with faults_of(request.model_code), torch.device("meta"), no_init_weights():
             model = model_from_config(request.model_config, dtype=dtype, attention=request.attention)
             model.tie_weights()
             if request.method is Method.QLORA:

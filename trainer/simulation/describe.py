@@ -9,14 +9,13 @@ or counts twice is in `other_parameters`.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import msgspec
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from msgspec.structs import replace
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from trainer.runtime.packed_attention import FLASH
@@ -24,6 +23,7 @@ from trainer.simulation.build import blocks_of, build_on_meta
 from trainer.simulation.own_loss import loss_obstacle
 from trainer.spec.architecture import Linear, ModelShape, Norm, Positions
 from trainer.spec.errors import InputError
+from trainer.spec.model_code import DescriptionRequest
 from trainer.spec.simulation import SimulationRequest
 from trainer.spec.strategy import Attention, LossHead
 
@@ -37,26 +37,31 @@ _MAX_POSITIONS = ("max_position_embeddings", "max_seq_len")
 _QK_NORMS = ("q_", "k_", "query_", "key_")
 
 
-def describe(config: dict[str, Any]) -> ModelShape:
-    """The shape of the model of a config; InputError where transformers cannot build it or it cannot be trained."""
+def describe(request: DescriptionRequest) -> ModelShape:
+    """The shape of a model; InputError where transformers cannot build it, or code of its own would have to."""
+    config, code = request.model_config, request.model_code
+    model_type = config.get("model_type", "model_type missing")
+    if code is None and request.offers_code_of is not None and model_type not in CONFIG_MAPPING:
+        raise InputError(
+            f"{request.origin}: transformers {transformers.__version__} does not know {model_type}, which brings code "
+            f"of its own; model.trust_remote_code={request.offers_code_of} runs the code of that repository on this "
+            "machine"
+        )
     try:
-        model = build_on_meta(SimulationRequest(model_config=config, attention=Attention.EAGER, loss=LossHead.EAGER))
+        model = build_on_meta(
+            SimulationRequest(model_config=config, model_code=code, attention=Attention.EAGER, loss=LossHead.EAGER)
+        )
     except (StrictDataclassError, ImportError) as error:  # a field of a wrong type; a library for images or sound
         what = " ".join(str(error).split())
-        raise InputError(f"model config ({config.get('model_type', 'model_type missing')}): {what}") from error
+        raise InputError(f"model config ({model_type}): {what}") from error
+    if code is not None and model.config.model_type != model_type:
+        raise InputError(
+            f"{request.origin}: model_type is {model_type}, and {code.config_class} has {model.config.model_type}; "
+            "write the same into both"
+        )
     shape = _shape_of(model)
     others = _size(model) - shape.num_parameters
     return replace(shape, other_parameters=others, loss_obstacle=loss_obstacle(model))
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """The object in a JSON file."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise InputError(f"{path}: is not a config.json: {error}") from error
 
 
 def _shape_of(model: PreTrainedModel) -> ModelShape:

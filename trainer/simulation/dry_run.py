@@ -1,6 +1,8 @@
 """One dry run: a request in, what its rank would hold out.
 
-Two steps run, because the optimizer's state comes into being in the first one; the second is measured.
+Two steps run, because the optimizer's state comes into being in the first one; the second is measured. Of preference
+pairs they are steps of DPO: under adapters the model without them is asked first, as in a run; where all weights are
+trained, what the reference said is looked up, and only those numbers are on the device.
 """
 
 import importlib.metadata
@@ -16,7 +18,10 @@ from transformers import PreTrainedModel
 
 from trainer.runtime.adapters import trained_parameters
 from trainer.runtime.data import MicroBatch
+from trainer.runtime.dpo import DpoLoss, turn_dropout_off
 from trainer.runtime.optimizers import build_optimizer
+from trainer.runtime.reference import no_reference, plain_base
+from trainer.runtime.step import Objective, TokenLoss
 from trainer.simulation.allocator import min_capacity_bytes, replay
 from trainer.simulation.build import (
     blocks_of,
@@ -36,7 +41,7 @@ from trainer.spec.hardware import DeviceKind
 from trainer.spec.simulation import LiveGroup, Simulation, SimulationRequest
 
 NUM_LIVE_GROUPS = 60
-_LEARNING_RATE, _WEIGHT_DECAY = 1e-4, 0.1
+_LEARNING_RATE, _WEIGHT_DECAY, _BETA = 1e-4, 0.1, 0.1
 _LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
 
 
@@ -47,6 +52,7 @@ def simulate(request: SimulationRequest) -> Simulation:
         enable_fake_cuda()
     started = time.monotonic()
     model = build_on_meta(request)
+    objective = _objective(model, request)
     counts = (num_parameters(model), sum(p.numel() for p in trained_parameters(model)))
     has_masks = builds_masks(model, request.seq_len)  # before FSDP2 changes the model's class
     kernels = Kernels(request.device_kind.value, request.compute_capability)
@@ -58,7 +64,7 @@ def simulate(request: SimulationRequest) -> Simulation:
             process_group(request) as mesh,
             FakeTensorMode(),  # after the mesh, which reads the numbers of its ranks
         ):
-            steady, after = _run(model, request, mesh, tracker)
+            steady, after = _run(model, request, mesh, tracker, objective)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise InputError(
             f"{type(model).__name__} decides by the values of its tensors ({error}); a dry run has no values"
@@ -68,7 +74,11 @@ def simulate(request: SimulationRequest) -> Simulation:
 
 
 def _run(
-    model: PreTrainedModel, request: SimulationRequest, mesh: DeviceMesh | None, tracker: Tracker
+    model: PreTrainedModel,
+    request: SimulationRequest,
+    mesh: DeviceMesh | None,
+    tracker: Tracker,
+    objective: Objective,
 ) -> tuple[int, int]:
     """Loads the model and runs two steps; the live bytes before and after the second one."""
     micro_batches = [_micro_batch(request) for _ in range(request.accumulation)]
@@ -81,10 +91,10 @@ def _run(
         optimizer = build_optimizer(request.optimizer, engine, lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY)
         device = torch.device(request.device_kind.value)
         with told(model, blocks_of(model), model.get_output_embeddings(), tracker):
-            run_step(engine, optimizer, micro_batches, tracker, device)
+            run_step(engine, optimizer, micro_batches, tracker, device, objective)
             steady = tracker.live_bytes
             tracker.start_measuring()
-            run_step(engine, optimizer, micro_batches, tracker, device)
+            run_step(engine, optimizer, micro_batches, tracker, device, objective)
             after = tracker.live_bytes
     tracker.events = {"load": load_bytes, **tracker.events}
     return steady, after
@@ -99,10 +109,22 @@ def _load(model: PreTrainedModel, request: SimulationRequest, mesh: DeviceMesh |
     return prepare_engine(model, request, mesh)
 
 
+def _objective(model: PreTrainedModel, request: SimulationRequest) -> Objective:
+    """What a run asks of the model; for DPO its own dropout goes off, as a run turns it off."""
+    if request.rows_per_example == 1:
+        return TokenLoss()
+    turn_dropout_off(model)
+    return DpoLoss(_BETA, plain_base if request.method.freezes_base else no_reference)
+
+
 def _micro_batch(request: SimulationRequest) -> MicroBatch:
-    shape = (request.micro_batch, request.seq_len)
-    ids = torch.zeros(shape, dtype=torch.long)
-    return MicroBatch(input_ids=ids, labels=torch.zeros(shape, dtype=torch.long), num_targets=shape[0] * (shape[1] - 1))
+    shape = (request.rows_per_example * request.micro_batch, request.seq_len)
+    return MicroBatch(
+        input_ids=torch.zeros(shape, dtype=torch.long),
+        labels=torch.zeros(shape, dtype=torch.long),
+        num_targets=shape[0] * (shape[1] - 1),
+        num_pairs=request.micro_batch if request.rows_per_example == 2 else 0,
+    )
 
 
 def _answer(

@@ -1,8 +1,8 @@
 """Steps of the trainer on fake tensors, with the tracker told which event begins when.
 
-The order of operations and what stays referenced are those of `trainer.runtime.step`. The events of a backward begin
-when a gradient arrives: that of the logits, of the last hidden state, of the last block's output, of the first one's,
-of the first one's input. Hooks on those tensors see it; they hold nothing.
+The order of operations and what stays referenced are those of `trainer.runtime.step`; the objective is the runtime's
+own. The events of a backward begin when a gradient arrives: that of the logits, of the last hidden state, of the last
+block's output, of the first one's, of the first one's input. Hooks on those tensors see it; they hold nothing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 
 from trainer.runtime.adapters import trained_parameters
 from trainer.runtime.data import MicroBatch
-from trainer.runtime.step import forward
+from trainer.runtime.step import Objective
 from trainer.simulation.tracker import Kind, Tracker
 
 FORWARD, LOSS, HEAD, NORM = "forward_end", "loss_backward", "head_backward", "norm_backward"
@@ -31,6 +31,7 @@ def run_step(
     micro_batches: Sequence[MicroBatch],
     tracker: Tracker,
     device: torch.device,
+    objective: Objective,
 ) -> None:
     """One optimizer step, as the runtime's `run_step`."""
     tracker.begin(FORWARD, is_forward=True)
@@ -38,10 +39,10 @@ def run_step(
     for index, micro_batch in enumerate(micro_batches):
         with _without_sync(model) if index < len(micro_batches) - 1 else nullcontext():
             tracker.begin(FORWARD, is_forward=True)
-            loss_sum = forward(model, micro_batch, device)
-            total += loss_sum.detach()
+            terms = objective(model, micro_batch, device)
+            total += terms.loss.detach()
             tracker.begin(LOSS)
-            (loss_sum * 1.0).backward()
+            (terms.loss * 1.0).backward()
             tracker.block = ""
         tracker.name_gradients()
     tracker.begin(CLIP)
@@ -117,7 +118,7 @@ def _block_hook(index: int, num_blocks: int, tracker: Tracker) -> Any:  # noqa: 
 
 def _head_hook(tracker: Tracker) -> Any:  # noqa: ANN401  # a forward hook
     def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:  # noqa: ANN401  # torch's
-        if output.ndim:  # logits, not the loss of a chunked head
+        if output.ndim > 1:  # logits, not the loss of a chunked head or its sums of rows
             _on_gradient(output, tracker, HEAD, "backward of the head")
 
     return hook

@@ -4,6 +4,7 @@
 """
 
 from trainer.spec.job import DataFormat
+from trainer.spec.units import format_bytes
 from trainer.spec.value import Value
 
 
@@ -48,4 +49,14 @@ class DataProfile(Value, frozen=True, kw_only=True):
     skipped_rows: int = 0  # bad rows left out under data.bad_rows=skip
     cut_rows: int = 0  # documents longer than seq_len that lost their end; only without packing
     dropped_tokens: int = 0  # in remainders shorter than a row and in the ends of cut rows
+    is_stream: bool = False  # prepared while it is trained on: every count is of the first window, epochs are unknown
     notes: tuple[str, ...] = ()  # sentences for the person: what was skipped, cut or cut into pieces
+
+
+def stream_words(window_bytes: int, *, eval_share: float | None) -> str:
+    """What a stream promises less than data that was prepared whole, for the plan."""
+    held_out = "" if eval_share is None else "held-out rows are those of the first window only; "
+    return (
+        f"streaming: rows are shuffled only within a window of about {format_bytes(window_bytes)} of text; "
+        f"{held_out}--resume needs the same files"
+    )

@@ -16,15 +16,23 @@ from trainer.spec.value import Value
 
 ROW_SUFFIXES = frozenset({".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow"})
 COMPRESSIONS = frozenset({".gz", ".bz2", ".xz", ".zst"})
+LISTING_NAME = "listing.json"  # the PrepareRequest of a stream: beside its first window, and in `stream/` of a run
 
 
 class SourceFile(Value, frozen=True, kw_only=True):
     """One file of a source as it was when the sources were listed."""
 
-    path: str  # absolute
+    path: str  # absolute; of one that is fetched from the hub when a stream gets to it, its `hub`
     size_bytes: int
     mtime_ns: int
     weight: float = 1.0  # of its source: how often its rows stand in one epoch
+    source: int = 0  # the place of its source among those of the request
+    hub: str | None = None  # hf://datasets/ORG/NAME@COMMIT/FILE, which never changes; None: it is from elsewhere
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether there is nothing on this machine yet."""
+        return self.path == self.hub
 
 
 class PrepareRequest(Value, frozen=True, kw_only=True):
@@ -51,6 +59,7 @@ class PrepareRequest(Value, frozen=True, kw_only=True):
     files: tuple[SourceFile, ...] = ()  # what `sources` are on disk
     eval_files: tuple[SourceFile, ...] = ()  # what `eval_source` is on disk
     revisions: tuple[str, ...] = ()  # ORG/NAME@COMMIT of every source that is from the hub
+    window_bytes: int | None = None  # text of a window of a stream; None: no stream, everything is prepared at once
 
 
 def content_suffix(path: str) -> str:

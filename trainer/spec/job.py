@@ -226,6 +226,7 @@ class CheckpointJob(Value, frozen=True, kw_only=True):
 
     every: Every | None = None  # None: auto
     keep: int = 3
+    keep_every: Every | None = None  # in steps; None: none but the newest, and the best
     best: str | None = "eval_loss"
     is_async: bool | None = None  # `async` in the file; None: auto
 

@@ -204,6 +204,11 @@ FIELDS: tuple[Field, ...] = (
     Field("pin.optimizer_in_backward", auto(flag()), "Updates each weight as soon as its gradient is complete."),
     Field("checkpoint.every", auto(every(allows_time=True)), "Between two saved states."),
     Field("checkpoint.keep", whole("a number of checkpoints", minimum=1), "Newest checkpoints that are kept."),
+    Field(
+        "checkpoint.keep_every",
+        nullable(every(allows_time=False)),
+        "Also keeps the checkpoints of every so many steps, for good.",
+    ),
     Field("checkpoint.best", nullable(word("eval_loss")), "Also keeps the checkpoint that is best by this score."),
     Field("checkpoint.async", auto(flag()), "Writes while training goes on."),
     Field("eval.every", auto(every(allows_time=False)), "Between two scores of the held-out rows."),

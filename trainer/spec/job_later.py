@@ -19,8 +19,6 @@ class Later(NamedTuple):
 
 
 COMES_LATER: tuple[Later, ...] = (
-    Later("model.trust_remote_code", (), "0.4"),
-    Later("data.streaming", (True,), "0.4"),
     Later("pin.sharding", ("hsdp",), "0.6"),
     Later("checkpoint.async", (True,), "0.5"),
     Later("log.wandb", ("offline", "online"), "0.7"),

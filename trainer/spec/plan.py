@@ -11,6 +11,7 @@ from trainer.spec.data_profile import DataProfile
 from trainer.spec.extension import Extension
 from trainer.spec.hardware import DeviceKind, Hardware
 from trainer.spec.job import Job
+from trainer.spec.model_code import ModelCode
 from trainer.spec.model_shape import ModelShape
 from trainer.spec.strategy import (
     Attention,
@@ -49,6 +50,7 @@ class MemoryEstimate(Value, frozen=True, kw_only=True):
     pinned_bytes: int = 0  # host RAM of one node that cannot be paged out
     host_bytes: int = 0  # pageable host RAM of one node
     nvme_bytes: int = 0  # of one node
+    checkpoint_bytes: int = 0  # of one checkpoint, from all ranks: trained weights and optimizer state; 0: not known
 
     @property
     def fits(self) -> bool:
@@ -136,6 +138,8 @@ class Schedule(Value, frozen=True, kw_only=True):
     eval_every_steps: int | None
     checkpoint_every_steps: int | None
     checkpoint_every_s: float | None = None  # of the two that are set, whichever comes first
+    saving_max_share: float | None = None  # of the run's time that saving may cost; None: whatever it costs
+    rehearses_save: bool = False  # saves after the first step and reads that back
     eval_every_s: float | None = None
 
 
@@ -211,6 +215,7 @@ class Plan(Value, frozen=True, kw_only=True):
     trials: tuple[TrialResult, ...] = ()  # what --trial measured before the candidates were ranked
     fp8_gain: Fp8Gain | None = None  # None: nobody timed it, or nobody asked for FP8
     extension: Extension | None = None  # a user's own functions; of a run, the copy in its directory
+    model_code: ModelCode | None = None  # that comes with the model and that the job trusts
     notes: tuple[str, ...] = ()
     needs_version: str | None = None  # the first version that trains the chosen candidate; None: this one does
     resume: bool = False  # set by the supervisor: go on from the newest committed checkpoint of the run

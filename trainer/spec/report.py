@@ -21,6 +21,20 @@ class Ending(StrEnum):
     FAILED = "failed"
 
 
+class Fault(StrEnum):
+    """What ended an attempt that did not end in order."""
+
+    OUT_OF_MEMORY = "out_of_memory"  # of a device, or under a data limit
+    HOST_OUT_OF_MEMORY = "host_out_of_memory"  # the kernel ended a rank for want of RAM
+    KILLED = "killed"  # a signal ended a rank or the launcher
+    HUNG = "hung"  # a rank gave no sign of life for too long
+    ERROR = "error"  # a rank raised, or left without a word
+
+    @property
+    def is_memory(self) -> bool:
+        return self in (Fault.OUT_OF_MEMORY, Fault.HOST_OUT_OF_MEMORY)
+
+
 class MemoryFigures(Value, frozen=True, kw_only=True):
     """Bytes on one device; None where a counter does not exist (the CPU has no reserved memory)."""
 
@@ -85,6 +99,24 @@ class Sample(Value, frozen=True, kw_only=True):
     after: str | None
 
 
+class AttemptRecord(Value, frozen=True, kw_only=True):
+    """One attempt of a run: what ran, and how it ended."""
+
+    number: int  # of attempts/N
+    strategy: str
+    num_ranks: int
+    micro_batch: int
+    accumulation: int
+    resumed_from_step: int | None  # None: from the beginning
+    step: int  # optimizer steps done
+    ending: Ending
+    fault: Fault | None = None  # None: it ended in order
+    cause: str | None = None  # of the fault, in a sentence
+    duration_s: float
+    predicted_peak_bytes: int
+    measured_peak_bytes: int | None = None  # allocated; where memory ran out, what was held by then
+
+
 class Report(Value, frozen=True, kw_only=True):
     """The end of an attempt or of a run."""
 
@@ -108,4 +140,21 @@ class Report(Value, frozen=True, kw_only=True):
     export: str | None = None  # relative to the run directory
     resumed_from_step: int | None = None
     attempts: int = 1
+    history: tuple[AttemptRecord, ...] = ()  # of a run: every attempt, those before a resumption too
     error: str | None = None  # one line
+
+
+def predicted_figures(candidate: Candidate) -> Figures:
+    """The plan's side of the comparison."""
+    memory, speed = candidate.memory, candidate.speed
+    return Figures(
+        memory=MemoryFigures(
+            steady_allocated_bytes=memory.steady_allocated_bytes,
+            peak_allocated_bytes=memory.peak_allocated_bytes,
+            peak_reserved_bytes=memory.peak_reserved_bytes,
+            device_bytes=memory.device_bytes,
+            host_bytes=memory.host_bytes,
+            parts=memory.parts,
+        ),
+        speed=SpeedFigures(step_s=speed.step_s, tokens_per_s_per_gpu=speed.tokens_per_s_per_gpu, mfu=speed.mfu),
+    )

@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.job import LoraJob
+from trainer.spec.model_code import ModelCode
 from trainer.spec.strategy import (
     Attention,
     Checkpointing,
@@ -25,6 +26,7 @@ class SimulationRequest(Value, frozen=True, kw_only=True):
     """A model and everything of a setting that decides what one rank holds."""
 
     model_config: dict[str, Any]
+    model_code: ModelCode | None = None
     method: Method = Method.FULL
     lora: LoraJob = LoraJob()
     quant: Quant = Quant.NF4_DQ
@@ -33,7 +35,8 @@ class SimulationRequest(Value, frozen=True, kw_only=True):
     ranks_per_node: int = 8
     precision: Precision = Precision.BF16_MIXED
     optimizer: Optimizer = Optimizer.ADAMW
-    micro_batch: int = 1
+    micro_batch: int = 1  # examples
+    rows_per_example: int = 1  # 2: DPO, a chosen and a rejected answer
     seq_len: int = 2048
     accumulation: int = 1
     checkpointing: Checkpointing = Checkpointing.NONE

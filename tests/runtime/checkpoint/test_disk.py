@@ -200,19 +200,28 @@ def test_an_evaluation_that_is_not_finite_is_not_saved(
 
 
 @pytest.mark.parametrize(
-    ("keep", "protect", "expected"),
-    [(1, (), [6]), (2, (), [5, 6]), (3, (1,), [1, 4, 5, 6]), (9, (), [1, 2, 3, 4, 5, 6]), (1, (6,), [6])],
+    ("keep", "keep_every", "protect", "expected"),
+    [
+        (1, None, (), [6]),
+        (2, None, (), [5, 6]),
+        (3, None, (1,), [1, 4, 5, 6]),
+        (9, None, (), [1, 2, 3, 4, 5, 6]),
+        (1, None, (6,), [6]),
+        (1, 2, (), [2, 4, 6]),
+        (2, 4, (1,), [1, 4, 5, 6]),
+    ],
 )
 def test_the_newest_and_the_protected_are_kept(
     tiny: ModuleType,
     trained: tuple[nn.Module, torch.optim.Optimizer],
     tmp_path: Path,
     keep: int,
+    keep_every: int | None,
     protect: tuple[int, ...],
     expected: list[int],
 ) -> None:
     for step in range(1, 7):
-        tiny.save(tmp_path, *trained, step, keep=keep, protect=protect)
+        tiny.save(tmp_path, *trained, step, keep=keep, keep_every=keep_every, protect=protect)
     assert names(tmp_path) == [".lock", *(f"step-{step:08d}" for step in expected)]
 
 

@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from trainer.runtime.checkpoint import find_checkpoint, import_optimizer, import_weights
+from trainer.runtime.checkpoint import find_checkpoint, import_state, import_weights
 from trainer.spec.strategy import Sharding
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +28,7 @@ def test_state_on_a_gpu_comes_back_bitwise(tiny: ModuleType, tmp_path: Path, kin
     import_weights(fresh, checkpoint)
     fresh.to("cuda")
     fresh_optimizer = tiny.build_optimizer(fresh, kind)
-    import_optimizer(fresh, fresh_optimizer, checkpoint, sharding=Sharding.NONE)
+    import_state(fresh, fresh_optimizer, checkpoint, sharding=Sharding.NONE)
     assert tiny.digest(fresh, fresh_optimizer) == tiny.digest(model, optimizer)
     for parameter, copy in zip(model.parameters(), fresh.parameters(), strict=True):
         made, ours = optimizer.state[parameter], fresh_optimizer.state[copy]

@@ -81,7 +81,7 @@ def test_every_rank_gets_the_same_answer(outcome: Outcome, case: str) -> None:
     [
         ("full", "EnvironmentFaultError: rank 1: the checkpoint of step 7 was not saved: File too large"),
         ("non_finite", "NonFiniteStateError: rank 1: "),
-        ("not_yet", "InputError: checkpoints of zero2 come with shardwise 0.5; there are those of none, ddp"),
+        ("not_yet", "InputError: there are no checkpoints of hsdp; there are those of none, ddp, fsdp, "),
     ],
 )
 def test_a_failure_on_one_rank_is_said_on_all(outcome: Outcome, case: str, sentence: str) -> None:

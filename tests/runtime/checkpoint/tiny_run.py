@@ -31,7 +31,7 @@ from trainer.runtime.checkpoint import (
     CheckpointFolder,
     Ranks,
     find_checkpoint,
-    import_optimizer,
+    import_state,
     import_weights,
     save_checkpoint,
     state_digest,
@@ -112,7 +112,7 @@ def resume(checkpoint: CheckpointFolder, kind: str = "foreach") -> tuple[nn.Modu
     model = build_model(seed=99)
     import_weights(model, checkpoint)
     optimizer = build_optimizer(model, kind)
-    import_optimizer(model, optimizer, checkpoint, sharding=Sharding.NONE)
+    import_state(model, optimizer, checkpoint, sharding=Sharding.NONE)
     return model, optimizer
 
 
@@ -204,7 +204,7 @@ def _every_case(ranks: Ranks, root: Path) -> dict[str, object]:
     import_weights(plain, checkpoint)
     model = DistributedDataParallel(plain)
     optimizer = build_optimizer(plain)
-    import_optimizer(model, optimizer, checkpoint, sharding=Sharding.DDP)
+    import_state(model, optimizer, checkpoint, sharding=Sharding.DDP)
     answers["skipped"] = skipped
     answers["imported"] = state_digest(model, optimizer, sharding=Sharding.DDP)
     answers["losses"] = train(model, optimizer, start=3, stop=6, rank=ranks.rank, world_size=2)
@@ -230,7 +230,7 @@ def _every_case(ranks: Ranks, root: Path) -> dict[str, object]:
     norm.data.view(-1)[-1] = float("nan")
     answers["non_finite"] = attempt(8)
     norm.data.copy_(before)
-    answers["not_yet"] = attempt(9, sharding=Sharding.ZERO2)
+    answers["not_yet"] = attempt(9, sharding=Sharding.HSDP)
     answers["left"] = sorted(path.name for path in (root / "ddp").iterdir())
     answers["after"] = attempt(10)
     if ranks.is_first:

@@ -125,7 +125,8 @@ class _Layers:
         hidden = recipe.residual_bytes * self._dims.hidden
         scaled, tokens = eye * num_outputs, recipe.tokens
         # A recomputation ends where the output is scaled, unless a dropout saves its mask behind it.
-        is_last = index + 1 == len(self.adapted) and not self._dims.has_hidden_dropout
+        has_dropout = self._dims.has_hidden_dropout and self._setting.has_dropout
+        is_last = index + 1 == len(self.adapted) and not has_dropout
         other = inputs - self._saved_after(index, mlp_bytes)
         at_weight = max(at_eye, at_norm) - own * tokens
         beside = 2 * c * num_outputs + (c * self._dims.ffn if self._num_in_attention <= index and not is_last else 0)

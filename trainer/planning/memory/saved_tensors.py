@@ -58,7 +58,7 @@ class SavedTensors(Value, frozen=True, kw_only=True):
 
 def saved_tensors(setting: Setting, recipe: Recipe, dims: Dims) -> SavedTensors:
     """What one block saves when nothing is recomputed, its input included where the first norm keeps that."""
-    hidden_masks = 2 * dims.hidden if dims.has_hidden_dropout else 0
+    hidden_masks = 2 * dims.hidden if dims.has_hidden_dropout and setting.has_dropout else 0
     return SavedTensors(
         norms=_norm_bytes(recipe, dims) + _head_norm_bytes(recipe, dims),
         linear_inputs=_linear_input_bytes(setting, recipe, dims),

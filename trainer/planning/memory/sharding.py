@@ -3,11 +3,12 @@
 FSDP2, as Accelerate applies it: `fully_shard` on every block, on the embedding, and on the last norm with lm_head. A
 group is gathered for its forward and again for its backward, while its neighbour is gathered already: two blocks are
 there in backward, the first block beside the embedding. The head stays from its forward to its backward; when the
-forward ends, the buffer it was gathered into is there as well. A tied head is one group with the embedding and stays
-for the whole step, and so does the root of a stack that does not split its tables. The gradients of a group are copied
-into one reduce-scatter input in the reduce type, which lives until the next group is done. Without synchronisation
-(accumulation) whole gradients wait in the reduce type for the last micro batch. `fsdp_grad_op` keeps everything
-gathered from forward to backward. gloo copies the input of a reduce-scatter.
+forward ends, the buffer it was gathered into is there as well. In a step that asks a reference first (DPO under
+adapters) the head stays from that forward on, and the last buffer is a block's. A tied head is one group with the
+embedding and stays for the whole step, and so does the root of a stack that does not split its tables. The gradients
+of a group are copied into one reduce-scatter input in the reduce type, which lives until the next group is done.
+Without synchronisation (accumulation) whole gradients wait in the reduce type for the last micro batch. `fsdp_grad_op`
+keeps everything gathered from forward to backward. gloo copies the input of a reduce-scatter.
 
 FSDP1 keeps one flat parameter a group: no copies around a reduction, no block gathered at the loss, none ahead.
 
@@ -134,9 +135,10 @@ def _fsdp(setting: Setting, recipe: Recipe, dims: Dims) -> ShardingMemory:
     head, embedding = c * (dims.head + dims.hidden), c * dims.embedding
     rest = root - head - embedding
     stays = whole + embedding if whole else 0
+    buffer = block if setting.runs_reference and not whole else head
     return ShardingMemory(
         root=rest,
-        gathered_forward=rest + 2 * head + stays,  # the group and the buffer it was gathered into
+        gathered_forward=rest + head + buffer + stays,  # the group, and what the last one was gathered into
         gathered_loss=rest + head + stays,
         gathered_head=rest + head + (stays or block),
         gathered_top=rest + (stays or block + prefetched),

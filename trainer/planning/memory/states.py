@@ -30,9 +30,10 @@ NVME_WINDOW_BYTES = 5 * 400 * MIB  # DeepSpeed's swap buffers of a rank: buffer_
 
 
 class States(Value, frozen=True, kw_only=True):
-    """Bytes of one rank; `num_trained` is elements over all ranks."""
+    """Bytes of one rank; `num_trained` is elements and `saved` bytes over all ranks."""
 
     num_trained: int
+    saved: int  # over all ranks: masters and optimizer state, which a checkpoint holds
     weights: int
     quant_state: int
     adapters: int
@@ -64,6 +65,7 @@ def model_states(setting: Setting, recipe: Recipe, dims: Dims) -> States:
     masters = _share(width * trained, degree) if recipe.uses_deepspeed else 0
     optimizer = optimizer_bytes(setting, recipe, dims, num_trained=trained)
     state, temporaries = _share(optimizer.state, trained_degree), _share(optimizer.temporaries, trained_degree)
+    saved = width * trained + optimizer.state
     managed = 0
     if optimizer.is_paged and recipe.is_cuda:  # a CPU's "managed" memory is its own
         managed, state = state, 0
@@ -76,6 +78,7 @@ def model_states(setting: Setting, recipe: Recipe, dims: Dims) -> States:
     if offload is Offload.NONE:
         return States(
             num_trained=trained,
+            saved=saved,
             weights=weights,
             quant_state=quant_state,
             adapters=adapters,
@@ -101,6 +104,7 @@ def model_states(setting: Setting, recipe: Recipe, dims: Dims) -> States:
             pinned = min(pinned, NVME_WINDOW_BYTES + partition)
     return States(
         num_trained=trained,
+        saved=saved,
         weights=0 if offload.moves_parameters else weights,
         quant_state=0 if offload.moves_parameters else quant_state,
         adapters=0 if offload.moves_parameters else adapters,

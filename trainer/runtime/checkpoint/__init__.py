@@ -7,18 +7,19 @@ Nothing in it is pickled and nothing of it is unpickled. docs/checkpoints.md des
     ranks = Ranks.distributed() if world_size > 1 else Ranks.alone()
     checkpoint = find_checkpoint(root, on_skip=log, ranks=ranks)      # newest that verifies, or None
     check_compatible(checkpoint, facts)                               # InputError with both values
-    import_weights(model, checkpoint)                                 # before accelerator.prepare
+    import_weights(model, checkpoint)                                 # before accelerator.prepare, under none and ddp
     model, optimizer = accelerator.prepare(model, optimizer)
-    import_optimizer(model, optimizer, checkpoint, sharding=sharding) # moments and step, nothing else
+    import_state(model, optimizer, checkpoint, sharding=sharding)     # moments, steps; under the others weights as well
     ...
     save_checkpoint(root, model=model, optimizer=optimizer, sharding=sharding, facts=facts, ranks=ranks, keep=3)
 
 A run that trains adapters saves these and their optimizer state; its frozen base is known by a fingerprint.
 What is not in a checkpoint, because it is a function of the step: learning rate, data order, dropout seeds. Nor are
 learning rate, weight decay and betas taken from one: the job decides them, the manifest only records them.
-Sharding `none` and `ddp` are written and read; the other engines are rows to come in `engines`.
+`engines` is the table of what has checkpoints.
 """
 
+from trainer.runtime.checkpoint.digest import checkpoint_digest, state_digest
 from trainer.runtime.checkpoint.manifest import (
     CheckpointFacts,
     CheckpointFolder,
@@ -31,10 +32,10 @@ from trainer.runtime.checkpoint.model_state import canonical_name
 from trainer.runtime.checkpoint.ranks import Ranks
 from trainer.runtime.checkpoint.restore import (
     check_compatible,
-    import_optimizer,
+    import_state,
     import_weights,
+    load_weights,
     read_weights,
-    state_digest,
 )
 from trainer.runtime.checkpoint.save import save_checkpoint
 from trainer.runtime.checkpoint.search import find_checkpoint
@@ -49,11 +50,13 @@ __all__ = [
     "Ranks",
     "canonical_name",
     "check_compatible",
+    "checkpoint_digest",
     "config_sha256",
     "find_checkpoint",
     "folder_name",
-    "import_optimizer",
+    "import_state",
     "import_weights",
+    "load_weights",
     "read_weights",
     "save_checkpoint",
     "state_digest",

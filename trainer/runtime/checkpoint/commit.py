@@ -79,15 +79,19 @@ def commit(staged: Path, manifest: Manifest, *, final: Path, on_point: OnPoint) 
     _remove(damaged)
 
 
-def prune(root: Path, *, newest: int, keep: int, protect: tuple[int, ...], on_point: OnPoint) -> None:
-    """Removes complete checkpoints but the newest `keep` up to the one just committed, and those protected.
+def prune(
+    root: Path, *, newest: int, keep: int, keep_every: int | None, protect: tuple[int, ...], on_point: OnPoint
+) -> None:
+    """Removes complete checkpoints but the newest `keep` up to the one just committed, those of every `keep_every`-th
+    step, and those protected.
 
     A folder of a later step is left: it is of a future that this run, resumed from before it, has not reached.
     """
     complete = [step for step in steps_in(root) if step <= newest and is_complete(root / folder_name(step))]
     try:
         for step in complete[:-keep]:
-            if step not in protect:
+            is_kept = keep_every is not None and step % keep_every == 0
+            if not is_kept and step not in protect:
                 trash = root / f"{_TRASH}{folder_name(step)}-{secrets.token_hex(4)}"
                 (root / folder_name(step)).rename(trash)
                 on_point("pruning")

@@ -1,7 +1,7 @@
 """The adapter table: for each sharding, how to see the model and optimizer state that a rank holds.
 
 An adapter answers with `Piece`s: views of live memory, each a flat range of a logical tensor. Writing and reading are
-the same view in two directions, so a new engine is three functions and a row here; nothing else in this package knows
+the same view in two directions, so a new engine is four functions and a row here; nothing else in this package knows
 engines. FSDP2's local rows, ZeRO's fragments and its partitions are pieces with a start; a replicated engine holds
 every tensor whole, and the ranks share the writing by bytes.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
-from trainer.runtime.checkpoint import replicated
+from trainer.runtime.checkpoint import fsdp, replicated, zero
 from trainer.runtime.checkpoint.manifest import Manifest, ParameterEntry
 from trainer.runtime.checkpoint.pieces import Piece
 from trainer.spec.errors import InputError
@@ -25,29 +25,51 @@ class Engine(NamedTuple):
     describe: Callable[[nn.Module, TorchOptimizer], dict[str, ParameterEntry]]
     """Every parameter's entry, without chunks; the same on every rank."""
     held_pieces: Callable[[nn.Module, TorchOptimizer], list[Piece]]
-    """What this rank holds and may write."""
-    create_state: Callable[[nn.Module, TorchOptimizer, Manifest], list[Piece]]
-    """Makes the optimizer's state without stepping; what is to be filled on this rank."""
-    is_replicated: bool
-    """Whether every rank holds the same pieces, so that each writes only its share."""
+    """What this rank holds: to be written, or to be filled once the state is made."""
+    create_state: Callable[[nn.Module, TorchOptimizer, Manifest], None]
+    """Makes the optimizer's state without stepping; its tensors are still to be filled."""
+    settle: Callable[[nn.Module], None]
+    """Once pieces have been filled, makes what the model computes with follow them; collective."""
+    holds_parts: bool
+    """Whether ranks hold parts: weights are then filled in the prepared engine, not in the plain model before."""
 
 
 _REPLICATED = Engine(
     describe=replicated.describe,
     held_pieces=replicated.held_pieces,
     create_state=replicated.create_state,
-    is_replicated=True,
+    settle=replicated.settle,
+    holds_parts=False,
+)
+_FSDP = Engine(
+    describe=replicated.describe,  # a DTensor shows the shape of the whole
+    held_pieces=fsdp.held_pieces,
+    create_state=replicated.create_state,
+    settle=replicated.settle,
+    holds_parts=True,
+)
+_ZERO = Engine(
+    describe=zero.describe,
+    held_pieces=zero.held_pieces,
+    create_state=zero.create_state,
+    settle=zero.settle,
+    holds_parts=True,
 )
 
 ENGINES: dict[Sharding, Engine] = {
     Sharding.NONE: _REPLICATED,
     Sharding.DDP: _REPLICATED,
+    Sharding.FSDP: _FSDP,
+    Sharding.FSDP_GRAD_OP: _FSDP,
+    Sharding.ZERO1: _ZERO,
+    Sharding.ZERO2: _ZERO,
+    Sharding.ZERO3: _ZERO,
 }
 
 
 def engine_of(sharding: Sharding) -> Engine:
-    """The adapter of a sharding; InputError for those that are to come."""
+    """The adapter of a sharding; InputError for one that is not trained yet."""
     engine = ENGINES.get(sharding)
     if engine is None:
-        raise InputError(f"checkpoints of {sharding} come with shardwise 0.5; there are those of {', '.join(ENGINES)}")
+        raise InputError(f"there are no checkpoints of {sharding}; there are those of {', '.join(ENGINES)}")
     return engine

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from trainer.runtime.checkpoint.ranges import covered_in_order
+from trainer.runtime.spikes import SpikeRecord
 from trainer.spec.errors import InputError
 from trainer.spec.job import LoraJob
 from trainer.spec.report import Evaluation
@@ -67,7 +68,7 @@ class LossScaler(Value, frozen=True, kw_only=True):
 
 
 class CheckpointFacts(Value, frozen=True, kw_only=True):
-    """What a checkpoint is of. The second half is information only: any of it may differ on resume."""
+    """What a checkpoint is of, and how far. The second half is information only: any of it may differ on resume."""
 
     run_name: str
     step: Count  # optimizer steps done
@@ -81,6 +82,7 @@ class CheckpointFacts(Value, frozen=True, kw_only=True):
     lora: LoraJob | None = None  # of what is trained beside a frozen base; None where all weights are
     is_quantised: bool = False  # the base is held in 4 bit
     base_fingerprint: str | None = None  # of the frozen base, which is not in the checkpoint
+    spikes: SpikeRecord = SpikeRecord()  # what was not learned from, and what the next verdicts rest on
 
     sharding: Sharding
     world_size: Annotated[int, Meta(ge=1)]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 _LEADING_WRAPPERS = re.compile(r"^(?:module\.|base_model\.model\.)+")  # DistributedDataParallel, DeepSpeed; PEFT
 _INNER_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")  # torch.compile; checkpointing
@@ -33,8 +34,12 @@ def canonical_name(name: str) -> str:
 def named_state(model: nn.Module) -> dict[str, NamedTensor]:
     """Everything of a model that a checkpoint holds, in the model's order; the first name of a tied tensor owns it.
 
-    Parameters and persistent buffers; of a model with adapters, the adapters.
+    Parameters and persistent buffers; of a model with adapters, the adapters. FSDP2 leaves weights gathered after a
+    forward without a backward, as in an evaluation: they are cut again, so that they are those the optimizer knows.
     """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
     owners: dict[int, str] = {}
     found: dict[str, NamedTensor] = {}
     for full_name, tensor, is_buffer in _parameters_and_buffers(model):

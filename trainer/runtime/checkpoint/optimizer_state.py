@@ -4,6 +4,7 @@ torch's own helpers for reading state (`get_optimizer_state_dict`) take a step o
 yet, which leaves Adam's count one too high: the first real update is then 1.34 times too small. Here state that does
 not exist is not there, and what is made on resume is what `Adam._init_group` would have made, with the saved count.
 One row of `_LAYOUTS` is one optimizer class; a class or a kind of state that is not listed is refused, never dropped.
+A parameter is whatever the optimizer was given: under ZeRO the flat partition of a whole group.
 """
 
 from typing import Any, NamedTuple
@@ -24,17 +25,19 @@ class _Layout(NamedTuple):
     counts_steps: bool
 
 
-_LAYOUTS: dict[type[TorchOptimizer], _Layout] = {
-    torch.optim.AdamW: _Layout(frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}), counts_steps=True),
-    torch.optim.Adam: _Layout(frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}), counts_steps=True),
-    torch.optim.SGD: _Layout(frozenset({"momentum_buffer"}), counts_steps=False),
+_ADAM = frozenset({"exp_avg", "exp_avg_sq"})
+_LAYOUTS: dict[str, _Layout] = {  # by the path of the class: importing DeepSpeed takes seconds
+    "torch.optim.adamw.AdamW": _Layout(_ADAM | {"max_exp_avg_sq"}, counts_steps=True),
+    "torch.optim.adam.Adam": _Layout(_ADAM | {"max_exp_avg_sq"}, counts_steps=True),
+    "torch.optim.sgd.SGD": _Layout(frozenset({"momentum_buffer"}), counts_steps=False),
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": _Layout(_ADAM, counts_steps=True),
 }
 
 
 def check_supported(optimizer: TorchOptimizer) -> None:
     """InputError for an optimizer whose state has no place in the format yet."""
-    if type(optimizer) not in _LAYOUTS:
-        known = ", ".join(sorted(kind.__name__ for kind in _LAYOUTS))
+    if _path(optimizer) not in _LAYOUTS:
+        known = ", ".join(sorted(path.rpartition(".")[2] for path in _LAYOUTS))
         raise InputError(
             f"checkpoints of {type(optimizer).__name__} come with shardwise 0.5; there are those of {known}"
         )
@@ -42,7 +45,7 @@ def check_supported(optimizer: TorchOptimizer) -> None:
 
 def state_tensors(optimizer: TorchOptimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """The state tensors of one parameter by name; none before its first step."""
-    layout = _LAYOUTS[type(optimizer)]
+    layout = _LAYOUTS[_path(optimizer)]
     state = {key: value for key, value in optimizer.state.get(parameter, {}).items() if value is not None}
     tensors = {key: value for key, value in state.items() if not (layout.counts_steps and key == "step")}
     for key, value in tensors.items():
@@ -53,7 +56,7 @@ def state_tensors(optimizer: TorchOptimizer, parameter: torch.Tensor) -> dict[st
 
 def step_count(optimizer: TorchOptimizer, parameter: torch.Tensor) -> int | None:
     """How many steps the optimizer has counted for one parameter; None where it counts none."""
-    if not _LAYOUTS[type(optimizer)].counts_steps:
+    if not _LAYOUTS[_path(optimizer)].counts_steps:
         return None
     step = optimizer.state.get(parameter, {}).get("step")
     return None if step is None else int(step)
@@ -61,22 +64,25 @@ def step_count(optimizer: TorchOptimizer, parameter: torch.Tensor) -> int | None
 
 def create_state(
     optimizer: TorchOptimizer, group: Group, parameter: torch.Tensor, entry: ParameterEntry, *, name: str
-) -> dict[str, torch.Tensor]:
-    """Makes the state of one parameter as after `entry.step` steps; its tensors are still to be filled."""
+) -> None:
+    """Makes the state of one parameter as after `entry.step` steps; its tensors are zeros, to be filled.
+
+    Tensors that are there already stay the ones: an engine may hold on to them, and there may be no room for others.
+    """
     expected = _expected_tensors(optimizer, group)
     if not entry.state:
-        return {}
+        return
     if set(entry.state) != expected:
         saved, wanted = (", ".join(sorted(keys)) or "nothing" for keys in (entry.state, expected))
         raise InputError(f"{name}: the checkpoint holds {saved}, the optimizer of this job keeps {wanted}")
-    tensors = {key: torch.empty_like(parameter, memory_format=torch.preserve_format) for key in sorted(expected)}
-    state: dict[str, torch.Tensor] = {}
-    if _LAYOUTS[type(optimizer)].counts_steps:
+    kept = state_tensors(optimizer, parameter)
+    tensors = {key: kept[key].zero_() if key in kept else _zeros(optimizer, parameter) for key in sorted(expected)}
+    state: dict[str, Any] = {}
+    if _LAYOUTS[_path(optimizer)].counts_steps:
         if entry.step is None:
             raise InputError(f"{name}: the checkpoint holds moments and no count of steps")
-        state["step"] = _step_tensor(entry.step, group, parameter)
+        state["step"] = _step_value(optimizer, entry.step, group, parameter)
     optimizer.state[parameter] = state | tensors
-    return tensors
 
 
 def named_groups(optimizer: TorchOptimizer) -> dict[str, Group]:
@@ -85,6 +91,13 @@ def named_groups(optimizer: TorchOptimizer) -> dict[str, Group]:
     if len(named) != len(optimizer.param_groups):
         raise ValueError(f"two parameter groups have the same name: {', '.join(named)}")
     return named
+
+
+def groups_of_parameters(optimizer: TorchOptimizer) -> dict[int, tuple[str, Group]]:
+    """The group that updates each parameter and its name, by the parameter's identity."""
+    return {
+        id(parameter): (name, group) for name, group in named_groups(optimizer).items() for parameter in group["params"]
+    }
 
 
 def hyper_parameters(optimizer: TorchOptimizer) -> dict[str, dict[str, HyperParameter]]:
@@ -101,8 +114,24 @@ def _expected_tensors(optimizer: TorchOptimizer, group: Group) -> set[str]:
     return {"exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if group["amsgrad"] else set())
 
 
-def _step_tensor(step: int, group: Group, parameter: torch.Tensor) -> torch.Tensor:
-    """As in torch.optim.adam: on the device and fp32 where the kernel reads it there, else on the CPU."""
+def _path(optimizer: TorchOptimizer) -> str:
+    kind = type(optimizer)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _zeros(optimizer: Any, parameter: torch.Tensor) -> torch.Tensor:  # noqa: ANN401  # torch's, or DeepSpeed's
+    """State of a parameter's shape, in the type the optimizer makes it: DeepSpeedCPUAdam's in fp32 unless told."""
+    dtype = torch.float32 if getattr(optimizer, "fp32_optimizer_states", False) else parameter.dtype
+    return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+
+
+def _step_value(optimizer: TorchOptimizer, step: int, group: Group, parameter: torch.Tensor) -> torch.Tensor | int:
+    """As in torch.optim.adam: on the device and fp32 where the kernel reads it there, else on the CPU.
+
+    DeepSpeedCPUAdam counts in a plain number.
+    """
+    if "capturable" not in group:
+        return step
     is_on_device = bool(group["capturable"] or group["fused"])
     double = torch.get_default_dtype() == torch.float64 and not group["fused"]
     return torch.tensor(

@@ -1,6 +1,12 @@
-"""A piece: a flat range of a logical tensor together with the live memory that holds it."""
+"""A piece: a flat range of a logical tensor together with the live memory that holds it.
 
-from typing import NamedTuple
+Memory that an engine keeps on a disk is brought in for one piece after the other: what `at_hand` answers is valid until
+another piece is asked for. Such pieces are used inside `put_away_after`.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -16,13 +22,26 @@ _TYPES: dict[torch.dtype, TensorType] = {
 _DTYPES = {type_: dtype for dtype, type_ in _TYPES.items()}
 
 
+class Elsewhere(Protocol):
+    """Where the memory of a piece is fetched from, and written to where it was filled."""
+
+    def bring(self, num_elements: int, *, to_fill: bool) -> torch.Tensor:
+        """The values, until another piece is brought."""
+
+    def put_away(self) -> None:
+        """Gives back what was brought last, by whichever piece; written first if it was filled."""
+
+
 class Piece(NamedTuple):
     """Elements [start, start + len(values)) of a parameter (`state` None) or of one of its optimizer states."""
 
     name: str
     state: str | None
     start: int
-    values: torch.Tensor  # one dimension, contiguous
+    values: torch.Tensor  # one dimension, contiguous; on `meta` where the memory is elsewhere
+    is_shared: bool = False  # every rank holds it, so that each writes only its share
+    may_round: bool = False  # a copy in the computing type, of which a checkpoint may hold more bits
+    elsewhere: Elsewhere | None = None
 
     @property
     def num_elements(self) -> int:
@@ -32,13 +51,31 @@ class Piece(NamedTuple):
     def num_bytes(self) -> int:
         return self.values.numel() * self.values.element_size()
 
+    def at_hand(self, *, to_fill: bool = False) -> torch.Tensor:
+        """The values themselves, in memory."""
+        if self.elsewhere is None:
+            return self.values
+        return self.elsewhere.bring(self.num_elements, to_fill=to_fill)
+
     def part(self, offset: int, num_elements: int) -> "Piece":
-        """A stretch of this piece."""
+        """A stretch of this piece, which is in memory."""
+        assert self.elsewhere is None, "what every rank holds is in memory"
         return self._replace(start=self.start + offset, values=self.values[offset : offset + num_elements])
 
     @property
     def title(self) -> str:
         return self.name if self.state is None else f"{self.name} ({self.state})"
+
+
+@contextmanager
+def put_away_after(pieces: Iterable[Piece]) -> Iterator[None]:
+    """Leaves nothing brought in, however the block ends."""
+    try:
+        yield
+    finally:
+        for piece in pieces:
+            if piece.elsewhere is not None:
+                piece.elsewhere.put_away()
 
 
 def flat(tensor: torch.Tensor, *, name: str) -> torch.Tensor:

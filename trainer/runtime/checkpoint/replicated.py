@@ -6,49 +6,22 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 
 from trainer.runtime.checkpoint.manifest import Manifest, ParameterEntry, TensorEntry
 from trainer.runtime.checkpoint.model_state import NamedTensor, named_state
-from trainer.runtime.checkpoint.optimizer_state import Group, named_groups, state_tensors, step_count
 from trainer.runtime.checkpoint.optimizer_state import create_state as create_parameter_state
+from trainer.runtime.checkpoint.optimizer_state import groups_of_parameters, state_tensors, step_count
 from trainer.runtime.checkpoint.pieces import Piece, flat, type_of
-from trainer.spec.errors import InputError
 
 
 def describe(model: nn.Module, optimizer: TorchOptimizer) -> dict[str, ParameterEntry]:
     """Every parameter and persistent buffer with its group, steps and state, without chunks."""
-    groups = {parameter: name for parameter, (name, _) in _group_by_parameter(optimizer).items()}
-    return {name: _entry(item, optimizer, groups.get(id(item.tensor))) for name, item in named_state(model).items()}
+    groups = groups_of_parameters(optimizer)
+    return {
+        name: described(item, optimizer, groups[id(item.tensor)][0] if id(item.tensor) in groups else None)
+        for name, item in named_state(model).items()
+    }
 
 
-def held_pieces(model: nn.Module, optimizer: TorchOptimizer) -> list[Piece]:
-    """All weights and states, whole, a tied one once."""
-    pieces = []
-    for name, item in named_state(model).items():
-        if item.tied_to is None:
-            pieces.append(Piece(name, None, 0, flat(item.tensor, name=name)))
-            states = sorted(state_tensors(optimizer, item.tensor).items())
-            pieces += [Piece(name, key, 0, tensor.reshape(-1)) for key, tensor in states]
-    return [piece for piece in pieces if piece.num_elements]
-
-
-def create_state(model: nn.Module, optimizer: TorchOptimizer, manifest: Manifest) -> list[Piece]:
-    """Makes the state of every trained parameter on every rank; all of it is to be filled."""
-    groups = _group_by_parameter(optimizer)
-    pieces = []
-    for name, item in named_state(model).items():
-        if item.tied_to is not None:
-            continue
-        entry = manifest.entry(name)
-        group = groups.get(id(item.tensor))
-        if entry.is_trained != (group is not None):
-            was, is_now = ("trained", "frozen") if entry.is_trained else ("frozen", "trained")
-            raise InputError(f"{name}: was {was} when the checkpoint was saved and is {is_now} in this job")
-        if group is None:
-            continue
-        tensors = create_parameter_state(optimizer, group[1], item.tensor, entry, name=name)
-        pieces += [Piece(name, key, 0, tensor.view(-1)) for key, tensor in tensors.items()]
-    return [piece for piece in pieces if piece.num_elements]
-
-
-def _entry(item: NamedTensor, optimizer: TorchOptimizer, group: str | None) -> ParameterEntry:
+def described(item: NamedTensor, optimizer: TorchOptimizer, group: str | None) -> ParameterEntry:
+    """The entry of one tensor whose state the optimizer keeps under that very tensor, of a group or of none."""
     if item.tied_to is not None:
         return ParameterEntry(tied_to=item.tied_to, is_trained=group is not None, is_buffer=item.is_buffer)
     return ParameterEntry(
@@ -61,11 +34,28 @@ def _entry(item: NamedTensor, optimizer: TorchOptimizer, group: str | None) -> P
     )
 
 
-def _group_by_parameter(optimizer: TorchOptimizer) -> dict[int, tuple[str, Group]]:
-    """The group that updates each parameter and its name, by the parameter's identity."""
-    return {
-        id(parameter): (name, group) for name, group in named_groups(optimizer).items() for parameter in group["params"]
-    }
+def held_pieces(model: nn.Module, optimizer: TorchOptimizer) -> list[Piece]:
+    """All weights and states, whole, a tied one once."""
+    pieces = []
+    for name, item in named_state(model).items():
+        if item.tied_to is None:
+            pieces.append(Piece(name, None, 0, flat(item.tensor, name=name), is_shared=True))
+            states = sorted(state_tensors(optimizer, item.tensor).items())
+            pieces += [Piece(name, key, 0, tensor.reshape(-1), is_shared=True) for key, tensor in states]
+    return [piece for piece in pieces if piece.num_elements]
+
+
+def create_state(model: nn.Module, optimizer: TorchOptimizer, manifest: Manifest) -> None:
+    """Makes the state of every trained parameter, also of one of which this rank holds no element."""
+    groups = groups_of_parameters(optimizer)
+    for name, item in named_state(model).items():
+        if item.tied_to is None and id(item.tensor) in groups:
+            group = groups[id(item.tensor)][1]
+            create_parameter_state(optimizer, group, item.tensor, manifest.entry(name), name=name)
+
+
+def settle(model: nn.Module) -> None:
+    """Nothing is left to do: what was filled is what the model computes with."""
 
 
 def _tensor_entry(tensor: torch.Tensor) -> TensorEntry:

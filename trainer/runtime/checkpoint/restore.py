@@ -1,20 +1,22 @@
 """From a checkpoint back into a model and its optimizer, in the order that works under every engine.
 
-Weights go into the plain model before `accelerator.prepare`: an engine's setters do not always refresh the copy it
-computes with. Moments and step counts follow after it. Nothing here knows how many ranks wrote, or under which engine.
+Where every rank holds whole weights they go into the plain model before `accelerator.prepare`, moments and step counts
+into the optimizer after it. An engine whose ranks hold parts is filled after it altogether, range by range: masters,
+moments, counts; then it makes the copy that it computes with from the masters. A tensor's values are copied, never
+rounded, unless the engine keeps a frozen weight in the computing type. Nothing here knows how many ranks wrote, or
+under which engine.
 """
 
-import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from trainer.runtime.checkpoint.engines import engine_of
-from trainer.runtime.checkpoint.manifest import CheckpointFacts, CheckpointFolder, Manifest
+from trainer.runtime.checkpoint.manifest import CheckpointFacts, CheckpointFolder, Manifest, ParameterEntry
 from trainer.runtime.checkpoint.model_state import named_state
 from trainer.runtime.checkpoint.optimizer_state import check_supported
-from trainer.runtime.checkpoint.pieces import dtype_of, flat, type_of
+from trainer.runtime.checkpoint.pieces import Piece, dtype_of, flat, put_away_after
 from trainer.runtime.checkpoint.shards import OpenShards
 from trainer.runtime.optimizers import unwrapped
 from trainer.spec.errors import InputError, InputProblemsError
@@ -58,14 +60,9 @@ def import_weights(model: nn.Module, checkpoint: CheckpointFolder) -> None:
         for name, item in state.items():
             entry = manifest.entry(name).weight
             assert entry is not None, "check_manifest saw it"
-            if tuple(item.tensor.shape) != entry.shape:
-                raise InputError(
-                    f"{name}: has shape {entry.shape} in the checkpoint, {tuple(item.tensor.shape)} in this job"
-                )
+            _check_weight(name, tuple(item.tensor.shape), item.tied_to, manifest)
             if item.tied_to is None:
                 shards.fill(flat(item.tensor, name=name), entry, start=0, what=name)
-            elif manifest.entry(name) is not manifest.entry(item.tied_to):
-                raise InputError(f"{name}: is tied to {item.tied_to} in this job and not in the checkpoint")
 
 
 def read_weights(checkpoint: CheckpointFolder) -> dict[str, torch.Tensor]:
@@ -80,30 +77,64 @@ def read_weights(checkpoint: CheckpointFolder) -> dict[str, torch.Tensor]:
     return weights
 
 
-def import_optimizer(model: nn.Module, optimizer: object, checkpoint: CheckpointFolder, *, sharding: Sharding) -> None:
-    """Fills moments and step counts after `accelerator.prepare`, without stepping; learning rates stay the job's."""
+def import_state(model: nn.Module, optimizer: object, checkpoint: CheckpointFolder, *, sharding: Sharding) -> None:
+    """Fills moments and step counts after `accelerator.prepare`, without stepping; learning rates stay the job's.
+
+    Under an engine whose ranks hold parts of the weights, these too, and what it computes with follows them; each rank
+    reads its own ranges. Collective there.
+    """
     engine, inner, manifest = engine_of(sharding), unwrapped(optimizer), checkpoint.manifest
     check_supported(inner)
-    _check_names(named_state(model), manifest)
-    pieces = engine.create_state(model, inner, manifest)
-    with OpenShards(checkpoint) as shards:
-        for piece in pieces:
-            assert piece.state is not None, "weights are imported before"
-            shards.fill(
-                piece.values, manifest.entry(piece.name).state[piece.state], start=piece.start, what=piece.title
-            )
+    ours = engine.describe(model, inner)
+    _check_names(ours, manifest)
+    for name, entry in ours.items():
+        saved = manifest.entry(name)
+        if entry.tied_to is None and entry.is_trained != saved.is_trained:
+            was, is_now = ("trained", "frozen") if saved.is_trained else ("frozen", "trained")
+            raise InputError(f"{name}: was {was} when the checkpoint was saved and is {is_now} in this job")
+    _check_weights(ours, manifest)
+    engine.create_state(model, inner, manifest)
+    pieces = engine.held_pieces(model, inner)
+    _fill(pieces if engine.holds_parts else [piece for piece in pieces if piece.state is not None], checkpoint)
+    engine.settle(model)
 
 
-def state_digest(model: nn.Module, optimizer: object, *, sharding: Sharding) -> str:
-    """Hash over every weight, moment and step count this rank holds, by name: equal where all bits are equal."""
+def load_weights(model: nn.Module, optimizer: object, checkpoint: CheckpointFolder, *, sharding: Sharding) -> None:
+    """Fills the weights of a prepared model, and leaves the optimizer's state as it is; collective."""
     engine, inner = engine_of(sharding), unwrapped(optimizer)
-    digest = hashlib.sha256()
-    for name, entry in sorted(engine.describe(model, inner).items()):
-        digest.update(f"{name} {entry.tied_to} {entry.step}\n".encode())
-    for piece in sorted(engine.held_pieces(model, inner), key=lambda piece: piece.title):
-        digest.update(f"{piece.title} {piece.start} {type_of(piece.values)} {piece.num_elements}\n".encode())
-        digest.update(piece.values.cpu().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    ours = engine.describe(model, inner)
+    _check_names(ours, checkpoint.manifest)
+    _check_weights(ours, checkpoint.manifest)
+    _fill([piece for piece in engine.held_pieces(model, inner) if piece.state is None], checkpoint)
+    engine.settle(model)
+
+
+def _fill(pieces: Sequence[Piece], checkpoint: CheckpointFolder) -> None:
+    with OpenShards(checkpoint) as shards, put_away_after(pieces):
+        for piece in pieces:
+            saved = checkpoint.manifest.entry(piece.name)
+            if piece.state is not None and not saved.state:
+                continue  # never updated: its part of a partition starts from zeros
+            entry = saved.weight if piece.state is None else saved.state.get(piece.state)
+            if entry is None:
+                raise InputError(f"{piece.title}: is not in the checkpoint")
+            values = piece.at_hand(to_fill=True)
+            shards.fill(values, entry, start=piece.start, what=piece.title, may_round=piece.may_round)
+
+
+def _check_weights(ours: Mapping[str, ParameterEntry], manifest: Manifest) -> None:
+    for name, entry in ours.items():
+        shape = None if entry.weight is None else entry.weight.shape
+        _check_weight(name, shape, entry.tied_to, manifest)
+
+
+def _check_weight(name: str, shape: tuple[int, ...] | None, tied_to: str | None, manifest: Manifest) -> None:
+    """InputError where a tensor of this job is another one in the checkpoint; a tied one may come without shape."""
+    saved = manifest.entry(name).weight
+    if shape is not None and saved is not None and shape != saved.shape:
+        raise InputError(f"{name}: has shape {saved.shape} in the checkpoint, {shape} in this job")
+    if tied_to is not None and manifest.entry(name) is not manifest.entry(tied_to):
+        raise InputError(f"{name}: is tied to {tied_to} in this job and not in the checkpoint")
 
 
 def _optimizers(saved: Optimizer, wanted: Optimizer) -> tuple[Optimizer, Optimizer]:

@@ -1,7 +1,7 @@
 """Saving, on all ranks: each writes what it holds, all agree, rank 0 commits."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from trainer.runtime.checkpoint.manifest import (
     folder_name,
 )
 from trainer.runtime.checkpoint.optimizer_state import check_supported, hyper_parameters
-from trainer.runtime.checkpoint.pieces import Piece
+from trainer.runtime.checkpoint.pieces import Piece, put_away_after
 from trainer.runtime.checkpoint.ranges import share_of_rank
 from trainer.runtime.checkpoint.ranks import Ranks
 from trainer.runtime.checkpoint.shards import NonFiniteStateError, ShardRecord, write_shard
@@ -39,63 +39,143 @@ def save_checkpoint(
     facts: CheckpointFacts,
     ranks: Ranks,
     keep: int,
+    keep_every: int | None = None,
     protect: tuple[int, ...] = (),
     on_point: OnPoint = lambda point: None,
 ) -> Path:
     """Saves under `root` and returns the committed folder; collective: every rank calls it after the same step.
 
-    `protect` names steps that are not pruned (the best one). A whole checkpoint of this very step is kept as it is.
-    EnvironmentFaultError, the same on every rank, where the disk is full, the folder not writable or another process
-    is saving there; NonFiniteStateError where the state is not worth keeping. Older checkpoints are then untouched and
-    training may go on. InputError for an engine or an optimizer that has no checkpoints yet.
+    The newest `keep` checkpoints stay, those of every `keep_every`-th step, and the steps of `protect` (the best one).
+    A whole checkpoint of this very step is kept as it is. EnvironmentFaultError, the same on every rank, where the disk
+    is full, the folder not writable or another process is saving there; NonFiniteStateError where the state is not
+    worth keeping. Older checkpoints are then untouched and training may go on. InputError for an engine or an
+    optimizer that has no checkpoints yet.
     `on_point` is told the name of every point at which a crash would leave something different behind.
     """
-    if keep < 1:
-        raise ValueError(f"keep must be at least 1, not {keep}")
-    engine, inner, final = engine_of(sharding), unwrapped(optimizer), root / folder_name(facts.step)
-    doing = f"the checkpoint of step {facts.step} was not saved"
-    pieces = together(ranks, lambda: _pieces_to_write(engine, model, inner, facts=facts, ranks=ranks), doing=doing)
-    num_bytes = sum(map(int, ranks.exchange(str(sum(piece.num_bytes for piece in pieces)).encode())))
-    with ExitStack() as held:
+    save = Save(
+        root,
+        model=model,
+        optimizer=optimizer,
+        sharding=sharding,
+        facts=facts,
+        ranks=ranks,
+        keep=keep,
+        keep_every=keep_every,
+        protect=protect,
+        on_point=on_point,
+    )
+    with save:
+        if save.is_needed:
+            save.finish(save.write)
+    return save.final
 
-        def stage() -> bytes:
-            return held.enter_context(staging_folder(root, facts, num_bytes=num_bytes)).encode()
 
-        def write() -> bytes:
-            return codec.encode(write_shard(root / staged, pieces, rank=ranks.rank, on_point=on_point))
+class Save:
+    """One save in its three parts, begun when it is made; a context manager that holds the writer's lock.
 
-        def finish() -> bytes:
-            manifest = Manifest(
-                facts=facts,
-                parameters=_with_chunks(engine.describe(model, inner), records),
-                groups=hyper_parameters(inner),
-                files={record.file: record.entry for record in records},
-            )
-            commit(root / staged, manifest, final=final, on_point=on_point)
-            prune(root, newest=facts.step, keep=keep, protect=protect, on_point=on_point)
-            return b""
+    Making it and `finish` are collective, `write` is each rank's own and may run in a thread.
+    """
 
-        staged = on_first(ranks, stage, doing=doing).decode()
-        if staged:
-            on_point("staged")
-            written = ranks.gather(together(ranks, write, doing=doing))
-            records = [codec.decode(content, ShardRecord, origin="a rank's answer") for content in written]
-            on_first(ranks, finish, doing=doing)
-    return final
+    def __init__(
+        self,
+        root: Path,
+        *,
+        model: nn.Module,
+        optimizer: object,
+        sharding: Sharding,
+        facts: CheckpointFacts,
+        ranks: Ranks,
+        keep: int,
+        keep_every: int | None,
+        protect: tuple[int, ...],
+        on_point: OnPoint,
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, not {keep}")
+        engine, inner = engine_of(sharding), unwrapped(optimizer)
+        self.final = root / folder_name(facts.step)
+        self._root, self._facts, self._ranks, self._on_point = root, facts, ranks, on_point
+        self._keep, self._keep_every, self._protect = keep, keep_every, protect
+        self._doing = f"the checkpoint of step {facts.step} was not saved"
+        self._held = ExitStack()
+        self.pieces = together(
+            ranks, lambda: _pieces_to_write(engine, model, inner, facts=facts, ranks=ranks), doing=self._doing
+        )
+        # Now, as it is of this step: by the time the shards are written training may be further.
+        self._described = engine.describe(model, inner) if ranks.is_first else {}
+        self._groups = hyper_parameters(inner)
+        self._num_bytes = sum(map(int, ranks.exchange(str(self.num_bytes).encode())))
+        self._staged = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """What this rank writes."""
+        return sum(piece.num_bytes for piece in self.pieces)
+
+    @property
+    def is_needed(self) -> bool:
+        """False where this very step is saved already, whole."""
+        return bool(self._staged)
+
+    def __enter__(self) -> "Save":
+        self._held.enter_context(put_away_after(self.pieces))
+        try:
+            self._staged = on_first(self._ranks, self._stage, doing=self._doing).decode()
+        except BaseException:
+            self._held.close()
+            raise
+        if self._staged:
+            self._on_point("staged")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    def write(self) -> bytes:
+        """Writes this rank's file; what rank 0 must know of it."""
+        record = write_shard(self._root / self._staged, self.pieces, rank=self._ranks.rank, on_point=self._on_point)
+        return codec.encode(record)
+
+    def finish(self, write: Callable[[], bytes]) -> None:
+        """Commits once `write` is done on every rank; what it raises on one rank is raised on all."""
+        written = self._ranks.gather(together(self._ranks, write, doing=self._doing))
+        records = [codec.decode(content, ShardRecord, origin="a rank's answer") for content in written]
+        on_first(self._ranks, lambda: self._commit(records), doing=self._doing)
+
+    def _stage(self) -> bytes:
+        staging = staging_folder(self._root, self._facts, num_bytes=self._num_bytes)
+        return self._held.enter_context(staging).encode()
+
+    def _commit(self, records: Sequence[ShardRecord]) -> bytes:
+        manifest = Manifest(
+            facts=self._facts,
+            parameters=_with_chunks(self._described, records),
+            groups=self._groups,
+            files={record.file: record.entry for record in records},
+        )
+        commit(self._root / self._staged, manifest, final=self.final, on_point=self._on_point)
+        prune(
+            self._root,
+            newest=self._facts.step,
+            keep=self._keep,
+            keep_every=self._keep_every,
+            protect=self._protect,
+            on_point=self._on_point,
+        )
+        return b""
 
 
 def _pieces_to_write(
     engine: Engine, model: nn.Module, optimizer: TorchOptimizer, *, facts: CheckpointFacts, ranks: Ranks
 ) -> list[Piece]:
-    """What this rank writes: all it holds, or its share by bytes of what every rank holds."""
+    """What this rank writes: all that it alone holds, and its share by bytes of what every rank holds."""
     check_supported(optimizer)
     _check_finite(facts)
     pieces = engine.held_pieces(model, optimizer)
-    if not engine.is_replicated:
-        return pieces
-    sizes = [(piece.num_elements, piece.values.element_size()) for piece in pieces]
-    return [
-        pieces[share.position].part(share.start, share.num_elements)
+    shared = [piece for piece in pieces if piece.is_shared]
+    sizes = [(piece.num_elements, piece.values.element_size()) for piece in shared]
+    return [piece for piece in pieces if not piece.is_shared] + [
+        shared[share.position].part(share.start, share.num_elements)
         for share in share_of_rank(sizes, rank=ranks.rank, world_size=ranks.world_size)
     ]
 

@@ -105,13 +105,16 @@ class OpenShards:
     def __exit__(self, *_: object) -> None:
         self._opened.close()
 
-    def fill(self, values: torch.Tensor, tensor: TensorEntry, *, start: int, what: str) -> None:
+    def fill(
+        self, values: torch.Tensor, tensor: TensorEntry, *, start: int, what: str, may_round: bool = False
+    ) -> None:
         """Fills a flat tensor with elements [start, start + len) of a saved one.
 
-        InputError where the range has holes, where `values` has fewer bits than were saved, or for NaN and infinity.
+        InputError where the range has holes, for NaN and infinity, or where `values` has fewer bits than were saved
+        and may not be rounded to.
         """
         saved = dtype_of(tensor.type)
-        if torch.promote_types(saved, values.dtype) != values.dtype:
+        if not may_round and torch.promote_types(saved, values.dtype) != values.dtype:
             raise InputError(f"{what}: is {tensor.type} in the checkpoint; as {type_of(values)} it would be rounded")
         if start + values.numel() > tensor.num_elements:
             raise InputError(f"{what}: has {tensor.num_elements} elements, {start + values.numel()} are wanted")
@@ -171,9 +174,10 @@ def _tensors(manifest: Manifest) -> Iterator[TensorEntry]:
 def _blocks(keys: Sequence[str], pieces: Sequence[Piece]) -> Iterator[memoryview]:
     yield memoryview(_header(keys, pieces))
     for piece in pieces:
-        block_elements = BLOCK_BYTES // piece.values.element_size()
+        values = piece.at_hand()
+        block_elements = BLOCK_BYTES // values.element_size()
         for start in range(0, piece.num_elements, block_elements):
-            block = piece.values[start : start + block_elements].cpu()
+            block = values[start : start + block_elements].cpu()
             if not _is_finite(block):
                 raise NonFiniteStateError(f"{piece.title} holds NaN or infinity, so nothing was saved")
             yield block.view(torch.uint8).numpy().data

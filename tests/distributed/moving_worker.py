@@ -1,0 +1,54 @@
+"""One rank of the tests of moving: trains, or goes on from what another engine or another number of ranks saved.
+
+    torchrun ... moving_worker.py PLAN.json[@RUN_DIR][#STEP] [...]
+
+Of `PLAN.json@RUN_DIR` the newest checkpoint of RUN_DIR is loaded and saved again at once, by the engine of this plan,
+in the plan's own run directory; then the plan is trained on from there. With `#STEP` it is stopped after that step.
+"""
+
+import os
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
+
+from trainer.runtime.loop import train
+from trainer.runtime.report_writer import ReportWriter, RunPaths, run_paths
+from trainer.runtime.state import RunState
+from trainer.spec import codec
+from trainer.spec.plan import Plan
+from trainer.spec.report import Ending
+
+
+def main(arguments: list[str]) -> None:
+    for argument in arguments:
+        argument, _, last = argument.partition("#")
+        plan_path, _, source = argument.partition("@")
+        plan = codec.read(Path(plan_path), Plan)
+        paths = run_paths(Path(plan_path), started_at=datetime.now(UTC))
+        if source:
+            run(plan, msgspec.structs.replace(paths, resume_dir=Path(source)), last=0)
+        run(plan, paths, last=int(last) if last else plan.schedule.num_steps)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def run(plan: Plan, paths: RunPaths, *, last: int) -> None:
+    """Runs the plan as `trainer.__main__` does, until step `last` or at least to its first step boundary."""
+    environment, state = dict(os.environ), RunState()
+    writer = ReportWriter(paths, rank=int(os.environ.get("RANK", "0")))
+    ending = train(plan, paths, writer, state, lambda: state.step >= last)
+    assert ending is (Ending.FINISHED if last == plan.schedule.num_steps else Ending.STOPPED)
+    assert state.incidents == [], state.incidents
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

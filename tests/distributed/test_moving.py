@@ -1,0 +1,263 @@
+"""What one engine saved, another resumes: state arrives to the bit, and training goes on as if nothing had happened.
+
+A move is: ten steps on one engine, with a checkpoint after five; that checkpoint loaded by another engine, saved again
+at once, and five more steps. Few sizes divide by the number of ranks, gradients are clipped, the learning rate warms
+up, some rows are padding, and there are two parameter groups. Numbers are fp32 unless a test says otherwise.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from moving_factory import NUM_STEPS, STEP, Attempt, Move, Place, Yard, greatest
+from safetensors.torch import load_file, save_file
+
+from trainer.runtime.checkpoint import checkpoint_digest
+from trainer.runtime.checkpoint.search import open_checkpoint, verified
+from trainer.spec.strategy import Offload, Sharding
+
+TOLERANCE = 1e-5
+CPU_ADAM_TOLERANCE = 1e-6  # it multiplies up powers of beta step by step, and takes them at once after a resume
+SINGLE, DDP = Place(Sharding.NONE, 1), Place(Sharding.DDP, 2)
+FSDP, FSDP_3 = Place(Sharding.FSDP, 2), Place(Sharding.FSDP, 3)
+ZERO1, ZERO2, ZERO3 = (Place(each, 2) for each in (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3))
+ZERO2_3 = Place(Sharding.ZERO2, 3)
+ZERO2_HOST, ZERO3_HOST = Place(Sharding.ZERO2, 2, Offload.OPTIMIZER), Place(Sharding.ZERO3, 2, Offload.OPTIMIZER)
+ZERO3_ALL_HOST = Place(Sharding.ZERO3, 2, Offload.OPTIMIZER_PARAMS)
+PLACES = (SINGLE, DDP, FSDP, ZERO2, ZERO3, ZERO2_HOST, ZERO3_HOST)
+
+
+COVERING = (
+    *(Move(place, place) for place in PLACES),
+    Move(SINGLE, FSDP), Move(FSDP, ZERO3), Move(ZERO3, ZERO2_HOST), Move(ZERO2_HOST, DDP), Move(DDP, ZERO2),
+    Move(ZERO2, ZERO3_HOST), Move(ZERO3_HOST, SINGLE), Move(ZERO2_HOST, FSDP), Move(FSDP, ZERO1),
+    Move(DDP, ZERO3_ALL_HOST),
+    Move(SINGLE, ZERO3, "tied"), Move(ZERO3, FSDP, "tied"), Move(FSDP, ZERO2, "tied"), Move(ZERO2, SINGLE, "tied"),
+    Move(SINGLE, ZERO2, "lora"), Move(ZERO2, FSDP, "lora"), Move(FSDP, ZERO3, "lora"), Move(ZERO3, SINGLE, "lora"),
+    Move(FSDP, FSDP, "dora"), Move(ZERO3, ZERO3, "dora"),
+    Move(ZERO2, ZERO2, "bf16"), Move(ZERO3, ZERO3, "bf16"), Move(FSDP, FSDP, "bf16"), Move(ZERO2_HOST, FSDP, "bf16"),
+    Move(FSDP, ZERO2, "pure-bf16"), Move(ZERO3, ZERO3, "pure-bf16"),
+    Move(SINGLE, SINGLE, "fp16"), Move(SINGLE, FSDP, "fp16"),
+)  # fmt: skip
+REST = [
+    *(
+        move
+        for kind in ("plain", "tied", "lora")
+        for move in (Move(*pair, kind) for pair in product(PLACES, repeat=2))
+        if move not in COVERING
+    ),
+    *(Move(source, target, "qlora") for source, target in product((SINGLE, FSDP, ZERO2), repeat=2)),
+]
+# One process, two ranks, three ranks, one process again; two steps on each.
+WAYS = ((SINGLE, ZERO3, FSDP_3, SINGLE), (SINGLE, FSDP, ZERO2_3, SINGLE))
+
+
+@pytest.fixture(scope="module")
+def yard(tmp_path_factory, cache_dir, start_ranks) -> Yard:
+    return Yard(tmp_path_factory.mktemp("moving"), cache_dir, start_ranks)
+
+
+@pytest.fixture(scope="module")
+def moved(yard) -> Yard:
+    """All moves of the covering set."""
+    yard.move(COVERING)
+    return yard
+
+
+@pytest.fixture(scope="module")
+def moved_all(yard) -> Yard:
+    """All ordered pairs."""
+    yard.move(REST)
+    return yard
+
+
+def tolerance_of(move: Move) -> float:
+    """Losses of the same plan are equal to the bit, save under DeepSpeed's CPU Adam."""
+    if move.source == move.target:
+        return CPU_ADAM_TOLERANCE if move.source.offload is not Offload.NONE else 0.0
+    return 2e-2 if "16" in move.kind else TOLERANCE  # 16-bit products are added in another order
+
+
+def test_most_sizes_do_not_divide(moved):
+    """Else the last rank's rows, fragments and pieces would be whole ones."""
+    shapes = [entry.weight.shape for entry in moved.checkpoint(f"plain-{FSDP}").manifest.parameters.values()]
+    for num_ranks in (2, 3):
+        for counts in ([shape[0] for shape in shapes], [np.prod(shape) for shape in shapes]):
+            assert sum(count % num_ranks > 0 for count in counts) > len(shapes) / 2
+    course = moved.losses(f"plain-{SINGLE}")
+    assert course[0] > course[-1] + 0.5, "it learns, so that a difference would show"
+
+
+@pytest.mark.parametrize("move", COVERING, ids=str)
+def test_state_arrives_to_the_bit(move, moved):
+    check_digest(move, moved)
+
+
+@pytest.mark.parametrize("move", COVERING, ids=str)
+def test_five_steps_after_a_move_are_those_of_staying(move, moved):
+    assert moved.difference(move) <= tolerance_of(move)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("move", REST, ids=str)
+def test_every_engine_goes_on_from_every_other(move, moved_all):
+    check_digest(move, moved_all)
+    assert moved_all.difference(move) <= tolerance_of(move)
+
+
+def check_digest(move: Move, yard: Yard) -> None:
+    left = open_checkpoint(yard.leave(move.left) / "checkpoints" / f"step-{STEP:08d}")
+    arrived = verified(yard.checkpoint(str(move)).path)
+    assert checkpoint_digest(arrived) == checkpoint_digest(left)
+    assert arrived.facts.sharding is move.target.sharding
+    assert len(arrived.manifest.files) == move.target.num_ranks
+    states = [entry for entry in arrived.manifest.parameters.values() if entry.is_trained and entry.tied_to is None]
+    assert states and all(entry.step == STEP and set(entry.state) == {"exp_avg", "exp_avg_sq"} for entry in states)
+
+
+@pytest.mark.parametrize("move", [move for move in COVERING if move.target.num_ranks > 1], ids=str)
+def test_each_rank_writes_what_it_holds_and_no_more(move, moved):
+    """Nothing is gathered: the files are equal halves, but for headers and what does not divide."""
+    sizes = [file.size_bytes for file in moved.checkpoint(str(move)).manifest.files.values()]
+    assert max(sizes) / sum(sizes) < 0.57
+
+
+@pytest.mark.parametrize("move", [move for move in COVERING if "bf16" in move.kind], ids=str)
+def test_masters_are_saved_in_the_type_they_have(move, moved):
+    types = {entry.weight.type for entry in moved.checkpoint(str(move)).manifest.parameters.values()}
+    assert types == {"BF16" if move.kind == "pure-bf16" else "F32"}
+
+
+def test_a_tied_weight_is_written_once_by_every_engine(moved):
+    for move in (move for move in COVERING if move.kind == "tied"):
+        assert moved.checkpoint(str(move)).manifest.parameters["lm_head.weight"].tied_to == "model.embed_tokens.weight"
+
+
+def test_of_a_model_with_adapters_only_these_are_written(moved):
+    for move in (move for move in COVERING if move.kind in ("lora", "dora")):
+        assert all("lora_" in name for name in moved.checkpoint(str(move)).manifest.parameters)
+
+
+def test_the_scale_of_fp16_goes_on_from_where_it_was(moved):
+    left, arrived = (moved.checkpoint(name).facts for name in (f"fp16-{SINGLE}", str(Move(SINGLE, FSDP, "fp16"))))
+    assert left.loss_scaler is not None and left.loss_scaler.growth_tracker > 0
+    assert arrived.loss_scaler == left.loss_scaler
+
+
+@pytest.fixture(scope="module")
+def travelled(yard) -> Yard:
+    """Both ways from one process over two and three ranks back to one."""
+    stops = (4, 6, 8, NUM_STEPS)
+    for leg, last in enumerate(stops):
+        yard.run(
+            Attempt(
+                name_of_leg(way, leg),
+                yard.plan(way[leg], is_resumed=leg > 0),
+                yard.folder / name_of_leg(way, leg - 1) if leg > 0 else None,
+                last,
+            )
+            for way in WAYS
+        )
+    return yard
+
+
+def name_of_leg(way: Sequence[Place], leg: int) -> str:
+    return "-over-".join(map(str, way[: leg + 1])) + f"-of-{'-'.join(map(str, way))}"
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way)))
+def test_one_process_two_ranks_three_ranks_one_process(way, travelled, moved):
+    losses = [loss for leg in range(4) for loss in travelled.losses(name_of_leg(way, leg))]
+    assert greatest(losses, moved.losses(f"plain-{SINGLE}")) <= TOLERANCE
+    for leg, step in ((1, 4), (2, 6), (3, 8)):
+        left, arrived = (travelled.checkpoint(name_of_leg(way, each), step) for each in (leg - 1, leg))
+        assert checkpoint_digest(left) == checkpoint_digest(arrived)
+
+
+def forget_moments(entry: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    for state in entry["state"].values():
+        for chunk in state["chunks"]:
+            tensors[chunk["key"]].zero_()
+
+
+def forget_steps(entry: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    entry["step"] = 1
+
+
+def round_weights(entry: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """As if the 16-bit copy had been saved."""
+    for chunk in entry["weight"]["chunks"]:
+        tensors[chunk["key"]] = tensors[chunk["key"]].bfloat16().float()
+
+
+def forget_weights(entry: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    for chunk in entry["weight"]["chunks"]:
+        tensors[chunk["key"]].normal_(std=0.02, generator=torch.Generator().manual_seed(0))
+
+
+IN_THE_FILES = {
+    "moments": forget_moments,
+    "steps": forget_steps,
+    "bits": round_weights,
+    "weights": forget_weights,
+}
+IN_THE_PLAN: dict[str, dict[str, Any]] = {
+    "learning rate": {"warmup_steps": 8},
+    "group hyper-parameters": {"train": {"weight_decay": 0.0}},
+    "clipping": {"clip": 1.0},
+    "data position": {"cache_dir": "shifted"},
+}
+
+
+def edited(left: Path, folder: Path, edit: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]) -> Path:
+    """A copy of a run directory whose checkpoint is whole and verifies, and yet is not what was saved."""
+    shutil.copytree(left, folder)
+    path = folder / "checkpoints" / f"step-{STEP:08d}"
+    manifest = json.loads((path / "MANIFEST.json").read_text())
+    files = {name: load_file(path / name) for name in manifest["files"]}
+    tensors = {key: tensor for file in files.values() for key, tensor in file.items()}
+    for entry in manifest["parameters"].values():
+        edit(entry, tensors)
+    for name, keys in files.items():
+        save_file({key: tensors[key] for key in keys}, path / name)
+        content = (path / name).read_bytes()
+        manifest["files"][name] = {"size_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (path / "MANIFEST.json").write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def forgetful(moved) -> Yard:
+    """Moves from one process to one process, each with one thing lost on the way."""
+    left = moved.leave(f"plain-{SINGLE}")
+    attempts = [
+        Attempt(f"no {what}", moved.plan(SINGLE, is_resumed=True), edited(left, moved.folder / f"edited {what}", edit))
+        for what, edit in IN_THE_FILES.items()
+    ]
+    shifted = shutil.copytree(moved.cache_dir, moved.folder / "shifted rows")
+    np.save(shifted / "train_rows.npy", np.roll(np.load(shifted / "train_rows.npy"), 8, axis=0))
+    for what, changed in IN_THE_PLAN.items():
+        settings = changed if "cache_dir" not in changed else {"cache_dir": shifted}
+        attempts.append(Attempt(f"no {what}", moved.plan(SINGLE, is_resumed=True, **settings), left))
+    moved.run(attempts)
+    return moved
+
+
+@pytest.mark.parametrize("what", [*IN_THE_FILES, *IN_THE_PLAN])
+def test_whatever_is_lost_on_the_way_shows(what, forgetful):
+    """Else the tests above would prove nothing; what is lost moves losses ten times as far as they allow, and more."""
+    losses, expected = forgetful.losses(f"no {what}"), forgetful.losses(f"plain-{SINGLE}")[STEP:]
+    assert greatest(losses, expected) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("what", IN_THE_FILES)
+def test_whatever_is_lost_of_the_state_changes_the_digest(what, forgetful):
+    left = open_checkpoint(forgetful.leave(f"plain-{SINGLE}") / "checkpoints" / f"step-{STEP:08d}")
+    assert checkpoint_digest(forgetful.checkpoint(f"no {what}")) != checkpoint_digest(left)

@@ -1,0 +1,162 @@
+"""A step that is not to be taken, on two ranks of every engine: all skip it, and nothing of it is left.
+
+Weights, moments and step counts of each rank are compared bit by bit before and after. That the next steps are those of
+a run without it is held against plain PyTorch, which leaves the same three steps out.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+import torch
+from engine_plan_factory import TINY_LLAMA
+from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
+from rank_factory import rank_plan, write_attempt
+from safetensors.torch import load_file
+from spoilt_rows import train_plainly
+
+from launch.nvme_folder import check_nvme
+from trainer.runtime.mixed_precision import INIT_SCALE
+from trainer.spec.job import Limits, NvmeLimit
+from trainer.spec.model_shape import read_model_shape
+from trainer.spec.plan import Plan
+from trainer.spec.strategy import Offload, Precision, Sharding
+from trainer.spec.units import MIB
+
+WORKER = Path(__file__).with_name("spike_worker.py")
+NUM_STEPS, SKIPPED = 7, (3, 4, 5)
+TAKEN = {step: step for step in range(1, NUM_STEPS + 1) if step not in SKIPPED}
+FAULTS = ("the gradient norm is not finite", "the loss is not finite", "refused")
+MODEL = {**TINY_LLAMA, "vocab_size": 8192}  # its tables are just large enough for DeepSpeed to swap them
+LOCKABLE_BYTES = 12 * MIB
+
+Case = tuple[Sharding, Offload, Precision]
+
+
+class Run(NamedTuple):
+    """What two ranks came to."""
+
+    steps: list[list[dict]]  # of each rank
+    weights: dict[str, torch.Tensor]
+
+
+FP32, BF16 = Precision.FP32, Precision.BF16_MIXED
+CASES: tuple[Case, ...] = (
+    (Sharding.DDP, Offload.NONE, FP32),
+    (Sharding.FSDP, Offload.NONE, FP32),
+    (Sharding.ZERO2, Offload.NONE, FP32),
+    (Sharding.ZERO3, Offload.NONE, FP32),
+    (Sharding.ZERO3, Offload.NONE, BF16),
+    (Sharding.ZERO2, Offload.OPTIMIZER, FP32),
+    (Sharding.ZERO3, Offload.NVME_ALL, FP32),
+)
+MORE_CASES: tuple[Case, ...] = (
+    (Sharding.ZERO1, Offload.NONE, FP32),
+    (Sharding.FSDP_GRAD_OP, Offload.NONE, BF16),
+    (Sharding.ZERO2, Offload.NONE, BF16),
+    (Sharding.ZERO2, Offload.OPTIMIZER, BF16),
+    (Sharding.ZERO3, Offload.OPTIMIZER, FP32),
+    (Sharding.ZERO3, Offload.OPTIMIZER_PARAMS, BF16),
+    (Sharding.ZERO3, Offload.NVME_OPTIMIZER, FP32),
+)
+HAS_FP16_UNITS = bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())  # which DeepSpeed asks for
+FP16_SHARDINGS = (Sharding.DDP, Sharding.FSDP) + ((Sharding.ZERO2, Sharding.ZERO3) if HAS_FP16_UNITS else ())
+FP16_CASES: tuple[Case, ...] = tuple((each, Offload.NONE, Precision.FP16_MIXED) for each in FP16_SHARDINGS)
+
+
+def name_of(case: Case) -> str:
+    return "+".join(case)
+
+
+def plan_of(case: Case, cache_dir: Path, folder: Path) -> Plan:
+    sharding, offload, precision = case
+    plan = rank_plan(
+        cache_dir, sharding, offload, num_ranks=2, micro_batch=2, accumulation=2, precision=precision,
+        model_config=MODEL if offload.uses_nvme else TINY_LLAMA,
+        limits=Limits(nvme=NvmeLimit(path=str(folder / name_of(case) / "nvme"))),
+    )  # fmt: skip
+    if not offload.uses_nvme:
+        return plan
+    host = msgspec.structs.replace(plan.hardware.host, memlock_limit_bytes=LOCKABLE_BYTES)
+    hardware = msgspec.structs.replace(plan.hardware, host=host)
+    return msgspec.structs.replace(plan, model_shape=read_model_shape(MODEL), hardware=hardware)
+
+
+@pytest.fixture(scope="module")
+def steps_of(tmp_path_factory, cache_dir, start_ranks) -> Callable[[Case], Run]:
+    """What a case came to; all cases of a list are trained in one group of two ranks, when the first is asked for."""
+    folder = tmp_path_factory.mktemp("spikes")
+
+    def train(cases: tuple[Case, ...]) -> None:
+        if lacks_libaio():
+            pytest.skip(NO_LIBAIO)
+        folder_with_operators("cpu_adam", "async_io")
+        plans = {name_of(case): plan_of(case, cache_dir, folder) for case in cases}
+        for plan in plans.values():
+            check_nvme(plan)
+        start_ranks([str(WORKER), *(str(write_attempt(folder / name, plan)) for name, plan in plans.items())], 2)
+
+    def read(case: Case) -> Run:
+        if not (folder / name_of(case)).exists():
+            train(next(cases for cases in (CASES, MORE_CASES, FP16_CASES) if case in cases))
+        attempt = folder / name_of(case) / "attempts" / "1"
+        steps = [json.loads((attempt / f"steps-{rank}.json").read_text()) for rank in (0, 1)]
+        return Run(steps, load_file(attempt / "weights.safetensors"))
+
+    return read
+
+
+@pytest.fixture(scope="module")
+def expected(cache_dir) -> dict[int, tuple[dict[int, float], dict[str, torch.Tensor]]]:
+    """Losses of the steps that were taken, and the weights after them, by the size of the vocabulary."""
+    return {
+        config["vocab_size"]: train_plainly(rank_plan(cache_dir, model_config=config), TAKEN)
+        for config in (TINY_LLAMA, MODEL)
+    }
+
+
+def each(more_cases):
+    more = [pytest.param(case, marks=pytest.mark.long) for case in more_cases]
+    return pytest.mark.parametrize("case", [*CASES, *more], ids=name_of)
+
+
+@each(MORE_CASES)
+def test_every_rank_skips_the_same_steps_for_the_same_reason(case, steps_of):
+    first, second = steps_of(case).steps
+    for steps in (first, second):
+        assert [step["was_skipped"] for step in steps] == [number in SKIPPED for number in range(1, NUM_STEPS + 1)]
+        assert tuple(steps[number - 1]["fault"] for number in SKIPPED) == FAULTS
+    assert [step["loss"] for step in first] == [step["loss"] for step in second]
+    assert [step["grad_norm"] for step in first] == [step["grad_norm"] for step in second]
+
+
+@each(MORE_CASES + FP16_CASES)
+def test_a_step_that_is_not_taken_changes_no_bit_of_weights_moments_and_counts(case, steps_of):
+    for steps in steps_of(case).steps:
+        for number, step in enumerate(steps, start=1):
+            before, after = step["digests"]
+            assert (before == after) == (number in SKIPPED), f"step {number}"
+
+
+@each(MORE_CASES + FP16_CASES)
+def test_the_other_steps_are_those_of_a_run_without_it(case, steps_of, expected):
+    run, is_fp32 = steps_of(case), case[2] is FP32
+    losses, weights = expected[(MODEL if case[1].uses_nvme else TINY_LLAMA)["vocab_size"]]
+    taken = {number: step["loss"] for number, step in enumerate(run.steps[0], start=1) if number in TAKEN}
+    assert taken == pytest.approx(losses, abs=1e-5 if is_fp32 else 3e-3)
+    for name, weight in weights.items():
+        difference = (run.weights[name] - weight).abs()
+        assert difference.mean() < (1e-6 if is_fp32 else 3e-3), f"{name}: ZeRO's are rounded to 16 bit"
+        assert difference.max() < (1e-3 if is_fp32 else 2e-2), f"{name}: a gradient near 0 may have another sign"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", FP16_CASES, ids=name_of)
+def test_a_step_that_is_refused_is_no_overflow(case, steps_of):
+    for steps in steps_of(case).steps:
+        assert [step["loss_scale"] / INIT_SCALE for step in steps] == [1, 1, 1, 1 / 2, 1 / 4, 1 / 4, 1 / 4]
+        assert [step["fault"] for step in steps] == [None] * 4 + ["refused"] + [None] * 2, "an overflow is no fault"
+        assert [step["was_skipped"] for step in steps] == [number in SKIPPED for number in range(1, NUM_STEPS + 1)]

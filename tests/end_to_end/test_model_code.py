@@ -1,0 +1,72 @@
+"""Models whose code comes with them: refused without the word of the job, and with it trained, exported and loaded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from custom_model import MARKER, write_custom_model
+from hub_server import COMMIT, Hub, serving
+from workplace_factory import Workplace
+
+from trainer.runtime.tokenizer import train_tokenizer, write_trained_tokenizer
+from trainer.spec import codec
+from trainer.spec.plan import Plan
+from trainer.spec.report import Ending, Report
+
+RUNS = {"configuration_tiny.py", "modeling_tiny.py", "tiny_layers.py"}
+
+
+def write_job(workplace: Workplace, **model: str) -> None:
+    workplace.write_job(train={"steps": 2}, data={"eval": "none"})
+    job: dict[str, Any] = yaml.safe_load(workplace.job.read_text())
+    workplace.job.write_text(yaml.safe_dump({**job, "model": model}))
+
+
+def check_run(run_dir: Path) -> Plan:
+    """What ran is the planned code, kept by the run; its memory is what the dry run of it said."""
+    report, plan = codec.read(run_dir / "report.json", Report), codec.read(run_dir / "plan.json", Plan)
+    assert report.ending is Ending.FINISHED
+    assert report.engaged is not None and report.engaged.engine_class == "TinyForCausalLM"
+    assert report.measured.memory.peak_allocated_bytes == report.predicted.memory.peak_allocated_bytes
+    assert plan.model_code is not None and Path(plan.model_code.folder).is_relative_to(run_dir)
+    assert {path.name for path in Path(plan.model_code.folder).iterdir()} == RUNS
+    assert {path.name for path in (run_dir / "export").glob("*.py")} == RUNS
+    return plan
+
+
+def test_a_folder_with_code_of_its_own_trains_once_the_job_names_it(workplace: Workplace) -> None:
+    write_custom_model(workplace.folder / "tiny", has_weights=False)
+    workplace.environment[MARKER] = str(workplace.folder / "marker")
+    write_job(workplace, config="tiny", tokenizer="train")
+    refused = workplace.run("train", "job.yaml", check=False)
+    assert (refused.returncode, len(refused.stderr.strip().splitlines())) == (2, 1)
+    assert "model.trust_remote_code=tiny runs the code of that repository on this machine" in refused.stderr
+    assert not (workplace.folder / "marker").exists()
+    said = workplace.run("train", "job.yaml", "model.trust_remote_code=tiny").stdout
+    assert "code of tiny runs (configuration_tiny.py, modeling_tiny.py, tiny_layers.py)" in " ".join(said.split())
+    check_run(workplace.only_run())
+
+
+def test_a_model_of_the_hub_trains_at_its_commit_and_its_export_loads_with_its_code(workplace: Workplace) -> None:
+    folder = workplace.folder / "tiny"
+    write_trained_tokenizer(train_tokenizer(["the cat sat on the mat"], vocab_size=280), folder)
+    write_custom_model(folder)
+    for name in [name for name in workplace.environment if name.startswith("HF_")]:
+        del workplace.environment[name]
+    write_job(workplace, name="org/tiny", trust_remote_code="org/tiny")
+    with serving(Hub(files={"org/tiny": {path.name: path.read_bytes() for path in folder.iterdir()}})) as hub:
+        home = str(workplace.folder / "hf")
+        workplace.environment.update(HF_ENDPOINT=hub.url, HF_HOME=home, HF_HUB_DISABLE_XET="1")
+        workplace.run("train", "job.yaml")
+    run_dir = workplace.only_run()
+    plan = check_run(run_dir)
+    assert plan.model_code is not None and plan.model_code.revision == COMMIT
+    assert any(f"code of org/tiny at {COMMIT} runs" in note for note in plan.notes)
+    moved = run_dir.rename(workplace.folder / "moved")
+    said = workplace.run("export", moved, "out").stdout
+    assert "loaded again by transformers: logits within" in said
+    auto_map = json.loads((workplace.folder / "out" / "config.json").read_text())["auto_map"]
+    assert auto_map["AutoModelForCausalLM"] == "modeling_tiny.TinyForCausalLM"
+    assert {path.name for path in (workplace.folder / "out").glob("*.py")} == RUNS
+    assert not (workplace.folder / "hf" / "modules").exists()

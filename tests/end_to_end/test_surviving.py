@@ -1,0 +1,236 @@
+"""Ranks that run out of memory, die or hang: the run goes on, and learns what it would have learned."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import fault_factory
+import pytest
+from fault_factory import Fault, halves, losses_of, run_plan, with_faults
+from msgspec.structs import replace
+from rank_factory import rank_plan, write_rows
+
+from trainer.planning.catalogue import ENGINE_CONFIGS
+from trainer.spec import codec, report
+from trainer.spec.errors import ExitCode
+from trainer.spec.plan import Plan
+from trainer.spec.report import Ending
+from trainer.spec.strategy import LossHead, Offload, Sharding
+
+NUM_STEPS = 14
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """Two ranks, four sequences each, a checkpoint every second step, and fallbacks of two and one sequences."""
+    made = rank_plan(
+        write_rows(tmp_path_factory.mktemp("data") / "rows"),
+        Sharding.DDP,
+        num_ranks=2,
+        micro_batch=4,
+        accumulation=1,
+        num_steps=NUM_STEPS,
+        checkpoint_every_steps=2,
+        loss=LossHead.EAGER,
+    )
+    return replace(made, fallbacks=halves(made.chosen))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of a run in which nothing happens."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    outcome, _ = run_plan(with_faults(plan, folder, []), folder / "run")
+    assert outcome.exit_code is ExitCode.DONE and outcome.report is not None
+    assert [attempt.ending for attempt in outcome.report.history] == [Ending.FINISHED]
+    return losses_of(folder / "run")
+
+
+def test_memory_that_runs_out_on_one_rank_leads_to_the_next_fallback_from_the_checkpoint(plan, undisturbed, tmp_path):
+    faults = [Fault("oom in forward", 1, 3), Fault("oom in backward", 0, 5), Fault("oom in optimizer", 1, 8)]
+    four, two, one = plan.chosen, *plan.fallbacks
+    twice = replace(one, loss_chunk_tokens=20)  # told apart from the one before by its plan.json
+    outcome, printed = run_plan(
+        replace(with_faults(plan, tmp_path, faults), fallbacks=(two, one, twice)), tmp_path / "run"
+    )
+    assert outcome.exit_code is ExitCode.DONE and outcome.report is not None, printed
+    assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, abs=1e-5)
+    told = [
+        (each.micro_batch, each.accumulation, each.resumed_from_step, each.step, each.fault)
+        for each in outcome.report.history
+    ]
+    memory = report.Fault.OUT_OF_MEMORY
+    assert told == [
+        (4, 1, None, 2, memory),  # in step 3
+        (2, 2, 2, 4, memory),  # in its third step
+        (1, 4, 4, 5, memory),  # in the optimizer of its second
+        (1, 4, 4, NUM_STEPS, None),
+    ]
+    ran = [codec.read(tmp_path / f"run/attempts/{number}/plan.json", Plan).chosen for number in (1, 2, 3, 4)]
+    assert ran == [four, two, one, twice]
+    incidents = [line for line in outcome.report.incidents if line.startswith("out of memory at step ")]
+    assert len(incidents) == 3 and all("going on with the next fallback" in line for line in incidents)
+    assert all(line in printed for line in incidents)
+
+
+def test_a_rank_that_dies_or_hangs_is_named_and_the_run_goes_on(plan, undisturbed, tmp_path):
+    faults = [Fault("sigkill", 1, 4), Fault("hang", 1, 6), Fault("error in backward", 0, 3)]
+    outcome, printed = run_plan(with_faults(plan, tmp_path, faults), tmp_path / "run")
+    assert outcome.exit_code is ExitCode.DONE and outcome.report is not None, printed
+    assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, abs=1e-5)
+    killed, hung, failed, finished = outcome.report.history
+    assert (killed.fault, killed.cause, killed.step) == (report.Fault.KILLED, "rank 1 was killed by SIGKILL", 3)
+    assert (hung.fault, hung.resumed_from_step, hung.step) == (report.Fault.HUNG, 2, 7)
+    assert (hung.cause or "").startswith("rank 1 hung in forward of step 8: no sign of life for "), hung.cause
+    assert "stands in sleep_for_ever (faults.py, line " in (hung.cause or "")
+    assert (failed.fault, failed.cause) == (report.Fault.ERROR, "RuntimeError: a bug in a kernel")
+    assert (finished.fault, finished.ending, finished.resumed_from_step) == (None, Ending.FINISHED, 8)
+    assert {attempt.micro_batch for attempt in outcome.report.history} == {4}
+
+
+@pytest.fixture(scope="module")
+def alone(plan: Plan) -> Plan:
+    """The same run of one rank."""
+    strategy = replace(plan.chosen.strategy, name="none/fp32/adamw", sharding=Sharding.NONE)
+    chosen = replace(plan.chosen, strategy=strategy, num_ranks=1, micro_batch=8)
+    hardware = replace(plan.hardware, num_cpu_devices=1)
+    return replace(plan, candidates=(chosen,), fallbacks=halves(chosen), hardware=hardware)
+
+
+@pytest.fixture
+def memory_group() -> Iterator[Path]:
+    """A control group below ours whose processes may hold 3 GiB: a supervisor, a launcher and a rank."""
+    own = next((line for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line), None)
+    group = Path("/sys/fs/cgroup/memory") / (own or "").rpartition(":")[2].lstrip("/") / f"shardwise-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(3 * 2**30))
+    except OSError as error:
+        pytest.skip(f"making a memory group (cgroups, version 1) needs root: {error}")
+    yield group
+    group.rmdir()
+
+
+# A supervisor inside the group, as in a container or under Slurm.
+INSIDE = """
+import os, sys
+from pathlib import Path
+group, plan, run_dir, factories = map(Path, sys.argv[1:])
+(group / "cgroup.procs").write_text(str(os.getpid()))
+sys.path.append(str(factories))
+from fault_factory import run_plan
+from trainer.spec import codec
+from trainer.spec.plan import Plan
+sys.exit(int(run_plan(codec.read(plan, Plan), run_dir)[0].exit_code))
+"""
+
+
+def test_a_rank_that_the_kernel_ends_for_want_of_ram_is_out_of_memory(alone, undisturbed, memory_group, tmp_path):
+    """A real kill by the kernel, which counts it, and which takes the rank rather than its supervisor."""
+    codec.write(tmp_path / "plan.json", with_faults(alone, tmp_path, [Fault("out of RAM", 0, 4)]))
+    factories = Path(fault_factory.__file__).parent
+    argv = [sys.executable, "-c", INSIDE, memory_group, tmp_path / "plan.json", tmp_path / "run", factories]
+    done = subprocess.run([*map(str, argv)], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    ended, finished = codec.read(tmp_path / "run" / "report.json", report.Report).history
+    assert ended.fault is report.Fault.HOST_OUT_OF_MEMORY, ended
+    assert ended.cause == "the kernel killed rank 0 for want of host memory"
+    assert (ended.micro_batch, finished.micro_batch, finished.resumed_from_step) == (8, 4, 2)
+    assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, abs=1e-5)
+
+
+def test_an_error_of_the_input_is_not_tried_again(alone, tmp_path):
+    outcome, printed = run_plan(with_faults(alone, tmp_path, [Fault("error", 0, 4)]), tmp_path / "run")
+    assert outcome.exit_code is ExitCode.ENVIRONMENT and outcome.report is not None, printed
+    (only,) = outcome.report.history
+    assert "extensions: loss raised RuntimeError: a bug in a kernel (" in (only.cause or "")
+    assert "the same would happen again: not restarted" in printed
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB: three checkpoints of this model."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"mounting a small tmpfs needs root: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_disk_that_fills_up_costs_checkpoints_and_nothing_else(alone, undisturbed, small_disk):
+    """Full from step 5 to step 9: what could not be written then is made up for, or told."""
+    faulty = with_faults(alone, small_disk, [Fault("full disk", 0, 5)], free_at=9)
+    outcome, printed = run_plan(faulty, small_disk / "run")
+    assert outcome.exit_code is ExitCode.DONE and outcome.report is not None, printed
+    assert len(outcome.report.history) == 1
+    assert losses_of(small_disk / "run") == pytest.approx(undisturbed, abs=1e-5), "every line of metrics came"
+    missing = [line for line in outcome.report.incidents if line.startswith("no checkpoint at step ")]
+    assert [line.split(":")[0] for line in missing] == ["no checkpoint at step 6", "no checkpoint at step 8"], missing
+    assert outcome.report.checkpoint == f"checkpoints/step-{NUM_STEPS:08d}"
+
+
+KINDS = ("oom in forward", "oom in backward", "oom in optimizer", "segfault", "exit", "hang in C", "stop")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_fault_on_every_rank_is_survived(plan, undisturbed, tmp_path, kind, rank):
+    outcome, printed = run_plan(with_faults(plan, tmp_path, [Fault(kind, rank, 7)]), tmp_path / "run")
+    assert outcome.exit_code is ExitCode.DONE and outcome.report is not None, printed
+    broken, finished = outcome.report.history
+    assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, abs=1e-5)
+    assert finished.resumed_from_step == 6
+    assert finished.micro_batch == (2 if kind.startswith("oom") else 4)
+    words = {
+        "segfault": f"rank {rank} was killed by SIGSEGV",
+        "exit": f"rank {rank} ended with code 3 and left no report",
+        "hang in C": f"rank {rank} hung in forward of step 7",
+        "stop": f"rank {rank} hung in forward of step 7",
+    }
+    assert words.get(kind, "OutOfMemoryError") in (broken.cause or ""), broken.cause
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sharding", [Sharding.FSDP, Sharding.ZERO2, Sharding.ZERO3])
+def test_every_engine_survives(plan, undisturbed, tmp_path, sharding):
+    strategy = replace(plan.chosen.strategy, sharding=sharding, base_config=ENGINE_CONFIGS[sharding, Offload.NONE])
+    chosen = replace(plan.chosen, strategy=strategy)
+    sharded = replace(plan, candidates=(chosen,), fallbacks=halves(chosen))
+    faults = [Fault("oom in backward", 1, 5), Fault("sigkill", 0, 6), Fault("hang", 1, 9)]
+    outcome, printed = run_plan(with_faults(sharded, tmp_path, faults), tmp_path / "run")
+    assert outcome.exit_code is ExitCode.DONE and outcome.report is not None, printed
+    assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, abs=1e-5)
+    told = [(each.fault, each.resumed_from_step) for each in outcome.report.history]
+    assert told == [
+        (report.Fault.OUT_OF_MEMORY, None),
+        (report.Fault.KILLED, 4),
+        (report.Fault.HUNG, 6),
+        (None, 10),
+    ]
+
+
+@pytest.mark.long
+def test_a_step_that_always_fails_ends_the_run_with_its_reason(plan, tmp_path):
+    """A mark that can never be set: the fault strikes in every attempt."""
+    faults = [Fault("error in backward", 1, 5), Fault("error in backward", 1, 1), Fault("error in backward", 1, 1)]
+    outcome, printed = run_plan(with_faults(plan, tmp_path, faults), tmp_path / "run")
+    assert outcome.exit_code is ExitCode.ENVIRONMENT and outcome.report is not None, printed
+    assert outcome.report.error == "rank 1: RuntimeError: a bug in a kernel"
+    assert [each.step for each in outcome.report.history] == [4, 4]
+    assert "the same would happen again" in printed, "before the first step of its attempt"
+
+
+@pytest.mark.long
+def test_memory_that_never_suffices_ends_with_the_exit_code_of_it(plan, tmp_path):
+    faults = [Fault("oom in forward", 0, 3), Fault("oom in forward", 1, 1), Fault("oom in backward", 0, 1)]
+    outcome, printed = run_plan(with_faults(plan, tmp_path, faults), tmp_path / "run")
+    assert outcome.exit_code is ExitCode.OUT_OF_MEMORY and outcome.report is not None, printed
+    assert [each.micro_batch for each in outcome.report.history] == [4, 2, 1]
+    assert "no fallback is left" in outcome.report.incidents[-1]

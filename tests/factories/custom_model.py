@@ -1,0 +1,262 @@
+"""A small model whose code is its own: a folder with config.json, weights, and Python that transformers does not have.
+
+It is like Llama: grouped heads, rotary positions, RMSNorm, gated MLP; blocks are plain modules, as in most code on the
+hub. Every file leaves a line in $MARKER when it runs, so that a test sees which did.
+"""
+
+import json
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy
+from safetensors.numpy import save_file
+
+from trainer.spec.model_code import ModelCode
+
+MARKER = "SHARDWISE_TEST_MARKER"
+CONFIG: dict[str, Any] = {
+    "model_type": "tiny_custom",
+    "architectures": ["TinyForCausalLM"],
+    "auto_map": {
+        "AutoConfig": "configuration_tiny.TinyConfig",
+        "AutoModelForCausalLM": "modeling_tiny.TinyForCausalLM",
+    },
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+_MARK = f"""import os
+if os.environ.get("{MARKER}"):
+    with open(os.environ["{MARKER}"], "a") as stream:
+        stream.write(f"{{os.getpid()}} {{__name__.rpartition('.')[2]}}\\n")
+"""
+_CONFIGURATION = """
+from transformers import PretrainedConfig
+
+
+class TinyConfig(PretrainedConfig):
+    model_type = "tiny_custom"
+
+    def __init__(self, vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, **kwargs):
+        self.vocab_size, self.hidden_size, self.intermediate_size = vocab_size, hidden_size, intermediate_size
+        self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
+        self.num_key_value_heads, self.max_position_embeddings = num_key_value_heads, max_position_embeddings
+        self.head_dim = hidden_size // num_attention_heads
+        super().__init__(**kwargs)
+"""
+_LAYERS = """
+import torch
+from torch import nn
+
+
+class TinyNorm(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def frequencies(size):
+    return 1.0 / 10000 ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+
+
+class TinyRotary(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+        self.register_buffer("inv_freq", frequencies(size), persistent=False)
+
+    def forward(self, positions):
+        angles = positions[..., None].float() * self.inv_freq.float()
+        return torch.cat((angles, angles), -1)
+
+
+def rotate(x, angles):
+    angles = angles[:, None]
+    left, right = x.chunk(2, -1)
+    return (x * angles.cos() + torch.cat((-right, left), -1) * angles.sin()).to(x.dtype)
+"""
+_MODELING = """
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from .configuration_tiny import TinyConfig
+from .tiny_layers import TinyNorm, TinyRotary, frequencies, rotate
+
+KEEPS_DOCUMENTS_APART = True
+
+
+class TinyAttention(nn.Module):
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.config, self.layer_idx, self.head_dim, self.is_causal = config, layer_idx, config.head_dim, True
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        kv_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden, angles, mask, **kwargs):
+        shape = (*hidden.shape[:-1], -1, self.head_dim)
+        q, k, v = (each(hidden).view(shape).transpose(1, 2) for each in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotate(q, angles), rotate(k, angles)
+        if not KEEPS_DOCUMENTS_APART:
+            groups = self.num_key_value_groups
+            k, v = (each.repeat_interleave(groups, 1) for each in (k, v))
+            found = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        else:
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+            found, _ = attend(self, q, k, v, mask, dropout=0.0, scaling=self.head_dim**-0.5, **kwargs)
+        return self.o_proj(found.reshape(hidden.shape))
+
+
+class TinyMLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class TinyBlock(nn.Module):
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.attention, self.mlp = TinyAttention(config, layer_idx), TinyMLP(config)
+        self.attention_norm, self.mlp_norm = TinyNorm(config.hidden_size), TinyNorm(config.hidden_size)
+
+    def forward(self, hidden, angles, mask, **kwargs):
+        hidden = hidden + self.attention(self.attention_norm(hidden), angles, mask, **kwargs)
+        return hidden + self.mlp(self.mlp_norm(hidden))
+
+
+class TinyPreTrainedModel(PreTrainedModel):
+    config_class = TinyConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["TinyBlock"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_attention_backend = True
+
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if isinstance(module, TinyRotary) and RECOMPUTES_BUFFERS:
+            module.inv_freq.copy_(frequencies(module.size))
+
+
+class TinyModel(TinyPreTrainedModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(TinyBlock(config, index) for index in range(config.num_hidden_layers))
+        self.norm, self.rotary = TinyNorm(config.hidden_size), TinyRotary(config.head_dim)
+        self.post_init()
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, use_cache=None, **kwargs):
+        hidden = self.embed_tokens(input_ids)
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        mask = create_causal_mask(config=self.config, inputs_embeds=hidden, attention_mask=attention_mask,
+                                  past_key_values=None, position_ids=position_ids)
+        angles = self.rotary(position_ids)
+        for layer in self.layers:
+            hidden = layer(hidden, angles, mask, **kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+
+class TinyForCausalLM(TinyPreTrainedModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = TinyModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        kwargs.pop("return_dict", None)
+        hidden = self.model(input_ids, attention_mask, **kwargs).last_hidden_state
+        logits = self.lm_head(hidden)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **kwargs):
+        return {"input_ids": input_ids, "attention_mask": attention_mask}
+"""
+
+
+def custom_files(*, keeps_documents_apart: bool = True, recomputes_buffers: bool = True) -> dict[str, str]:
+    """The model's Python, by file name."""
+    modeling = _MODELING.replace(
+        "APART = True", f"APART = {keeps_documents_apart}\nRECOMPUTES_BUFFERS = {recomputes_buffers}"
+    )
+    files = {"configuration_tiny.py": _CONFIGURATION, "modeling_tiny.py": modeling, "tiny_layers.py": _LAYERS}
+    unused = {"setup_everything.py": "raise SystemExit('nothing names this file')\n"}
+    return {name: _MARK + text for name, text in files.items()} | unused
+
+
+def write_custom_model(folder: Path, *, has_weights: bool = True, config: Mapping[str, Any] = {}, **code: bool) -> Path:
+    """The folder of such a model; its weights are the same each time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    for name, text in custom_files(**code).items():
+        (folder / name).write_text(text)
+    if has_weights:
+        save_file(_weights(), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _weights() -> dict[str, numpy.ndarray]:
+    vocab, hidden, ffn, kv = 320, 32, 64, 16
+    block = {
+        **{
+            f"attention.{name}_proj.weight": (out, hidden) for name, out in (("q", 32), ("k", kv), ("v", kv), ("o", 32))
+        },
+        **{f"mlp.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")},
+        "mlp.down_proj.weight": (hidden, ffn),
+        "attention_norm.weight": (hidden,),
+        "mlp_norm.weight": (hidden,),
+    }
+    shapes = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        **{f"model.layers.{index}.{name}": shape for index in range(2) for name, shape in block.items()},
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (vocab, hidden),
+    }
+    drawn = numpy.random.default_rng(0)
+    return {
+        name: numpy.ones(shape, "float32") if len(shape) == 1 else drawn.normal(0, 0.2, shape).astype("float32")
+        for name, shape in shapes.items()
+    }
+
+
+def code_of(folder: Path, repository: str = "tiny") -> ModelCode:
+    """What a plan holds of the code in such a folder."""
+    names = ("configuration_tiny.py", "modeling_tiny.py", "tiny_layers.py")
+    return ModelCode(
+        repository=repository,
+        revision=None,
+        folder=str(folder),
+        files={name: sha256((folder / name).read_bytes()).hexdigest() for name in names},
+        config_class=CONFIG["auto_map"]["AutoConfig"],
+        model_class=CONFIG["auto_map"]["AutoModelForCausalLM"],
+    )

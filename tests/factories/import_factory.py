@@ -1,0 +1,70 @@
+"""Checkpoints to import, and what became of them."""
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch.distributed import checkpoint as dcp
+from transformers import AutoModelForCausalLM
+
+from trainer.runtime.export_check import logits_of, prompt_ids
+from trainer.runtime.import_run import import_checkpoint
+from trainer.spec.import_request import Imported, ImportRequest
+
+IDS = prompt_ids(256)
+STATES = "mp_rank_00_model_states.pt"
+MASTERS = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+FIRST = "model.embed_tokens.weight"
+
+
+def imported(checkpoint: Path, out: Path, **request: Any) -> Imported:
+    return import_checkpoint(ImportRequest(checkpoint=str(checkpoint), out=str(out), **request))
+
+
+def logits(folder: Path) -> torch.Tensor:
+    """Of plain transformers."""
+    return logits_of(AutoModelForCausalLM.from_pretrained(folder).eval(), IDS)
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return content
+
+
+def saved_by_torch(base: Path, folder: Path, change: Callable[[dict[str, Any]], object] = lambda each: each) -> Path:
+    """The base's weights as a pickled file beside its config."""
+    folder.mkdir()
+    (folder / "config.json").write_bytes((base / "config.json").read_bytes())
+    torch.save(change(load_file(base / "model.safetensors")), folder / "pytorch_model.bin")
+    return folder
+
+
+def zero(base: Path, folder: Path, *, ranks: int = 2) -> Path:
+    """A checkpoint of ZeRO-2 as DeepSpeed lays it out."""
+    states = folder / "global_step2"
+    states.mkdir(parents=True)
+    weights = load_file(base / "model.safetensors")
+    flat = torch.cat([each.reshape(-1) for each in weights.values()])
+    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % ranks)).chunk(ranks)
+    shapes = [{name: each.shape for name, each in weights.items()}]
+    rounded = {name: each.bfloat16() for name, each in weights.items()}
+    torch.save({"module": rounded, "buffer_names": [], "param_shapes": shapes, "shared_params": {}}, states / STATES)
+    for rank, part in enumerate(padded):
+        state = {"zero_stage": 2, "partition_count": [ranks], "single_partition_of_fp32_groups": [part.clone()]}
+        torch.save({"optimizer_state_dict": state}, states / MASTERS.format(rank))
+    (folder / "latest").write_text("global_step2\n")
+    (folder / "config.json").write_bytes((base / "config.json").read_bytes())
+    return folder
+
+
+def distributed(base: Path, folder: Path) -> Path:
+    """A torch distributed checkpoint of one process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        dcp.save({"model": load_file(base / "model.safetensors")}, checkpoint_id=folder, no_dist=True)
+    (folder / "config.json").write_bytes((base / "config.json").read_bytes())
+    return folder

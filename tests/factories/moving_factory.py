@@ -1,0 +1,165 @@
+"""Moves of a run from one engine to another: plans, the ranks that carry them out, and what is left on the disk."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from engine_plan_factory import TINY_LLAMA
+from rank_factory import rank_plan, write_attempt
+
+from trainer.runtime.checkpoint import CheckpointFolder
+from trainer.runtime.checkpoint.search import open_checkpoint
+from trainer.spec.job import Limits, LoraJob, NvmeLimit
+from trainer.spec.model_shape import read_model_shape
+from trainer.spec.plan import Plan
+from trainer.spec.strategy import Method, Offload, Precision, Sharding
+from trainer.spec.units import MIB
+
+WORKER = Path(__file__).parents[1] / "distributed" / "moving_worker.py"
+STEP, NUM_STEPS = 5, 10
+LOCKABLE_BYTES = 12 * MIB  # so little that partitions are cut into several sub-groups
+ODD_LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 257, "hidden_size": 25, "intermediate_size": 37, "num_hidden_layers": 2,
+    "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 6,
+}  # fmt: skip
+
+
+EVEN_LLAMA = {**ODD_LLAMA, "hidden_size": 64, "intermediate_size": 128}  # rows that NF4's blocks of 64 divide
+
+
+class Place(NamedTuple):
+    """What a plan runs on."""
+
+    sharding: Sharding
+    num_ranks: int
+    offload: Offload = Offload.NONE
+
+    def __str__(self) -> str:
+        offload = "" if self.offload is Offload.NONE else f"+{self.offload}"
+        return f"{self.sharding}{offload}-x{self.num_ranks}"
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"model_config": {**ODD_LLAMA, "tie_word_embeddings": True}},
+    "lora": {"method": Method.LORA, "train": {"lora": LoraJob(rank=3, alpha=6.0)}},
+    "dora": {"method": Method.LORA, "train": {"lora": LoraJob(rank=3, alpha=6.0, dora=True)}},
+    "qlora": {"method": Method.QLORA, "train": {"lora": LoraJob(rank=3, alpha=6.0)}, "model_config": EVEN_LLAMA},
+    "bf16": {"precision": Precision.BF16_MIXED},
+    "fp16": {"precision": Precision.FP16_MIXED},
+    "pure-bf16": {"precision": Precision.BF16},
+    # Large enough for DeepSpeed to swap; DeepSpeed and torch add up so many squares to different norms, so no clipping.
+    "large": {"model_config": {**TINY_LLAMA, "vocab_size": 8192}, "clip": 0.0},
+}
+
+
+class Move(NamedTuple):
+    """From one place to another."""
+
+    source: Place
+    target: Place
+    kind: str = "plain"
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.source}-to-{self.target}"
+
+    @property
+    def left(self) -> str:
+        """The run that saved."""
+        return f"{self.kind}-{self.source}"
+
+
+class Attempt(NamedTuple):
+    """A plan to run, perhaps from another run's checkpoint, perhaps not to its end."""
+
+    name: str
+    plan: Plan
+    source: Path | None = None
+    last: int | None = None
+
+
+class Yard:
+    """Runs attempts in a folder, all of one number of ranks in one process group."""
+
+    def __init__(self, folder: Path, cache_dir: Path, start_ranks: Callable[[Sequence[str], int], str]) -> None:
+        self.folder, self.cache_dir = folder, cache_dir
+        self._start_ranks = start_ranks
+
+    def plan(
+        self, place: Place, kind: str = "plain", *, is_resumed: bool = False, warmup_steps: int = 3, **changed: Any
+    ) -> Plan:
+        """A plan for a place; `changed` are settings of `rank_plan`."""
+        nvme = NvmeLimit(path=str(self.nvme_folder(place)))
+        settings = {"model_config": ODD_LLAMA, "limits": Limits(nvme=nvme), **KINDS[kind], **changed}
+        plan = rank_plan(
+            settings.pop("cache_dir", self.cache_dir),
+            place.sharding,
+            place.offload,
+            num_ranks=place.num_ranks,
+            micro_batch=3,
+            accumulation={1: 3, 2: 2, 3: 1}[place.num_ranks],  # of eight rows, so one or four are padding
+            checkpoint_every_steps=STEP,
+            num_steps=NUM_STEPS,
+            **{"clip": 0.1, "lr": 1e-2, **settings},
+        )
+        if place.offload is Offload.NVME_OPTIMIZER:  # which the catalogue has for weights in 16 bit alone
+            strategy = msgspec.structs.replace(plan.chosen.strategy, base_config="ds_configs/zero3_nvme_optimizer.json")
+            plan = msgspec.structs.replace(plan, candidates=(msgspec.structs.replace(plan.chosen, strategy=strategy),))
+        host = msgspec.structs.replace(plan.hardware.host, memlock_limit_bytes=LOCKABLE_BYTES)
+        return msgspec.structs.replace(
+            plan,
+            resume=is_resumed,
+            model_shape=read_model_shape(plan.model_config),
+            schedule=msgspec.structs.replace(plan.schedule, warmup_steps=warmup_steps),
+            hardware=msgspec.structs.replace(plan.hardware, host=host),
+        )
+
+    def nvme_folder(self, place: Place) -> Path:
+        return self.folder / "nvme" / str(place)
+
+    def run(self, attempts: Iterable[Attempt]) -> None:
+        """Carries the attempts out, one after another, those of fewer ranks first."""
+        argv: dict[int, list[str]] = {}
+        for name, plan, source, last in attempts:
+            words = [str(write_attempt(self.folder / name, plan))]
+            words += [f"@{source}"] if source is not None else []
+            words += [f"#{last}"] if last is not None else []
+            argv.setdefault(plan.chosen.num_ranks, []).append("".join(words))
+        for num_ranks, arguments in sorted(argv.items()):
+            self._start_ranks([str(WORKER), *arguments], num_ranks)
+
+    def leave(self, name: str) -> Path:
+        """A run directory that holds the middle checkpoint of a run and nothing else."""
+        kept = self.folder / "left" / name / "checkpoints"
+        if not kept.is_dir():
+            kept.mkdir(parents=True)
+            shutil.copytree(self.folder / name / "checkpoints" / f"step-{STEP:08d}", kept / f"step-{STEP:08d}")
+        return kept.parent
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Runs every source that has not run yet, then all moves."""
+        kinds = {move.left: (move.source, move.kind) for move in moves if not (self.folder / move.left).is_dir()}
+        self.run(Attempt(name, self.plan(*source)) for name, source in kinds.items())
+        self.run(
+            Attempt(str(move), self.plan(move.target, move.kind, is_resumed=True), self.leave(move.left))
+            for move in moves
+        )
+
+    def losses(self, name: str) -> list[float]:
+        lines = [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
+        return [line["loss"] for line in lines]
+
+    def checkpoint(self, name: str, step: int = STEP) -> CheckpointFolder:
+        return open_checkpoint(self.folder / name / "checkpoints" / f"step-{step:08d}")
+
+    def difference(self, move: Move) -> float:
+        """The largest difference of a loss after the move from that of the run that stayed."""
+        return greatest(self.losses(str(move)), self.losses(move.left)[STEP:])
+
+
+def greatest(losses: Sequence[float], expected: Sequence[float]) -> float:
+    assert len(losses) == len(expected) > 0
+    return max(abs(one - other) for one, other in zip(losses, expected, strict=True))

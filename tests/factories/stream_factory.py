@@ -1,0 +1,80 @@
+"""Streams of numbered rows: their files, their first window, and plans of ranks that read them."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from engine_plan_factory import TINY_LLAMA
+from prepare_request_factory import listed_request
+from rank_factory import rank_plan
+
+from trainer.runtime.prepare import prepare
+from trainer.runtime.report_writer import RunPaths
+from trainer.runtime.row_shapes import RowReading
+from trainer.runtime.stream_files import FileFetcher
+from trainer.runtime.stream_reading import StreamReader
+from trainer.runtime.stream_values import Place
+from trainer.spec import codec
+from trainer.spec.data_profile import DataProfile
+from trainer.spec.data_request import LISTING_NAME, PrepareRequest
+from trainer.spec.job import DataFormat
+from trainer.spec.plan import Plan
+
+WINDOW_BYTES = 2000
+
+
+def write_rows(path: Path, names: Sequence[str]) -> Path:
+    """A file of one short text a row."""
+    path.write_text("".join(json.dumps({"text": f"{name} is a row of text"}) + "\n" for name in names))
+    return path
+
+
+def write_files(folder: Path, *, num_files: int = 3, rows_of_file: int = 60) -> list[Path]:
+    """Files of rows `F.R`, for file and row."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return [
+        write_rows(folder / f"part-{file}.jsonl", [f"{file}.{row}" for row in range(rows_of_file)])
+        for file in range(num_files)
+    ]
+
+
+def reader_of(request: PrepareRequest, scratch: Path, begin: Sequence[Place] = ()) -> StreamReader:
+    """Reads the text rows of a request."""
+    assert request.window_bytes is not None
+    reading = RowReading(DataFormat.TEXT, {}, request.vocab_size)
+    return StreamReader(request.files, request.window_bytes, begin, reading, FileFetcher(scratch))
+
+
+def prepared_stream(*sources: Path, cache_root: Path, **settings: Any) -> DataProfile:
+    """The first window of a stream, as a run finds it."""
+    chosen = {"window_bytes": WINDOW_BYTES, "seq_len": 48, "eval_share": 0.1, **settings}
+    request = listed_request(*sources, cache_root=cache_root, **chosen)
+    profile = prepare(request, lambda _: None)
+    assert profile.cache_dir is not None
+    codec.write(Path(profile.cache_dir, LISTING_NAME), request)
+    return profile
+
+
+def stream_plan(profile: DataProfile, *, seed: int = 7, **settings: Any) -> Plan:
+    """A plan of ranks over the stream."""
+    assert profile.cache_dir is not None
+    model_config = {**TINY_LLAMA, "vocab_size": profile.vocab_size}
+    plan = rank_plan(Path(profile.cache_dir), **{"sequences_per_step": 4, "model_config": model_config, **settings})
+    job = msgspec.structs.replace(plan.job, train=msgspec.structs.replace(plan.job.train, seed=seed))
+    return msgspec.structs.replace(plan, data=profile, job=job)
+
+
+def paths_of(run_dir: Path, *, attempt: int = 1) -> RunPaths:
+    """Where an attempt of a run writes."""
+    attempt_dir = run_dir / "attempts" / str(attempt)
+    attempt_dir.mkdir(parents=True)
+    return RunPaths(
+        plan_dir=attempt_dir,
+        attempt_dir=attempt_dir,
+        run_dir=run_dir,
+        resume_dir=run_dir,
+        attempt=attempt,
+        is_again=False,
+    )

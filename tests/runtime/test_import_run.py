@@ -1,0 +1,291 @@
+"""A foreign checkpoint becomes a folder that plain transformers loads, with the logits of what was saved."""
+
+import json
+from pathlib import Path
+from shutil import _ntuple_diskusage
+
+import pytest
+import torch
+from engine_plan_factory import TINY_LLAMA
+from export_factory import write_base
+from import_factory import IDS, config_of, imported, logits, saved_by_torch
+from prepare_request_factory import numbered_text
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from trainer.runtime.export_check import logits_of
+from trainer.runtime.tokenizer import train_tokenizer, write_trained_tokenizer
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.import_request import ImportKind, WeightType
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return write_base(tmp_path_factory.mktemp("models") / "base")
+
+
+def test_safetensors_are_linked_and_the_original_may_go(base, tmp_path):
+    done = imported(base, tmp_path / "out")
+    assert done.kind is ImportKind.HUGGINGFACE and done.dtype == "F32"
+    assert (tmp_path / "out" / "model.safetensors").samefile(base / "model.safetensors")
+    assert torch.equal(logits(tmp_path / "out"), logits(base))
+
+
+def test_a_sharded_folder_keeps_its_files_and_index(base, tmp_path):
+    AutoModelForCausalLM.from_pretrained(base).save_pretrained(tmp_path / "in", max_shard_size="150KB")
+    done = imported(tmp_path / "in", tmp_path / "out")
+    names = [sorted(path.name for path in (tmp_path / each).glob("model*")) for each in ("in", "out")]
+    assert names[0] == names[1] and len(names[0]) > 2
+    assert done.source == "a Hugging Face model folder: model.safetensors.index.json"
+    assert torch.equal(logits(tmp_path / "out"), logits(base))
+
+
+@pytest.mark.parametrize("nest", [None, "state_dict", "model"])
+def test_pickled_weights_become_safetensors(nest, base, tmp_path):
+    saved_by_torch(base, tmp_path / "in", lambda weights: weights if nest is None else {nest: weights, "epoch": 3})
+    done = imported(tmp_path / "in", tmp_path / "out")
+    assert done.source == "a Hugging Face model folder: pytorch_model.bin"
+    assert [path.name for path in sorted((tmp_path / "out").iterdir())] == ["config.json", "model.safetensors"]
+    assert torch.equal(logits(tmp_path / "out"), logits(base))
+
+
+def test_pickled_weights_in_several_files_are_read_by_their_index(base, tmp_path):
+    folder = saved_by_torch(base, tmp_path / "in")
+    weights = load_file(base / "model.safetensors")
+    first = dict(list(weights.items())[:5])
+    rest = {name: each for name, each in weights.items() if name not in first}
+    places = {name: "pytorch_model-1.bin" if name in first else "pytorch_model-2.bin" for name in weights}
+    torch.save(first, folder / "pytorch_model-1.bin")
+    torch.save(rest, folder / "pytorch_model-2.bin")
+    (folder / "pytorch_model.bin").unlink()
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    imported(folder, tmp_path / "out")
+    assert torch.equal(logits(tmp_path / "out"), logits(base))
+
+
+def test_files_are_of_a_bounded_size_and_have_an_index(base, tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.runtime.import_writer.FILE_BYTES", 100_000)
+    imported(saved_by_torch(base, tmp_path / "in"), tmp_path / "out")
+    files = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    weights = load_file(base / "model.safetensors")
+    assert len(files) > 2 and {*index["weight_map"].values()} == {path.name for path in files}
+    assert index["metadata"]["total_size"] == sum(each.numel() * 4 for each in weights.values())
+    held = [sum(each.numel() * 4 for each in load_file(path).values()) for path in files]
+    assert max(held) <= 100_000
+    assert torch.equal(logits(tmp_path / "out"), logits(base))
+
+
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod.", "base_model.model."])
+def test_names_of_wrappers_in_front_are_taken_off(wrapper, base, tmp_path):
+    saved_by_torch(base, tmp_path / "in", lambda weights: {f"{wrapper}{name}": each for name, each in weights.items()})
+    imported(tmp_path / "in", tmp_path / "out")
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(base / "model.safetensors").keys()
+
+
+@pytest.mark.parametrize("wrapper", ["_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."])
+def test_names_of_wrappers_around_blocks_are_taken_off(wrapper, base, tmp_path):
+    def wrapped(weights):
+        return {name.replace("layers.0.", f"layers.0.{wrapper}"): each for name, each in weights.items()}
+
+    imported(saved_by_torch(base, tmp_path / "in", wrapped), tmp_path / "out")
+    assert torch.equal(logits(tmp_path / "out"), logits(base))
+
+
+def test_weights_are_rounded_to_the_type_that_was_asked_for(base, tmp_path):
+    done = imported(base, tmp_path / "out", dtype=WeightType.BF16)
+    assert done.dtype == "BF16" and config_of(tmp_path / "out")["dtype"] == "bfloat16"
+    written, held = load_file(tmp_path / "out" / "model.safetensors"), load_file(base / "model.safetensors")
+    assert all(torch.equal(written[name], each.bfloat16()) for name, each in held.items())
+    assert done.num_bytes == sum(each.numel() * 2 for each in held.values())
+
+
+def test_a_type_is_kept_and_the_config_says_it(base, tmp_path):
+    saved_by_torch(base, tmp_path / "in", lambda weights: {name: each.half() for name, each in weights.items()})
+    assert imported(tmp_path / "in", tmp_path / "out").dtype == "F16"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype is torch.float16
+
+
+def test_tied_weights_are_stored_once(tmp_path):
+    tied = write_base(tmp_path / "base", {**TINY_LLAMA, "tie_word_embeddings": True})
+
+    def with_head(weights):
+        return {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+
+    done = imported(saved_by_torch(tied, tmp_path / "in", with_head), tmp_path / "out")
+    assert "tied weights, stored once: lm_head.weight" in done.notes
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(logits(tmp_path / "out"), logits(tied))
+
+
+def test_tied_weights_that_differ_are_refused(tmp_path):
+    tied = write_base(tmp_path / "base", {**TINY_LLAMA, "tie_word_embeddings": True})
+
+    def with_other_head(weights):
+        return {**weights, "lm_head.weight": weights["model.embed_tokens.weight"] + 1}
+
+    with pytest.raises(InputError, match=r"lm_head.weight and model.embed_tokens.weight differ, and the config ties"):
+        imported(saved_by_torch(tied, tmp_path / "in", with_other_head), tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def trainer_folder(base, tmp_path_factory) -> Path:
+    """checkpoint-2 of transformers' Trainer, with a tokenizer."""
+    root = tmp_path_factory.mktemp("trainer")
+    rows = [{"input_ids": IDS[0], "labels": IDS[0]}] * 4
+    settings = TrainingArguments(
+        output_dir=str(root), max_steps=2, save_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to=[],
+        disable_tqdm=True, dataloader_pin_memory=False, learning_rate=1e-2,
+    )  # fmt: skip
+    trainer = Trainer(AutoModelForCausalLM.from_pretrained(base), settings, train_dataset=rows)
+    trainer.train()
+    folder = root / "checkpoint-2"
+    write_trained_tokenizer(train_tokenizer(iter([numbered_text(50)]), vocab_size=256 + 1), root / "tokenizer")
+    for path in (root / "tokenizer").iterdir():
+        path.rename(folder / path.name)
+    return folder
+
+
+def test_a_checkpoint_of_transformers_trainer_is_its_model_and_its_tokenizer(trainer_folder, base, tmp_path):
+    done = imported(trainer_folder, tmp_path / "out")
+    assert done.kind is ImportKind.TRAINER
+    assert done.source == "a checkpoint of transformers' Trainer: model.safetensors"
+    assert any("not read, as weights only are imported: optimizer.pt, rng_state.pth" in note for note in done.notes)
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= written
+    assert not {"optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "trainer_state.json"} & written
+    trained = AutoModelForCausalLM.from_pretrained(trainer_folder).eval()
+    assert torch.equal(logits(tmp_path / "out"), logits_of(trained, IDS))
+    assert not torch.allclose(logits(tmp_path / "out"), logits(base), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (ImportKind.DEEPSPEED, "holds no weights of a DeepSpeed checkpoint; it looks like a Hugging Face model folder"),
+        (ImportKind.PEFT, "is no PEFT adapter: it lacks adapter_config.json"),
+    ],
+)
+def test_a_kind_that_the_files_are_not_is_refused(kind, words, trainer_folder, tmp_path):
+    with pytest.raises(InputError, match=words):
+        imported(trainer_folder, tmp_path / "out", kind=kind)
+    assert imported(trainer_folder, tmp_path / "out", kind=ImportKind.HUGGINGFACE).kind is ImportKind.HUGGINGFACE
+
+
+def without(name):
+    return lambda weights: {key: each for key, each in weights.items() if key != name}
+
+
+def changed(name, change):
+    return lambda weights: {**weights, name: change(weights.get(name, torch.zeros(2)))}
+
+
+def poison(tensor):
+    tensor = tensor.clone()
+    tensor.view(-1)[-1] = torch.nan
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (without("model.norm.weight"), "Llama.* that .*/config.json describes; .*\nmissing: model.norm.weight$"),
+        (changed("model.extra", torch.clone), "\nunexpected: model.extra$"),
+        (
+            lambda weights: {f"x.{name}": each for name, each in weights.items()},
+            r"missing: lm_head.weight, model.embed_tokens.weight, model.layers.0.input_layernorm.weight and 18 more\n"
+            r"unexpected: x.lm_head.weight, .* and 18 more",
+        ),
+        (changed("lm_head.weight", lambda each: each[:-1]), r"its lm_head.weight has shape \(255, 64\), that of"),
+        (changed("model.norm.weight", poison), "model.norm.weight holds NaN or infinity; import an earlier checkpoint"),
+        (changed("model.norm.weight", torch.Tensor.to_sparse), "pickle that calls torch._utils._rebuild_sparse_tensor"),
+        (lambda weights: {**weights, "module.lm_head.weight": weights["lm_head.weight"]}, "holds lm_head.weight twice"),
+        (lambda weights: {**weights, "step": 3}, "'step' is no tensor"),
+        (lambda weights: [*weights.values()], "holds no weights by name, but a list"),
+    ],
+)  # fmt: skip
+def test_weights_that_are_not_the_models_are_refused_and_leave_nothing(change, words, base, tmp_path):
+    saved_by_torch(base, tmp_path / "in", change)
+    with pytest.raises(InputError, match=words):
+        imported(tmp_path / "in", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_numbers_too_large_for_the_type_are_refused(base, tmp_path):
+    saved_by_torch(base, tmp_path / "in", changed("model.norm.weight", lambda each: each * 1e6))
+    with pytest.raises(InputError, match=r"model.norm.weight has numbers too large for torch.float16"):
+        imported(tmp_path / "in", tmp_path / "out", dtype=WeightType.FP16)
+    imported(tmp_path / "in", tmp_path / "out", dtype=WeightType.BF16)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"vocab_size": 3}, "config.json: names no model_type"),
+        ({"model_type": "nothing"}, "config.json: is no causal language model that transformers can build"),
+        ({"model_type": "bert"}, "is not of the BertLMHeadModel that "),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "are quantised already .gptq."),
+    ],
+)
+def test_a_config_of_another_model_is_refused(config, words, base, tmp_path):
+    saved_by_torch(base, tmp_path / "in")
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=words):
+        imported(tmp_path / "in", tmp_path / "out")
+
+
+def test_a_checkpoint_without_a_config_names_the_option(base, tmp_path):
+    saved_by_torch(base, tmp_path / "in")
+    (tmp_path / "in" / "config.json").unlink()
+    with pytest.raises(InputError, match=r"holds no config.json; say which model it is of: --config FOLDER, a hub id"):
+        imported(tmp_path / "in", tmp_path / "out")
+    imported(tmp_path / "in", tmp_path / "out", config=config_of(base), config_origin="preset")
+    assert torch.equal(logits(tmp_path / "out"), logits(base))
+
+
+def test_code_that_a_config_names_is_not_kept(base, tmp_path):
+    saved_by_torch(base, tmp_path / "in")
+    config = {**config_of(base), "auto_map": {"AutoModelForCausalLM": "modeling.Evil"}}
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "in" / "modeling.py").write_text("raise SystemExit")
+    imported(tmp_path / "in", tmp_path / "out")
+    assert "auto_map" not in config_of(tmp_path / "out") and not (tmp_path / "out" / "modeling.py").exists()
+
+
+def test_checkpoints_of_shardwise_are_shown_the_way(tmp_path):
+    folder = tmp_path / "runs" / "cats" / "checkpoints" / "step-00000030"
+    folder.mkdir(parents=True)
+    (folder / "MANIFEST.json").write_text("{}")
+    (folder.parents[1] / "plan.json").write_text("{}")
+    with pytest.raises(InputError, match=r"shardwise export .*/runs/cats OUT --checkpoint step-30$"):
+        imported(folder, tmp_path / "out")
+    with pytest.raises(InputError, match=r"is a run of shardwise; .*\nshardwise export .*/runs/cats OUT$"):
+        imported(folder.parents[1], tmp_path / "out")
+
+
+def test_a_disk_that_is_too_small_is_seen_before_anything_is_written(base, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: _ntuple_diskusage(10**9, 10**9, 1000))
+    with pytest.raises(EnvironmentFaultError, match=r"out: needs 4.. KiB, and 1000 B are free there"):
+        imported(saved_by_torch(base, tmp_path / "in"), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_folder_that_cannot_be_made_is_said_so(base, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentFaultError, match=r"file/out: cannot be written: "):
+        imported(base, tmp_path / "file" / "out")
+
+
+def test_a_folder_that_came_meanwhile_is_not_replaced(base, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "theirs").write_text("kept")
+    with pytest.raises(EnvironmentFaultError, match=r"out: cannot be written: Directory not empty"):
+        imported(base, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and (tmp_path / "out" / "theirs").exists()
+
+
+def test_a_base_for_what_is_no_adapter_is_refused(base, tmp_path):
+    with pytest.raises(
+        InputError, match=r"--base: .*/base is a Hugging Face model folder and no adapter; leave it out"
+    ):
+        imported(base, tmp_path / "out", base=str(base))

@@ -1,0 +1,484 @@
+"""Nothing that a stranger put into a checkpoint is run, followed out of its folder, or read without a bound."""
+
+import json
+import os
+import pickle
+import shutil
+import struct
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from export_factory import write_base
+from import_factory import FIRST, MASTERS, STATES, config_of, distributed, imported, saved_by_torch, zero
+from safetensors.torch import load_file
+from torch.distributed import checkpoint as dcp
+
+from trainer.runtime.import_pickles import load_metadata, load_pickled
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.import_request import ImportKind
+
+
+class Bomb:
+    """What a pickle of it leaves behind when it is run: a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return (os.system, (f"touch '{self.marker}'",))
+
+
+class Evaluates(Bomb):
+    """The same, through a builtin."""
+
+    def __reduce__(self):
+        return (eval, (f"open({str(self.marker)!r}, 'w').close()",))
+
+
+class Imports(Bomb):
+    """The same, through a module that importing alone would run."""
+
+    def __reduce__(self):
+        return (exec, (f"import pathlib; pathlib.Path({str(self.marker)!r}).touch()",))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return write_base(tmp_path_factory.mktemp("models") / "base")
+
+
+@pytest.fixture
+def marker(tmp_path) -> Path:
+    return tmp_path / "it was run"
+
+
+def adapter(base: Path, folder: Path) -> Path:
+    folder.mkdir()
+    config = {"peft_type": "LORA", "lora_alpha": 8, "base_model_name_or_path": str(base)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    parts = {"lora_A": torch.ones(2, 64), "lora_B": torch.ones(64, 2)}
+    place = "base_model.model.model.layers.0.self_attn.q_proj"
+    torch.save({f"{place}.{name}.weight": each for name, each in parts.items()}, folder / "adapter_model.bin")
+    return folder
+
+
+def add_to_torch_file(path: Path, bomb: object) -> None:
+    torch.save({**torch.load(path, weights_only=False), "bomb": bomb}, path)
+
+
+def hide_in_torch_file(path: Path, bomb: object) -> None:
+    torch.save({**torch.load(path, weights_only=False), "bomb": [{"deep": (1, bomb)}]}, path)
+
+
+def add_to_metadata(path: Path, bomb: object) -> None:
+    metadata = pickle.loads(path.read_bytes())
+    metadata.planner_data = bomb
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def add_to_part(path: Path, bomb: object) -> None:
+    """In the place of a tensor, in as many bytes as it might have."""
+    metadata = pickle.loads((path.parent / ".metadata").read_bytes())
+    place = next(each for index, each in metadata.storage_data.items() if index.fqn == f"model.{FIRST}")
+    torch.save([torch.zeros(256, 64), bomb], path.parent / "bomb")
+    content, planted = path.read_bytes(), (path.parent / "bomb").read_bytes()
+    path.write_bytes(content + planted)
+    place.offset, place.length = len(content), len(planted)
+    (path.parent / ".metadata").write_bytes(pickle.dumps(metadata))
+    (path.parent / "bomb").unlink()
+
+
+PICKLES = {
+    "pytorch_model.bin": (saved_by_torch, "pytorch_model.bin", add_to_torch_file),
+    "deep in pytorch_model.bin": (saved_by_torch, "pytorch_model.bin", hide_in_torch_file),
+    "a bare pickle": (saved_by_torch, "pytorch_model.bin", lambda path, bomb: path.write_bytes(pickle.dumps(bomb))),
+    "adapter_model.bin": (adapter, "adapter_model.bin", add_to_torch_file),
+    "model_states": (zero, f"global_step2/{STATES}", add_to_torch_file),
+    "optim_states": (zero, f"global_step2/{MASTERS.format(1)}", add_to_torch_file),
+    ".metadata": (distributed, ".metadata", add_to_metadata),
+    ".distcp": (distributed, "__0_0.distcp", add_to_part),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bomb", [Bomb, Evaluates, Imports])
+def test_the_bombs_of_these_tests_go_off_where_they_are_unpickled(bomb, marker):
+    pickle.loads(pickle.dumps(bomb(marker)))
+    assert marker.exists()
+
+
+@pytest.mark.parametrize("bomb", [Bomb, Evaluates, Imports])
+@pytest.mark.parametrize("name", PICKLES)
+def test_a_pickle_that_would_run_code_is_refused_and_not_run(name, bomb, base, marker, tmp_path):
+    make, file, plant = PICKLES[name]
+    folder = make(base, tmp_path / "in")
+    plant(folder / file, bomb(marker))
+    with pytest.raises(InputError) as refused:
+        imported(folder, tmp_path / "out", base=str(base) if make is adapter else None)
+    assert not marker.exists() and not (tmp_path / "out").exists()
+    assert name == "a bare pickle" or "nothing was run" in str(refused.value)
+    assert len(str(refused.value).splitlines()) <= 3
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in PICKLES if name not in ("a bare pickle", "deep in pytorch_model.bin")]
+)
+def test_the_same_checkpoint_without_it_is_imported(name, base, tmp_path):
+    make, *_ = PICKLES[name]
+    folder = make(base, tmp_path / "in")
+    imported(folder, tmp_path / "out", base=str(base) if make is adapter else None)
+    written, held = load_file(tmp_path / "out" / "model.safetensors"), load_file(base / "model.safetensors")
+    changed = {"model.layers.0.self_attn.q_proj.weight"} if make is adapter else set()
+    assert {name for name, each in held.items() if not torch.equal(written[name], each)} == changed
+
+
+def test_bombs_in_files_that_are_not_needed_are_not_even_opened(base, marker, tmp_path):
+    folder = saved_by_torch(base, tmp_path / "in")
+    (folder / "trainer_state.json").write_text("{}")
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "random_states_0.pkl"):
+        (folder / name).write_bytes(pickle.dumps(Bomb(marker)))
+    (folder / "modeling_llama.py").write_text(f"open({str(marker)!r}, 'w')")
+    assert imported(folder, tmp_path / "out").kind is ImportKind.TRAINER
+    assert not marker.exists()
+
+
+def test_classes_that_stand_in_deepspeeds_files_are_not_imported(tmp_path):
+    """A pickle of a class on the list is read, though there is no such class here and it takes no such state."""
+    content = b"\x80\x02cdeepspeed.runtime.fp16.loss_scaler\nDynamicLossScaler\n)\x81}X\x05\x00\x00\x00scaleK\x03sb."
+    with zipfile.ZipFile(tmp_path / "file.pt", "w") as archive:
+        archive.writestr("file/data.pkl", content)
+        archive.writestr("file/byteorder", "little")
+        archive.writestr("file/version", "3\n")
+    read = load_pickled(tmp_path / "file.pt")
+    assert type(read).__module__ == "trainer.runtime.import_pickles" and read.state == {"scale": 3}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x04true\x85R.", "posix.system"),
+        (b"\x80\x04\x8c\x08builtins\x8c\x07getattr\x93.", "builtins.getattr"),
+        (b"\x80\x04\x8c\x05torch\x8c\x04load\x93.", "torch.load"),
+        (b"\x80\x04\x8c\x05torch\x8c\x0chub.load_url\x93.", "torch.hub.load_url"),
+        (b"\x80\x02(iposix\nsystem\n.", "the operation INST has no place"),
+        (b"\x80\x02\x82\x01.", "the operation EXT1 has no place"),
+        (b"\x80\x05\x96\xff\xff\xff\xff\xff\x00\x00\x00.", "is damaged"),
+        (b"\x80\x04N.", "holds no metadata"),
+        (b"", "is damaged"),
+    ],
+)
+def test_metadata_of_anything_else_is_refused(content, words, tmp_path):
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(InputError, match=words):
+        load_metadata(tmp_path / ".metadata")
+
+
+def repack(path: Path, *, compression: int = zipfile.ZIP_STORED, more: dict[str, bytes] | None = None) -> None:
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()} | (more or {})
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"compression": zipfile.ZIP_DEFLATED}, "is no plain file of tensors: it is compressed, or holds code"),
+        ({"more": {"pytorch_model/constants.pkl": b"\x80\x02)."}}, "is compressed, or holds code"),
+    ],
+)
+def test_an_archive_that_grows_when_it_is_read_or_holds_code_is_refused(settings, words, base, tmp_path):
+    folder = saved_by_torch(base, tmp_path / "in")
+    repack(folder / "pytorch_model.bin", **settings)
+    with pytest.raises(InputError, match=words):
+        imported(folder, tmp_path / "out")
+
+
+def test_a_pickle_of_more_than_its_bound_is_not_read(base, tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.runtime.import_pickles.PICKLE_BYTES", 100)
+    with pytest.raises(InputError, match=r"holds a pickle of \S+ KiB; 100 B is the most that is read"):
+        imported(saved_by_torch(base, tmp_path / "in"), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "bound"),
+    [("config.json", "import_run.CONFIG_BYTES"), ("pytorch_model.bin.index.json", "import_files.INDEX_BYTES")],
+)
+def test_a_file_of_more_than_its_bound_is_not_read(name, bound, base, tmp_path, monkeypatch):
+    folder = saved_by_torch(base, tmp_path / "in")
+    if "index" in name:
+        places = dict.fromkeys(load_file(base / "model.safetensors"), "pytorch_model-1.bin")
+        (folder / name).write_text(json.dumps({"weight_map": places}))
+        (folder / "pytorch_model.bin").rename(folder / "pytorch_model-1.bin")
+    monkeypatch.setattr(f"trainer.runtime.{bound}", 100)
+    with pytest.raises(InputError, match=rf"{name}: is \S+ \S+; 100 B is the most that is read"):
+        imported(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "..", "sub/model.safetensors", ""])
+@pytest.mark.parametrize("ending", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+def test_an_index_that_names_a_file_elsewhere_is_refused(ending, name, base, tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((base / "config.json").read_bytes())
+    shutil.copy(base / "model.safetensors", tmp_path / "outside.safetensors")
+    places = dict.fromkeys(load_file(base / "model.safetensors"), name)
+    (folder / ending).write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(InputError, match="which does not lie beside it; nothing was read"):
+        imported(folder, tmp_path / "out")
+
+
+LINKS = {
+    "config.json": saved_by_torch,
+    "pytorch_model.bin": saved_by_torch,
+    f"global_step2/{STATES}": zero,
+    f"global_step2/{MASTERS.format(1)}": zero,
+    "latest": zero,
+    ".metadata": distributed,
+    "__0_0.distcp": distributed,
+    "adapter_model.bin": adapter,
+    "adapter_config.json": adapter,
+}
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_a_link_out_of_the_folder_is_refused(name, base, tmp_path):
+    folder = LINKS[name](base, tmp_path / "in")
+    (folder / name).rename(tmp_path / "outside")
+    (folder / name).symlink_to(tmp_path / "outside")
+    with pytest.raises(InputError, match=rf"{Path(name).name}: is a link out of the checkpoint's folder"):
+        imported(folder, tmp_path / "out", base=str(base) if LINKS[name] is adapter else None)
+
+
+def test_a_tokenizer_that_links_to_a_file_elsewhere_is_not_copied(base, tmp_path):
+    folder = saved_by_torch(base, tmp_path / "in")
+    (tmp_path / "secret").write_text("of somebody else")
+    (folder / "tokenizer.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(InputError, match=r"tokenizer.json: is a link out of the checkpoint's folder"):
+        imported(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_latest_that_names_a_folder_elsewhere_is_refused(base, tmp_path):
+    folder = zero(base, tmp_path / "in")
+    (folder / "global_step2").rename(tmp_path / "outside")
+    (folder / "latest").write_text("../outside")
+    with pytest.raises(InputError, match=r"names the folder '../outside', which is not one inside of it"):
+        imported(folder, tmp_path / "out")
+    (folder / "latest").write_text("link")
+    (folder / "link").symlink_to(tmp_path / "outside")
+    with pytest.raises(InputError, match="names the folder 'link', which is not one inside of it"):
+        imported(folder, tmp_path / "out")
+
+
+def test_metadata_that_names_a_file_elsewhere_is_refused(base, tmp_path):
+    folder = distributed(base, tmp_path / "in")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = "../outside"
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    (folder / "__0_0.distcp").rename(tmp_path / "outside")
+    with pytest.raises(InputError, match=r"names the file '../outside', which does not lie beside it"):
+        imported(folder, tmp_path / "out")
+
+
+def test_a_snapshot_of_the_hubs_cache_is_links_into_its_blobs(base, tmp_path):
+    root = tmp_path / "models--org--name"
+    (root / "blobs").mkdir(parents=True)
+    snapshot = root / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    for path in base.iterdir():
+        shutil.copy(path, root / "blobs" / f"blob-{path.name}")
+        (snapshot / path.name).symlink_to(root / "blobs" / f"blob-{path.name}")
+    imported(snapshot, tmp_path / "out")
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+    assert config_of(tmp_path / "out")["model_type"] == "llama"
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(base, tmp_path):
+    folder = saved_by_torch(base, tmp_path / "in")
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    with pytest.raises(InputError, match=r"config.json: is no file"):
+        imported(folder, tmp_path / "out")
+
+
+def drop_rank(folder: Path) -> None:
+    (folder / "global_step2" / MASTERS.format(0)).unlink()
+
+
+def drop_last_rank(folder: Path) -> None:
+    (folder / "global_step2" / MASTERS.format(1)).unlink()
+
+
+def shorten_masters(folder: Path) -> None:
+    path = folder / "global_step2" / MASTERS.format(1)
+    loaded = torch.load(path, weights_only=True)
+    state = loaded["optimizer_state_dict"]
+    state["single_partition_of_fp32_groups"] = [state["single_partition_of_fp32_groups"][0][:-9].clone()]
+    torch.save(loaded, path)
+
+
+def add_tensor_parallelism(folder: Path) -> None:
+    shutil.copy(folder / "global_step2" / STATES, folder / "global_step2" / "mp_rank_01_model_states.pt")
+
+
+def second_checkpoint(folder: Path) -> None:
+    shutil.copytree(folder / "global_step2", folder / "global_step4")
+    (folder / "latest").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (drop_rank, "lacks the optim_states of rank 0; copy the checkpoint again"),
+        (drop_last_rank, "is of 2 ranks and has optim_states of 1"),
+        (shorten_masters, "the elements of model.norm.weight in it are not those of the optim_states beside it"),
+        (add_tensor_parallelism, r"mp_rank_01_model_states.pt is of a model cut by tensor, pipeline or expert"),
+        (second_checkpoint, r"holds several DeepSpeed checkpoints .* and no `latest`; name one of them"),
+    ],
+)
+def test_a_deepspeed_checkpoint_that_is_not_whole_is_refused(damage, words, base, tmp_path):
+    folder = zero(base, tmp_path / "in")
+    damage(folder)
+    with pytest.raises(InputError, match=words):
+        imported(folder, tmp_path / "out")
+
+
+def change_metadata(folder: Path, change) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def lies_of_a_length(metadata) -> None:
+    for place in metadata.storage_data.values():
+        place.length = 10**12
+
+
+def lies_behind_the_end(metadata) -> None:
+    for place in metadata.storage_data.values():
+        place.offset = 10**9
+
+
+def claims_a_huge_tensor(metadata) -> None:
+    tensor = metadata.state_dict_metadata[f"model.{FIRST}"]
+    tensor.size = torch.Size([10**9, 10**9])
+    tensor.chunks[0].sizes = torch.Size([10**9, 10**9])
+
+
+def lacks_a_part(metadata) -> None:
+    metadata.state_dict_metadata[f"model.{FIRST}"].chunks[0].sizes = torch.Size([1, 64])
+
+
+def names_the_model_twice(metadata) -> None:
+    for name in [*metadata.state_dict_metadata]:
+        metadata.state_dict_metadata[f"ema.{name}"] = metadata.state_dict_metadata[name]
+    metadata.storage_data |= {
+        type(index)(f"ema.{index.fqn}", index.offset): each for index, each in metadata.storage_data.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lies_of_a_length, "is damaged: it has 1000000000000 bytes for"),
+        (lies_behind_the_end, "is truncated: it ends within"),
+        (claims_a_huge_tensor, r"its model.embed_tokens.weight has shape \(1000000000, 1000000000\), that of"),
+        (lacks_a_part, r"parts of model.model.embed_tokens.weight that are more or less than the whole"),
+        (names_the_model_twice, "holds the model several times, below ema.model. and model."),
+    ],
+)
+def test_a_distributed_checkpoint_that_contradicts_itself_is_refused(change, words, base, tmp_path):
+    folder = distributed(base, tmp_path / "in")
+    change_metadata(folder, change)
+    with pytest.raises(InputError, match=words):
+        imported(folder, tmp_path / "out")
+
+
+def test_parts_that_overlap_are_refused(base, tmp_path):
+    """Their elements add up to the whole, and leave a hole."""
+    folder = distributed(base, tmp_path / "in")
+
+    def cut(metadata):
+        tensor = metadata.state_dict_metadata["model.model.norm.weight"]
+        place = next(each for index, each in metadata.storage_data.items() if index.fqn == "model.model.norm.weight")
+        half = torch.ones(32)
+        torch.save(half, folder / "half.distcp")
+        place.relative_path, place.offset, place.length = "half.distcp", 0, (folder / "half.distcp").stat().st_size
+        tensor.chunks = [type(tensor.chunks[0])(torch.Size([0]), torch.Size([32])) for _ in range(2)]
+
+    change_metadata(folder, cut)
+    with pytest.raises(InputError, match=r"parts of model.model.norm.weight that overlap or lie outside of it"):
+        imported(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "adapter_model.bin", "optim_states", ".metadata", ".distcp"])
+def test_a_file_with_random_damage_ends_in_a_message(name, base, tmp_path):
+    """Cut off, or with bytes changed: an InputError of at most three lines, or what the file still holds."""
+    make, file, _ = PICKLES[name]
+    good = make(base, tmp_path / "in")
+    content = (good / file).read_bytes()
+    random = Random(7)
+    for number in range(25):
+        damaged = bytearray(content[: random.randrange(len(content))] if number % 3 == 0 else content)
+        if number % 3 and damaged:
+            near_end = number % 3 == 2  # the zip's directory; torch's pickle stands in front
+            span = len(damaged) if name == ".metadata" else min(3000, len(damaged))
+            for _ in range(random.randrange(1, 8)):
+                place = random.randrange(span)
+                damaged[len(damaged) - 1 - place if near_end else place] = random.randrange(256)
+        (good / file).write_bytes(damaged)
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        try:
+            imported(good, tmp_path / "out", base=str(base) if make is adapter else None)
+        except (InputError, EnvironmentFaultError) as error:
+            assert len(str(error).splitlines()) <= 3
+
+
+@pytest.mark.parametrize("damage", ["short", "header", "huge header"])
+def test_a_damaged_safetensors_file_is_refused(damage, base, tmp_path):
+    shutil.copytree(base, tmp_path / "in")
+    path = tmp_path / "in" / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(
+        {
+            "short": content[:-100],
+            "header": content[:20] + b"x" * 50 + content[70:],
+            "huge header": struct.pack("<Q", 2**60) + content[8:],
+        }[damage]
+    )
+    with pytest.raises(InputError, match=r"model.safetensors: is damaged, or no safetensors file"):
+        imported(tmp_path / "in", tmp_path / "out")
+
+
+def test_a_file_of_torch_before_16_is_refused_with_what_would_do(base, tmp_path):
+    folder = saved_by_torch(base, tmp_path / "in")
+    torch.save({}, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    with pytest.raises(InputError, match=r"in the form that torch has written since 1.6;\nif you trust it, load it"):
+        imported(folder, tmp_path / "out")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_w50_torch_runs_what_the_metadata_of_a_distributed_checkpoint_names(base, marker, tmp_path):
+    folder = distributed(base, tmp_path / "in")
+    add_to_metadata(folder / ".metadata", Bomb(marker))
+    dcp.FileSystemReader(folder).read_metadata()
+    assert marker.exists()
+
+
+def test_w51_deepspeeds_own_script_runs_what_a_checkpoint_names(base, marker, tmp_path):
+    folder = zero(base, tmp_path / "in")
+    add_to_torch_file(folder / "global_step2" / STATES, Bomb(marker))
+    code = (
+        "from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as read\n"
+        f"read({str(folder)!r})"
+    )
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, check=True)
+    assert marker.exists()
