@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from launch.console import Console
-from launch.model_files import ModelFiles, download_model, read_model_config
+from launch.model_files import ModelFiles, download_model, find_config, read_model_config
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
 from trainer.spec.import_request import Imported, ImportKind, ImportRequest, WeightType
@@ -45,7 +45,7 @@ class ImportOptions(NamedTuple):
 def run_import(options: ImportOptions) -> ExitCode:
     """Writes the folder and says what it was made of and what was left out."""
     console = Console(sys.stderr if options.as_json else None)
-    imported = _import(_request(options))
+    imported = _import(_request(options), console.line)
     console.line(f"{options.checkpoint}: {imported.source}")
     size = format_bytes(imported.num_bytes)
     console.line(f"{imported.num_tensors} tensors, {size}, most of them {imported.dtype}; all there, all finite")
@@ -67,7 +67,7 @@ def _request(options: ImportOptions) -> ImportRequest:
         raise InputError(f"{options.output}: exists already; name a folder that does not")
     if options.base is not None and options.config is not None:
         raise InputError("--config: the merged model has the config of its base; leave it out beside --base")
-    described = _named("--config", options.config, lambda name: read_model_config(Job(model=ModelJob(config=name))))
+    described = _named("--config", options.config, find_config)
     base = _named("--base", options.base, _base)
     return ImportRequest(
         checkpoint=str(options.checkpoint.resolve()),
@@ -92,29 +92,36 @@ def _named(option: str, name: str | None, find: Callable[[str], ModelFiles]) -> 
         return None
     try:
         return find(name)
-    except InputError as error:
+    except (InputError, EnvironmentFaultError) as error:
         text = str(error)
         for setting in ("model.config:", "model.name:"):
             text = text.replace(setting, f"{option}:")
-        raise InputError(text) from error
+        kind = InputError if isinstance(error, InputError) else EnvironmentFaultError
+        raise kind(text) from error
 
 
-def _import(request: ImportRequest) -> Imported:
+def _import(request: ImportRequest, on_progress: Callable[[str], None]) -> Imported:
     """The answer of the subprocess; raises the error that it ended with."""
     with tempfile.TemporaryDirectory(prefix="shardwise-import-") as folder:
-        asked, answered = Path(folder, "request.json"), Path(folder, "answer.json")
+        asked, answered, errors = (Path(folder, name) for name in ("request.json", "answer.json", "errors.txt"))
         codec.write(asked, request)
-        ended = subprocess.run(
-            [sys.executable, "-P", "-m", "trainer.runtime.import_run", str(asked), str(answered)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-            env=os.environ | _ENVIRONMENT,
-        )
-        if ended.returncode != 0:
-            raise _error_of(ended.returncode, ended.stderr)
+        with (
+            errors.open("wb") as stream,
+            subprocess.Popen(
+                [sys.executable, "-P", "-m", "trainer.runtime.import_run", str(asked), str(answered)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stream,
+                text=True,
+                errors="replace",
+                env=os.environ | _ENVIRONMENT,
+            ) as process,
+        ):
+            assert process.stdout is not None
+            for line in process.stdout:
+                on_progress(line.rstrip("\n"))
+        if process.returncode != 0:
+            raise _error_of(process.returncode, errors.read_text(errors="replace"))
         return codec.read(answered, Imported)
 
 

@@ -19,7 +19,7 @@ import trainer
 from launch.hub_files import HUB_ID, download_snapshot, find_snapshot, hub_cache
 from launch.weight_files import TensorShapes, check_weights, has_weights
 from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.job import Job
+from trainer.spec.job import Job, ModelJob
 from trainer.spec.nearest import close_matches
 from trainer.spec.template_tokens import TEMPLATE_TOKENS
 from trainer.spec.value import Value
@@ -77,6 +77,11 @@ def read_model_config(job: Job, *, cache_home: Path | None = None) -> ModelFiles
         tokenizer_path = _tokenizer_folder(job.model.tokenizer, cache)
         files = msgspec.structs.replace(files, tokenizer_path=tokenizer_path)
     return _with_room(files, job.data.chat_template)
+
+
+def find_config(name: str, *, cache_home: Path | None = None) -> ModelFiles:
+    """What `model.config: name` stands for, without asking whether its vocabulary holds its tokenizer's tokens."""
+    return _from_config(Job(model=ModelJob(config=name)), hub_cache(cache_home))
 
 
 def download_model(job: Job, files: ModelFiles, *, cache_home: Path | None = None) -> ModelFiles:

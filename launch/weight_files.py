@@ -37,7 +37,7 @@ def check_weights(folder: Path) -> TensorShapes:
         )
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise InputError(
-            f"{folder}: holds only pickled weights, which can run code when they are read; convert them with\n"
+            f"{folder}: holds only pickled weights, which can run code when they are read; convert them with "
             "shardwise import FOLDER NEW_FOLDER, which runs none"
         )
     raise InputError(f"{folder}: holds no model.safetensors and no model.safetensors.index.json")

@@ -8,6 +8,7 @@ from export_factory import write_base
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from launch.model_files import find_config
 from trainer.runtime.import_run import import_checkpoint
 from trainer.spec.import_request import ImportKind, ImportRequest
 
@@ -43,10 +44,7 @@ def checkpoints(start_ranks, tmp_path_factory) -> Path:
 
 
 def check(root: Path, name: str, expected: tuple[ImportKind, str], out: Path) -> None:
-    from launch.model_files import read_model_config
-    from trainer.spec.job import Job, ModelJob
-
-    config = read_model_config(Job(model=ModelJob(config=str(root / "base")))).config
+    config = find_config(str(root / "base")).config
     done = import_checkpoint(ImportRequest(checkpoint=str(root / name), out=str(out), config=config))
     assert (done.kind, done.source, done.dtype) == (*expected, "F32")
     loaded = AutoModelForCausalLM.from_pretrained(out).eval()

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from workplace_factory import SENTENCES, TINY_CONFIG, Workplace, read_metrics
 
+from launch.model_files import find_config
 from trainer.runtime.tokenizer import train_tokenizer, write_trained_tokenizer
 
 
@@ -53,6 +54,17 @@ def test_training_starts_from_an_imported_checkpoint(checkpoint, workplace):
     )
     moved = max(float((ended[name] - each).abs().max()) for name, each in began.items())
     assert 0 < moved < 0.02, "two steps of 3e-3 away from the weights that were imported"
+
+
+def test_a_config_with_fewer_rows_than_its_tokenizer_has_tokens_is_taken(checkpoint, workplace):
+    """As Gemma 3's: the model that was trained from it has as many."""
+    folder = workplace.folder / "model"
+    write_trained_tokenizer(train_tokenizer(iter(SENTENCES), vocab_size=300), workplace.folder / "tokenizer2")
+    for path in (workplace.folder / "tokenizer2").iterdir():
+        path.rename(folder / path.name)
+    (folder / "config.json").write_text(json.dumps(TINY_CONFIG | {"vocab_size": 256}))
+    found = find_config(str(folder))
+    assert (found.config["vocab_size"], found.tokenizer_path) == (256, str(folder))
 
 
 @pytest.mark.parametrize(

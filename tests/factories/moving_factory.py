@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from engine_plan_factory import TINY_LLAMA
 from rank_factory import rank_plan, write_attempt
 
 from trainer.runtime.checkpoint import CheckpointFolder
@@ -20,6 +19,7 @@ from trainer.spec.units import MIB
 
 WORKER = Path(__file__).parents[1] / "distributed" / "moving_worker.py"
 STEP, NUM_STEPS = 5, 10
+MOST_AT_ONCE = 60  # attempts in one group of ranks, which has a limit of time
 LOCKABLE_BYTES = 12 * MIB  # so little that partitions are cut into several sub-groups
 ODD_LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 257, "hidden_size": 25, "intermediate_size": 37, "num_hidden_layers": 2,
@@ -27,7 +27,12 @@ ODD_LLAMA: dict[str, Any] = {
 }  # fmt: skip
 
 
-EVEN_LLAMA = {**ODD_LLAMA, "hidden_size": 64, "intermediate_size": 128}  # rows that NF4's blocks of 64 divide
+EVEN_LLAMA = {
+    **ODD_LLAMA,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+}  # for NF4's blocks of 64
 
 
 class Place(NamedTuple):
@@ -52,7 +57,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "fp16": {"precision": Precision.FP16_MIXED},
     "pure-bf16": {"precision": Precision.BF16},
     # Large enough for DeepSpeed to swap; DeepSpeed and torch add up so many squares to different norms, so no clipping.
-    "large": {"model_config": {**TINY_LLAMA, "vocab_size": 8192}, "clip": 0.0},
+    "large": {"model_config": {**ODD_LLAMA, "vocab_size": 8193, "hidden_size": 65}, "clip": 0.0},
 }
 
 
@@ -129,7 +134,8 @@ class Yard:
             words += [f"#{last}"] if last is not None else []
             argv.setdefault(plan.chosen.num_ranks, []).append("".join(words))
         for num_ranks, arguments in sorted(argv.items()):
-            self._start_ranks([str(WORKER), *arguments], num_ranks)
+            for begin in range(0, len(arguments), MOST_AT_ONCE):
+                self._start_ranks([str(WORKER), *arguments[begin : begin + MOST_AT_ONCE]], num_ranks)
 
     def leave(self, name: str) -> Path:
         """A run directory that holds the middle checkpoint of a run and nothing else."""

@@ -35,9 +35,9 @@ def peak(folder, dtype):
     watcher.join()
     return max(peaks) - before
 
-small, *folders = sys.argv[1:]
+small, pickled, zero, dcp = sys.argv[1:]
 peak(small, None)
-print(json.dumps([peak(folder, dtype) for folder in folders for dtype in (None, WeightType.BF16)]))
+print(json.dumps([peak(pickled, None), peak(zero, WeightType.BF16), peak(dcp, WeightType.BF16)]))
 """
 
 

@@ -1,6 +1,7 @@
 """A foreign checkpoint becomes a folder that plain transformers loads, with the logits of what was saved."""
 
 import json
+import shutil
 from pathlib import Path
 from shutil import _ntuple_diskusage
 
@@ -8,15 +9,16 @@ import pytest
 import torch
 from engine_plan_factory import TINY_LLAMA
 from export_factory import write_base
-from import_factory import IDS, config_of, imported, logits, saved_by_torch
+from import_factory import IDS, config_of, imported, logits, saved_by_torch, zero
 from prepare_request_factory import numbered_text
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from trainer.runtime.export_check import logits_of
+from trainer.runtime.import_run import import_checkpoint
 from trainer.runtime.tokenizer import train_tokenizer, write_trained_tokenizer
 from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.import_request import ImportKind, WeightType
+from trainer.spec.import_request import ImportKind, ImportRequest, WeightType
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +161,20 @@ def test_a_checkpoint_of_transformers_trainer_is_its_model_and_its_tokenizer(tra
     assert not torch.allclose(logits(tmp_path / "out"), logits(base), atol=1e-3)
 
 
+def test_a_trainers_folder_under_deepspeed_has_two_forms_of_the_weights(base, tmp_path):
+    folder = zero(base, tmp_path / "in")
+    (folder / "trainer_state.json").write_text("{}")
+    rounded = {name: each.bfloat16() for name, each in load_file(base / "model.safetensors").items()}
+    save_file(rounded, folder / "model.safetensors")
+    done = imported(folder, tmp_path / "out")
+    assert done.dtype == "BF16" and done.source == "a checkpoint of transformers' Trainer: model.safetensors"
+    assert "global_step2 is there as well and was not taken; --kind deepspeed takes its fp32 masters" in done.notes
+    done = imported(folder, tmp_path / "masters", kind=ImportKind.DEEPSPEED)
+    assert done.dtype == "F32" and torch.equal(logits(tmp_path / "masters"), logits(base))
+    shutil.rmtree(folder / "global_step2")
+    assert imported(folder, tmp_path / "again").dtype == "BF16", "people delete the masters and leave `latest`"
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -223,6 +239,10 @@ def test_numbers_too_large_for_the_type_are_refused(base, tmp_path):
     [
         ({"vocab_size": 3}, "config.json: names no model_type"),
         ({"model_type": "nothing"}, "config.json: is no causal language model that transformers can build"),
+        (
+            {"model_type": "llama", "num_hidden_layers": 10**9},
+            "layers 1000000000, and there are 21 tensors",
+        ),
         ({"model_type": "bert"}, "is not of the BertLMHeadModel that "),
         ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "are quantised already .gptq."),
     ],
@@ -289,3 +309,11 @@ def test_a_base_for_what_is_no_adapter_is_refused(base, tmp_path):
         InputError, match=r"--base: .*/base is a Hugging Face model folder and no adapter; leave it out"
     ):
         imported(base, tmp_path / "out", base=str(base))
+
+
+def test_progress_is_told_in_bytes(base, tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.runtime.import_run.REPORT_EVERY_S", 0.0)
+    lines: list[str] = []
+    folder = saved_by_torch(base, tmp_path / "in")
+    import_checkpoint(ImportRequest(checkpoint=str(folder), out=str(tmp_path / "out")), lines.append)
+    assert len(lines) == 21 and (lines[0], lines[-1]) == ("64 KiB of 417 KiB", "417 KiB of 417 KiB")

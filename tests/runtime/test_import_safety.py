@@ -19,8 +19,10 @@ from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 
 from trainer.runtime.import_pickles import load_metadata, load_pickled
+from trainer.runtime.import_run import main
+from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.import_request import ImportKind
+from trainer.spec.import_request import ImportKind, ImportRequest
 
 
 class Bomb:
@@ -306,6 +308,15 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(base, tmp_path):
     os.mkfifo(folder / "config.json")
     with pytest.raises(InputError, match=r"config.json: is no file"):
         imported(folder, tmp_path / "out")
+
+
+def test_names_do_not_reach_the_terminal_as_they_are(base, tmp_path, capsys):
+    """A stranger's names may hold line ends and what moves the cursor."""
+    folder = saved_by_torch(base, tmp_path / "in", lambda weights: {**weights, "a\x1b[2Jb\nc\nd\ne": torch.ones(1)})
+    codec.write(tmp_path / "asked", ImportRequest(checkpoint=str(folder), out=str(tmp_path / "out")))
+    assert main([str(tmp_path / "asked"), str(tmp_path / "answered")]) == 2
+    error = capsys.readouterr().err
+    assert "unexpected: a?[2Jb" in error and len(error.splitlines()) == 3
 
 
 def drop_rank(folder: Path) -> None:

@@ -144,13 +144,15 @@ def test_weights_that_are_not_finite_end_the_run(start, saved_before):
     assert session.state.incidents == []
 
 
-def test_a_run_whose_weights_are_lost_with_its_first_step_does_not_train_on(cache_dir, run_dir):
-    plan = rank_plan(cache_dir, checkpoint_every_steps=1, eval_every_steps=1, num_steps=40)
+def test_weights_that_took_a_gradient_without_numbers_are_neither_saved_nor_trained_on(cache_dir, run_dir):
+    """Within the backward pass nothing asks for the norm of the gradients, and the loss is still a number."""
+    in_backward = {"optimizer_in_backward": True, "clip": 0.0, "micro_batch": 8, "accumulation": 1}
+    plan = rank_plan(cache_dir, checkpoint_every_steps=2, eval_every_steps=2, num_steps=40, **in_backward)
     plan = msgspec.structs.replace(plan, schedule=msgspec.structs.replace(plan.schedule, lr=1e30))
     paths, state = run_paths(write_attempt(run_dir, plan), started_at=datetime.now(UTC)), RunState()
     with pytest.raises(NonFiniteStateError, match=r"a lower train\.lr may keep the run finite"):
         train(plan, paths, ReportWriter(paths, rank=0), state, lambda: False)
-    assert state.step == 1
+    assert state.step == 2
     for evaluation in state.evaluations:
         codec.decode(codec.encode(evaluation), Evaluation, origin="a report that must be readable")
 

@@ -45,8 +45,8 @@ def test_the_line_names_the_value():
 
 
 def test_true_is_written_as_in_the_file():
-    job = read_job(job_with("checkpoint.async", True), origin="job.yaml")
-    assert later_problems(job) == ("checkpoint.async: true comes with shardwise 0.5",)
+    job = read_job(job_with("log.tensorboard", True), origin="job.yaml")
+    assert later_problems(job) == ("log.tensorboard: true comes with shardwise 0.7",)
 
 
 def test_all_of_them_are_shown_at_once():

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from trainer.runtime import cpu_ranks
-from trainer.runtime.nvme_reads import read_each_weight_once
+from trainer.runtime.nvme_reads import read_each_weight_once, swap_gradients_between_blocks
 from trainer.runtime.precision import accelerate_precision, check_precision, compute_type
 from trainer.runtime.process import world_size_of_launch
 from trainer.spec.errors import EnvironmentFaultError, InputError
@@ -95,6 +95,8 @@ def _with_deepspeed(chosen: Candidate, kind: DeviceKind, ds_config: Mapping[str,
     assert ds_config is not None, "the row needs ds_config.json"
     if kind is DeviceKind.CPU:
         cpu_ranks.choose_deepspeed_cpu()
+    if chosen.strategy.offload.uses_nvme:
+        swap_gradients_between_blocks()
     if chosen.strategy.offload is Offload.NVME_ALL:
         read_each_weight_once()
     plugin = DeepSpeedPlugin(hf_ds_config=_without_remap(ds_config), zero3_init_flag=False)

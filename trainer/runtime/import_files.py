@@ -116,6 +116,12 @@ def numbered(folder: Path, pattern: str) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def printable(text: str) -> str:
+    """At most three lines, without what a terminal would act on: names in a checkpoint are a stranger's."""
+    lines = text.strip("\n").split("\n")[:3]
+    return "\n".join("".join(each if each.isprintable() else "?" for each in line) for line in lines)
+
+
 def _blobs_of(folder: Path) -> Path | None:
     """The files behind a snapshot of the hub's cache."""
     if folder.parent.name != "snapshots" or not folder.parents[1].name.startswith("models--"):

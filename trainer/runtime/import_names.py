@@ -41,11 +41,17 @@ class Placed(NamedTuple):
     notes: tuple[str, ...]
 
 
-def build_empty(config: Mapping[str, Any], origin: str) -> PreTrainedModel:
-    """The model of a config without weights; InputError where transformers has none."""
+def build_empty(config: Mapping[str, Any], origin: str, *, most_layers: int) -> PreTrainedModel:
+    """The model of a config without weights; InputError where transformers has none.
+
+    `most_layers`: as many as there are tensors, since even without weights a layer takes memory.
+    """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise InputError(f"{origin}: names no model_type; is it the config.json of a transformers model?")
+    for setting in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+        if isinstance(config.get(setting), int) and config[setting] > most_layers:
+            raise InputError(f"{origin}: says {setting} {config[setting]}, and there are {most_layers} tensors")
     fields = {name: value for name, value in config.items() if name not in ("model_type", "dtype", "torch_dtype")}
     try:
         made = AutoConfig.for_model(model_type, **fields)

@@ -7,20 +7,23 @@
     3  each held against the model of the config, built without weights  import_names
     4  written tensor by tensor beside OUT, each looked at for NaN       import_writer
 
-Only then is the folder called OUT. The answer is a value in a file; an error is one to three lines on stderr and the
-exit code of its kind.
+Only then is the folder called OUT. The answer is a value in a file, progress goes to stdout; an error is one to three
+lines on stderr and the exit code of its kind.
 """
 
 import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from trainer.runtime.import_adapter import base_name, merged
@@ -31,12 +34,13 @@ from trainer.runtime.import_files import (
     copy_file,
     copy_tokenizer,
     has_file,
+    printable,
     read_json,
     read_weight_map,
 )
 from trainer.runtime.import_kinds import ADAPTER_CONFIG, NAMES, Form, Found, find_kind
 from trainer.runtime.import_names import Placed, build_empty, place_tensors
-from trainer.runtime.import_tensors import SAFETENSORS_TYPES, Stored, read_safetensors, read_torch_files
+from trainer.runtime.import_tensors import SAFETENSORS_TYPES, Stored, Tensors, read_safetensors, read_torch_files
 from trainer.runtime.import_writer import check_finite, most_common_type, num_bytes, write_tensors
 from trainer.runtime.import_zero import read_zero
 from trainer.runtime.process import end_with_parent
@@ -45,6 +49,7 @@ from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, Sha
 from trainer.spec.import_request import Imported, ImportKind, ImportRequest, WeightType
 from trainer.spec.units import format_bytes
 
+REPORT_EVERY_S = 10.0
 _TYPES = {WeightType.FP32: torch.float32, WeightType.BF16: torch.bfloat16, WeightType.FP16: torch.float16}
 
 
@@ -64,8 +69,8 @@ class _Config(NamedTuple):
     folder: Path | None  # that it was found in
 
 
-def import_checkpoint(request: ImportRequest) -> Imported:
-    """Writes the folder that was asked for.
+def import_checkpoint(request: ImportRequest, report: Callable[[str], None] = lambda _: None) -> Imported:
+    """Writes the folder that was asked for; `report` is given lines of progress.
 
     InputError where the checkpoint is damaged, unsafe, incomplete or of another model; EnvironmentFaultError where the
     disk is in the way.
@@ -82,9 +87,11 @@ def import_checkpoint(request: ImportRequest) -> Imported:
         config = _config_of(request, folder, found.folder)
         placed = _place(config, opened, found)
     total_bytes = num_bytes(placed.tensors, dtype)
-    with _staged(out, total_bytes) as staging:
+    placed = placed._replace(tensors=_Progress(placed.tensors, report).tensors)
+    with _staged(out) as staging:
         held_as = most_common_type(placed.tensors, dtype)
         if not _link(opened, placed, found, dtype, staging):
+            _check_room(out, total_bytes)
             write_tensors(placed.tensors, staging, dtype=dtype, origin=str(folder))
         _write_config(config.content, placed, held_as, staging)
         notes = (*_notes(found), *placed.notes, *_add_tokenizer(request, folder, config, staging))
@@ -94,8 +101,24 @@ def import_checkpoint(request: ImportRequest) -> Imported:
         num_tensors=len(placed.tensors),
         num_bytes=total_bytes,
         dtype=SAFETENSORS_TYPES[held_as],
-        notes=notes,
+        notes=tuple(printable(note.replace("\n", " ")) for note in notes),
     )
+
+
+class _Progress:
+    """Tensors that say, when one is read, how much has been read."""
+
+    def __init__(self, tensors: Tensors, report: Callable[[str], None]) -> None:
+        self._total_bytes = sum(stored.num_bytes for stored in tensors.values())
+        self._num_bytes, self._told_s, self._report = 0, time.monotonic(), report
+        self.tensors = {name: each._replace(read=partial(self._read, each)) for name, each in tensors.items()}
+
+    def _read(self, stored: Stored) -> Tensor:
+        self._num_bytes += stored.num_bytes
+        if time.monotonic() - self._told_s >= REPORT_EVERY_S:
+            self._told_s = time.monotonic()
+            self._report(f"{format_bytes(self._num_bytes)} of {format_bytes(self._total_bytes)}")
+        return stored.read()
 
 
 def _open(found: Found) -> _Opened:
@@ -111,7 +134,7 @@ def _open(found: Found) -> _Opened:
 
 
 def _place(config: _Config, opened: _Opened, found: Found) -> Placed:
-    model = build_empty(config.content, config.origin)
+    model = build_empty(config.content, config.origin, most_layers=len(opened.tensors))
     is_nested = found.form is Form.DCP
     return place_tensors(model, opened.tensors, str(found.folder), config_origin=config.origin, is_nested=is_nested)
 
@@ -202,16 +225,11 @@ def _notes(found: Found) -> Iterator[str]:
 
 
 @contextmanager
-def _staged(out: Path, total_bytes: int) -> Iterator[Path]:
+def _staged(out: Path) -> Iterator[Path]:
     """An empty folder beside `out` that gets its name at the end, and goes where anything fails."""
     staging = out.with_name(f".{out.name}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        free_bytes = shutil.disk_usage(out.parent).free
-        if free_bytes < total_bytes:
-            raise EnvironmentFaultError(
-                f"{out}: needs {format_bytes(total_bytes)}, and {format_bytes(free_bytes)} are free there"
-            )
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
         yield staging
@@ -221,6 +239,14 @@ def _staged(out: Path, total_bytes: int) -> Iterator[Path]:
         raise EnvironmentFaultError(f"{out}: cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _check_room(out: Path, total_bytes: int) -> None:
+    free_bytes = shutil.disk_usage(out.parent).free
+    if free_bytes < total_bytes:
+        raise EnvironmentFaultError(
+            f"{out}: needs {format_bytes(total_bytes)}, and {format_bytes(free_bytes)} are free there"
+        )
 
 
 def _sync(folder: Path) -> None:
@@ -239,14 +265,19 @@ def main(arguments: Sequence[str]) -> int:
     disable_progress_bar()
     try:
         request = codec.read(Path(arguments[0]), ImportRequest)
-        codec.write(Path(arguments[1]), import_checkpoint(request))
+        codec.write(Path(arguments[1]), import_checkpoint(request, _say))
     except ShardwiseError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(printable(str(error)) + "\n")
         return error.exit_code
     except OSError as error:
-        sys.stderr.write(f"{error.filename}: cannot be read: {error.strerror or error}\n")
+        sys.stderr.write(printable(f"{error.filename}: cannot be read: {error.strerror or error}") + "\n")
         return ExitCode.ENVIRONMENT
     return ExitCode.DONE
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

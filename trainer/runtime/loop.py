@@ -1,7 +1,7 @@
 """The course of a run, the same lines on every rank: steps, evaluations, checkpoints, the end.
 
 What happens at which step is a function of the step and of what all ranks agreed on, never of one rank's view: the
-stop flag is put to a vote at each step boundary, and time-based checkpoints go by rank 0's clock.
+stop flag is put to a vote at each step boundary, and checkpoints that are due by time go by rank 0's clock.
 
 Under `eval.early_stop` a run also ends where so many evaluations in a row were no better than the best before them.
 They stand in each checkpoint, so a resumed run goes on counting. What is sampled and exported then is the best.
@@ -24,6 +24,7 @@ from trainer.runtime.memory_profile import MemoryProfile, anonymous_bytes
 from trainer.runtime.metrics import MetricsFile, StepMetrics
 from trainer.runtime.model import plain_model
 from trainer.runtime.objectives import Objectives, build_objectives
+from trainer.runtime.periodic_saves import PeriodicSaves
 from trainer.runtime.recovery import go_back, must_go_back, note_step
 from trainer.runtime.report_writer import ReportWriter, RunPaths
 from trainer.runtime.sample import can_sample, continue_prompt, prompt_of
@@ -67,7 +68,7 @@ def _train(session: Session, objectives: Objectives, wants_stop: Callable[[], bo
 
 def _run_steps(session: Session, objectives: Objectives, wants_stop: Callable[[], bool]) -> Ending:
     schedule, state = session.plan.schedule, session.state
-    saved_at, is_save_due, watch = time.monotonic(), False, StepWatch(session)
+    saves, watch = PeriodicSaves(session), StepWatch(session)
     with MetricsFile(session.paths.run_dir / "metrics.jsonl", is_writer=session.is_first) as metrics:
         while state.step < schedule.num_steps and not _has_stalled(session):
             if not _goes_on(session, wants_stop):
@@ -84,13 +85,7 @@ def _run_steps(session: Session, objectives: Objectives, wants_stop: Callable[[]
             if goes_back:
                 go_back(session)
                 continue
-            is_late = schedule.checkpoint_every_s is not None and not session.ranks.all_agree(
-                not session.is_first or time.monotonic() - saved_at < schedule.checkpoint_every_s
-            )
-            is_save_due |= is_late or _is_due(state.step, schedule.checkpoint_every_steps)
-            if is_save_due and not state.spikes.in_a_row:  # else it might be what a run has to go back behind
-                save_state(session, f"step {state.step}")
-                saved_at, is_save_due = time.monotonic(), False
+            saves.after_step()
             if evaluation is not None and _is_new_best(session):
                 keep_best(session)
     return Ending.FINISHED

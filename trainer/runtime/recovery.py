@@ -13,8 +13,10 @@ from collections.abc import Sequence
 
 from trainer.runtime.checkpoint import CheckpointFolder, import_state, load_weights
 from trainer.runtime.checkpoint.agreement import on_first, together
+from trainer.runtime.checkpoint.engines import engine_of
 from trainer.runtime.checkpoint.search import is_complete, open_checkpoint, verified
 from trainer.runtime.optimizers import updates_in_backward
+from trainer.runtime.saving import settle_save
 from trainer.runtime.session import Session
 from trainer.runtime.spikes import MAX_ROLL_BACKS, STEPS_UNTIL_ROLL_BACK, after_roll_back, after_step
 from trainer.runtime.state import RunState
@@ -57,6 +59,7 @@ def go_back(session: Session) -> None:
 
     EnvironmentFaultError where there is no checkpoint, or the run has gone back to it before, or too often to others.
     """
+    settle_save(session)
     state, step = session.state, session.state.step
     session.writer.write_status("going back to the last checkpoint", step=step)
     checkpoint = _last_checkpoint(session)
@@ -68,7 +71,8 @@ def go_back(session: Session) -> None:
     if len(passed_over) >= MAX_ROLL_BACKS:
         raise _hopeless(state, f"the run went back {len(passed_over)} times already; {state.checkpoint} is kept")
     sharding = session.plan.chosen.strategy.sharding
-    load_weights(session.model, session.optimizer, checkpoint, sharding=sharding)
+    if not engine_of(sharding).holds_parts:  # else the weights come with the state
+        load_weights(session.model, session.optimizer, checkpoint, sharding=sharding)
     import_state(session.model, session.optimizer, checkpoint, sharding=sharding)
     if session.scaler is not None and saved.loss_scaler is not None:
         session.scaler.restore(saved.loss_scaler.scale, saved.loss_scaler.growth_tracker)

@@ -1,10 +1,13 @@
 """What a run leaves behind for others: checkpoints to go on from, and the exported model."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from trainer.runtime.checkpoint import NonFiniteStateError, folder_name, load_weights, save_checkpoint
 from trainer.runtime.checkpoint.agreement import on_first, together
+from trainer.runtime.checkpoint.background import BackgroundSave
 from trainer.runtime.checkpoint.search import is_complete, open_checkpoint, verified
 from trainer.runtime.checkpoint_facts import facts_of, obstacle_to_checkpoints
 from trainer.runtime.export_folder import write_adapter_folder, write_model_folder
@@ -14,11 +17,14 @@ from trainer.runtime.session import Session
 from trainer.spec.errors import EnvironmentFaultError, InputError
 
 
-def save_state(session: Session, occasion: str) -> None:
+def save_state(session: Session, occasion: str, *, in_background: bool = False) -> None:
     """Saves a checkpoint; where it cannot be saved the reason becomes an incident and the run goes on.
 
-    NonFiniteStateError where there is nothing worth saving any more: to train on would only cost time.
+    In the background, it is copied now and committed by a later `poll_save` or `settle_save`; one that is on its way
+    already is waited for. NonFiniteStateError where there is nothing worth saving any more: to train on would only
+    cost time.
     """
+    settle_save(session)
     plan, state, sharding = session.plan, session.state, session.plan.chosen.strategy.sharding
     obstacle = obstacle_to_checkpoints(sharding, session.optimizer)
     if obstacle is not None:
@@ -27,10 +33,9 @@ def save_state(session: Session, occasion: str) -> None:
             state.incidents.append(incident)
         return
     session.writer.write_status("saving a checkpoint", step=state.step)
-    keeps_best = plan.job.checkpoint.best is not None or plan.job.eval.early_stop is not None
-    best = (state.best_step,) if keeps_best and state.best_step is not None else ()
-    try:
-        save_checkpoint(
+    keep_every = plan.job.checkpoint.keep_every
+    with _told(session, occasion, step=state.step):
+        save = (BackgroundSave if in_background else save_checkpoint)(
             session.paths.run_dir / "checkpoints",
             model=session.model,
             optimizer=session.optimizer,
@@ -38,18 +43,68 @@ def save_state(session: Session, occasion: str) -> None:
             facts=facts_of(plan, state, session.scaler),
             ranks=session.ranks,
             keep=plan.job.checkpoint.keep,
-            protect=best,
+            keep_every=None if keep_every is None else keep_every.steps,
+            protect=_best_saved(session),
         )
+        if isinstance(save, BackgroundSave):
+            session.in_flight.save, session.in_flight.occasion = save, occasion
+        else:
+            state.checkpoint = f"checkpoints/{folder_name(state.step)}"
+
+
+def poll_save(session: Session) -> bool:
+    """Commits a checkpoint that is on its way if every rank has written it; whether one was. Errors of `save_state`."""
+    save = session.in_flight.save
+    if save is None:
+        return False
+    with _told(session, session.in_flight.occasion, step=save.step):
+        if save.poll():
+            session.state.checkpoint = f"checkpoints/{folder_name(save.step)}"
+    if save.is_over:
+        session.in_flight.save = None
+    return save.is_over
+
+
+def settle_save(session: Session) -> None:
+    """Waits for a checkpoint that is on its way, if there is one. Errors of `save_state`."""
+    save = session.in_flight.save
+    if save is None:
+        return
+    session.writer.write_status("saving a checkpoint", step=session.state.step)
+    session.in_flight.save = None
+    with _told(session, session.in_flight.occasion, step=save.step):
+        save.finish()
+        session.state.checkpoint = f"checkpoints/{folder_name(save.step)}"
+
+
+@contextmanager
+def _told(session: Session, occasion: str, *, step: int) -> Iterator[None]:
+    """Makes an incident of a save of `step` that fails, and of a state that is not finite the end of the run."""
+    state = session.state
+    try:
+        yield
     except NonFiniteStateError as error:
         state.evaluations = [each for each in state.evaluations if math.isfinite(each.loss)]  # JSON has no NaN
         last = f"the last checkpoint is {state.checkpoint}" if state.checkpoint else "there is no earlier checkpoint"
         raise NonFiniteStateError(f"{error}; {last}; a lower train.lr may keep the run finite") from error
     except EnvironmentFaultError as error:
-        if not _is_saved(session):
+        if not _is_saved(session, step):
             state.incidents.append(f"no checkpoint at {occasion}: {error}")
             return
         state.incidents.append(f"at {occasion}: {error}")
-    state.checkpoint = f"checkpoints/{folder_name(state.step)}"
+        state.checkpoint = f"checkpoints/{folder_name(step)}"
+
+
+def _best_saved(session: Session) -> tuple[int, ...]:
+    """The best step among those that have a checkpoint, or are about to; none where the job keeps no best one."""
+    job, state = session.plan.job, session.state
+    if job.checkpoint.best is None and job.eval.early_stop is None:
+        return ()
+    root = session.paths.run_dir / "checkpoints"
+    by_loss = sorted(state.evaluations, key=lambda evaluation: evaluation.loss)
+    saved = (each.step for each in by_loss if each.step == state.step or (root / folder_name(each.step)).is_dir())
+    best = next(saved, None)
+    return () if best is None else (best,)
 
 
 def keep_best(session: Session) -> None:
@@ -102,12 +157,12 @@ def export_model(session: Session) -> None:
     session.state.export = "export"
 
 
-def _is_saved(session: Session) -> bool:
-    """Whether this step's checkpoint was committed before saving failed; rank 0 looks, and all agree."""
+def _is_saved(session: Session, step: int) -> bool:
+    """Whether the checkpoint of a step was committed before saving failed; rank 0 looks, and all agree."""
     is_whole = True
     if session.is_first:
         try:
-            verified(session.paths.run_dir / "checkpoints" / folder_name(session.state.step))
+            verified(session.paths.run_dir / "checkpoints" / folder_name(step))
         except (InputError, OSError):
             is_whole = False
     return session.ranks.all_agree(is_whole)

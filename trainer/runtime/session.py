@@ -7,7 +7,7 @@ for the weights of an engine whose ranks hold them whole. A memory cap is set wh
 ranks have met, so that it counts what the plan counts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from trainer.runtime.checkpoint import (
     import_state,
     import_weights,
 )
+from trainer.runtime.checkpoint.background import BackgroundSave
 from trainer.runtime.checkpoint.engines import engine_of
 from trainer.runtime.checkpoint_facts import facts_of
 from trainer.runtime.data import TokenRows
@@ -45,6 +46,14 @@ from trainer.spec.plan import Plan
 from trainer.spec.strategy import Method
 
 
+@dataclass(slots=True)
+class InFlight:
+    """A checkpoint that is written while training goes on; at most one."""
+
+    save: BackgroundSave | None = None
+    occasion: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Session:
     """Everything a rank has built for its run."""
@@ -63,6 +72,7 @@ class Session:
     tokenizer: PreTrainedTokenizerBase | None
     hooks: Hooks | None = None  # of the user's extensions file
     stream: StreamRows | None = None  # of a stream, whose first window is `train_rows`
+    in_flight: InFlight = field(default_factory=InFlight)
 
     @property
     def is_first(self) -> bool:

@@ -20,7 +20,6 @@ class Later(NamedTuple):
 
 COMES_LATER: tuple[Later, ...] = (
     Later("pin.sharding", ("hsdp",), "0.6"),
-    Later("checkpoint.async", (True,), "0.5"),
     Later("log.wandb", ("offline", "online"), "0.7"),
     Later("log.tensorboard", (True,), "0.7"),
     Later("log.notify", (), "0.7"),

@@ -85,6 +85,24 @@ def create_state(
     optimizer.state[parameter] = state | tensors
 
 
+def count_up(optimizer: Any, step: int) -> None:  # noqa: ANN401  # torch's, or DeepSpeed's
+    """Takes an optimizer that counts outside of its state to where it was after so many steps.
+
+    DeepSpeedCPUAdam keeps the powers of its betas as running products in fp32. After a jump it would take them by pow()
+    instead, so losses after a resume would differ in their last bits; so a number that is nobody's takes the steps
+    (0.19.8, csrc/includes/cpu_adam.h, IncrementStep). Powers that 1 is not told from any more need no steps.
+    """
+    settings = optimizer.param_groups[0]
+    if not hasattr(optimizer, "ds_opt_adam") or max(settings["betas"]) ** step < torch.finfo(torch.float32).eps / 4:
+        return
+    number, gradient, *moments = (torch.zeros(1) for _ in range(4))
+    for count in range(1, step + 1):
+        optimizer.ds_opt_adam.adam_update(
+            optimizer.opt_id, count, 0.0, *settings["betas"], settings["eps"], 0.0, settings["bias_correction"],
+            number, gradient, *moments,
+        )  # fmt: skip
+
+
 def named_groups(optimizer: TorchOptimizer) -> dict[str, Group]:
     """The groups by their `name`, or their position where they have none; ValueError where two are called the same."""
     named = {str(group.get("name", position)): group for position, group in enumerate(optimizer.param_groups)}

@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 
 from trainer.runtime.checkpoint.manifest import Manifest, ParameterEntry, TensorEntry
 from trainer.runtime.checkpoint.model_state import named_state
-from trainer.runtime.checkpoint.optimizer_state import Group, named_groups, state_tensors, step_count
+from trainer.runtime.checkpoint.optimizer_state import Group, count_up, named_groups, state_tensors, step_count
 from trainer.runtime.checkpoint.optimizer_state import create_state as create_partition_state
 from trainer.runtime.checkpoint.pieces import Piece, flat, type_of
 from trainer.runtime.checkpoint.zero_nvme import SwappedPartition, partition_of_frozen, swapped_partitions
@@ -98,6 +98,7 @@ def held_pieces(model: nn.Module, optimizer: TorchOptimizer) -> list[Piece]:
 def create_state(model: nn.Module, optimizer: TorchOptimizer, manifest: Manifest) -> None:
     """Makes the state of every partition; InputError where its parameters were not all updated equally often."""
     names = {id(item.tensor): name for name, item in named_state(model).items() if item.tied_to is None}
+    count_up(optimizer, max((entry.step or 0 for entry in manifest.parameters.values()), default=0))
     for partition in _partitions(model, optimizer):
         entries = {names[id(each)]: manifest.entry(names[id(each)]) for each in partition.parameters}
         with_state = {name: entry for name, entry in entries.items() if entry.state}
