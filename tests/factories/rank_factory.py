@@ -97,6 +97,9 @@ def rank_plan(
             lr=lr,
             eval_every_steps=eval_every_steps,
             checkpoint_every_steps=checkpoint_every_steps,
+            checkpoint_every_s=None,
+            saving_max_share=None,  # it goes by the clock
+            rehearses_save=False,
         ),
     )
 

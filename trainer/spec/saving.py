@@ -29,7 +29,7 @@ def saving_choice(plan: Plan, chosen: Candidate) -> SavingChoice:
         return _waits("the state is on NVMe already")
     if asked is None and plan.device_kind is DeviceKind.CPU:
         return _waits("the cores that would write are those that train")
-    if not snapshot:
+    if not snapshot and asked is None:
         return _waits("the size of a checkpoint is not known")
     free = _free_host_bytes(plan, chosen)
     if free is None and asked is None:
@@ -40,7 +40,7 @@ def saving_choice(plan: Plan, chosen: Candidate) -> SavingChoice:
     return SavingChoice(
         is_background=True,
         snapshot_bytes=snapshot,
-        reason=f"out of a copy of {format_bytes(snapshot)} in the host RAM of a node",
+        reason=f"out of a copy{f' of {format_bytes(snapshot)}' if snapshot else ''} in the host RAM of a node",
     )
 
 
