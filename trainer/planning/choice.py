@@ -18,7 +18,6 @@ from msgspec.structs import replace
 from trainer.planning.budget import excess
 from trainer.planning.candidates import candidate_of
 from trainer.planning.catalogue import CATALOGUE, LAYOUTS
-from trainer.planning.not_yet import version_that_saves
 from trainer.planning.remedies import remedy_for
 from trainer.planning.rules import PAGED, may_run, refuse
 from trainer.planning.setting import Setting
@@ -37,7 +36,9 @@ from trainer.spec.plan import Candidate, Rejection, TrialResult
 from trainer.spec.strategy import Offload, Sharding, Strategy
 from trainer.spec.value import Value
 
-UNSAVED_HANDICAP = 1.25
+# Between one engine and another stands more than a prediction knows: a wrapper's hooks, a build of operators, buckets.
+# One that shards is taken where it gains more than that could cost.
+SHARDING_HANDICAP = 1.25
 OFFLOAD_HANDICAP = 1.10  # more than nine in ten predictions err where there are measurements to hold them against
 # The driver moves paged state page by page as it is touched, where a prediction takes the rate of the link. For
 # adapters the state is too small to matter.
@@ -144,11 +145,10 @@ def with_remedies(situation: Situation, ranking: Ranking) -> tuple[Rejection, ..
 
 def handicap(situation: Situation, row: Strategy) -> float:
     """What the time of a row's candidate is multiplied by when it is ranked."""
-    is_unsaved = version_that_saves(row.sharding) is not None
     pages_much = row.optimizer in PAGED and not situation.method.freezes_base
-    unsaved = UNSAVED_HANDICAP if is_unsaved and not situation.ignores_version else 1.0
+    sharded = SHARDING_HANDICAP if row.sharding.shards_optimizer and not situation.ignores_version else 1.0
     paged = PAGED_HANDICAP if pages_much else 1.0
-    return unsaved * paged * (OFFLOAD_HANDICAP if row.offload is not Offload.NONE else 1.0)
+    return sharded * paged * (OFFLOAD_HANDICAP if row.offload is not Offload.NONE else 1.0)
 
 
 def in_order(

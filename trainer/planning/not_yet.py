@@ -8,10 +8,11 @@ from trainer.spec.strategy import Method, Optimizer, Sharding
 
 TRAINED_FROM: dict[Sharding, str] = {Sharding.HSDP: "0.6"}
 # Checkpoints of a run under one of these engines, and going on from them.
-SAVED_FROM: dict[Sharding, str] = {sharding: "0.5" for sharding in Sharding if sharding.shards_optimizer}
+SAVED_FROM: dict[Sharding, str] = {Sharding.HSDP: "0.6"}
 
-# Optimizers whose state a checkpoint has a place for: torch's own.
-_SAVED_OPTIMIZERS, _OTHERS_SAVED_FROM = (Optimizer.ADAMW, Optimizer.ADAMW_FUSED, Optimizer.SGD), "0.5"
+# Optimizers whose state a checkpoint has a place for: torch's own, and DeepSpeed's Adam.
+_SAVED_OPTIMIZERS = (Optimizer.ADAMW, Optimizer.ADAMW_FUSED, Optimizer.SGD, Optimizer.DEEPSPEED_CPU_ADAM)
+_OTHERS_SAVED_FROM = "0.5"
 
 
 def version_that_trains(sharding: Sharding) -> str | None:

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from trainer.planning.candidates import candidate_of, setting_of, with_micro_batch
 from trainer.planning.certainty import certainty_words, trial_words
 from trainer.planning.data_words import data_words
-from trainer.planning.not_yet import unsaved_words, version_that_saves
+from trainer.planning.not_yet import unsaved_words
 from trainer.planning.rules import capability_words
 from trainer.planning.settings_choices import attention, micro_batches, updates_in_backward
 from trainer.planning.settings_search import SAME_SPEED
@@ -212,10 +212,9 @@ def _engine_notes(candidates: Sequence[Candidate]) -> Iterator[str]:
         yield f"checkpoints and --resume {unsaved}"
         return
     number, fastest = min(enumerate(candidates, start=1), key=lambda numbered: numbered[1].speed.step_s)
-    version = version_that_saves(fastest.strategy.sharding)
     ratio = chosen.speed.step_s / fastest.speed.step_s
-    if version is not None and ratio > 1 + SAME_SPEED:
+    if fastest.strategy.sharding.shards_optimizer and ratio > 1 + SAME_SPEED:
         yield (
-            f"{fastest.strategy.name} (--take {number}) is predicted {ratio:.2f}x as fast, but its runs cannot be "
-            f"resumed before shardwise {version}"
+            f"{fastest.strategy.name} (--take {number}) is predicted {ratio:.2f}x as fast; an engine that shards is "
+            "taken where it gains more than a prediction of it may err"
         )
