@@ -40,7 +40,7 @@ from launch.stream_files import refuse_other_stream
 from launch.supervisor import StoppedEarlyError, StopRequest
 from launch.torch_fit import check_torch
 from launch.trials import plan_after_trials
-from launch.vocabulary import refuse_frozen_rows, with_new_rows
+from launch.vocabulary import kept_plan_with_new_rows, refuse_frozen_rows, with_new_rows
 from slurm.allocation import is_login_node, submit_line
 from trainer.planning.explain import explain_plan
 from trainer.planning.not_yet import late_members
@@ -192,6 +192,7 @@ def _prepare_kept_plan(options: TrainOptions, console: Console, environment: Map
     if problems:
         raise InputProblemsError(problems)
     cache = folders.cache_home(environment)
+    plan = kept_plan_with_new_rows(plan, cache=cache, on_progress=console.line)
     return Prepared(_with_data(plan, console, cache), None, cache)
 
 

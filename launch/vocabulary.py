@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -32,6 +33,28 @@ def with_new_rows(files: ModelFiles, *, cache: Path, on_progress: Callable[[str]
         on_progress(f"making room for new tokens: {num_rows - files.new_rows:,} to {num_rows:,} rows of the embeddings")
         _grow(Path(files.model_path), num_rows, folder)
     return msgspec.structs.replace(files, model_path=str(folder), new_rows=0)
+
+
+def kept_plan_with_new_rows(plan: Plan, *, cache: Path, on_progress: Callable[[str], None]) -> Plan:
+    """A plan that was kept, on a folder whose embeddings are as large as the plan says; as it is where they are."""
+    config = None if plan.model_path is None else Path(plan.model_path, "config.json")
+    if config is None or not config.is_file():
+        return plan
+    held = text_part(msgspec.json.decode(config.read_bytes(), type=dict[str, Any])).get("vocab_size")
+    num_rows = plan.model_config["vocab_size"]
+    if not isinstance(held, int) or held >= num_rows:
+        return plan
+    files = ModelFiles(
+        config=plan.model_config,
+        config_origin=str(config),
+        model_path=plan.model_path,
+        tokenizer_path=plan.tokenizer_path,
+        new_rows=num_rows - held,
+    )
+    refuse_frozen_rows(plan, files, plan.job.data.chat_template)
+    return msgspec.structs.replace(
+        plan, model_path=with_new_rows(files, cache=cache, on_progress=on_progress).model_path
+    )
 
 
 def refuse_frozen_rows(plan: Plan, files: ModelFiles, template: str | None) -> None:

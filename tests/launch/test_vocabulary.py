@@ -1,10 +1,15 @@
 """Tokens that are new to a model need a method that trains its embeddings."""
 
+from pathlib import Path
+
 import pytest
+from msgspec.structs import replace
 from planning_factory import job_of, plan_of
+from safetensors import safe_open
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.model_files import ModelFiles
-from launch.vocabulary import refuse_frozen_rows
+from launch.vocabulary import kept_plan_with_new_rows, refuse_frozen_rows
 from trainer.spec.errors import InputError
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Method
@@ -44,3 +49,35 @@ def test_what_trains_embeddings_or_has_no_new_tokens_is_not_refused():
     refuse_frozen_rows(plan(Method.FULL), files(48), "chatml")
     refuse_frozen_rows(plan(Method.GALORE), files(48), "chatml")
     refuse_frozen_rows(plan(Method.LORA), files(0), "chatml")
+
+
+def test_a_kept_plan_gets_the_rows_it_counts(tmp_path: Path) -> None:
+    kept = plan(Method.FULL)
+    folder, said = tmp_path / "model", list[str]()
+    held = write_weights(folder, vocab_size=kept.model_config["vocab_size"] - 40)
+    kept = replace(kept, model_path=str(folder))
+    grown = kept_plan_with_new_rows(kept, cache=tmp_path / "cache", on_progress=said.append)
+    assert grown.model_path is not None and Path(grown.model_path).is_relative_to(tmp_path / "cache")
+    with safe_open(Path(grown.model_path) / "model.safetensors", framework="np") as weights:
+        rows = weights.get_tensor("model.embed_tokens.weight")
+    assert len(rows) == kept.model_config["vocab_size"] == held + 40
+    assert len(said) == 1 and "making room for new tokens" in said[0]
+    same = replace(kept, model_path=grown.model_path)
+    assert kept_plan_with_new_rows(same, cache=tmp_path / "cache", on_progress=said.append) is same
+
+
+def test_a_kept_plan_of_adapters_is_refused_too(tmp_path: Path) -> None:
+    kept = plan(Method.LORA)
+    write_weights(tmp_path / "model", vocab_size=kept.model_config["vocab_size"] - 40)
+    kept = replace(kept, model_path=str(tmp_path / "model"))
+    with pytest.raises(InputError, match="lora leaves its embeddings as they are"):
+        kept_plan_with_new_rows(kept, cache=tmp_path / "cache", on_progress=lambda line: None)
+
+
+def write_weights(folder: Path, *, vocab_size: int) -> int:
+    """A tiny model's folder; its rows."""
+    config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return vocab_size
