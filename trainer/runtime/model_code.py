@@ -85,7 +85,7 @@ def compute_buffers(model: PreTrainedModel, dtype: torch.dtype, *, with_persiste
     if not model.is_custom_code():
         return
     with init_empty_weights(include_buffers=False), no_init_weights():
-        built = AutoModelForCausalLM.from_config(
+        built = type(model)._from_config(
             model.config, dtype=dtype, attn_implementation=model.config._attn_implementation
         )
     for path, module in built.named_modules():

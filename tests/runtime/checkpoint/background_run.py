@@ -107,6 +107,7 @@ def _two_ranks(ranks: Ranks, root: Path) -> dict[str, object]:
         saving.finish()
     except ShardwiseError as error:
         answers["failed"] = f"{type(error).__name__}: {error}"
+    ranks.barrier()  # rank 0 removes what was staged
     answers["left"] = sorted(path.name for path in (root / "ddp").iterdir())
     start(51).finish()
     return answers
