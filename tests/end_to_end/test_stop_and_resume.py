@@ -101,8 +101,8 @@ def test_a_kill_of_the_launcher_ends_its_ranks_and_starts_others(long_job):
     report = codec.read(long_job.only_run() / "report.json", Report)
     killed, finished = report.history
     assert (killed.cause, killed.fault) == ("the launcher was killed by SIGKILL", Fault.KILLED)
-    assert report.ending is Ending.FINISHED and finished.resumed_from_step is None, "there was no checkpoint"
-    assert "the launcher was killed by SIGKILL; starting again from the beginning" in output
+    assert report.ending is Ending.FINISHED and finished.resumed_from_step == 1, "where the first save was rehearsed"
+    assert "the launcher was killed by SIGKILL; starting again from step 1" in output
 
 
 def test_a_second_interrupt_ends_at_once(long_job):
