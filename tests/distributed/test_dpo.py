@@ -158,7 +158,7 @@ def test_all_ranks_end_early_together_and_the_best_is_exported(sharding, kind, r
     exported = load_file(run_dir / "export" / "adapter_model.safetensors")
     assert all((value == 0).all() for name, value in exported.items() if "lora_B" in name)
     steps = [path.name for path in sorted((run_dir / "checkpoints").glob("step-*"))]
-    assert steps == (["step-00000001", "step-00000003"] if sharding is Sharding.DDP else [])
+    assert steps == ["step-00000001", "step-00000003"]
 
 
 def test_one_process_goes_on_with_the_reference_of_two_ranks(runs):
