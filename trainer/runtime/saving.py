@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer.runtime.checkpoint import NonFiniteStateError, folder_name, load_weights, save_checkpoint
+from trainer.runtime.checkpoint import NonFiniteStateError, folder_name, load_weights
 from trainer.runtime.checkpoint.agreement import on_first, together
 from trainer.runtime.checkpoint.background import BackgroundSave
+from trainer.runtime.checkpoint.save import Save
 from trainer.runtime.checkpoint.search import is_complete, open_checkpoint, verified
 from trainer.runtime.checkpoint_facts import facts_of, obstacle_to_checkpoints
 from trainer.runtime.export_folder import write_adapter_folder, write_model_folder
@@ -35,7 +36,7 @@ def save_state(session: Session, occasion: str, *, in_background: bool = False) 
     session.writer.write_status("saving a checkpoint", step=state.step)
     keep_every = plan.job.checkpoint.keep_every
     with _told(session, occasion, step=state.step):
-        save = (BackgroundSave if in_background else save_checkpoint)(
+        save = Save(
             session.paths.run_dir / "checkpoints",
             model=session.model,
             optimizer=session.optimizer,
@@ -46,9 +47,10 @@ def save_state(session: Session, occasion: str, *, in_background: bool = False) 
             keep_every=None if keep_every is None else keep_every.steps,
             protect=_best_saved(session),
         )
-        if isinstance(save, BackgroundSave):
-            session.in_flight.save, session.in_flight.occasion = save, occasion
+        if in_background:
+            session.in_flight.save, session.in_flight.occasion = BackgroundSave(save), occasion
         else:
+            save.run()
             state.checkpoint = f"checkpoints/{folder_name(state.step)}"
 
 

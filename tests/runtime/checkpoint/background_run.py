@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.runtime.checkpoint import Ranks, find_checkpoint, state_digest
 from trainer.runtime.checkpoint.background import BackgroundSave
+from trainer.runtime.checkpoint.save import Save
 from trainer.spec.errors import ShardwiseError
 from trainer.spec.strategy import Sharding
 
@@ -27,7 +28,7 @@ def begin(root: Path, model: torch.nn.Module, optimizer: object, step: int, **ch
     settings = {
         "sharding": Sharding.NONE, "facts": tiny.build_facts(step), "ranks": Ranks.alone(), "keep": 2,
     }  # fmt: skip
-    return BackgroundSave(root, model=model, optimizer=optimizer, **(settings | changed))
+    return BackgroundSave(Save(root, model=model, optimizer=optimizer, **(settings | changed)))
 
 
 def run_until(root: Path, last: int, *, on_point_of_4: Callable[[str], None] = lambda point: None) -> str:

@@ -9,62 +9,31 @@ one is on its way: who begins another waits for the first. What goes wrong in a 
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import torch
-from torch import nn
 
 from trainer.runtime.checkpoint.agreement import together
-from trainer.runtime.checkpoint.commit import OnPoint
-from trainer.runtime.checkpoint.manifest import CheckpointFacts
 from trainer.runtime.checkpoint.pieces import Piece
-from trainer.runtime.checkpoint.ranks import Ranks
 from trainer.runtime.checkpoint.save import Save
-from trainer.spec.strategy import Sharding
 
 
 class BackgroundSave:
     """One save on its way; every method is collective."""
 
-    def __init__(
-        self,
-        root: Path,
-        *,
-        model: nn.Module,
-        optimizer: object,
-        sharding: Sharding,
-        facts: CheckpointFacts,
-        ranks: Ranks,
-        keep: int,
-        keep_every: int | None = None,
-        protect: tuple[int, ...] = (),
-        on_point: OnPoint = lambda point: None,
-    ) -> None:
-        """Copies the state; errors as of `save_checkpoint`, as far as they show before anything is written."""
-        self._ranks = ranks
-        self._save = Save(
-            root,
-            model=model,
-            optimizer=optimizer,
-            sharding=sharding,
-            facts=facts,
-            ranks=ranks,
-            keep=keep,
-            keep_every=keep_every,
-            protect=protect,
-            on_point=on_point,
-        )
-        self.step = facts.step
+    def __init__(self, save: Save) -> None:
+        """Copies what `save` has looked at; errors of `save_checkpoint`, as far as they show before it is written."""
+        self._save = save
+        self.step = save.step
         self.is_over = False
         self._save.__enter__()
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._written: Future[bytes] | None = None
         try:
-            if self._save.is_needed:
-                doing = f"the state of step {facts.step} was not copied"
-                self._save.pieces = together(ranks, lambda: [_copied(each) for each in self._save.pieces], doing=doing)
-                on_point("copied")
-                self._written = self._writer.submit(self._save.write)
+            if save.is_needed:
+                doing = f"the state of step {save.step} was not copied"
+                save.pieces = together(save.ranks, lambda: [_copied(each) for each in save.pieces], doing=doing)
+                save.on_point("copied")
+                self._written = self._writer.submit(save.write)
         except BaseException:
             self._close()
             raise
@@ -74,7 +43,7 @@ class BackgroundSave:
         if self.is_over:
             return True
         is_written = self._written is None or self._written.done()
-        if not self._ranks.all_agree(is_written):
+        if not self._save.ranks.all_agree(is_written):
             return False
         self.finish()
         return True

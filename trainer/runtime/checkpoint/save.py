@@ -64,9 +64,7 @@ def save_checkpoint(
         protect=protect,
         on_point=on_point,
     )
-    with save:
-        if save.is_needed:
-            save.finish(save.write)
+    save.run()
     return save.final
 
 
@@ -86,24 +84,29 @@ class Save:
         facts: CheckpointFacts,
         ranks: Ranks,
         keep: int,
-        keep_every: int | None,
-        protect: tuple[int, ...],
-        on_point: OnPoint,
+        keep_every: int | None = None,
+        protect: tuple[int, ...] = (),
+        on_point: OnPoint = lambda point: None,
     ) -> None:
+        """Looks at the state; arguments and errors of `save_checkpoint`."""
         if keep < 1:
             raise ValueError(f"keep must be at least 1, not {keep}")
         engine, inner = engine_of(sharding), unwrapped(optimizer)
         self.final = root / folder_name(facts.step)
-        self._root, self._facts, self._ranks, self._on_point = root, facts, ranks, on_point
+        self.step, self.ranks, self.on_point = facts.step, ranks, on_point
+        self._root, self._facts = root, facts
         self._keep, self._keep_every, self._protect = keep, keep_every, protect
         self._doing = f"the checkpoint of step {facts.step} was not saved"
         self._held = ExitStack()
-        self.pieces = together(
-            ranks, lambda: _pieces_to_write(engine, model, inner, facts=facts, ranks=ranks), doing=self._doing
-        )
-        # Now, as it is of this step: by the time the shards are written training may be further.
-        self._described = engine.describe(model, inner) if ranks.is_first else {}
-        self._groups = hyper_parameters(inner)
+
+        def look() -> list[Piece]:
+            pieces = _pieces_to_write(engine, model, inner, facts=facts, ranks=ranks)
+            # Entries and groups as they are of this step: when the shards are written training may be further.
+            self._described = engine.describe(model, inner) if ranks.is_first else {}
+            self._groups = hyper_parameters(inner)
+            return pieces
+
+        self.pieces = together(ranks, look, doing=self._doing)
         self._num_bytes = sum(map(int, ranks.exchange(str(self.num_bytes).encode())))
         self._staged = ""
 
@@ -120,27 +123,33 @@ class Save:
     def __enter__(self) -> "Save":
         self._held.enter_context(put_away_after(self.pieces))
         try:
-            self._staged = on_first(self._ranks, self._stage, doing=self._doing).decode()
+            self._staged = on_first(self.ranks, self._stage, doing=self._doing).decode()
         except BaseException:
             self._held.close()
             raise
         if self._staged:
-            self._on_point("staged")
+            self.on_point("staged")
         return self
 
     def __exit__(self, *_: object) -> None:
         self._held.close()
 
+    def run(self) -> None:
+        """All of it, while training waits."""
+        with self:
+            if self.is_needed:
+                self.finish(self.write)
+
     def write(self) -> bytes:
         """Writes this rank's file; what rank 0 must know of it."""
-        record = write_shard(self._root / self._staged, self.pieces, rank=self._ranks.rank, on_point=self._on_point)
+        record = write_shard(self._root / self._staged, self.pieces, rank=self.ranks.rank, on_point=self.on_point)
         return codec.encode(record)
 
     def finish(self, write: Callable[[], bytes]) -> None:
         """Commits once `write` is done on every rank; what it raises on one rank is raised on all."""
-        written = self._ranks.gather(together(self._ranks, write, doing=self._doing))
+        written = self.ranks.gather(together(self.ranks, write, doing=self._doing))
         records = [codec.decode(content, ShardRecord, origin="a rank's answer") for content in written]
-        on_first(self._ranks, lambda: self._commit(records), doing=self._doing)
+        on_first(self.ranks, lambda: self._commit(records), doing=self._doing)
 
     def _stage(self) -> bytes:
         staging = staging_folder(self._root, self._facts, num_bytes=self._num_bytes)
@@ -153,14 +162,14 @@ class Save:
             groups=self._groups,
             files={record.file: record.entry for record in records},
         )
-        commit(self._root / self._staged, manifest, final=self.final, on_point=self._on_point)
+        commit(self._root / self._staged, manifest, final=self.final, on_point=self.on_point)
         prune(
             self._root,
             newest=self._facts.step,
             keep=self._keep,
             keep_every=self._keep_every,
             protect=self._protect,
-            on_point=self._on_point,
+            on_point=self.on_point,
         )
         return b""
 
