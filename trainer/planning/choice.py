@@ -5,8 +5,9 @@ fastest that is left the one with the least machinery comes first (`catalogue.LA
 the one that needs least. A trial that was run counts more than a prediction: what it measured ranks first, what ran
 out of memory in it is out.
 
-Some rows must be faster by a handicap to be taken: those whose runs this version cannot resume, since a killed run
-costs more than that, and those whose speed nobody has published a measurement of: offload, and paged state.
+Some rows must be faster by a handicap to be taken: those under an engine that shards, as their gain over one that does
+not is predicted and not yet measured side by side, and those whose speed nobody has published a measurement of:
+offload, and paged state.
 
 Under `Situation.ignores_version` all of it is asked as if every later version's features were here.
 """
@@ -36,8 +37,8 @@ from trainer.spec.plan import Candidate, Rejection, TrialResult
 from trainer.spec.strategy import Offload, Sharding, Strategy
 from trainer.spec.value import Value
 
-# Between one engine and another stands more than a prediction knows: a wrapper's hooks, a build of operators, buckets.
-# One that shards is taken where it gains more than that could cost.
+# A choice of ours, from when such runs could not be resumed: without it two CPU ranks take ZeRO, and 1B on one RTX 4090
+# the optimizer in host RAM. To be replaced by what engines measure beside each other on one machine.
 SHARDING_HANDICAP = 1.25
 OFFLOAD_HANDICAP = 1.10  # more than nine in ten predictions err where there are measurements to hold them against
 # The driver moves paged state page by page as it is touched, where a prediction takes the rate of the link. For
