@@ -8,6 +8,7 @@ import pytest
 from custom_model import CONFIG, MARKER, code_of, write_custom_model
 from msgspec.structs import replace
 from rank_factory import rank_plan, write_attempt
+from registered_code import transformers_as_it_was
 
 from trainer.simulation.describe import describe
 from trainer.spec.model_code import DescriptionRequest
@@ -23,7 +24,8 @@ def runs(tmp_path_factory, cache_dir, start_ranks: Callable[[Sequence[str], int]
     folder = tmp_path_factory.mktemp("runs")
     weights = write_custom_model(folder / "tiny", recomputes_buffers=False)
     code = code_of(weights)
-    shape = describe(DescriptionRequest(model_config=CONFIG, origin="config.json", model_code=code))
+    with transformers_as_it_was():
+        shape = describe(DescriptionRequest(model_config=CONFIG, origin="config.json", model_code=code))
     attempts = []
     for sharding in SHARDINGS:
         plan = rank_plan(

@@ -10,6 +10,7 @@ import transformers.dynamic_module_utils
 from custom_model import CONFIG, MARKER, code_of, write_custom_model
 from msgspec.structs import replace
 from rank_factory import rank_plan
+from registered_code import transformers_as_it_was
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedModel
 
 from trainer.runtime.blocks import blocks_of
@@ -35,12 +36,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def transformers_as_it_was() -> Iterator[None]:
-    """Without the classes that a test has registered."""
-    before = [*sys.meta_path]
-    yield
-    sys.meta_path[:] = before
-    CONFIG_MAPPING._extra_content.pop("tiny_custom", None)
+def each_test_registers_anew() -> Iterator[None]:
+    with transformers_as_it_was():
+        yield
 
 
 def described(folder: Path, *, trusts: bool = True):
