@@ -29,7 +29,7 @@ from written_page import markdown_table, run_page  # noqa: E402
 from trainer.planning.combination import Incompatibility, Reach, first_broken  # noqa: E402
 from trainer.planning.incompatible_rows import LAYOUTS, ROWS  # noqa: E402
 from trainer.planning.incompatible_settings import RECIPE_CAPABILITY, SETTINGS  # noqa: E402
-from trainer.planning.not_yet import SAVED_FROM, TRAINED_FROM, version_that_trains  # noqa: E402
+from trainer.planning.not_yet import TRAINED_FROM, version_that_trains  # noqa: E402
 from trainer.planning.rules import RULES  # noqa: E402
 from trainer.spec.strategy import (  # noqa: E402
     Checkpointing,
@@ -185,11 +185,7 @@ def _rules() -> str:
 
 
 def _later() -> str:
-    versions = dict.fromkeys(SAVED_FROM.values())
     rows = [(f"sharding `{sharding}`", version) for sharding, version in TRAINED_FROM.items()]
-    for version in versions:
-        shardings = ", ".join(f"`{sharding}`" for sharding, since in SAVED_FROM.items() if since == version)
-        rows.append((f"checkpoints and `--resume` under {shardings}", version))
     return markdown_table(("what", "with shardwise"), rows)
 
 

@@ -10,10 +10,8 @@ from typing import Any
 import msgspec
 
 from trainer.spec.plan import Candidate
+from trainer.spec.same_state import have_same_state
 from trainer.spec.strategy import Method, Optimizer, Precision
-
-# Their state means the same, so any of them takes over from any other; every other optimizer only from itself.
-_SAME_STATE = frozenset({Optimizer.ADAMW, Optimizer.ADAMW_FUSED, Optimizer.DEEPSPEED_CPU_ADAM})
 
 
 class SavedFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +21,7 @@ class SavedFacts(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: Optimizer
     precision: Precision
     lora: dict[str, Any] | None = None
+    galore: dict[str, Any] | None = None
     is_quantised: bool = False
 
 
@@ -43,10 +42,12 @@ def obstacle_to_resume(saved: SavedFacts | None, candidate: Candidate) -> str | 
     if saved is None:
         return None
     strategy, method = candidate.strategy, candidate.method
-    if saved.optimizer is not strategy.optimizer and not {saved.optimizer, strategy.optimizer} <= _SAME_STATE:
+    if not have_same_state(saved.optimizer, strategy.optimizer):
         return f"cannot go on from a checkpoint of {saved.optimizer}"
     if (saved.lora is not None) is not method.freezes_base or saved.is_quantised is not (method is Method.QLORA):
         return "trains other weights than the checkpoint holds"
+    if (saved.galore is not None) is not (method is Method.GALORE):
+        return "keeps moments of other gradients than the checkpoint holds"
     if strategy.precision.master_bytes < saved.precision.master_bytes:
         return f"keeps weights in fewer bits than the checkpoint of {saved.precision}"
     return None

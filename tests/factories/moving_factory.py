@@ -11,10 +11,10 @@ from rank_factory import rank_plan, write_attempt
 
 from trainer.runtime.checkpoint import CheckpointFolder
 from trainer.runtime.checkpoint.search import open_checkpoint
-from trainer.spec.job import Limits, LoraJob, NvmeLimit
+from trainer.spec.job import GaloreJob, Limits, LoraJob, NvmeLimit
 from trainer.spec.model_shape import read_model_shape
 from trainer.spec.plan import Plan
-from trainer.spec.strategy import Method, Offload, Precision, Sharding
+from trainer.spec.strategy import Method, Offload, Optimizer, Precision, Sharding
 from trainer.spec.units import MIB
 
 WORKER = Path(__file__).parents[1] / "distributed" / "moving_worker.py"
@@ -56,6 +56,18 @@ KINDS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": Precision.BF16_MIXED},
     "fp16": {"precision": Precision.FP16_MIXED},
     "pure-bf16": {"precision": Precision.BF16},
+    **{
+        each.value: {"optimizer": each, "lr": 1e-3}
+        for each in (
+            Optimizer.LION,
+            Optimizer.ADAMW_8BIT,
+            Optimizer.LION_8BIT,
+            Optimizer.PAGED_ADAMW,
+            Optimizer.MUON,
+            Optimizer.ADAFACTOR,
+        )
+    },
+    "galore": {"method": Method.GALORE, "train": {"galore": GaloreJob(rank=4, update_gap=3)}},
     # Large enough for DeepSpeed to swap; DeepSpeed and torch add up so many squares to different norms, so no clipping.
     "large": {"model_config": {**ODD_LLAMA, "vocab_size": 8193, "hidden_size": 65}, "clip": 0.0},
 }
@@ -157,6 +169,10 @@ class Yard:
     def losses(self, name: str) -> list[float]:
         lines = [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
         return [line["loss"] for line in lines]
+
+    def incidents(self, name: str) -> list[str]:
+        """What the report would tell."""
+        return list(json.loads((self.folder / name / "incidents.json").read_text()))
 
     def checkpoint(self, name: str, step: int = STEP) -> CheckpointFolder:
         return open_checkpoint(self.folder / name / "checkpoints" / f"step-{step:08d}")

@@ -734,8 +734,6 @@ def test_bf16_weights_are_taken_where_nothing_exact_fits() -> None:
         ({"job": job_of(seq_len=512, tokens_per_step=8000)}, "no multiple of seq_len 512"),
         ({"data": data_of(seq_len=512, source="estimated")}, "estimate of its tokens"),
         ({"data": data_of(seq_len=512, notes=("three rows were skipped",))}, "three rows were skipped"),
-        ({"pin": {"optimizer": Optimizer.LION}}, "checkpoints and --resume of lion come with shardwise 0.5"),
-        ({"method": Method.GALORE}, "checkpoints and --resume of galore come with shardwise 0.5"),
     ],
 )
 def test_notes_say_what_a_reader_must_know(facts: dict[str, Any], words: str) -> None:

@@ -7,7 +7,6 @@ from msgspec.structs import replace
 from trainer.planning.candidates import candidate_of, setting_of, with_micro_batch
 from trainer.planning.certainty import certainty_words, trial_words
 from trainer.planning.data_words import data_words
-from trainer.planning.not_yet import unsaved_words
 from trainer.planning.rules import capability_words
 from trainer.planning.settings_choices import attention, micro_batches, updates_in_backward
 from trainer.planning.settings_search import SAME_SPEED
@@ -207,10 +206,6 @@ def _host_notes(situation: Situation, chosen: Candidate) -> Iterator[str]:
 
 def _engine_notes(candidates: Sequence[Candidate]) -> Iterator[str]:
     chosen = candidates[0]
-    unsaved = unsaved_words(chosen)
-    if unsaved is not None:
-        yield f"checkpoints and --resume {unsaved}"
-        return
     number, fastest = min(enumerate(candidates, start=1), key=lambda numbered: numbered[1].speed.step_s)
     ratio = chosen.speed.step_s / fastest.speed.step_s
     if fastest.strategy.sharding.shards_optimizer and ratio > 1 + SAME_SPEED:

@@ -50,6 +50,7 @@ def facts_of(plan: Plan, state: RunState, scaler: LossScaler | None = None) -> C
         data_fingerprint=plan.data.fingerprint,
         optimizer=plan.chosen.strategy.optimizer,
         lora=plan.job.train.lora if method.freezes_base else None,
+        galore=plan.job.train.galore if method is Method.GALORE else None,
         is_quantised=method is Method.QLORA,
         base_fingerprint=base_fingerprint(plan) if method.freezes_base else None,
         sharding=plan.chosen.strategy.sharding,

@@ -24,8 +24,8 @@ def held_pieces(model: nn.Module, optimizer: TorchOptimizer) -> list[Piece]:
     for name, item in named_state(model).items():
         if item.tied_to is None:
             pieces.append(_piece(name, None, item.tensor))
-            states = sorted(state_tensors(optimizer, item.tensor).items())
-            pieces += [_piece(name, key, tensor) for key, tensor in states]
+            states = state_tensors(optimizer, item.tensor)
+            pieces += [_piece(name, key, kept.values) for key, kept in states.items()]
     return [piece for piece in pieces if piece.num_elements]
 
 

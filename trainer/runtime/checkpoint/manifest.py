@@ -2,8 +2,9 @@
 
 A tensor is described by its logical shape and by chunks: flat ranges of its row-major elements, each one key of one
 file. Whole tensors, FSDP2's rows, ZeRO's fragments and partitions all are such ranges, so no engine leaves a trace in
-the format. The fields are checked here as far as one field goes (names, signs, types); what only the whole manifest
-can tell (holes, overlaps, files that are not listed) is checked by `check_manifest`.
+the format. Scales of 8-bit state are saved one for each block of elements; blocks are those of the rank that saved, so
+the first of a chunk may be cut. The fields are checked here as far as one field goes (names, signs, types); what only
+the whole manifest can tell (holes, overlaps, files that are not listed) is checked by `check_manifest`.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ from msgspec import Meta
 from trainer.runtime.checkpoint.ranges import covered_in_order
 from trainer.runtime.spikes import SpikeRecord
 from trainer.spec.errors import InputError
-from trainer.spec.job import LoraJob
+from trainer.spec.job import GaloreJob, LoraJob
 from trainer.spec.report import Evaluation
 from trainer.spec.strategy import Optimizer, Precision, Sharding
 from trainer.spec.value import Value
@@ -80,6 +81,7 @@ class CheckpointFacts(Value, frozen=True, kw_only=True):
     data_fingerprint: str
     optimizer: Optimizer
     lora: LoraJob | None = None  # of what is trained beside a frozen base; None where all weights are
+    galore: GaloreJob | None = None  # of whole weights whose gradients are projected
     is_quantised: bool = False  # the base is held in 4 bit
     base_fingerprint: str | None = None  # of the frozen base, which is not in the checkpoint
     spikes: SpikeRecord = SpikeRecord()  # what was not learned from, and what the next verdicts rest on
@@ -100,14 +102,16 @@ class Chunk(Value, frozen=True, kw_only=True):
     key: str
     start: Count
     num_elements: Annotated[int, Meta(ge=1)]
+    first_elements: Annotated[int, Meta(ge=1)] = 1  # that the first value stands for, where one stands for several
 
 
 class TensorEntry(Value, frozen=True, kw_only=True):
-    """One logical tensor and where its elements lie."""
+    """One logical tensor and where its elements lie; one saved value stands for up to `block` elements."""
 
     shape: tuple[Count, ...]
     type: TensorType
     chunks: tuple[Chunk, ...]
+    block: Annotated[int, Meta(ge=1)] = 1
 
     @property
     def num_elements(self) -> int:
@@ -197,5 +201,7 @@ def named_tensors(name: str, entry: ParameterEntry) -> list[tuple[str, TensorEnt
 def _check_tensor(tensor: TensorEntry, manifest: Manifest, *, what: str) -> None:
     covered_in_order(tensor.chunks, num_elements=tensor.num_elements, what=what)
     for chunk in tensor.chunks:
+        if not chunk.first_elements <= min(tensor.block, chunk.num_elements):
+            raise InputError(f"{what}: the first block of {chunk.key} has {chunk.first_elements} elements")
         if chunk.file not in manifest.files:
             raise InputError(f"{what}: lies in {chunk.file}, which the manifest does not list")

@@ -2,62 +2,36 @@
 
 torch's own helpers for reading state (`get_optimizer_state_dict`) take a step on zero gradients where there is no state
 yet, which leaves Adam's count one too high: the first real update is then 1.34 times too small. Here state that does
-not exist is not there, and what is made on resume is what `Adam._init_group` would have made, with the saved count.
-One row of `_LAYOUTS` is one optimizer class; a class or a kind of state that is not listed is refused, never dropped.
-A parameter is whatever the optimizer was given: under ZeRO the flat partition of a whole group.
+not exist is not there. `layouts` has one row for each optimizer class; a class or a kind of state that is not listed is
+refused, never dropped.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
+from trainer.runtime.checkpoint.blockwise import SCALES
+from trainer.runtime.checkpoint.layouts import LAYOUTS, Group, Made, StateTensor, kept_tensors, layout_of
 from trainer.runtime.checkpoint.manifest import HyperParameter, ParameterEntry
 from trainer.spec.errors import InputError
 
-Group = dict[str, Any]  # as torch keeps them
-
-
-class _Layout(NamedTuple):
-    """What an optimizer keeps for a parameter: tensors of its shape, and perhaps a count of steps."""
-
-    tensors: frozenset[str]
-    counts_steps: bool
-
-
-_ADAM = frozenset({"exp_avg", "exp_avg_sq"})
-_LAYOUTS: dict[str, _Layout] = {  # by the path of the class: importing DeepSpeed takes seconds
-    "torch.optim.adamw.AdamW": _Layout(_ADAM | {"max_exp_avg_sq"}, counts_steps=True),
-    "torch.optim.adam.Adam": _Layout(_ADAM | {"max_exp_avg_sq"}, counts_steps=True),
-    "torch.optim.sgd.SGD": _Layout(frozenset({"momentum_buffer"}), counts_steps=False),
-    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": _Layout(_ADAM, counts_steps=True),
-}
-
 
 def check_supported(optimizer: TorchOptimizer) -> None:
-    """InputError for an optimizer whose state has no place in the format yet."""
-    if _path(optimizer) not in _LAYOUTS:
-        known = ", ".join(sorted(path.rpartition(".")[2] for path in _LAYOUTS))
-        raise InputError(
-            f"checkpoints of {type(optimizer).__name__} come with shardwise 0.5; there are those of {known}"
-        )
+    """InputError for an optimizer whose state has no place in the format."""
+    if layout_of(optimizer) is None:
+        known = ", ".join(sorted({path.rpartition(".")[2] for path in LAYOUTS}))
+        raise InputError(f"there are no checkpoints of {type(optimizer).__name__}; there are those of {known}")
 
 
-def state_tensors(optimizer: TorchOptimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The state tensors of one parameter by name; none before its first step."""
-    layout = _LAYOUTS[_path(optimizer)]
-    state = {key: value for key, value in optimizer.state.get(parameter, {}).items() if value is not None}
-    tensors = {key: value for key, value in state.items() if not (layout.counts_steps and key == "step")}
-    for key, value in tensors.items():
-        if key not in layout.tensors or value.shape != parameter.shape:
-            raise InputError(f"checkpoints do not know the state {key} that {type(optimizer).__name__} keeps")
-    return tensors
+def state_tensors(optimizer: TorchOptimizer, parameter: torch.Tensor) -> dict[str, StateTensor]:
+    """The state tensors of one parameter by their names in a checkpoint, in order; none before its first step."""
+    return dict(sorted(kept_tensors(optimizer, parameter).items()))
 
 
 def step_count(optimizer: TorchOptimizer, parameter: torch.Tensor) -> int | None:
     """How many steps the optimizer has counted for one parameter; None where it counts none."""
-    if not _LAYOUTS[_path(optimizer)].counts_steps:
-        return None
     step = optimizer.state.get(parameter, {}).get("step")
     return None if step is None else int(step)
 
@@ -67,22 +41,21 @@ def create_state(
 ) -> None:
     """Makes the state of one parameter as after `entry.step` steps; its tensors are zeros, to be filled.
 
-    Tensors that are there already stay the ones: an engine may hold on to them, and there may be no room for others.
+    InputError where the optimizer keeps something else than was saved.
     """
-    expected = _expected_tensors(optimizer, group)
-    if not entry.state:
+    if not entry.state and entry.step is None:
         return
-    if set(entry.state) != expected:
-        saved, wanted = (", ".join(sorted(keys)) or "nothing" for keys in (entry.state, expected))
+    make = layout_of(optimizer)
+    assert make is not None, "check_supported saw it"
+    made = Made(optimizer, group, parameter, entry.step)
+    try:
+        optimizer.state[parameter] = make(made)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error
+    ours, theirs = (_moments(names) for names in (state_tensors(optimizer, parameter), entry.state))
+    if ours != theirs:
+        saved, wanted = (", ".join(sorted(names)) or "nothing" for names in (theirs, ours))
         raise InputError(f"{name}: the checkpoint holds {saved}, the optimizer of this job keeps {wanted}")
-    kept = state_tensors(optimizer, parameter)
-    tensors = {key: kept[key].zero_() if key in kept else _zeros(optimizer, parameter) for key in sorted(expected)}
-    state: dict[str, Any] = {}
-    if _LAYOUTS[_path(optimizer)].counts_steps:
-        if entry.step is None:
-            raise InputError(f"{name}: the checkpoint holds moments and no count of steps")
-        state["step"] = _step_value(optimizer, entry.step, group, parameter)
-    optimizer.state[parameter] = state | tensors
 
 
 def count_up(optimizer: Any, step: int) -> None:  # noqa: ANN401  # torch's, or DeepSpeed's
@@ -126,37 +99,9 @@ def hyper_parameters(optimizer: TorchOptimizer) -> dict[str, dict[str, HyperPara
     }
 
 
-def _expected_tensors(optimizer: TorchOptimizer, group: Group) -> set[str]:
-    if isinstance(optimizer, torch.optim.SGD):
-        return {"momentum_buffer"} if group["momentum"] else set()
-    return {"exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if group["amsgrad"] else set())
-
-
-def _path(optimizer: TorchOptimizer) -> str:
-    kind = type(optimizer)
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _zeros(optimizer: Any, parameter: torch.Tensor) -> torch.Tensor:  # noqa: ANN401  # torch's, or DeepSpeed's
-    """State of a parameter's shape, in the type the optimizer makes it: DeepSpeedCPUAdam's in fp32 unless told."""
-    dtype = torch.float32 if getattr(optimizer, "fp32_optimizer_states", False) else parameter.dtype
-    return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
-
-
-def _step_value(optimizer: TorchOptimizer, step: int, group: Group, parameter: torch.Tensor) -> torch.Tensor | int:
-    """As in torch.optim.adam: on the device and fp32 where the kernel reads it there, else on the CPU.
-
-    DeepSpeedCPUAdam counts in a plain number.
-    """
-    if "capturable" not in group:
-        return step
-    is_on_device = bool(group["capturable"] or group["fused"])
-    double = torch.get_default_dtype() == torch.float64 and not group["fused"]
-    return torch.tensor(
-        float(step),
-        dtype=torch.float64 if double else torch.float32,
-        device=parameter.device if is_on_device else "cpu",
-    )
+def _moments(names: Iterable[str]) -> set[str]:
+    """Without the scales of those in 8 bit: what one job keeps so, another may keep in fp32."""
+    return {name for name in names if not name.endswith(SCALES)}
 
 
 def _plain(value: object) -> HyperParameter:

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from trainer.runtime.checkpoint.manifest import TensorType
+from trainer.runtime.checkpoint.ranges import Blocks
 from trainer.spec.errors import InputError
 
 _TYPES: dict[torch.dtype, TensorType] = {
@@ -32,8 +33,16 @@ class Elsewhere(Protocol):
         """Gives back what was brought last, by whichever piece; written first if it was filled."""
 
 
+class Coded(NamedTuple):
+    """One moment as an 8-bit optimizer keeps it, flat: an element is `table[code]` times the scale of its block."""
+
+    codes: torch.Tensor  # uint8
+    scales: torch.Tensor  # fp32, one for each block
+    table: torch.Tensor  # fp32, 256 values in ascending order, among them zero
+
+
 class Piece(NamedTuple):
-    """Elements [start, start + len(values)) of a parameter (`state` None) or of one of its optimizer states."""
+    """Elements [start, start + num_elements) of a parameter (`state` None) or of one of its optimizer states."""
 
     name: str
     state: str | None
@@ -42,10 +51,13 @@ class Piece(NamedTuple):
     is_shared: bool = False  # every rank holds it, so that each writes only its share
     may_round: bool = False  # a copy in the computing type, of which a checkpoint may hold more bits
     elsewhere: Elsewhere | None = None
+    blocks: Blocks | None = None  # of values that stand for several elements each; None: one for each
+    coded: Coded | None = None  # of 8-bit codes: the moment that they are a stretch of, from `offset` on
+    offset: int = 0
 
     @property
     def num_elements(self) -> int:
-        return self.values.numel()
+        return self.values.numel() if self.blocks is None else self.blocks.num_elements
 
     @property
     def num_bytes(self) -> int:
@@ -55,12 +67,18 @@ class Piece(NamedTuple):
         """The values themselves, in memory."""
         if self.elsewhere is None:
             return self.values
-        return self.elsewhere.bring(self.num_elements, to_fill=to_fill)
+        return self.elsewhere.bring(self.values.numel(), to_fill=to_fill)
 
-    def part(self, offset: int, num_elements: int) -> "Piece":
-        """A stretch of this piece, which is in memory."""
+    def part(self, offset: int, num_values: int) -> "Piece":
+        """A stretch of this piece's values, which are in memory."""
         assert self.elsewhere is None, "what every rank holds is in memory"
-        return self._replace(start=self.start + offset, values=self.values[offset : offset + num_elements])
+        values, blocks = self.values[offset : offset + num_values], self.blocks
+        if blocks is None:
+            return self._replace(start=self.start + offset, values=values)
+        begin, end = blocks.begin_of(offset), blocks.begin_of(offset + num_values)
+        first = blocks.begin_of(offset + 1) - begin
+        cut = Blocks(num_elements=end - begin, first_elements=first, block=blocks.block)
+        return self._replace(start=self.start + begin, values=values, blocks=cut)
 
     @property
     def title(self) -> str:
@@ -83,6 +101,15 @@ def flat(tensor: torch.Tensor, *, name: str) -> torch.Tensor:
     if not tensor.is_contiguous():
         raise InputError(f"{name}: is not contiguous in memory; a checkpoint needs it to be")
     return tensor.detach().view(-1)
+
+
+def spread(values: torch.Tensor, blocks: Blocks, *, start: int, num_elements: int) -> torch.Tensor:
+    """One value for each of the elements [start, start + num_elements), of the values of all blocks these lie in."""
+    counts = torch.full((len(values),), blocks.block)
+    first, last = blocks.value_of(start), blocks.value_of(start + num_elements - 1)
+    counts[0] = blocks.begin_of(first + 1) - start
+    counts[-1] = start + num_elements - max(blocks.begin_of(last), start)
+    return torch.repeat_interleave(values, counts)
 
 
 def type_of(tensor: torch.Tensor) -> TensorType:

@@ -23,6 +23,28 @@ class Ranged(Protocol):
 R = TypeVar("R", bound=Ranged)
 
 
+class Blocks(NamedTuple):
+    """How values stand for elements: one for each block, of which the first and the last may be cut."""
+
+    num_elements: int
+    first_elements: int
+    block: int
+
+    @property
+    def num_values(self) -> int:
+        return 1 + -(-(self.num_elements - self.first_elements) // self.block)
+
+    def value_of(self, element: int) -> int:
+        """The value that stands for an element."""
+        return 0 if element < self.first_elements else 1 + (element - self.first_elements) // self.block
+
+    def begin_of(self, value: int) -> int:
+        """The first element that a value stands for; of the one after the last, where the elements end."""
+        if value == 0:
+            return 0
+        return min(self.first_elements + (value - 1) * self.block, self.num_elements)
+
+
 class Overlap(NamedTuple):
     """A stretch that a chunk and a wanted range share, in offsets into each."""
 

@@ -13,7 +13,7 @@ from torch import nn
 from trainer.runtime.checkpoint.agreement import on_first, together
 from trainer.runtime.checkpoint.engines import engine_of
 from trainer.runtime.checkpoint.manifest import CheckpointFolder, ParameterEntry, TensorEntry
-from trainer.runtime.checkpoint.pieces import Piece, put_away_after
+from trainer.runtime.checkpoint.pieces import Piece, put_away_after, spread
 from trainer.runtime.checkpoint.ranks import Ranks
 from trainer.runtime.checkpoint.search import open_checkpoint, verified
 from trainer.runtime.checkpoint.shards import BLOCK_BYTES, OpenShards
@@ -65,9 +65,15 @@ def _compare(piece: Piece, checkpoint: CheckpointFolder, shards: OpenShards) -> 
     if tensor is None:
         raise InputError(f"{checkpoint.path}: has no {piece.title}")
     held = piece.at_hand()
+    blocks = piece.blocks
     block_elements = max(BLOCK_BYTES // held.element_size(), 1)
-    for begin in range(0, len(held), block_elements):
-        part = held[begin : begin + block_elements].cpu()
+    for begin in range(0, piece.num_elements, block_elements):
+        size = min(block_elements, piece.num_elements - begin)
+        if blocks is None:
+            part = held[begin : begin + size].cpu()
+        else:
+            values = held[blocks.value_of(begin) : blocks.value_of(begin + size - 1) + 1].cpu()
+            part = spread(values, blocks, start=begin, num_elements=size)
         read = torch.empty_like(part)
         shards.fill(read, tensor, start=piece.start + begin, what=piece.title, may_round=piece.may_round)
         if not torch.equal(read.view(torch.uint8), part.view(torch.uint8)):

@@ -4,11 +4,13 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
+from trainer.runtime.checkpoint.layouts import StateTensor
 from trainer.runtime.checkpoint.manifest import Manifest, ParameterEntry, TensorEntry
 from trainer.runtime.checkpoint.model_state import NamedTensor, named_state
 from trainer.runtime.checkpoint.optimizer_state import create_state as create_parameter_state
 from trainer.runtime.checkpoint.optimizer_state import groups_of_parameters, state_tensors, step_count
 from trainer.runtime.checkpoint.pieces import Piece, flat, type_of
+from trainer.runtime.checkpoint.ranges import Blocks
 
 
 def describe(model: nn.Module, optimizer: TorchOptimizer) -> dict[str, ParameterEntry]:
@@ -30,7 +32,10 @@ def described(item: NamedTensor, optimizer: TorchOptimizer, group: str | None) -
         is_buffer=item.is_buffer,
         group=group,
         step=step_count(optimizer, item.tensor),
-        state={key: _tensor_entry(tensor) for key, tensor in sorted(state_tensors(optimizer, item.tensor).items())},
+        state={
+            key: state_entry(kept, tuple(item.tensor.shape))
+            for key, kept in state_tensors(optimizer, item.tensor).items()
+        },
     )
 
 
@@ -40,8 +45,14 @@ def held_pieces(model: nn.Module, optimizer: TorchOptimizer) -> list[Piece]:
     for name, item in named_state(model).items():
         if item.tied_to is None:
             pieces.append(Piece(name, None, 0, flat(item.tensor, name=name), is_shared=True))
-            states = sorted(state_tensors(optimizer, item.tensor).items())
-            pieces += [Piece(name, key, 0, tensor.reshape(-1), is_shared=True) for key, tensor in states]
+            num_elements, states = item.tensor.numel(), state_tensors(optimizer, item.tensor)
+            pieces += [
+                Piece(
+                    name, key, 0, kept.values.reshape(-1), is_shared=True, coded=kept.coded,
+                    blocks=None if kept.block == 1 else Blocks(num_elements, min(kept.block, num_elements), kept.block),
+                )
+                for key, kept in states.items()
+            ]  # fmt: skip
     return [piece for piece in pieces if piece.num_elements]
 
 
@@ -56,6 +67,12 @@ def create_state(model: nn.Module, optimizer: TorchOptimizer, manifest: Manifest
 
 def settle(model: nn.Module) -> None:
     """Nothing is left to do: what was filled is what the model computes with."""
+
+
+def state_entry(kept: StateTensor, shape: tuple[int, ...]) -> TensorEntry:
+    """The entry of a state tensor; values that stand for blocks of elements have the shape of the parameter."""
+    own = tuple(kept.values.shape) if kept.block == 1 else shape
+    return TensorEntry(shape=own, type=type_of(kept.values), chunks=(), block=kept.block)
 
 
 def _tensor_entry(tensor: torch.Tensor) -> TensorEntry:

@@ -12,18 +12,20 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from trainer.runtime.checkpoint.blockwise import Stretch, fill_coded, fill_decoded, is_coded
 from trainer.runtime.checkpoint.engines import engine_of
 from trainer.runtime.checkpoint.manifest import CheckpointFacts, CheckpointFolder, Manifest, ParameterEntry
 from trainer.runtime.checkpoint.model_state import named_state
 from trainer.runtime.checkpoint.optimizer_state import check_supported
-from trainer.runtime.checkpoint.pieces import Piece, dtype_of, flat, put_away_after
+from trainer.runtime.checkpoint.pieces import Coded, Piece, dtype_of, flat, put_away_after
 from trainer.runtime.checkpoint.shards import OpenShards
 from trainer.runtime.optimizers import unwrapped
 from trainer.spec.errors import InputError, InputProblemsError
+from trainer.spec.job import GaloreJob
+from trainer.spec.same_state import have_same_state
 from trainer.spec.strategy import Optimizer, Sharding
 
 _SHOWN = 3  # names in a message
-_ADAM_FP32 = frozenset({Optimizer.ADAMW, Optimizer.ADAMW_FUSED, Optimizer.DEEPSPEED_CPU_ADAM})  # one state, exactly
 
 
 def check_compatible(checkpoint: CheckpointFolder, facts: CheckpointFacts) -> None:
@@ -77,11 +79,12 @@ def read_weights(checkpoint: CheckpointFolder) -> dict[str, torch.Tensor]:
     return weights
 
 
-def import_state(model: nn.Module, optimizer: object, checkpoint: CheckpointFolder, *, sharding: Sharding) -> None:
+def import_state(model: nn.Module, optimizer: object, checkpoint: CheckpointFolder, *, sharding: Sharding) -> int:
     """Fills moments and step counts after `accelerator.prepare`, without stepping; learning rates stay the job's.
 
     Under an engine whose ranks hold parts of the weights, these too, and what it computes with follows them; each rank
-    reads its own ranges. Collective there.
+    reads its own ranges. Collective there. Answers how many blocks of 8-bit state this rank had to code anew: none
+    where blocks lie as they did, as under the same plan.
     """
     engine, inner, manifest = engine_of(sharding), unwrapped(optimizer), checkpoint.manifest
     check_supported(inner)
@@ -94,9 +97,13 @@ def import_state(model: nn.Module, optimizer: object, checkpoint: CheckpointFold
             raise InputError(f"{name}: was {was} when the checkpoint was saved and is {is_now} in this job")
     _check_weights(ours, manifest)
     engine.create_state(model, inner, manifest)
+    _check_shapes_of_state(engine.describe(model, inner), manifest)
     pieces = engine.held_pieces(model, inner)
-    _fill(pieces if engine.holds_parts else [piece for piece in pieces if piece.state is not None], checkpoint)
+    num_coded_anew = _fill(
+        pieces if engine.holds_parts else [piece for piece in pieces if piece.state is not None], checkpoint
+    )
     engine.settle(model)
+    return num_coded_anew
 
 
 def load_weights(model: nn.Module, optimizer: object, checkpoint: CheckpointFolder, *, sharding: Sharding) -> None:
@@ -109,17 +116,48 @@ def load_weights(model: nn.Module, optimizer: object, checkpoint: CheckpointFold
     engine.settle(model)
 
 
-def _fill(pieces: Sequence[Piece], checkpoint: CheckpointFolder) -> None:
+def _fill(pieces: Sequence[Piece], checkpoint: CheckpointFolder) -> int:
+    """Fills every piece; how many blocks of 8-bit state were coded anew."""
+    in_codes: dict[int, tuple[Coded, list[Stretch]]] = {}
     with OpenShards(checkpoint) as shards, put_away_after(pieces):
         for piece in pieces:
             saved = checkpoint.manifest.entry(piece.name)
-            if piece.state is not None and not saved.state:
-                continue  # never updated: its part of a partition starts from zeros
+            if (piece.state is not None and not saved.state) or piece.blocks is not None:
+                continue  # never updated: its part of a partition starts from zeros; or scales, which follow the codes
             entry = saved.weight if piece.state is None else saved.state.get(piece.state)
             if entry is None:
                 raise InputError(f"{piece.title}: is not in the checkpoint")
-            values = piece.at_hand(to_fill=True)
-            shards.fill(values, entry, start=piece.start, what=piece.title, may_round=piece.may_round)
+            if piece.coded is not None:
+                in_codes.setdefault(id(piece.coded), (piece.coded, []))[1].append(_stretch(piece, saved))
+            elif piece.state is not None and is_coded(saved, piece.state):
+                fill_decoded(piece.at_hand(to_fill=True), _stretch(piece, saved), shards)
+            else:
+                values = piece.at_hand(to_fill=True)
+                shards.fill(values, entry, start=piece.start, what=piece.title, may_round=piece.may_round)
+        return sum(fill_coded(moment, stretches, shards) for moment, stretches in in_codes.values())
+
+
+def _stretch(piece: Piece, saved: ParameterEntry) -> Stretch:
+    assert piece.state is not None
+    return Stretch(
+        title=piece.title,
+        entry=saved,
+        state=piece.state,
+        start=piece.start,
+        num_elements=piece.num_elements,
+        offset=piece.offset,
+    )
+
+
+def _check_shapes_of_state(ours: Mapping[str, ParameterEntry], manifest: Manifest) -> None:
+    """InputError where what an optimizer keeps of a weight has another shape than what was saved."""
+    for name, entry in ours.items():
+        saved = manifest.entry(name).state
+        for state, tensor in entry.state.items():
+            if state in saved and saved[state].shape != tensor.shape:
+                raise InputError(
+                    f"{name} ({state}): has shape {saved[state].shape} in the checkpoint, {tensor.shape} in this job"
+                )
 
 
 def _check_weights(ours: Mapping[str, ParameterEntry], manifest: Manifest) -> None:
@@ -139,17 +177,21 @@ def _check_weight(name: str, shape: tuple[int, ...] | None, tied_to: str | None,
 
 def _optimizers(saved: Optimizer, wanted: Optimizer) -> tuple[Optimizer, Optimizer]:
     """The two, as equal where their state means the same."""
-    return (saved, saved) if {saved, wanted} <= _ADAM_FP32 else (saved, wanted)
+    return (saved, saved) if have_same_state(saved, wanted) else (saved, wanted)
 
 
 def _kind(facts: CheckpointFacts) -> str:
     """`all weights`, or what the adapters are, as far as they mean another function with the same shapes."""
     lora = facts.lora
     if lora is None:
-        return "all weights"
+        return "all weights" if facts.galore is None else f"galore of {_projection(facts.galore)}"
     base = "4-bit base, " if facts.is_quantised else ""
     scaling = "rank-stabilised " if lora.rslora else ""
     return f"{base}adapters of {scaling}rank {lora.rank}, alpha {lora.alpha:g}{', DoRA' if lora.dora else ''}"
+
+
+def _projection(galore: GaloreJob) -> str:
+    return f"rank {galore.rank}, projection {galore.projection}, scale {galore.scale:g}"
 
 
 def _check_names(names: Iterable[str], manifest: Manifest) -> None:

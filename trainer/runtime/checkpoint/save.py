@@ -182,7 +182,7 @@ def _pieces_to_write(
     _check_finite(facts)
     pieces = engine.held_pieces(model, optimizer)
     shared = [piece for piece in pieces if piece.is_shared]
-    sizes = [(piece.num_elements, piece.values.element_size()) for piece in shared]
+    sizes = [(piece.values.numel(), piece.values.element_size()) for piece in shared]
     return [piece for piece in pieces if not piece.is_shared] + [
         shared[share.position].part(share.start, share.num_elements)
         for share in share_of_rank(sizes, rank=ranks.rank, world_size=ranks.world_size)

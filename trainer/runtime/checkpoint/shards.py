@@ -18,9 +18,9 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from trainer.runtime.checkpoint.manifest import CheckpointFolder, Chunk, FileEntry, Manifest, TensorEntry, TensorType
-from trainer.runtime.checkpoint.pieces import Piece, dtype_of, type_of
-from trainer.runtime.checkpoint.ranges import covered_in_order, overlap
+from trainer.runtime.checkpoint.manifest import CheckpointFolder, Chunk, FileEntry, Manifest, TensorEntry
+from trainer.runtime.checkpoint.pieces import Piece, dtype_of, spread, type_of
+from trainer.runtime.checkpoint.ranges import Blocks, covered_in_order, overlap
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.value import Value
 
@@ -79,16 +79,16 @@ def write_shard(folder: Path, pieces: Sequence[Piece], *, rank: int, on_point: C
 
 def check_shards(folder: Path, manifest: Manifest) -> None:
     """InputError unless every chunk of the manifest is a key of its file, of its type and size."""
-    wanted: dict[str, list[tuple[Chunk, TensorType]]] = {}
+    wanted: dict[str, list[tuple[Chunk, TensorEntry]]] = {}
     for tensor in _tensors(manifest):
         for chunk in tensor.chunks:
-            wanted.setdefault(chunk.file, []).append((chunk, tensor.type))
+            wanted.setdefault(chunk.file, []).append((chunk, tensor))
     for file, chunks in wanted.items():
         with ExitStack() as opened:
             handle = _open(folder / file, opened)
             keys = set(handle.keys())
-            for chunk, type_ in chunks:
-                _check_chunk(handle, chunk, type_, keys, origin=f"{folder.name}/{file}")
+            for chunk, tensor in chunks:
+                _check_chunk(handle, chunk, tensor, keys, origin=f"{folder.name}/{file}")
 
 
 class OpenShards:
@@ -110,6 +110,7 @@ class OpenShards:
     ) -> None:
         """Fills a flat tensor with elements [start, start + len) of a saved one.
 
+        Where one saved value stands for several elements, each of them gets it.
         InputError where the range has holes, for NaN and infinity, or where `values` has fewer bits than were saved
         and may not be rounded to.
         """
@@ -122,16 +123,16 @@ class OpenShards:
             shared = overlap(chunk, start=start, num_elements=values.numel())
             if shared is not None:
                 target = values[shared.in_wanted : shared.in_wanted + shared.num_elements]
-                self._fill_from(chunk, target, offset=shared.in_chunk, what=what)
+                self._fill_from(chunk, _blocks_of(chunk, tensor), target, offset=shared.in_chunk, what=what)
 
-    def _fill_from(self, chunk: Chunk, target: torch.Tensor, *, offset: int, what: str) -> None:
+    def _fill_from(self, chunk: Chunk, blocks: Blocks, target: torch.Tensor, *, offset: int, what: str) -> None:
         if chunk.file not in self._handles:
             self._handles[chunk.file] = _open(self._folder / chunk.file, self._opened)
         saved = self._handles[chunk.file].get_slice(chunk.key)
         block_elements = max(BLOCK_BYTES // target.element_size(), 1)
         for begin in range(0, len(target), block_elements):
             part = target[begin : begin + block_elements]
-            block = saved[offset + begin : offset + begin + len(part)]
+            block = _read(saved, blocks, start=offset + begin, num_elements=len(part))
             if not _is_finite(block):
                 raise InputError(f"{what}: the checkpoint holds NaN or infinity")
             part.copy_(block)
@@ -153,14 +154,27 @@ def _open(path: Path, opened: ExitStack) -> _Handle:
     return handle
 
 
-def _check_chunk(handle: _Handle, chunk: Chunk, type_: TensorType, keys: set[str], *, origin: str) -> None:
+def _blocks_of(chunk: Chunk, tensor: TensorEntry) -> Blocks:
+    return Blocks(num_elements=chunk.num_elements, first_elements=chunk.first_elements, block=tensor.block)
+
+
+def _read(saved: Any, blocks: Blocks, *, start: int, num_elements: int) -> torch.Tensor:  # noqa: ANN401  # the library's slice object is not typed
+    """The values of elements [start, start + num_elements) of a chunk."""
+    if blocks.block == 1:
+        values: torch.Tensor = saved[start : start + num_elements]
+        return values
+    first, last = blocks.value_of(start), blocks.value_of(start + num_elements - 1)
+    return spread(saved[first : last + 1], blocks, start=start, num_elements=num_elements)
+
+
+def _check_chunk(handle: _Handle, chunk: Chunk, tensor: TensorEntry, keys: set[str], *, origin: str) -> None:
     if chunk.key not in keys:
         raise InputError(f"{origin}: has no {chunk.key}")
     saved = handle.get_slice(chunk.key)
-    if saved.get_dtype() != type_ or saved.get_shape() != [chunk.num_elements]:
+    shape = [_blocks_of(chunk, tensor).num_values]
+    if saved.get_dtype() != tensor.type or saved.get_shape() != shape:
         raise InputError(
-            f"{origin}: {chunk.key} is {saved.get_dtype()} {saved.get_shape()}, "
-            f"the manifest says {type_} [{chunk.num_elements}]"
+            f"{origin}: {chunk.key} is {saved.get_dtype()} {saved.get_shape()}, the manifest says {tensor.type} {shape}"
         )
 
 
@@ -176,7 +190,7 @@ def _blocks(keys: Sequence[str], pieces: Sequence[Piece]) -> Iterator[memoryview
     for piece in pieces:
         values = piece.at_hand()
         block_elements = BLOCK_BYTES // values.element_size()
-        for start in range(0, piece.num_elements, block_elements):
+        for start in range(0, len(values), block_elements):
             block = values[start : start + block_elements].cpu()
             if not _is_finite(block):
                 raise NonFiniteStateError(f"{piece.title} holds NaN or infinity, so nothing was saved")
@@ -188,7 +202,11 @@ def _header(keys: Sequence[str], pieces: Sequence[Piece]) -> bytes:
     position, entries = 0, {}
     for key, piece in zip(keys, pieces, strict=True):
         end = position + piece.num_bytes
-        entries[key] = {"dtype": type_of(piece.values), "shape": [piece.num_elements], "data_offsets": [position, end]}
+        entries[key] = {
+            "dtype": type_of(piece.values),
+            "shape": [piece.values.numel()],
+            "data_offsets": [position, end],
+        }
         position = end
     assert len(entries) == len(pieces), "two pieces have the same key"
     header = msgspec.json.encode(entries)
@@ -197,7 +215,10 @@ def _header(keys: Sequence[str], pieces: Sequence[Piece]) -> bytes:
 
 
 def _placed(piece: Piece, *, file: str, key: str) -> PlacedChunk:
-    chunk = Chunk(file=file, key=key, start=piece.start, num_elements=piece.num_elements)
+    first = 1 if piece.blocks is None else piece.blocks.first_elements
+    chunk = Chunk(
+        file=file, key=key, start=piece.start, num_elements=piece.num_elements, first_elements=first
+    )  # fmt: skip
     return PlacedChunk(name=piece.name, state=piece.state, chunk=chunk)
 
 

@@ -19,11 +19,13 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
+from trainer.runtime.checkpoint.layouts import Group, StateTensor
 from trainer.runtime.checkpoint.manifest import Manifest, ParameterEntry, TensorEntry
 from trainer.runtime.checkpoint.model_state import named_state
-from trainer.runtime.checkpoint.optimizer_state import Group, count_up, named_groups, state_tensors, step_count
+from trainer.runtime.checkpoint.optimizer_state import count_up, named_groups, state_tensors, step_count
 from trainer.runtime.checkpoint.optimizer_state import create_state as create_partition_state
 from trainer.runtime.checkpoint.pieces import Piece, flat, type_of
+from trainer.runtime.checkpoint.ranges import Blocks
 from trainer.runtime.checkpoint.zero_nvme import SwappedPartition, partition_of_frozen, swapped_partitions
 from trainer.runtime.engine_state import partition_type, partitions, updated_groups
 from trainer.spec.errors import InputError
@@ -69,8 +71,8 @@ def describe(model: nn.Module, optimizer: TorchOptimizer) -> dict[str, Parameter
                 group=partition.group_name,
                 step=step_count(optimizer, partition.values),
                 state={
-                    key: TensorEntry(shape=shape, type=type_of(tensor), chunks=())
-                    for key, tensor in sorted(states.items())
+                    key: TensorEntry(shape=shape, type=type_of(kept.values), chunks=(), block=kept.block)
+                    for key, kept in states.items()
                 },
             )
         entries[name] = entry
@@ -83,13 +85,13 @@ def held_pieces(model: nn.Module, optimizer: TorchOptimizer) -> list[Piece]:
     names = {id(item.tensor): name for name, item in state.items() if item.tied_to is None}
     pieces, in_partitions = [], set[int]()
     for partition in _partitions(model, optimizer):
-        states = sorted(state_tensors(optimizer, partition.values).items())
-        stored: list[tuple[str | None, torch.Tensor]] = [(None, partition.values), *states]
+        states = state_tensors(optimizer, partition.values)
+        stored: list[tuple[str | None, StateTensor]] = [(None, StateTensor(partition.values)), *states.items()]
         for parameter, fragment in zip(partition.parameters, partition.fragments, strict=True):
             in_partitions.add(id(parameter))
             if fragment is not None:
                 name = names[id(parameter)]
-                pieces += [_piece(name, key, tensor, fragment, partition) for key, tensor in stored]
+                pieces += [_piece(name, key, kept, fragment, partition) for key, kept in stored]
     others = [(name, item) for name, item in state.items() if item.tied_to is None]
     pieces += [_frozen(model, name, item.tensor) for name, item in others if id(item.tensor) not in in_partitions]
     return [piece for piece in pieces if piece.num_elements]
@@ -170,10 +172,16 @@ def _cut_of_zero3(model: Any, parameter: Any, offset: int = 0) -> _Fragment | No
     return _Fragment(start, num_elements, offset) if num_elements > 0 else None
 
 
-def _piece(name: str, key: str | None, tensor: torch.Tensor, fragment: _Fragment, partition: _Partition) -> Piece:
+def _piece(name: str, key: str | None, kept: StateTensor, fragment: _Fragment, partition: _Partition) -> Piece:
     start, size, offset = fragment
+    if kept.block > 1:  # counted from the start of the partition, so that a fragment may begin and end inside of one
+        before = Blocks(num_elements=offset + size, first_elements=kept.block, block=kept.block)
+        first, last = before.value_of(offset), before.value_of(offset + size - 1)
+        cut = Blocks(size, first_elements=min(kept.block - offset % kept.block, size), block=kept.block)
+        return Piece(name, key, start, kept.values[first : last + 1], blocks=cut)
     if partition.swapped is None:
-        return Piece(name, key, start, tensor.detach()[offset : offset + size])
+        values = kept.values.detach()[offset : offset + size]
+        return Piece(name, key, start, values, coded=kept.coded, offset=offset)
     described = torch.empty(size, dtype=partition.swapped.dtype, device="meta")
     return Piece(name, key, start, described, elsewhere=partition.swapped.stretch(key, offset))
 

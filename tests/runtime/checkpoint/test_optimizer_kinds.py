@@ -1,0 +1,201 @@
+"""State of every optimizer goes through a checkpoint bit for bit, in one process."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from trainer.runtime.checkpoint import (
+    Ranks,
+    check_compatible,
+    find_checkpoint,
+    import_state,
+    import_weights,
+    save_checkpoint,
+    state_digest,
+)
+from trainer.runtime.checkpoint.layouts import LAYOUTS, projected_shapes
+from trainer.runtime.checkpoint.read_back import check_read_back
+from trainer.runtime.optimizers import build_optimizer, unwrapped
+from trainer.runtime.optimizers.facts import projectors, state_facts
+from trainer.spec.errors import InputError, InputProblemsError
+from trainer.spec.job import GaloreJob
+from trainer.spec.strategy import Optimizer, Sharding
+
+VOCABULARY, SEQ_LEN = 131, 16
+GALORE = {
+    f"galore-{projection}-{inner}": (inner, GaloreJob(rank=8, update_gap=3, projection=projection))
+    for projection in ("std", "reverse_std", "right", "left", "full")
+    for inner in (Optimizer.ADAMW, Optimizer.ADAFACTOR)
+}
+KINDS = {
+    each.value: (each, None) for each in Optimizer if each is not Optimizer.DEEPSPEED_CPU_ADAM
+} | GALORE | {
+    "in the backward pass": (Optimizer.ADAMW, None),
+    "layer by layer": (Optimizer.ADAMW, GaloreJob(rank=8, update_gap=3, layerwise=True)),
+}  # fmt: skip
+
+
+def build_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Matrices from 4,096 elements on, which bitsandbytes keeps in 8 bit, and others; the last block of most is cut."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=66, intermediate_size=101, num_hidden_layers=1, num_attention_heads=3,
+        num_key_value_heads=1, max_position_embeddings=SEQ_LEN, tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def build(model: nn.Module, kind: str) -> torch.optim.Optimizer:
+    optimizer, galore = KINDS[kind]
+    return build_optimizer(
+        optimizer, model, lr=3e-3, weight_decay=0.1, galore=galore, in_backward=kind == "in the backward pass"
+    )
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, start: int, stop: int) -> list[float]:
+    losses = []
+    for step in range(start, stop):
+        rows = torch.randint(0, VOCABULARY, (4, SEQ_LEN), generator=torch.Generator().manual_seed(step))
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def save(root: Path, model: nn.Module, built: object, tiny, step: int, **changed: object) -> None:
+    folder = save_checkpoint(
+        root, model=model, optimizer=built, sharding=Sharding.NONE, facts=tiny.build_facts(step, **changed),
+        ranks=Ranks.alone(), keep=2,
+    )  # fmt: skip
+    check_read_back(folder, model=model, optimizer=built, sharding=Sharding.NONE, ranks=Ranks.alone())
+
+
+def resume(root: Path, kind: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer, int]:
+    checkpoint = find_checkpoint(root, on_skip=pytest.fail)
+    model = build_model(seed=9, dtype=dtype)
+    import_weights(model, checkpoint)
+    optimizer = build(model, kind)
+    return model, optimizer, import_state(model, optimizer, checkpoint, sharding=Sharding.NONE)
+
+
+def digest(model: nn.Module, optimizer: object) -> str:
+    return state_digest(model, optimizer, sharding=Sharding.NONE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(dtype, kind, tiny, tmp_path):
+    """Five steps, five more; projectors are made anew in between, every third step."""
+    model = build_model(dtype=dtype)
+    optimizer = build(model, kind)
+    train(model, optimizer, start=0, stop=5)
+    save(tmp_path, model, optimizer, tiny, 5)
+    saved_digest, kept = digest(model, optimizer), copy.deepcopy(state_facts(unwrapped(optimizer)))
+    uninterrupted = train(model, optimizer, start=5, stop=10)
+    resumed_model, resumed, num_coded_anew = resume(tmp_path, kind, dtype)
+    assert num_coded_anew == 0
+    assert digest(resumed_model, resumed) == saved_digest
+    facts = state_facts(unwrapped(resumed))
+    names = ("optimizer_state", "optimizer_state_bytes", "projectors")
+    assert {name: facts.get(name) for name in names} == {name: kept.get(name) for name in names}
+    assert train(resumed_model, resumed, start=5, stop=10) == uninterrupted
+    assert digest(resumed_model, resumed) == digest(model, optimizer)
+
+
+@pytest.mark.parametrize("kind", ["lion", "adamw_8bit", "muon", "adafactor", "adalomo", "galore-std-adamw"])
+def test_going_back_fills_the_state_that_is_there(kind, tiny, tmp_path):
+    """As after steps that were no numbers: the same optimizer goes on from what it saved before."""
+    model = build_model()
+    optimizer = build(model, kind)
+    train(model, optimizer, start=0, stop=4)
+    save(tmp_path, model, optimizer, tiny, 4)
+    saved_digest = digest(model, optimizer)
+    losses = train(model, optimizer, start=4, stop=8)
+    checkpoint = find_checkpoint(tmp_path, on_skip=pytest.fail)
+    import_weights(model, checkpoint)
+    import_state(model, optimizer, checkpoint, sharding=Sharding.NONE)
+    assert digest(model, optimizer) == saved_digest
+    assert train(model, optimizer, start=4, stop=8) == losses
+
+
+@pytest.mark.parametrize("kind", [each for each in KINDS if each not in ("sgd", "lomo")])
+def test_without_its_state_it_would_not_be_the_same_run(kind, tiny, tmp_path):
+    """What proves that the comparison above can fail."""
+    model = build_model()
+    optimizer = build(model, kind)
+    train(model, optimizer, start=0, stop=5)
+    save(tmp_path, model, optimizer, tiny, 5)
+    uninterrupted = train(model, optimizer, start=5, stop=10)
+    resumed_model, resumed, _ = resume(tmp_path, kind)
+    unwrapped(resumed).state.clear()
+    assert train(resumed_model, resumed, start=5, stop=10) != uninterrupted
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted", "held"), [("adamw", "lion", "exp_avg, exp_avg_sq"), ("adafactor", "adamw", "exp_avg_sq_row")]
+)
+def test_another_optimizer_is_refused_twice_over(saved, wanted, held, tiny, tmp_path):
+    model = build_model()
+    optimizer = build(model, saved)
+    train(model, optimizer, start=0, stop=2)
+    save(tmp_path, model, optimizer, tiny, 2, optimizer=Optimizer(saved))
+    checkpoint = find_checkpoint(tmp_path, on_skip=pytest.fail)
+    with pytest.raises(InputProblemsError, match=f"another optimizer: it has {saved}, this job {wanted}"):
+        check_compatible(checkpoint, tiny.build_facts(2, optimizer=Optimizer(wanted)))
+    with pytest.raises(InputError, match=f"the checkpoint holds .*{held}"):
+        resume(tmp_path, wanted)
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [("adamw", "paged_adamw"), ("paged_adamw", "adamw_fused"), ("adamw_8bit", "paged_adamw_8bit")],
+)
+def test_optimizers_whose_state_is_the_same_go_on_from_each_other(saved, wanted, tiny, tmp_path):
+    model = build_model()
+    optimizer = build(model, saved)
+    train(model, optimizer, start=0, stop=3)
+    save(tmp_path, model, optimizer, tiny, 3, optimizer=Optimizer(saved))
+    uninterrupted = train(model, optimizer, start=3, stop=6)
+    check_compatible(
+        find_checkpoint(tmp_path, on_skip=pytest.fail), tiny.build_facts(3, optimizer=Optimizer(wanted))
+    )  # fmt: skip
+    resumed_model, resumed, num_coded_anew = resume(tmp_path, wanted)
+    assert num_coded_anew == 0
+    losses = train(resumed_model, resumed, start=3, stop=6)
+    assert losses == pytest.approx(uninterrupted, abs=1e-6)
+
+
+def test_another_rank_of_galore_is_another_kind_of_training(tiny, tmp_path):
+    model = build_model()
+    optimizer = build(model, "galore-std-adamw")
+    train(model, optimizer, start=0, stop=2)
+    save(tmp_path, model, optimizer, tiny, 2, galore=GaloreJob(rank=8))
+    checkpoint = find_checkpoint(tmp_path, on_skip=pytest.fail)
+    check_compatible(checkpoint, tiny.build_facts(2, galore=GaloreJob(rank=8, update_gap=50)))
+    for other, words in ((GaloreJob(rank=4), "galore of rank 4"), (None, "all weights")):
+        with pytest.raises(InputProblemsError, match=f"it has galore of rank 8, .* this job {words}"):
+            check_compatible(checkpoint, tiny.build_facts(2, galore=other))
+
+
+@pytest.mark.parametrize("shape", [(40, 24), (24, 40), (24, 24), (6, 40), (40, 6)])
+@pytest.mark.parametrize("projection", ["std", "reverse_std", "right", "left", "full"])
+def test_projected_shapes_are_those_of_galore_torch(projection, shape):
+    from galore_torch.galore_projector import GaLoreProjector
+
+    projector = GaLoreProjector(8, proj_type=projection)
+    projected = projector.project(torch.randn(shape), 0)
+    shapes = tuple(tuple(matrix.shape) for matrix in projectors({"projector": projector}))
+    assert projected_shapes(shape, rank=8, projection=projection) == (tuple(projected.shape), shapes)
+
+
+def test_every_optimizer_has_a_layout():
+    model = build_model()
+    for kind in KINDS:
+        built = type(unwrapped(build(model, kind)))
+        assert f"{built.__module__}.{built.__qualname__}" in LAYOUTS
