@@ -1,6 +1,7 @@
 """kill -9 at every point of a save: the newest committed checkpoint is whole, and the run ends as if never killed."""
 
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -105,6 +106,8 @@ def test_the_random_moments_fall_into_the_run(crashed: dict[str, Path]) -> None:
         point for point, root in crashed.items() if point.startswith("random-") and list(root.glob("step-*"))
     ]
     assert len(with_checkpoint) >= NUM_RANDOM // 3
+    num_points = len(NEWEST_AFTER_DEATH_AT)
+    sys.stdout.write(f"{len(crashed)} kills: {num_points} at points of a save, {NUM_RANDOM} at random moments\n")
 
 
 def test_an_error_in_a_save_leaves_nothing_behind(tiny: ModuleType, tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from trainer.runtime.checkpoint import CheckpointFolder, Manifest
+from trainer.runtime.checkpoint import CheckpointFolder, Manifest, shards
 from trainer.runtime.checkpoint.manifest import ParameterEntry, TensorEntry, check_manifest
 from trainer.runtime.checkpoint.pieces import Piece, type_of
-from trainer.runtime.checkpoint.shards import BLOCK_BYTES, OpenShards, check_shards, write_shard
+from trainer.runtime.checkpoint.shards import BLOCK_BYTES, OpenShards, check_shards, write_shards
 from trainer.spec.errors import InputError
 
 WEIGHT = torch.arange(7 * 11, dtype=torch.float32).reshape(7, 11)
@@ -38,10 +38,12 @@ def zero3_partitions(num_ranks: int) -> Cut:
 
 def saved(folder: Path, cut: Cut, weight: torch.Tensor, build_facts: Callable[[int], object]) -> CheckpointFolder:
     """One parameter `w`, each range written by a rank of its own, the ranks in reverse."""
+    folder.mkdir(exist_ok=True)
     records = []
     for rank, (start, count) in reversed(list(enumerate(cut))):
         piece = Piece("w", None, start, weight.view(-1)[start : start + count])
-        records.append(write_shard(folder, [piece] if count else [], rank=rank, on_point=lambda point: None))
+        own = [piece] if count else []
+        records += write_shards(folder, own, rank=rank, world_size=len(cut), on_point=lambda point: None)
     chunks = tuple(placed.chunk for record in records for placed in record.placed)
     entry = ParameterEntry(weight=TensorEntry(shape=tuple(weight.shape), type=type_of(weight), chunks=chunks))
     files = {record.file: record.entry for record in records}
@@ -55,8 +57,8 @@ def read(checkpoint: CheckpointFolder, start: int, count: int, dtype: torch.dtyp
     values = torch.full((count,), -1, dtype=dtype)
     entry = checkpoint.manifest.parameters["w"].weight
     assert entry is not None
-    with OpenShards(checkpoint) as shards:
-        shards.fill(values, entry, start=start, what="w")
+    with OpenShards(checkpoint) as opened:
+        opened.fill(values, entry, start=start, what="w")
     return values
 
 
@@ -129,7 +131,7 @@ def test_more_than_there_is_is_refused(tiny: ModuleType, tmp_path: Path) -> None
 def test_every_tensor_begins_at_a_multiple_of_its_element_size(tmp_path: Path) -> None:
     dtypes = (torch.bool, torch.bfloat16, torch.float32, torch.uint8, torch.float64)
     pieces = [Piece(str(dtype), None, 0, torch.ones(3, dtype=dtype)) for dtype in dtypes]
-    write_shard(tmp_path, pieces, rank=0, on_point=lambda point: None)
+    write_shards(tmp_path, pieces, rank=0, world_size=1, on_point=lambda point: None)
     content = (tmp_path / "shard-00000.safetensors").read_bytes()
     header_bytes = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + header_bytes])
@@ -138,3 +140,33 @@ def test_every_tensor_begins_at_a_multiple_of_its_element_size(tmp_path: Path) -
         assert header[f"{piece.name}|weight|0"]["data_offsets"][0] % piece.values.element_size() == 0
     loaded = load_file(tmp_path / "shard-00000.safetensors")
     assert all(torch.equal(loaded[f"{piece.name}|weight|0"], piece.values) for piece in pieces)
+
+
+def test_a_rank_that_holds_much_writes_several_files_side_by_side(
+    tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "_LEAST_FILE_BYTES", 256)
+    monkeypatch.setattr(shards, "own_cores", lambda: 3)
+    weight = torch.randn(91, 11)
+    checkpoint = saved(tmp_path, [(0, 500), (500, 501)], weight, tiny.build_facts)
+    assert sorted(checkpoint.manifest.files) == [f"shard-{number:05d}.safetensors" for number in range(12)]
+    sizes = [entry.size_bytes for entry in checkpoint.manifest.files.values()]
+    assert max(sizes) - min(sizes) <= 16
+    assert torch.equal(read(checkpoint, 0, 1001), weight.view(-1))
+    monkeypatch.setattr(shards, "_MOST_FILE_BYTES", 200)
+    assert len(saved(tmp_path / "more", [(0, 1001)], weight, tiny.build_facts).manifest.files) == 21
+
+
+def test_a_piece_that_is_fetched_from_elsewhere_is_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads would take each other's memory away."""
+    monkeypatch.setattr(shards, "_LEAST_FILE_BYTES", 16)
+
+    class Elsewhere:
+        def bring(self, num_elements: int, *, to_fill: bool) -> torch.Tensor:
+            return torch.ones(num_elements)
+
+        def put_away(self) -> None:
+            """Nothing is kept."""
+
+    piece = Piece("w", None, 0, torch.empty(999, device="meta"), elsewhere=Elsewhere())
+    assert len(write_shards(tmp_path, [piece, piece._replace(start=999)], rank=0, world_size=1, on_point=print)) == 1

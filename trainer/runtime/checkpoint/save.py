@@ -24,7 +24,7 @@ from trainer.runtime.checkpoint.optimizer_state import check_supported, hyper_pa
 from trainer.runtime.checkpoint.pieces import Piece, put_away_after
 from trainer.runtime.checkpoint.ranges import share_of_rank
 from trainer.runtime.checkpoint.ranks import Ranks
-from trainer.runtime.checkpoint.shards import NonFiniteStateError, ShardRecord, write_shard
+from trainer.runtime.checkpoint.shards import NonFiniteStateError, ShardRecord, ShardRecords, write_shards
 from trainer.runtime.optimizers import unwrapped
 from trainer.spec import codec
 from trainer.spec.strategy import Sharding
@@ -141,14 +141,21 @@ class Save:
                 self.finish(self.write)
 
     def write(self) -> bytes:
-        """Writes this rank's file; what rank 0 must know of it."""
-        record = write_shard(self._root / self._staged, self.pieces, rank=self.ranks.rank, on_point=self.on_point)
-        return codec.encode(record)
+        """Writes this rank's files; what rank 0 must know of them."""
+        records = write_shards(
+            self._root / self._staged,
+            self.pieces,
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
+            on_point=self.on_point,
+        )
+        return codec.encode(ShardRecords(files=records))
 
     def finish(self, write: Callable[[], bytes]) -> None:
         """Commits once `write` is done on every rank; what it raises on one rank is raised on all."""
         written = self.ranks.gather(together(self.ranks, write, doing=self._doing))
-        records = [codec.decode(content, ShardRecord, origin="a rank's answer") for content in written]
+        answers = [codec.decode(content, ShardRecords, origin="a rank's answer") for content in written]
+        records = [record for answer in answers for record in answer.files]
         on_first(self.ranks, lambda: self._commit(records), doing=self._doing)
 
     def _stage(self) -> bytes:

@@ -1,9 +1,12 @@
-"""One rank's safetensors file: written in one pass that also hashes it, read in slices.
+"""A rank's safetensors files: each written in one pass that also hashes it, read in slices.
+
+A rank that holds much writes several, side by side: one is hashed and written while another waits for the disk, and
+they are hashed side by side when they are read.
 
 The format (https://github.com/huggingface/safetensors#format): the header's length in 8 little-endian bytes, a JSON
 header, then the tensors' bytes without gaps. The library's writer neither hashes nor takes a tensor in pieces, so the
-header is written here; reading goes through the library, which checks it. Tensors of wider elements come first, so
-that each begins at a multiple of its element size.
+header is written here; what is read, the library has checked before. Tensors of wider elements come first, so that each
+begins at a multiple of its element size.
 """
 
 import hashlib
@@ -18,13 +21,14 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from trainer.runtime.checkpoint.manifest import CheckpointFolder, Chunk, FileEntry, Manifest, TensorEntry
+from trainer.runtime.checkpoint.manifest import CheckpointFolder, Chunk, FileEntry, Manifest, TensorEntry, TensorType
 from trainer.runtime.checkpoint.pieces import Piece, dtype_of, spread, type_of
-from trainer.runtime.checkpoint.ranges import Blocks, covered_in_order, overlap
+from trainer.runtime.checkpoint.ranges import Blocks, covered_in_order, overlap, share_of_rank
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.value import Value
 
 BLOCK_BYTES = 4 << 20  # written, hashed and checked at a time; fits a core's cache
+_LEAST_FILE_BYTES, _MOST_FILE_BYTES = 64 << 20, 4 << 30
 
 
 class NonFiniteStateError(EnvironmentFaultError):
@@ -40,23 +44,67 @@ class PlacedChunk(Value, frozen=True, kw_only=True):
 
 
 class ShardRecord(Value, frozen=True, kw_only=True):
-    """What one rank wrote, as it tells rank 0."""
+    """One file that a rank wrote."""
 
     file: str
     entry: FileEntry
     placed: tuple[PlacedChunk, ...]
 
 
-def shard_name(rank: int) -> str:
+class ShardRecords(Value, frozen=True, kw_only=True):
+    """What one rank wrote, as it tells rank 0."""
+
+    files: tuple[ShardRecord, ...]
+
+
+def shard_name(number: int) -> str:
     """`shard-00003.safetensors`."""
-    return f"shard-{rank:05d}.safetensors"
+    return f"shard-{number:05d}.safetensors"
 
 
-def write_shard(folder: Path, pieces: Sequence[Piece], *, rank: int, on_point: Callable[[str], None]) -> ShardRecord:
-    """Writes this rank's file and returns when it is on the disk; NonFiniteStateError for NaN and infinity."""
+def write_shards(
+    folder: Path, pieces: Sequence[Piece], *, rank: int, world_size: int, on_point: Callable[[str], None]
+) -> tuple[ShardRecord, ...]:
+    """Writes this rank's files and returns when they are on the disk; NonFiniteStateError for NaN and infinity.
+
+    They are numbered `rank`, `rank + world_size` and so on; a rank without pieces writes an empty one.
+    """
+    num_threads = own_cores()
+    files = list(enumerate(_dealt(pieces, num_threads)))
+
+    def write(item: tuple[int, Sequence[Piece]]) -> ShardRecord:
+        index, own = item
+        return _write_shard(folder, own, name=shard_name(rank + index * world_size), on_point=on_point)
+
+    if len(files) == 1:
+        return (write(files[0]),)
+    with ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="shard") as writers:
+        return tuple(writers.map(write, files))
+
+
+def own_cores() -> int:
+    """Threads that a rank may use for its files: its share of the cores, at most eight."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(len(os.sched_getaffinity(0)) // ranks_here, 8))
+
+
+def _dealt(pieces: Sequence[Piece], num_threads: int) -> list[Sequence[Piece]]:
+    """The pieces by files: of about the same size, two for each thread, none needlessly small and none huge."""
+    total = sum(piece.num_bytes for piece in pieces)
+    num_files = max(-(-total // _MOST_FILE_BYTES), min(2 * num_threads, total // _LEAST_FILE_BYTES), 1)
+    if num_files == 1 or any(piece.elsewhere is not None for piece in pieces):
+        return [pieces]  # what is brought in is brought in one after the other
+    sizes = [(piece.values.numel(), piece.values.element_size()) for piece in pieces]
+    return [
+        [pieces[share.position].part(share.start, share.num_elements) for share in shares]
+        for number in range(num_files)
+        if (shares := share_of_rank(sizes, rank=number, world_size=num_files))
+    ]
+
+
+def _write_shard(folder: Path, pieces: Sequence[Piece], *, name: str, on_point: Callable[[str], None]) -> ShardRecord:
     ordered = sorted(pieces, key=lambda piece: -piece.values.element_size())
     keys = [f"{piece.name}|{piece.state or 'weight'}|{piece.start}" for piece in ordered]
-    name = shard_name(rank)
     digest, num_bytes = hashlib.sha256(), 0
     with (folder / name).open("xb") as file, ThreadPoolExecutor(max_workers=1) as hasher:
         for block in _blocks(keys, ordered):
@@ -97,7 +145,7 @@ class OpenShards:
     def __init__(self, checkpoint: CheckpointFolder) -> None:
         self._folder = checkpoint.path
         self._opened = ExitStack()
-        self._handles: dict[str, _Handle] = {}
+        self._files: dict[str, _ShardFile] = {}
 
     def __enter__(self) -> "OpenShards":
         return self
@@ -126,16 +174,83 @@ class OpenShards:
                 self._fill_from(chunk, _blocks_of(chunk, tensor), target, offset=shared.in_chunk, what=what)
 
     def _fill_from(self, chunk: Chunk, blocks: Blocks, target: torch.Tensor, *, offset: int, what: str) -> None:
-        if chunk.file not in self._handles:
-            self._handles[chunk.file] = _open(self._folder / chunk.file, self._opened)
-        saved = self._handles[chunk.file].get_slice(chunk.key)
+        if chunk.file not in self._files:
+            self._files[chunk.file] = self._opened.enter_context(_ShardFile(self._folder / chunk.file))
+        file = self._files[chunk.file]
         block_elements = max(BLOCK_BYTES // target.element_size(), 1)
         for begin in range(0, len(target), block_elements):
             part = target[begin : begin + block_elements]
-            block = _read(saved, blocks, start=offset + begin, num_elements=len(part))
-            if not _is_finite(block):
+            if not _is_finite(_fill_part(file, chunk.key, blocks, part, start=offset + begin)):
                 raise InputError(f"{what}: the checkpoint holds NaN or infinity")
-            part.copy_(block)
+
+
+def _fill_part(file: "_ShardFile", key: str, blocks: Blocks, part: torch.Tensor, *, start: int) -> torch.Tensor:
+    """Fills a part of a tensor with what stands for elements from `start` on of a chunk; answers what was read."""
+    saved = file.dtype_of(key)
+    if blocks.block == 1 and part.dtype is saved and part.device.type == "cpu" and part.is_contiguous():
+        return file.read(key, start, part)
+    if blocks.block == 1:
+        read = file.read(key, start, torch.empty(len(part), dtype=saved))
+    else:
+        first, last = blocks.value_of(start), blocks.value_of(start + len(part) - 1)
+        values = file.read(key, first, torch.empty(last + 1 - first, dtype=saved))
+        read = spread(values, blocks, start=start, num_elements=len(part))
+    part.copy_(read)
+    return read
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """Of a tensor, as a header has it."""
+
+    dtype: TensorType
+    data_offsets: tuple[int, int]
+
+
+class _ShardFile:
+    """A file whose header the library has checked, read straight into the memory that is to be filled.
+
+    The library copies what is read twice, through pages that are mapped for it; a context manager.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with ExitStack() as opened:
+            _open(path, opened)  # checks the header
+        self._file = path.open("rb", buffering=0)
+        header_bytes = int.from_bytes(self._file.read(8), "little")
+        header = msgspec.json.decode(self._file.read(header_bytes), type=dict[str, msgspec.Raw])
+        header.pop("__metadata__", None)
+        self._places = {key: msgspec.json.decode(place, type=_Place) for key, place in header.items()}
+        self._data_begin = 8 + header_bytes
+
+    def __enter__(self) -> "_ShardFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def dtype_of(self, key: str) -> torch.dtype:
+        """The element type of a tensor."""
+        return dtype_of(self._place(key).dtype)
+
+    def _place(self, key: str) -> _Place:
+        if key not in self._places:
+            raise InputError(f"{self._path}: has no {key}")
+        return self._places[key]
+
+    def read(self, key: str, start: int, values: torch.Tensor) -> torch.Tensor:
+        """Fills `values`, contiguous memory of the saved type, with the elements from `start` on; answers them."""
+        begin, end = self._place(key).data_offsets
+        missing = memoryview(values.view(torch.uint8).numpy().data)
+        position = self._data_begin + begin + start * values.element_size()
+        if position + len(missing) > self._data_begin + end:
+            raise InputError(f"{self._path}: {key} is shorter than the manifest says")
+        while missing:
+            count = os.preadv(self._file.fileno(), [missing], position)
+            if not count:
+                raise InputError(f"{self._path}: ends before what its header says")
+            missing, position = missing[count:], position + count
+        return values
 
 
 class _Handle(Protocol):
@@ -156,15 +271,6 @@ def _open(path: Path, opened: ExitStack) -> _Handle:
 
 def _blocks_of(chunk: Chunk, tensor: TensorEntry) -> Blocks:
     return Blocks(num_elements=chunk.num_elements, first_elements=chunk.first_elements, block=tensor.block)
-
-
-def _read(saved: Any, blocks: Blocks, *, start: int, num_elements: int) -> torch.Tensor:  # noqa: ANN401  # the library's slice object is not typed
-    """The values of elements [start, start + num_elements) of a chunk."""
-    if blocks.block == 1:
-        values: torch.Tensor = saved[start : start + num_elements]
-        return values
-    first, last = blocks.value_of(start), blocks.value_of(start + num_elements - 1)
-    return spread(saved[first : last + 1], blocks, start=start, num_elements=num_elements)
 
 
 def _check_chunk(handle: _Handle, chunk: Chunk, tensor: TensorEntry, keys: set[str], *, origin: str) -> None:

@@ -1,0 +1,170 @@
+"""Saving and loading a checkpoint, beside torch's distributed checkpoint and Accelerate's `save_state`.
+
+One process, fp32 weights and AdamW's moments of the same model, in turn, round by round. A save counts until what it
+wrote is on the disk (`sync` after it, for all three: Accelerate does not wait for it), a load from files that are not
+in memory any more. shardwise also hashes every byte and looks for NaN, when it saves and again when it loads, which the
+others do not. Then the stall of a save in the background, as a share of one that is waited for.
+"""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ROUNDS = 5
+ASKED = 1.1  # times the faster of the others
+OURS = "shardwise"
+MODEL = {
+    "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 12,
+    "num_key_value_heads": 12, "max_position_embeddings": 128, "use_cache": False,
+}  # fmt: skip
+
+
+def bench_checkpoints() -> list[dict[str, object]]:
+    """MB/s of saving and of loading, and how long each takes as a multiple of the faster of the others."""
+    words = [sys.executable, str(Path(__file__)), "measure"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"checkpoints ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    measured = json.loads(done.stdout.splitlines()[-1])
+    rows: list[dict[str, object]] = []
+    for what in ("save", "load"):
+        seconds: dict[str, list[float]] = measured[what]
+        fastest = [min(several) for several in zip(*(v for k, v in seconds.items() if k != OURS), strict=True)]
+        for name, values in seconds.items():
+            ratio = statistics.median(own / other for own, other in zip(values, fastest, strict=True))
+            rows.append(
+                {
+                    "what": what,
+                    "by": name,
+                    "mb_per_s": round(measured["num_bytes"] / 1e6 / statistics.median(values)),
+                    "times_the_fastest_other": round(ratio, 2),
+                    "asked": f"at most {ASKED}" if name == OURS else "",
+                    "verdict": "" if name != OURS else "met" if ratio <= ASKED else "MISSED",
+                }
+            )
+    stall = statistics.median(
+        stalled / waited for stalled, waited in zip(measured["stall"], measured["save"][OURS], strict=True)
+    )
+    rows.append({"what": "stall of a save in the background", "by": OURS, "share_of_a_save": round(stall, 3)})
+    return rows
+
+
+def _measure() -> None:
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from accelerate import Accelerator
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = LlamaForCausalLM(LlamaConfig(**MODEL))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    inner = optimizer.optimizer
+    num_bytes = 3 * sum(parameter.numel() * 4 for parameter in model.parameters())
+
+    def states() -> dict[str, object]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        weights, moments = get_state_dict(model, inner)
+        return {"model": weights, "optimizer": moments}
+
+    savers: dict[str, Callable[[Path], object]] = {
+        OURS: lambda folder: _save(folder, model, inner).run(),
+        "torch DCP": lambda folder: dcp.save(states(), checkpoint_id=folder),
+        "Accelerate": lambda folder: accelerator.save_state(str(folder)),
+    }
+    loaders: dict[str, Callable[[Path], object]] = {
+        OURS: lambda folder: _load(folder, model, inner),
+        "torch DCP": lambda folder: dcp.load(states(), checkpoint_id=folder),
+        "Accelerate": lambda folder: accelerator.load_state(str(folder)),
+    }
+    found: dict[str, object] = {"num_bytes": num_bytes, "stall": []}
+    found |= {what: {name: [] for name in savers} for what in ("save", "load")}
+    with tempfile.TemporaryDirectory(prefix="shardwise-bench-", dir=_disk()) as name:
+        for number in range(ROUNDS + 1):  # the first is not counted
+            for who, save in savers.items():
+                folder = Path(name) / who
+                shutil.rmtree(folder, ignore_errors=True)
+                os.sync()
+                with _timed(found["save"][who], counts=number > 0):
+                    save(folder)
+                    os.sync()
+            for who, load in loaders.items():
+                for path in (Path(name) / who).rglob("*"):
+                    _forget(path)
+                with _timed(found["load"][who], counts=number > 0):
+                    load(Path(name) / who)
+            _stall(found["stall"], Path(name) / "background", model, inner, counts=number > 0)
+    print(json.dumps(found))
+
+
+def _save(folder: Path, model: object, optimizer: object) -> object:
+    from trainer.runtime.checkpoint.manifest import CheckpointFacts
+    from trainer.runtime.checkpoint.ranks import Ranks
+    from trainer.runtime.checkpoint.save import Save
+    from trainer.spec.strategy import Optimizer, Precision, Sharding
+
+    facts = CheckpointFacts(
+        run_name="bench", step=1, tokens_seen=1, seed=0, sequences_per_step=1, tokens_per_step=1,
+        model_config_sha256="0" * 64, data_fingerprint="none", optimizer=Optimizer.ADAMW, sharding=Sharding.NONE,
+        world_size=1, precision=Precision.FP32,
+    )  # fmt: skip
+    return Save(
+        folder, model=model, optimizer=optimizer, sharding=Sharding.NONE, facts=facts, ranks=Ranks.alone(), keep=1
+    )
+
+
+def _load(folder: Path, model: object, optimizer: object) -> None:
+    from trainer.runtime.checkpoint import find_checkpoint, import_state, import_weights
+    from trainer.spec.strategy import Sharding
+
+    checkpoint = find_checkpoint(folder, on_skip=print)
+    assert checkpoint is not None
+    import_weights(model, checkpoint)
+    import_state(model, optimizer, checkpoint, sharding=Sharding.NONE)
+
+
+def _stall(stalls: list[float], folder: Path, model: object, optimizer: object, *, counts: bool) -> None:
+    from trainer.runtime.checkpoint.background import BackgroundSave
+
+    shutil.rmtree(folder, ignore_errors=True)
+    with _timed(stalls, counts=counts):
+        save = BackgroundSave(_save(folder, model, optimizer))
+    save.finish()
+
+
+@contextmanager
+def _timed(seconds: list[float], *, counts: bool) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    if counts:
+        seconds.append(time.perf_counter() - started)
+
+
+def _disk() -> str | None:
+    """Not memory that looks like a disk, where there is a choice."""
+    return os.environ.get("SHARDWISE_BENCH_DIR")
+
+
+def _forget(path: Path) -> None:
+    if path.is_file():
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+if __name__ == "__main__":
+    _measure()

@@ -1,0 +1,164 @@
+"""Two gloo ranks of the tiny run that save every second step, one or both killed at a random moment, and resumed.
+
+    python rank_kills.py reference ROOT STEPS     never killed; ROOT/digests.json: the state by step
+    python rank_kills.py kill ROOT SEED ...       ROOT/SEED/outcome.json: who was killed, what was there, where it led
+
+Every other seed saves in the background. A rank whose peer is gone is ended as well, as its supervisor would.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import tiny_run as tiny
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.runtime.checkpoint import Ranks, find_checkpoint, import_state, import_weights
+from trainer.runtime.checkpoint.background import BackgroundSave
+from trainer.runtime.checkpoint.save import Save
+from trainer.spec.strategy import Sharding
+
+MOST_STEPS = 400  # of a run that nobody kills
+STEPS_AFTER = 4
+
+
+def fork_ranks(root: Path, body: Callable[[Ranks], None]) -> list[int]:
+    """Two ranks in processes of their own; their process ids."""
+    store = root / f"store-{time.monotonic_ns()}"
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+                body(Ranks.distributed(timeout_s=60))
+                status = 0
+            finally:
+                if status:
+                    (root / f"error-{rank}.txt").write_text(traceback.format_exc())
+                os._exit(status)
+        children.append(child)
+    return children
+
+
+def run(ranks: Ranks, root: Path, *, last: int, in_background: bool, digests: dict[int, str] | None = None) -> None:
+    """Trains from the newest checkpoint, or the start, to step `last`; tells in `committed` what is safe by then."""
+    checkpoint = find_checkpoint(root / "checkpoints", on_skip=_fail, ranks=ranks)
+    plain = tiny.build_model(seed=0 if checkpoint is None else 40 + ranks.rank)
+    if checkpoint is not None:
+        import_weights(plain, checkpoint)
+    model = DistributedDataParallel(plain)
+    optimizer = tiny.build_optimizer(plain)
+    start = 0
+    if checkpoint is not None:
+        import_state(model, optimizer, checkpoint, sharding=Sharding.DDP)
+        start = checkpoint.step
+    saving: BackgroundSave | None = None
+    for step in range(start + 1, last + 1):
+        tiny.train(model, optimizer, start=step - 1, stop=step, rank=ranks.rank, world_size=2)
+        if saving is not None and saving.poll():
+            _commit(root, ranks, saving.step)
+            saving = None
+        if digests is not None:
+            digests[step] = tiny.digest(plain, optimizer)
+        if step % 2:
+            continue
+        if saving is not None:
+            saving.finish()
+            _commit(root, ranks, saving.step)
+        save = Save(
+            root / "checkpoints", model=model, optimizer=optimizer, sharding=Sharding.DDP,
+            facts=tiny.build_facts(step, sharding=Sharding.DDP, world_size=2), ranks=ranks, keep=2,
+        )  # fmt: skip
+        if in_background:
+            saving = BackgroundSave(save)
+        else:
+            save.run()
+            _commit(root, ranks, step)
+    if saving is not None:
+        saving.finish()
+
+
+def _commit(root: Path, ranks: Ranks, step: int) -> None:
+    if ranks.is_first:
+        (root / "committed").write_text(str(step))
+
+
+def _fail(line: str) -> None:
+    raise AssertionError(line)
+
+
+def reference(root: Path, last: int) -> None:
+    def body(ranks: Ranks) -> None:
+        digests: dict[int, str] = {}
+        run(ranks, root, last=last, in_background=False, digests=digests)
+        if ranks.is_first:
+            (root / "digests.json").write_text(json.dumps(digests))
+
+    _wait(root, fork_ranks(root, body))
+
+
+def kill(root: Path, seed: str) -> None:
+    """One run that is killed and resumed."""
+    root.mkdir(parents=True)
+    moments = random.Random(seed)
+    in_background = bool(int(seed) % 2)
+    victims = moments.choice([(0,), (1,), (0, 1)])
+    children = fork_ranks(root, lambda ranks: run(ranks, root, last=MOST_STEPS, in_background=in_background))
+    time.sleep(moments.uniform(0.1, 1.2))
+    for victim in victims:
+        os.kill(children[victim], signal.SIGKILL)
+    time.sleep(0.02)  # the other one may well be inside a collective, or a write
+    for child in children:
+        try:
+            os.kill(child, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+        os.waitpid(child, 0)
+    committed = root / "committed"
+    outcome: dict[str, object] = {
+        "victims": victims,
+        "in_background": in_background,
+        "told": int(committed.read_text() or 0) if committed.exists() else 0,
+    }
+    checkpoint = find_checkpoint(root / "checkpoints", on_skip=_fail)
+    outcome["newest"] = 0 if checkpoint is None else checkpoint.step
+    if checkpoint is not None:
+        outcome["digest"] = tiny.digest(*tiny.resume(checkpoint))
+    last = int(str(outcome["newest"])) + STEPS_AFTER
+    _wait(root, fork_ranks(root, lambda ranks: run(ranks, root, last=last, in_background=in_background)))
+    resumed = find_checkpoint(root / "checkpoints", on_skip=_fail)
+    assert resumed is not None and resumed.step == last
+    outcome["digest_after"] = tiny.digest(*tiny.resume(resumed))
+    outcome["left"] = sorted(path.name for path in (root / "checkpoints").iterdir())
+    (root / "outcome.json").write_text(json.dumps(outcome))
+
+
+def _wait(root: Path, children: list[int]) -> None:
+    failed = [child for child in children if os.waitpid(child, 0)[1]]
+    if failed:
+        raise SystemExit("\n".join(path.read_text() for path in root.glob("error-*.txt")))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    command, root = sys.argv[1], Path(sys.argv[2])
+    if command == "reference":
+        root.mkdir(parents=True)
+        reference(root, int(sys.argv[3]))
+    else:
+        for seed in sys.argv[3:]:
+            kill(root / seed, seed)
+
+
+if __name__ == "__main__":
+    main()
