@@ -23,8 +23,8 @@ ROUNDS = 5
 ASKED = 1.1  # times the faster of the others
 OURS = "shardwise"
 MODEL = {
-    "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 12,
-    "num_key_value_heads": 12, "max_position_embeddings": 128, "use_cache": False,
+    "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6,
+    "num_attention_heads": 12, "num_key_value_heads": 12, "max_position_embeddings": 128, "use_cache": False,
 }  # fmt: skip
 
 

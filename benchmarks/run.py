@@ -6,6 +6,7 @@ startup     how long `probe`, `plan`, `report` take cold, beside an empty Python
 estimate    cases a second and memory of `shardwise estimate`, for a few and for many cases
 accuracy    the predictions beside published measurements, and what other tools answer to the same (`accuracy.py`)
 tokenising  chats a second from a file to prepared rows, beside `datasets.map` (`tokenising.py`)
+checkpoints MB a second of saving and loading, beside torch's distributed checkpoint and Accelerate (`checkpoints.py`)
 trainers    tokens a second of a step, beside a bare loop, transformers' Trainer and TRL's (`trainers.py`)
 
 A benchmark whose figures are asked for something says so in the column `verdict`; one MISSED ends the run with 1.
@@ -27,6 +28,7 @@ from importlib import metadata
 from pathlib import Path
 
 from accuracy import run_accuracy, text_table
+from checkpoints import bench_checkpoints
 from tokenising import bench_tokenising
 from trainers import bench_trainers
 
@@ -148,6 +150,7 @@ BENCHMARKS: dict[str, Callable[..., bool]] = {
     "startup": partial(run_table, "startup", bench_startup),
     "estimate": partial(run_table, "estimate", bench_estimate),
     "accuracy": run_accuracy,
+    "checkpoints": partial(run_table, "checkpoints", bench_checkpoints),
     "tokenising": partial(run_table, "tokenising", bench_tokenising),
     "trainers": partial(run_table, "trainers", bench_trainers),
 }

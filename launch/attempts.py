@@ -262,7 +262,7 @@ def stop_code(stop: StopRequest) -> ExitCode:
 
 def _write_report(run_dir: Path, report: Report) -> None:
     try:
-        codec.write(run_dir / "report.json", report)
+        codec.write_redacted(run_dir / "report.json", report)
     except OSError as error:
         raise EnvironmentFaultError(f"{run_dir}: the report cannot be written: {error.strerror}") from error
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from launch.command_line import parse_words
 from launch.console import Console, write_error
 from trainer.spec.errors import ExitCode, InputError, ShardwiseError
+from trainer.spec.secrets import redacted_output
 
 # Objects made before the collector looks for cycles. Python's 700 cost a start ten milliseconds and find next to none.
 GC_THRESHOLD = 100_000
@@ -25,7 +26,12 @@ def _print_traceback() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code."""
+    """Runs one command; returns its exit code. Nothing that is printed shows a secret of the environment."""
+    with redacted_output():
+        return _answer(argv)
+
+
+def _answer(argv: Sequence[str] | None) -> int:
     gc.set_threshold(GC_THRESHOLD)
     atexit.register(gc.freeze)  # or Python looks for cycles once more at exit: 15 ms for memory that goes back anyway
     words = list(sys.argv[1:] if argv is None else argv)

@@ -22,6 +22,7 @@ from trainer.spec import codec
 from trainer.spec.errors import ExitCode, ShardwiseError
 from trainer.spec.plan import Plan
 from trainer.spec.report import Ending, Report, Sample, predicted_figures
+from trainer.spec.secrets import redacted_output
 
 if TYPE_CHECKING:
     from trainer.runtime.state import RunState
@@ -42,7 +43,8 @@ def main() -> None:
         print(f"this attempt has ended before: writing to {paths.attempt_dir} instead")  # noqa: T201  # for whoever started it by hand
     if arguments.log_dir is not None:
         process.redirect_output(arguments.log_dir, rank=rank)
-    _run(arguments.plan, paths, ReportWriter(paths, rank=rank), stop)
+    with redacted_output():
+        _run(arguments.plan, paths, ReportWriter(paths, rank=rank), stop)
 
 
 def _parse() -> argparse.Namespace:

@@ -95,7 +95,7 @@ class ReportWriter:
     def write_report(self, report: Report) -> None:
         """Writes this rank's report."""
         name = "report.json" if self._rank == 0 else f"report-rank-{self._rank}.json"
-        codec.write(self._paths.attempt_dir / name, report)
+        codec.write_redacted(self._paths.attempt_dir / name, report)
 
 
 def _open_heartbeat(path: Path) -> int:

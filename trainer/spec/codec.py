@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from trainer.spec.errors import InputError
+from trainer.spec.secrets import redact
 from trainer.spec.value import Value
 
 V = TypeVar("V", bound=Value)
@@ -40,6 +41,11 @@ def read(path: Path, kind: type[V]) -> V:
 def write(path: Path, value: Value) -> None:
     """Replaces the file `path` by the value in one rename, so that a reader never sees half of it."""
     write_bytes(path, encode(value))
+
+
+def write_redacted(path: Path, value: Value) -> None:
+    """As `write`, for what quotes messages: no secret of the environment reaches the file."""
+    write_bytes(path, redact(encode(value).decode()).encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -1,0 +1,98 @@
+"""Secrets of the environment are found and shown to nobody; what only looks like one is left alone."""
+
+import io
+import sys
+
+import pytest
+
+from trainer.spec import codec
+from trainer.spec.secrets import RedactedStream, _own_values, redact, redacted_output, secret_values
+from trainer.spec.value import Value
+
+SECRET = "canary-4f1c9e77"
+
+
+class Message(Value, frozen=True, kw_only=True):
+    text: str
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "DB_PASSWORD",
+     "my_secret", "SLACK_APIKEY", "SSH_PRIVATE_KEY", "GOOGLE_CREDENTIALS"],
+)  # fmt: skip
+def test_variables_that_are_named_like_secrets_are(name):
+    assert redact(f"401 for {SECRET}!", {name: SECRET}) == "401 for [redacted]!"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TOKENIZERS_PARALLELISM", "parallelism"),
+        ("HF_TOKEN_PATH", "/home/someone/token"),
+        ("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE"),
+        ("GIT_PASSWORD_FILE", "/run/secrets/git"),
+        ("HF_TOKEN", "short"),
+        ("MONKEY", "gibbon-or-lemur"),
+    ],
+)
+def test_what_only_looks_like_one_is_not(name, value):
+    assert redact(f"with {value} here", {name: value}) == f"with {value} here"
+
+
+def test_a_token_that_was_stored_by_a_login_is_one(tmp_path):
+    (tmp_path / ".cache/huggingface").mkdir(parents=True)
+    (tmp_path / ".cache/huggingface/token").write_text(f"{SECRET}\n")
+    assert secret_values({"HOME": str(tmp_path)}) == (SECRET,)
+    moved = tmp_path / "moved"
+    moved.write_text(SECRET[::-1])
+    assert secret_values({"HOME": str(tmp_path), "HF_TOKEN_PATH": str(moved)}) == (SECRET[::-1],)
+    moved.write_bytes(b"\xff\xfe")
+    assert secret_values({"HF_TOKEN_PATH": str(moved)}) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("no such repository for hf_AbCdEfGhIjKlMnOpQrStUvWx", "no such repository for [redacted]"),
+        ("https://me:pa55@example.org/x.git", "https://[redacted]@example.org/x.git"),
+        ("see https://example.org/a:b@c and hf_datasets", "see https://example.org/a:b@c and hf_datasets"),
+    ],
+)
+def test_forms_of_secrets_are_found_wherever_they_come_from(text, shown):
+    assert redact(text, {}) == shown
+
+
+def test_of_two_secrets_the_longer_goes_first():
+    environment = {"A_TOKEN": SECRET, "B_TOKEN": f"{SECRET}-and-more"}
+    assert redact(f"{SECRET}-and-more", environment) == "[redacted]"
+
+
+@pytest.fixture
+def canary(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", f'{SECRET}"quoted')
+    _own_values.cache_clear()
+    yield f'{SECRET}"quoted'
+    _own_values.cache_clear()
+
+
+def test_a_stream_shows_none_and_is_otherwise_the_stream_it_was(canary):
+    stream = io.StringIO()
+    redacted = RedactedStream(stream)
+    assert redacted.write(canary) == len(canary)
+    redacted.writelines([canary, "\n"])
+    assert stream.getvalue() == "[redacted][redacted]\n" and redacted.getvalue() == stream.getvalue()
+    assert not redacted.isatty()
+
+
+def test_output_is_redacted_in_the_block_and_no_longer_after(canary, capsys):
+    with redacted_output():
+        sys.stdout.write(canary)
+        sys.stderr.write(canary)
+    sys.stdout.write(" plain")
+    assert capsys.readouterr() == ("[redacted] plain", "[redacted]")
+
+
+def test_files_that_quote_messages_hold_none(canary, tmp_path):
+    codec.write_redacted(tmp_path / "message.json", Message(text=f"denied: {canary}"))
+    assert codec.read(tmp_path / "message.json", Message).text == "denied: [redacted]"

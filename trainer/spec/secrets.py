@@ -1,0 +1,91 @@
+"""Secrets of the environment, kept out of everything that is written or printed.
+
+What counts: values of variables that are named like one (HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY), the token
+that `hf auth login` stored, anything of the form `hf_...`, and what stands before the `@` of a URL. Shown is
+`[redacted]`.
+"""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+_NAME = re.compile(
+    r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|(?:API|ACCESS|PRIVATE)_?KEY)(?:$|_)"
+)
+_NO_VALUE = ("_PATH", "_FILE", "_DIR", "_ID")  # such a variable says where a secret is, or whose
+_LEAST_CHARACTERS = 8  # shorter ones would be found in words
+_FORMS = re.compile(r"\bhf_[A-Za-z0-9]{20,}\b|(?<=://)[^/\s@\"']+:[^/\s@\"']+(?=@)")
+REDACTED = "[redacted]"
+
+
+def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
+    """The text with every secret of the environment replaced; without one, of this process's."""
+    values = _own_values() if environment is None else secret_values(environment)
+    for value in values:
+        text = text.replace(value, REDACTED)
+    return _FORMS.sub(REDACTED, text)
+
+
+def secret_values(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """What must not be shown, as it is and as JSON writes it, the longest first."""
+    found = {
+        value.strip()
+        for name, value in environment.items()
+        if _NAME.search(name.upper()) and not name.upper().endswith(_NO_VALUE)
+    }
+    found.add(_stored_token(environment))
+    return tuple(sorted(_spellings(value for value in found if len(value) >= _LEAST_CHARACTERS), key=len, reverse=True))
+
+
+@contextmanager
+def redacted_output() -> Iterator[None]:
+    """What Python prints in this block is redacted."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast("TextIO", RedactedStream(stream)) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+class RedactedStream:
+    """A text stream that shows no secret; everything but `write` is the stream's own."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Answers the length of `text`, as what is written may be shorter."""
+        self._stream.write(redact(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # whatever the stream has
+        return getattr(self._stream, name)
+
+
+def _spellings(values: Iterable[str]) -> set[str]:
+    return {spelling for value in values for spelling in (value, json.dumps(value)[1:-1])}
+
+
+def _stored_token(environment: Mapping[str, str]) -> str:
+    """The token of `hf auth login`, which is in a file; empty where there is none."""
+    default = Path(environment.get("HF_HOME") or Path(environment.get("HOME", "/nonexistent"), ".cache/huggingface"))
+    try:
+        return Path(environment.get("HF_TOKEN_PATH") or default / "token").read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+@cache
+def _own_values() -> tuple[str, ...]:
+    return secret_values(os.environ)
