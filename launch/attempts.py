@@ -19,7 +19,7 @@ import yaml
 from launch import run_dir as run_dirs
 from launch.accelerate_config import accelerate_config
 from launch.attempt_end import AttemptEnd
-from launch.checkpoint_fit import SavedFacts, obstacle_to_resume, read_facts
+from launch.checkpoint_fit import newest_facts, obstacle_to_resume
 from launch.command import launch_command, launch_environment
 from launch.console import Console
 from launch.deepspeed_config import deepspeed_config
@@ -167,7 +167,7 @@ def _after(course: _Course, end: AttemptEnd, number: int, around: Surroundings) 
     """What follows this end; notes it among what was tried."""
     if end.fault is None:
         return Decision(None, "")
-    plan, saved = around.plan, _saved(around.run_dir)
+    plan, saved = around.plan, newest_facts(around.run_dir)
     saved_step = 0 if saved is None else saved.step
     course.tried.append(
         Tried(
@@ -201,14 +201,8 @@ def _needs_less_of_host(plan: Plan, candidate: Candidate, now: Candidate) -> boo
     return host.pinned_bytes + host.host_bytes < then.pinned_bytes + then.host_bytes
 
 
-def _saved(run_dir: Path) -> SavedFacts | None:
-    """Of the newest checkpoint whose manifest can be read; None where there is none."""
-    facts = (read_facts(folder) for folder in reversed(run_dirs.committed_checkpoints(run_dir)))
-    return next((each for each in facts if each is not None), None)
-
-
 def _saved_step(run_dir: Path) -> int:
-    saved = _saved(run_dir)
+    saved = newest_facts(run_dir)
     return 0 if saved is None else saved.step
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from launch.run_dir import committed_checkpoints
 from trainer.spec.plan import Candidate
 from trainer.spec.same_state import have_same_state
 from trainer.spec.strategy import Method, Optimizer, Precision
@@ -35,6 +36,12 @@ def read_facts(checkpoint: Path) -> SavedFacts | None:
         return msgspec.json.decode((checkpoint / "MANIFEST.json").read_bytes(), type=_Manifest).facts
     except (OSError, msgspec.DecodeError):
         return None
+
+
+def newest_facts(run_dir: Path) -> SavedFacts | None:
+    """Of the newest checkpoint of a run whose manifest can be read; None where there is none."""
+    facts = (read_facts(folder) for folder in reversed(committed_checkpoints(run_dir)))
+    return next((each for each in facts if each is not None), None)
 
 
 def obstacle_to_resume(saved: SavedFacts | None, candidate: Candidate) -> str | None:

@@ -36,7 +36,7 @@ from launch.plan_simulate import after_dry_run
 from launch.prepare_data import prepare_data
 from launch.probe import read_hardware
 from launch.report_text import render_report
-from launch.stream_files import refuse_other_stream
+from launch.resume_run import finished_report, plan_to_resume, refuse_other_run
 from launch.supervisor import StoppedEarlyError, StopRequest
 from launch.torch_fit import check_torch
 from launch.trials import plan_after_trials
@@ -106,13 +106,14 @@ def _train(
             plan = keep_model_code(keep_extension(plan, run_dir), run_dir)
             _write_run(run_dir, plan, prepared.resolved)
         else:
-            finished = _finished_report(run_dir, plan, earlier)
+            finished = finished_report(run_dir, plan, earlier)
             if finished is not None:
                 console.line(render_report(finished, run_dir=run_dir))
                 return RunOutcome(ExitCode.DONE, finished, run_dir)
             if not run_dirs.committed_checkpoints(run_dir):
                 console.line(f"{run_dir} was stopped before its first step: starting from the beginning")
-            plan = keep_extension(_resumed_plan(plan, earlier, console), run_dir)
+            plan = plan_to_resume(plan, earlier, run_dir, console, may_choose=options.take == 1)
+            plan = keep_extension(plan, run_dir)
             plan = keep_model_code(plan, run_dir)
         if options.dry_run:
             return _stop_before_launch(plan, run_dir, console, resume=earlier is not None)
@@ -235,91 +236,10 @@ def _find_run_dir(options: TrainOptions, plan: Plan) -> tuple[Path, Plan | None]
     if not (run_dir / "plan.json").is_file():
         raise InputError(f"--resume: {run_dir} is not a run directory: it has no plan.json")
     earlier = codec.read(run_dir / "plan.json", Plan)
-    _refuse_other_run(run_dir, plan, earlier)
+    refuse_other_run(run_dir, plan, earlier)
     if not run_dirs.committed_checkpoints(run_dir) and run_dirs.has_trained(run_dir):
         raise InputError(f"--resume: {run_dir} has no checkpoint to resume from; start it without --resume")
     return run_dir, earlier
-
-
-def _refuse_other_run(run_dir: Path, plan: Plan, earlier: Plan) -> None:
-    refuse_other_stream(run_dir, plan.data, earlier.data)
-    changed = [
-        f"--resume: {run_dir} trained another {what}: {then!r}, this job has {now!r}; start it without --resume"
-        for what, then, now in (
-            ("model", _model_name(earlier), _model_name(plan)),
-            ("dataset", earlier.data.fingerprint, plan.data.fingerprint),
-        )
-        if then != now
-    ]
-    if not changed and earlier.model_config != plan.model_config:
-        keys = sorted(
-            key
-            for key in earlier.model_config.keys() | plan.model_config.keys()
-            if earlier.model_config.get(key) != plan.model_config.get(key)
-        )
-        changed = [
-            f"--resume: {run_dir} trained another model: {keys[0]} was {earlier.model_config.get(keys[0])!r}, "
-            f"this job has {plan.model_config.get(keys[0])!r}; start it without --resume"
-        ]
-    if changed:
-        raise InputError("\n".join(changed))
-
-
-def _model_name(plan: Plan) -> str:
-    return plan.job.model.name or plan.job.model.config or "unnamed"
-
-
-def _finished_report(run_dir: Path, plan: Plan, earlier: Plan) -> Report | None:
-    """The report of a run that has nothing left to do."""
-    path = run_dir / "report.json"
-    if not path.is_file():
-        return None
-    report = codec.read(path, Report)
-    is_done = report.ending is Ending.FINISHED and report.step >= plan.schedule.num_steps
-    return report if is_done and earlier.schedule == plan.schedule else None
-
-
-def _resumed_plan(plan: Plan, earlier: Plan, console: Console) -> Plan:
-    """The earlier plan while job and hardware are unchanged; otherwise the new one, and what changed."""
-    changes = describe_changes(plan, earlier)
-    if not changes:
-        return earlier
-    console.line("resuming with a new plan, because " + "; ".join(changes))
-    return plan
-
-
-def describe_changes(plan: Plan, earlier: Plan) -> list[str]:
-    """What differs between the job and the machine of two plans, in words; free memory is no difference."""
-    changes = [
-        f"{section} changed in the job"
-        for section in plan.job.__struct_fields__
-        if getattr(plan.job, section) != getattr(earlier.job, section)
-    ]
-    if _extension_key(plan) != _extension_key(earlier):
-        changes.append("the extensions file changed")
-    if _code_key(plan) != _code_key(earlier):
-        changes.append("the model's code changed")
-    then, now = _machine_key(earlier.hardware), _machine_key(plan.hardware)
-    return changes + [f"{name} was {then[name]}, is {now[name]}" for name in then if then[name] != now[name]]
-
-
-def _extension_key(plan: Plan) -> str | None:
-    return None if plan.extension is None else plan.extension.sha256
-
-
-def _code_key(plan: Plan) -> dict[str, str] | None:
-    return None if plan.model_code is None else plan.model_code.files
-
-
-def _machine_key(hardware: Hardware) -> dict[str, object]:
-    return {
-        "number of nodes": hardware.num_nodes,
-        "GPUs": ", ".join(gpu.name for gpu in hardware.gpus) or "none",
-        "number of CPU devices": hardware.num_cpu_devices,
-        "memory cap": hardware.vram_cap_bytes,
-        "RAM": hardware.host.ram_bytes,
-        "cores": hardware.host.num_cores,
-    }
 
 
 def _write_run(run_dir: Path, plan: Plan, resolved: ResolvedJob | None) -> None:
