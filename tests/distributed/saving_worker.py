@@ -20,7 +20,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from msgspec.structs import replace
 
-from trainer.runtime.checkpoint import find_checkpoint, import_state, save_checkpoint
+from trainer.runtime.checkpoint import Save, find_checkpoint, import_state
 from trainer.runtime.checkpoint_facts import facts_of
 from trainer.runtime.loop import train
 from trainer.runtime.memory_profile import anonymous_bytes
@@ -66,10 +66,10 @@ def measure(plan: Plan, paths, rank: int) -> dict[str, int]:
     with Peak() as loading:
         import_state(session.model, session.optimizer, checkpoint, sharding=sharding)
     with Peak() as saving:
-        save_checkpoint(
+        Save(
             paths.run_dir / "again", model=session.model, optimizer=session.optimizer, sharding=sharding,
             facts=replace(facts_of(plan, state), step=1), ranks=session.ranks, keep=1,
-        )  # fmt: skip
+        ).run()  # fmt: skip
     return {"loading": loading.highest - loading.at_end, "kept": loading.at_end, "saving": saving.highest}
 
 

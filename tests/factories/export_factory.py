@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from rank_factory import SEQ_LEN, rank_plan, write_attempt
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.runtime.checkpoint import Ranks, save_checkpoint
+from trainer.runtime.checkpoint import Ranks, Save
 from trainer.runtime.checkpoint_facts import facts_of
 from trainer.runtime.export_plan import plan_on
 from trainer.runtime.model import build_model
@@ -75,7 +75,7 @@ def save_run(run_dir: Path, plan: Plan, *, losses: Mapping[int, float] = {}, ste
         state.step = step
         if step in losses:
             state.evaluations.append(Evaluation(step=step, loss=losses[step], perplexity=2.0, num_tokens=100))
-        save_checkpoint(
+        Save(
             run_dir / "checkpoints",
             model=model,
             optimizer=torch.optim.AdamW(trained),
@@ -83,5 +83,5 @@ def save_run(run_dir: Path, plan: Plan, *, losses: Mapping[int, float] = {}, ste
             facts=facts_of(plan, state),
             ranks=Ranks.alone(),
             keep=len(steps),
-        )
+        ).run()
     return run_dir

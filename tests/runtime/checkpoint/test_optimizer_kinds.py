@@ -10,11 +10,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.runtime.checkpoint import (
     Ranks,
+    Save,
     check_compatible,
     find_checkpoint,
     import_state,
     import_weights,
-    save_checkpoint,
     state_digest,
 )
 from trainer.runtime.checkpoint.layouts import LAYOUTS, projected_shapes
@@ -69,10 +69,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, start: int, sto
 
 
 def save(root: Path, model: nn.Module, built: object, tiny, step: int, **changed: object) -> None:
-    folder = save_checkpoint(
+    folder = Save(
         root, model=model, optimizer=built, sharding=Sharding.NONE, facts=tiny.build_facts(step, **changed),
         ranks=Ranks.alone(), keep=2,
-    )  # fmt: skip
+    ).run()  # fmt: skip
     check_read_back(folder, model=model, optimizer=built, sharding=Sharding.NONE, ranks=Ranks.alone())
 
 

@@ -30,10 +30,10 @@ from trainer.runtime.checkpoint import (
     CheckpointFacts,
     CheckpointFolder,
     Ranks,
+    Save,
     find_checkpoint,
     import_state,
     import_weights,
-    save_checkpoint,
     state_digest,
 )
 from trainer.spec.errors import ShardwiseError
@@ -100,7 +100,7 @@ def save(root: Path, model: nn.Module, optimizer: object, step: int, **changed: 
     settings = {
         "sharding": Sharding.NONE, "facts": build_facts(step), "ranks": Ranks.alone(), "keep": 2,
     }  # fmt: skip
-    return save_checkpoint(root, model=model, optimizer=optimizer, **(settings | changed))
+    return Save(root, model=model, optimizer=optimizer, **(settings | changed)).run()
 
 
 def digest(model: nn.Module, optimizer: object) -> str:
@@ -213,7 +213,7 @@ def _every_case(ranks: Ranks, root: Path) -> dict[str, object]:
     def attempt(step: int, folder: str = "ddp", **changed: object) -> str:
         settings = {"sharding": Sharding.DDP, "facts": build_facts(step), "ranks": ranks, "keep": 2}
         try:
-            return str(save_checkpoint(root / folder, model=model, optimizer=optimizer, **(settings | changed)))
+            return str(Save(root / folder, model=model, optimizer=optimizer, **(settings | changed)).run())
         except ShardwiseError as error:
             return f"{type(error).__name__}: {error}"
 
@@ -248,10 +248,10 @@ def _lost_rank(ranks: Ranks, root: Path) -> dict[str, object]:
     optimizer = build_optimizer(model)
     train(model, optimizer, start=0, stop=2)
     settings = {"model": model, "optimizer": optimizer, "sharding": Sharding.DDP, "ranks": ranks, "keep": 2}
-    save_checkpoint(root / "ddp", facts=build_facts(2), **settings)
+    Save(root / "ddp", facts=build_facts(2), **settings).run()
     train(model, optimizer, start=2, stop=4)
     on_point = _die_at("mid-file") if ranks.rank == 1 else _ignore
-    save_checkpoint(root / "ddp", facts=build_facts(4), on_point=on_point, **settings)
+    Save(root / "ddp", facts=build_facts(4), on_point=on_point, **settings).run()
     return {}
 
 

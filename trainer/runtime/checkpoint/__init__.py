@@ -11,7 +11,7 @@ Nothing in it is pickled and nothing of it is unpickled. docs/checkpoints.md des
     model, optimizer = accelerator.prepare(model, optimizer)
     import_state(model, optimizer, checkpoint, sharding=sharding)     # moments, steps; under the others weights as well
     ...
-    save_checkpoint(root, model=model, optimizer=optimizer, sharding=sharding, facts=facts, ranks=ranks, keep=3)
+    Save(root, model=model, optimizer=optimizer, sharding=sharding, facts=facts, ranks=ranks, keep=3).run()
 
 A run that trains adapters saves these and their optimizer state; its frozen base is known by a fingerprint.
 What is not in a checkpoint, because it is a function of the step: learning rate, data order, dropout seeds. Nor are
@@ -37,7 +37,7 @@ from trainer.runtime.checkpoint.restore import (
     load_weights,
     read_weights,
 )
-from trainer.runtime.checkpoint.save import save_checkpoint
+from trainer.runtime.checkpoint.save import Save
 from trainer.runtime.checkpoint.search import find_checkpoint
 from trainer.runtime.checkpoint.shards import NonFiniteStateError
 
@@ -48,6 +48,7 @@ __all__ = [
     "Manifest",
     "NonFiniteStateError",
     "Ranks",
+    "Save",
     "canonical_name",
     "check_compatible",
     "checkpoint_digest",
@@ -58,6 +59,5 @@ __all__ = [
     "import_weights",
     "load_weights",
     "read_weights",
-    "save_checkpoint",
     "state_digest",
 ]

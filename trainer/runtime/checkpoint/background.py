@@ -21,7 +21,7 @@ class BackgroundSave:
     """One save on its way; every method is collective."""
 
     def __init__(self, save: Save) -> None:
-        """Copies what `save` has looked at; errors of `save_checkpoint`, as far as they show before it is written."""
+        """Copies what `save` has looked at; errors of `Save`, as far as they show before it is written."""
         self._save = save
         self.step = save.step
         self.is_over = False
@@ -39,7 +39,7 @@ class BackgroundSave:
             raise
 
     def poll(self) -> bool:
-        """Commits if every rank has written; whether the save is over. Raises as `save_checkpoint` does."""
+        """Commits if every rank has written; whether the save is over. Raises as `Save` does."""
         if self.is_over:
             return True
         is_written = self._written is None or self._written.done()

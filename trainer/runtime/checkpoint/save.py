@@ -30,48 +30,16 @@ from trainer.spec import codec
 from trainer.spec.strategy import Sharding
 
 
-def save_checkpoint(
-    root: Path,
-    *,
-    model: nn.Module,
-    optimizer: object,
-    sharding: Sharding,
-    facts: CheckpointFacts,
-    ranks: Ranks,
-    keep: int,
-    keep_every: int | None = None,
-    protect: tuple[int, ...] = (),
-    on_point: OnPoint = lambda point: None,
-) -> Path:
-    """Saves under `root` and returns the committed folder; collective: every rank calls it after the same step.
-
-    The newest `keep` checkpoints stay, those of every `keep_every`-th step, and the steps of `protect` (the best one).
-    A whole checkpoint of this very step is kept as it is. EnvironmentFaultError, the same on every rank, where the disk
-    is full, the folder not writable or another process is saving there; NonFiniteStateError where the state is not
-    worth keeping. Older checkpoints are then untouched and training may go on. InputError for an engine or an
-    optimizer that has no checkpoints yet.
-    `on_point` is told the name of every point at which a crash would leave something different behind.
-    """
-    save = Save(
-        root,
-        model=model,
-        optimizer=optimizer,
-        sharding=sharding,
-        facts=facts,
-        ranks=ranks,
-        keep=keep,
-        keep_every=keep_every,
-        protect=protect,
-        on_point=on_point,
-    )
-    save.run()
-    return save.final
-
-
 class Save:
     """One save in its three parts, begun when it is made; a context manager that holds the writer's lock.
 
-    Making it and `finish` are collective, `write` is each rank's own and may run in a thread.
+    Collective: every rank makes one after the same step, and finishes it; `write` is each rank's own and may run in a
+    thread. The newest `keep` checkpoints stay, those of every `keep_every`-th step, and the steps of `protect` (the
+    best one). A whole checkpoint of this very step is kept as it is. EnvironmentFaultError, the same on every rank,
+    where the disk is full, the folder not writable or another process is saving there; NonFiniteStateError where the
+    state is not worth keeping. Older checkpoints are then untouched and training may go on. InputError for an engine
+    or an optimizer that has no checkpoints. `on_point` is told the name of every point at which a crash would leave
+    something different behind.
     """
 
     def __init__(
@@ -88,7 +56,7 @@ class Save:
         protect: tuple[int, ...] = (),
         on_point: OnPoint = lambda point: None,
     ) -> None:
-        """Looks at the state; arguments and errors of `save_checkpoint`."""
+        """Looks at the state."""
         if keep < 1:
             raise ValueError(f"keep must be at least 1, not {keep}")
         engine, inner = engine_of(sharding), unwrapped(optimizer)
@@ -134,11 +102,12 @@ class Save:
     def __exit__(self, *_: object) -> None:
         self._held.close()
 
-    def run(self) -> None:
-        """All of it, while training waits."""
+    def run(self) -> Path:
+        """All of it, while training waits; answers the committed folder."""
         with self:
             if self.is_needed:
                 self.finish(self.write)
+        return self.final
 
     def write(self) -> bytes:
         """Writes this rank's files; what rank 0 must know of them."""
