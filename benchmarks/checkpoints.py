@@ -129,13 +129,12 @@ def _save(folder: Path, model: object, optimizer: object) -> object:
 
 
 def _load(folder: Path, model: object, optimizer: object) -> None:
-    from trainer.runtime.checkpoint import find_checkpoint, import_state, import_weights
+    from trainer.runtime.checkpoint.load import begin_resumption
     from trainer.spec.strategy import Sharding
 
-    checkpoint = find_checkpoint(folder, on_skip=print)
-    assert checkpoint is not None
-    import_weights(model, checkpoint)
-    import_state(model, optimizer, checkpoint, sharding=Sharding.NONE)
+    resumption = begin_resumption(folder, check=lambda checkpoint: None, on_skip=print)
+    assert resumption is not None
+    resumption.load(model, optimizer, sharding=Sharding.NONE)
 
 
 def _stall(stalls: list[float], folder: Path, model: object, optimizer: object, *, counts: bool) -> None:

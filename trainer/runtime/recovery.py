@@ -11,9 +11,8 @@ Weights that are updated within the backward pass have taken a loss that is no n
 import math
 from collections.abc import Sequence
 
-from trainer.runtime.checkpoint import CheckpointFolder, import_state, load_weights
+from trainer.runtime.checkpoint import CheckpointFolder, import_state
 from trainer.runtime.checkpoint.agreement import on_first, together
-from trainer.runtime.checkpoint.engines import engine_of
 from trainer.runtime.checkpoint.search import is_complete, open_checkpoint, verified
 from trainer.runtime.optimizers import updates_in_backward
 from trainer.runtime.saving import settle_save
@@ -71,8 +70,6 @@ def go_back(session: Session) -> None:
     if len(passed_over) >= MAX_ROLL_BACKS:
         raise _hopeless(state, f"the run went back {len(passed_over)} times already; {state.checkpoint} is kept")
     sharding = session.plan.chosen.strategy.sharding
-    if not engine_of(sharding).holds_parts:  # else the weights come with the state
-        load_weights(session.model, session.optimizer, checkpoint, sharding=sharding)
     import_state(session.model, session.optimizer, checkpoint, sharding=sharding)
     if session.scaler is not None and saved.loss_scaler is not None:
         session.scaler.restore(saved.loss_scaler.scale, saved.loss_scaler.growth_tracker)

@@ -2,9 +2,9 @@
 
 An engine that shards weights is filled shard by shard: FSDP2 before the optimizer is built, whose groups hold shards;
 ZeRO-3 after it, as a parameter that is cut no longer shows its shape. For every other engine weights are loaded into
-the plain model before `prepare`. A checkpoint comes into the prepared engine, each rank reading its own ranges, save
-for the weights of an engine whose ranks hold them whole. A memory cap is set when the libraries are loaded and the
-ranks have met, so that it counts what the plan counts.
+the plain model before `prepare`. A checkpoint is chosen before all of that and hashed meanwhile; it comes into the
+prepared engine, each rank reading its own ranges. A memory cap is set when the libraries are loaded and the ranks have
+met, so that it counts what the plan counts.
 """
 
 from dataclasses import dataclass, field
@@ -21,13 +21,10 @@ from trainer.runtime.checkpoint import (
     CheckpointFolder,
     Ranks,
     check_compatible,
-    find_checkpoint,
-    import_state,
-    import_weights,
 )
 from trainer.runtime.checkpoint.background import BackgroundSave
 from trainer.runtime.checkpoint.blockwise import BLOCK_ELEMENTS
-from trainer.runtime.checkpoint.engines import engine_of
+from trainer.runtime.checkpoint.load import Resumption, begin_resumption
 from trainer.runtime.checkpoint_facts import facts_of
 from trainer.runtime.data import TokenRows
 from trainer.runtime.document_check import check_documents_apart
@@ -44,7 +41,7 @@ from trainer.runtime.state import RunState
 from trainer.runtime.stream_rows import StreamRows
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.plan import Plan
-from trainer.spec.strategy import Method, Sharding
+from trainer.spec.strategy import Method
 
 
 @dataclass(slots=True)
@@ -96,12 +93,10 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
         cap_memory(plan.device_kind, accelerator.device, plan.hardware.vram_cap_bytes)
     writer.write_status("loading the model")
     hooks = load_hooks(plan.extension)
+    resumption = _begin_resumption(plan, paths, state, ranks)
     skeleton = build_skeleton(plan) if loads_sharded(plan) else None
     model = build_model(plan, hooks) if skeleton is None else skeleton.model
-    checkpoint = _checkpoint_to_resume(plan, paths, state, ranks)
-    if checkpoint is not None and not engine_of(sharding).holds_parts:
-        import_weights(model, checkpoint)
-    elif checkpoint is not None and skeleton is not None and not plan.chosen.method.freezes_base:
+    if resumption is not None and skeleton is not None and not plan.chosen.method.freezes_base:
         skeleton = blank(skeleton)
     chosen = plan.chosen
     install_precision(model, chosen, plan.device_kind)
@@ -123,11 +118,10 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
     state.engaged = check_engagement(accelerator, wrapped, wrapped_optimizer, chosen)
     check_documents_apart(wrapped, plan, accelerator.device)
     scaler = loss_scaler(wrapped, chosen, plan.device_kind)
-    if checkpoint is not None:
-        _import_state(wrapped, wrapped_optimizer, checkpoint, sharding=sharding, ranks=ranks, state=state)
-        if scaler is not None and checkpoint.facts.loss_scaler is not None:
-            scaler.restore(checkpoint.facts.loss_scaler.scale, checkpoint.facts.loss_scaler.growth_tracker)
-        _take_over(state, checkpoint)
+    if resumption is not None:
+        num_coded_anew = resumption.load(wrapped, wrapped_optimizer, sharding=sharding)
+        _tell_coded_anew(state, sum(map(int, ranks.exchange(str(num_coded_anew).encode()))))
+        _take_over(state, resumption.checkpoint, scaler)
     return Session(
         plan=plan,
         paths=paths,
@@ -146,18 +140,7 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
     )
 
 
-def _import_state(
-    model: nn.Module,
-    optimizer: object,
-    checkpoint: CheckpointFolder,
-    *,
-    sharding: Sharding,
-    ranks: Ranks,
-    state: RunState,
-) -> None:
-    """Fills the prepared engine; tells what did not arrive bit for bit."""
-    num_blocks = import_state(model, optimizer, checkpoint, sharding=sharding)
-    num_blocks = sum(map(int, ranks.exchange(str(num_blocks).encode())))
+def _tell_coded_anew(state: RunState, num_blocks: int) -> None:
     if num_blocks:
         state.incidents.append(
             f"8-bit optimizer state lies in other blocks here than in the checkpoint: {num_blocks:,} blocks of "
@@ -185,19 +168,25 @@ def _tokenizer(plan: Plan) -> PreTrainedTokenizerBase | None:
     return tokenizer
 
 
-def _checkpoint_to_resume(plan: Plan, paths: RunPaths, state: RunState, ranks: Ranks) -> CheckpointFolder | None:
+def _begin_resumption(plan: Plan, paths: RunPaths, state: RunState, ranks: Ranks) -> Resumption | None:
     if not plan.resume:
         return None
-    checkpoint = find_checkpoint(paths.resume_dir / "checkpoints", on_skip=state.incidents.append, ranks=ranks)
-    if checkpoint is None:
+    begun = begin_resumption(
+        paths.resume_dir / "checkpoints",
+        check=lambda checkpoint: check_compatible(checkpoint, facts_of(plan, state)),
+        on_skip=state.incidents.append,
+        ranks=ranks,
+    )
+    if begun is None:
         raise EnvironmentFaultError(
             f"--resume: {paths.resume_dir / 'checkpoints'} holds no checkpoint; start again without --resume"
         )
-    check_compatible(checkpoint, facts_of(plan, state))
-    return checkpoint
+    return begun
 
 
-def _take_over(state: RunState, checkpoint: CheckpointFolder) -> None:
+def _take_over(state: RunState, checkpoint: CheckpointFolder, scaler: LossScaler | None) -> None:
+    if scaler is not None and checkpoint.facts.loss_scaler is not None:
+        scaler.restore(checkpoint.facts.loss_scaler.scale, checkpoint.facts.loss_scaler.growth_tracker)
     state.step = state.resumed_from_step = checkpoint.facts.step
     state.tokens_seen = checkpoint.facts.tokens_seen
     state.evaluations.extend(checkpoint.facts.evaluations)

@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.runtime.checkpoint import Ranks, find_checkpoint, import_state, import_weights
+from trainer.runtime.checkpoint import Ranks, find_checkpoint
 from trainer.runtime.checkpoint.background import BackgroundSave
+from trainer.runtime.checkpoint.load import begin_resumption
 from trainer.runtime.checkpoint.save import Save
 from trainer.spec.strategy import Sharding
 
@@ -52,16 +53,14 @@ def fork_ranks(root: Path, body: Callable[[Ranks], None]) -> list[int]:
 
 def run(ranks: Ranks, root: Path, *, last: int, in_background: bool, digests: dict[int, str] | None = None) -> None:
     """Trains from the newest checkpoint, or the start, to step `last`; tells in `committed` what is safe by then."""
-    checkpoint = find_checkpoint(root / "checkpoints", on_skip=_fail, ranks=ranks)
-    plain = tiny.build_model(seed=0 if checkpoint is None else 40 + ranks.rank)
-    if checkpoint is not None:
-        import_weights(plain, checkpoint)
+    resumption = begin_resumption(root / "checkpoints", check=lambda checkpoint: None, on_skip=_fail, ranks=ranks)
+    plain = tiny.build_model(seed=0 if resumption is None else 40 + ranks.rank)
     model = DistributedDataParallel(plain)
     optimizer = tiny.build_optimizer(plain)
     start = 0
-    if checkpoint is not None:
-        import_state(model, optimizer, checkpoint, sharding=Sharding.DDP)
-        start = checkpoint.step
+    if resumption is not None:
+        resumption.load(model, optimizer, sharding=Sharding.DDP)
+        start = resumption.checkpoint.step
     saving: BackgroundSave | None = None
     for step in range(start + 1, last + 1):
         tiny.train(model, optimizer, start=step - 1, stop=step, rank=ranks.rank, world_size=2)

@@ -13,8 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from trainer.runtime.checkpoint import find_checkpoint, import_weights
+from trainer.runtime.checkpoint import CheckpointFolder, check_compatible, find_checkpoint, import_weights
+from trainer.runtime.checkpoint.load import begin_resumption
+from trainer.runtime.checkpoint.search import verified
 from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.strategy import Sharding
 
 SHARD = "shard-00000.safetensors"
 
@@ -253,6 +256,57 @@ def test_damaged_checkpoint_is_reported_and_the_older_taken(root: Path, damage: 
     assert skipped[0].startswith("step-00000004 is damaged and was passed over: ")
     assert DAMAGE[damage] in skipped[0]
     assert not (root.parent / "exploded").exists()
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__.strip("_"))
+def test_what_is_loaded_while_it_is_hashed_is_the_older_one_in_the_end(
+    tiny: ModuleType, root: Path, damage: Callable[[Path], None]
+) -> None:
+    expected = tiny.digest(*tiny.resume(verified(root / "step-00000002")))
+    damage(root / "step-00000004")
+    skipped: list[str] = []
+    model = tiny.build_model(seed=7)
+    optimizer = tiny.build_optimizer(model)
+    resumption = begin_resumption(root, check=lambda checkpoint: None, on_skip=skipped.append)
+    assert resumption is not None
+    resumption.load(model, optimizer, sharding=Sharding.NONE)
+    assert resumption.checkpoint.step == 2 and tiny.digest(model, optimizer) == expected
+    (line,) = skipped
+    assert line.startswith("step-00000004 is damaged and was passed over: ") and DAMAGE[damage] in line
+    assert not (root.parent / "exploded").exists()
+
+
+def test_what_does_not_fit_is_refused_once_it_is_known_to_be_whole(tiny: ModuleType, root: Path) -> None:
+    model = tiny.build_model()
+    optimizer = tiny.build_optimizer(model, "momentum")
+    resumption = begin_resumption(root, check=lambda checkpoint: None, on_skip=pytest.fail)
+    assert resumption is not None
+    with pytest.raises(InputError, match="the checkpoint holds exp_avg, exp_avg_sq, the optimizer of this job keeps"):
+        resumption.load(model, optimizer, sharding=Sharding.NONE)
+
+
+def test_one_of_another_job_is_refused_before_anything_is_built(tiny: ModuleType, root: Path) -> None:
+    def check(checkpoint: CheckpointFolder) -> None:
+        check_compatible(checkpoint, tiny.build_facts(0, seed=9))
+
+    with pytest.raises(InputError, match=r"another train\.seed: it has 0, this job 9"):
+        begin_resumption(root, check=check, on_skip=pytest.fail)
+
+
+def test_where_every_hash_is_wrong_the_load_ends(tiny: ModuleType, root: Path) -> None:
+    for step in (2, 4):
+        _flip_a_bit(root / f"step-{step:08d}")
+    skipped: list[str] = []
+    resumption = begin_resumption(root, check=lambda checkpoint: None, on_skip=skipped.append)
+    assert resumption is not None and resumption.checkpoint.step == 4
+    model = tiny.build_model()
+    with pytest.raises(EnvironmentFaultError, match="none of its 2 checkpoints is whole; move them away"):
+        resumption.load(model, tiny.build_optimizer(model), sharding=Sharding.NONE)
+    assert len(skipped) == 2 and all("hashes to" in line for line in skipped)
+
+
+def test_nothing_is_resumed_from_where_nothing_was_saved(tmp_path: Path) -> None:
+    assert begin_resumption(tmp_path / "nowhere", check=lambda checkpoint: None, on_skip=pytest.fail) is None
 
 
 def test_undamaged_newest_is_taken_in_silence(root: Path) -> None:

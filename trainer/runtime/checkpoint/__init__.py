@@ -5,11 +5,9 @@ has its name only if it is complete: everything is written beside it, agreed on 
 Nothing in it is pickled and nothing of it is unpickled. docs/checkpoints.md describes the files.
 
     ranks = Ranks.distributed() if world_size > 1 else Ranks.alone()
-    checkpoint = find_checkpoint(root, on_skip=log, ranks=ranks)      # newest that verifies, or None
-    check_compatible(checkpoint, facts)                               # InputError with both values
-    import_weights(model, checkpoint)                                 # before accelerator.prepare, under none and ddp
+    resumption = begin_resumption(root, check=..., on_skip=log, ranks=ranks)    # the newest, or None; hashed meanwhile
     model, optimizer = accelerator.prepare(model, optimizer)
-    import_state(model, optimizer, checkpoint, sharding=sharding)     # moments, steps; under the others weights as well
+    resumption.load(model, optimizer, sharding=sharding)                        # weights, moments, steps
     ...
     Save(root, model=model, optimizer=optimizer, sharding=sharding, facts=facts, ranks=ranks, keep=3).run()
 

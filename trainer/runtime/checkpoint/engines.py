@@ -30,8 +30,6 @@ class Engine(NamedTuple):
     """Makes the optimizer's state without stepping; its tensors are still to be filled."""
     settle: Callable[[nn.Module], None]
     """Once pieces have been filled, makes what the model computes with follow them; collective."""
-    holds_parts: bool
-    """Whether ranks hold parts: weights are then filled in the prepared engine, not in the plain model before."""
 
 
 _REPLICATED = Engine(
@@ -39,21 +37,18 @@ _REPLICATED = Engine(
     held_pieces=replicated.held_pieces,
     create_state=replicated.create_state,
     settle=replicated.settle,
-    holds_parts=False,
 )
 _FSDP = Engine(
     describe=replicated.describe,  # a DTensor shows the shape of the whole
     held_pieces=fsdp.held_pieces,
     create_state=replicated.create_state,
     settle=replicated.settle,
-    holds_parts=True,
 )
 _ZERO = Engine(
     describe=zero.describe,
     held_pieces=zero.held_pieces,
     create_state=zero.create_state,
     settle=zero.settle,
-    holds_parts=True,
 )
 
 ENGINES: dict[Sharding, Engine] = {

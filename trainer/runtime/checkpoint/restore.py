@@ -1,8 +1,7 @@
 """From a checkpoint back into a model and its optimizer, in the order that works under every engine.
 
-Where every rank holds whole weights they go into the plain model before `accelerator.prepare`, moments and step counts
-into the optimizer after it. An engine whose ranks hold parts is filled after it altogether, range by range: masters,
-moments, counts; then it makes the copy that it computes with from the masters. A tensor's values are copied, never
+The prepared engine is filled, range by range: masters, moments, counts; then it makes the copy that it computes with
+from the masters. A tensor's values are copied, never
 rounded, unless the engine keeps a frozen weight in the computing type. Nothing here knows how many ranks wrote, or
 under which engine.
 """
@@ -80,11 +79,18 @@ def read_weights(checkpoint: CheckpointFolder) -> dict[str, torch.Tensor]:
 
 
 def import_state(model: nn.Module, optimizer: object, checkpoint: CheckpointFolder, *, sharding: Sharding) -> int:
-    """Fills moments and step counts after `accelerator.prepare`, without stepping; learning rates stay the job's.
+    """`fill_engine`, and what the engine computes with follows; collective under an engine that shards weights."""
+    num_coded_anew = fill_engine(model, optimizer, checkpoint, sharding=sharding)
+    engine_of(sharding).settle(model)
+    return num_coded_anew
 
-    Under an engine whose ranks hold parts of the weights, these too, and what it computes with follows them; each rank
-    reads its own ranges. Collective there. Answers how many blocks of 8-bit state this rank had to code anew: none
-    where blocks lie as they did, as under the same plan.
+
+def fill_engine(model: nn.Module, optimizer: object, checkpoint: CheckpointFolder, *, sharding: Sharding) -> int:
+    """Fills weights, moments and step counts after `accelerator.prepare`, without stepping; rates stay the job's.
+
+    Each rank reads its own ranges. Answers how many blocks of 8-bit state this rank had to code anew: none where blocks
+    lie as they did, as under the same plan. InputError where names, shapes or what the optimizer keeps differ, or where
+    the model holds fewer bits than the checkpoint. What an engine computes with beside its masters is not refreshed.
     """
     engine, inner, manifest = engine_of(sharding), unwrapped(optimizer), checkpoint.manifest
     check_supported(inner)
@@ -98,12 +104,7 @@ def import_state(model: nn.Module, optimizer: object, checkpoint: CheckpointFold
     _check_weights(ours, manifest)
     engine.create_state(model, inner, manifest)
     _check_shapes_of_state(engine.describe(model, inner), manifest)
-    pieces = engine.held_pieces(model, inner)
-    num_coded_anew = _fill(
-        pieces if engine.holds_parts else [piece for piece in pieces if piece.state is not None], checkpoint
-    )
-    engine.settle(model)
-    return num_coded_anew
+    return _fill(engine.held_pieces(model, inner), checkpoint)
 
 
 def load_weights(model: nn.Module, optimizer: object, checkpoint: CheckpointFolder, *, sharding: Sharding) -> None:

@@ -23,7 +23,7 @@ from trainer.runtime.checkpoint.manifest import (
     folder_name,
 )
 from trainer.runtime.checkpoint.ranks import Ranks
-from trainer.runtime.checkpoint.shards import check_shards
+from trainer.runtime.checkpoint.shards import check_shards, own_cores
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, InputError
 
@@ -84,13 +84,31 @@ def is_complete(folder: Path) -> bool:
 def verified(folder: Path) -> CheckpointFolder:
     """The checkpoint in a folder, every byte of it hashed; InputError where anything is not as the manifest says."""
     checkpoint = open_checkpoint(folder)
-    files = checkpoint.manifest.files
-    with ThreadPoolExecutor(max_workers=min(len(files), os.cpu_count() or 1) or 1) as hashers:
+    check_hashes(checkpoint)
+    check_shards(folder, checkpoint.manifest)
+    return checkpoint
+
+
+def check_hashes(checkpoint: CheckpointFolder) -> None:
+    """Reads every byte of every file, side by side; InputError for the first that is not as the manifest says."""
+    folder, files = checkpoint.path, checkpoint.manifest.files
+    with ThreadPoolExecutor(max_workers=min(len(files), own_cores()) or 1) as hashers:
         for (name, entry), sha256 in zip(files.items(), hashers.map(_sha256, map(folder.joinpath, files)), strict=True):
             if sha256 != entry.sha256:
                 raise InputError(f"{folder / name}: hashes to {sha256[:12]}; the manifest says {entry.sha256[:12]}")
-    check_shards(folder, checkpoint.manifest)
-    return checkpoint
+
+
+def skipped_words(folder: Path, error: InputError | OSError) -> str:
+    """The line about a checkpoint that was passed over."""
+    what = "cannot be read" if isinstance(error, OSError) else "is damaged"
+    return f"{folder.name} {what} and was passed over: {error}"
+
+
+def none_whole(root: Path, num_checkpoints: int) -> EnvironmentFaultError:
+    """The error where there are checkpoints and all are damaged."""
+    return EnvironmentFaultError(
+        f"{root}: none of its {num_checkpoints} checkpoints is whole; move them away to start from the beginning"
+    )
 
 
 def _newest_verified(root: Path, on_skip: Callable[[str], None]) -> str:
@@ -99,14 +117,10 @@ def _newest_verified(root: Path, on_skip: Callable[[str], None]) -> str:
     for step in reversed(steps):
         try:
             return verified(root / folder_name(step)).path.name
-        except InputError as error:
-            on_skip(f"{folder_name(step)} is damaged and was passed over: {error}")
-        except OSError as error:
-            on_skip(f"{folder_name(step)} cannot be read and was passed over: {error}")
+        except (InputError, OSError) as error:
+            on_skip(skipped_words(root / folder_name(step), error))
     if steps:
-        raise EnvironmentFaultError(
-            f"{root}: none of its {len(steps)} checkpoints is whole; move them away to start from the beginning"
-        )
+        raise none_whole(root, len(steps))
     return ""
 
 
