@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from trainer.runtime.checkpoint import CheckpointFolder, Manifest, shards
 from trainer.runtime.checkpoint.manifest import ParameterEntry, TensorEntry, check_manifest
 from trainer.runtime.checkpoint.pieces import Piece, type_of
-from trainer.runtime.checkpoint.shards import BLOCK_BYTES, OpenShards, check_shards, write_shards
+from trainer.runtime.checkpoint.shard_reader import OpenShards
+from trainer.runtime.checkpoint.shards import BLOCK_BYTES, check_shards, write_shards
 from trainer.spec.errors import InputError
 
 WEIGHT = torch.arange(7 * 11, dtype=torch.float32).reshape(7, 11)

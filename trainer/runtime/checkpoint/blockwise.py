@@ -14,7 +14,7 @@ import torch
 
 from trainer.runtime.checkpoint.manifest import ParameterEntry, TensorEntry, TensorType
 from trainer.runtime.checkpoint.pieces import Coded
-from trainer.runtime.checkpoint.shards import OpenShards
+from trainer.runtime.checkpoint.shard_reader import OpenShards
 
 BLOCK_ELEMENTS = 256
 SCALES = ".absmax"  # after the name of the moment that they are of

@@ -8,7 +8,7 @@ from torch import nn
 from trainer.runtime.checkpoint.engines import engine_of
 from trainer.runtime.checkpoint.manifest import CheckpointFolder, named_tensors
 from trainer.runtime.checkpoint.pieces import dtype_of, put_away_after, type_of
-from trainer.runtime.checkpoint.shards import OpenShards
+from trainer.runtime.checkpoint.shard_reader import OpenShards
 from trainer.runtime.optimizers import unwrapped
 from trainer.spec.strategy import Sharding
 

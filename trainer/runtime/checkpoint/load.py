@@ -1,14 +1,15 @@
 """Loading the newest checkpoint into a prepared engine, hashed meanwhile.
 
-    begin     the newest folder whose names, sizes and headers are whole; rank 0 begins to hash its files
-    load      every rank fills what it holds; then rank 0 says whether the hashes are those of the manifest
+    begin     the newest folder whose names, sizes and headers are whole
+    load      every rank fills what it holds, and hashes its share of the files while it reads them; then all ranks say
+              whether the hashes are those of the manifest
 
 Where they are not, the next older one is taken and fills the same memory again, all of it, so nothing of what was
 damaged is left. What does not fit the job is an error only once the hashes have shown that it was saved like that.
 """
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -31,7 +32,7 @@ def begin_resumption(
     on_skip: Callable[[str], None],
     ranks: Ranks | None = None,
 ) -> "Resumption | None":
-    """The newest checkpoint of `root` that looks whole, while it is being hashed; None where there is none at all.
+    """The newest checkpoint of `root` that looks whole; None where there is none at all.
 
     Collective. `check` raises where one is not of this job; `on_skip` is told of a damaged one, on rank 0. An
     EnvironmentFaultError where all are damaged: to start over silently would lose the run.
@@ -59,8 +60,6 @@ class Resumption:
         self._doing = f"{root}: the newest checkpoint cannot be read"
         self._steps = steps_in(root)
         self._num_steps = len(self._steps)
-        self._hasher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hashing")
-        self._hashed: Future[None] | None = None
         self._take_next()
 
     def load(self, model: nn.Module, optimizer: object, *, sharding: Sharding) -> int:
@@ -70,34 +69,35 @@ class Resumption:
         fit; errors of `begin_resumption` where it turns out to be damaged and no older one is whole.
         """
         while True:
+            own = sorted(self.checkpoint.manifest.files)[self._ranks.rank :: self._ranks.world_size]
+            digests: dict[str, str] = {}
             problem: ShardwiseError | None = None
             try:
                 num_coded_anew = together(
                     self._ranks,
-                    lambda: fill_engine(model, optimizer, self.checkpoint, sharding=sharding),
+                    partial(
+                        fill_engine, model, optimizer, self.checkpoint, sharding=sharding, hashed=own, digests=digests
+                    ),
                     doing=f"{self.checkpoint.path}: cannot be loaded",
                 )
             except ShardwiseError as error:
                 problem = error
-            damage = on_first(self._ranks, self._damage, doing=self._doing).decode()
+            damage = self._damage(own, digests)
             if damage:
                 if self._ranks.is_first:
                     self._on_skip(damage)
                 self._take_next()
                 continue
-            self._hasher.shutdown()
             if problem is not None:
                 raise problem
             engine_of(sharding).settle(model)
             return num_coded_anew
 
     def _take_next(self) -> None:
-        """The next older one, looked at and compared with the job, then hashed by rank 0."""
+        """The next older one, looked at and compared with the job."""
         name = on_first(self._ranks, self._next_name, doing=self._doing).decode()
         self.checkpoint = together(self._ranks, lambda: open_checkpoint(self._root / name), doing=self._doing)
         self._check(self.checkpoint)
-        if self._ranks.is_first:
-            self._hashed = self._hasher.submit(check_hashes, self.checkpoint)
 
     def _next_name(self) -> bytes:
         while self._steps:
@@ -110,11 +110,11 @@ class Resumption:
                 return folder.name.encode()
         raise none_whole(self._root, self._num_steps)
 
-    def _damage(self) -> bytes:
-        """On rank 0, once all is hashed: why the checkpoint was passed over; nothing where it is whole."""
-        assert self._hashed is not None
+    def _damage(self, own: Sequence[str], digests: Mapping[str, str]) -> str:
+        """Why the checkpoint is to be passed over, the same on every rank; empty where its hashes are right."""
         try:
-            self._hashed.result()
+            check_hashes(self.checkpoint, only=own, known=digests)
+            words = ""
         except (InputError, OSError) as error:
-            return skipped_words(self.checkpoint.path, error).encode()
-        return b""
+            words = skipped_words(self.checkpoint.path, error)
+        return next((each.decode() for each in self._ranks.exchange(words.encode()) if each), "")

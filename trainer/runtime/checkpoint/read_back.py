@@ -16,7 +16,8 @@ from trainer.runtime.checkpoint.manifest import CheckpointFolder, ParameterEntry
 from trainer.runtime.checkpoint.pieces import Piece, put_away_after, spread
 from trainer.runtime.checkpoint.ranks import Ranks
 from trainer.runtime.checkpoint.search import open_checkpoint, verified
-from trainer.runtime.checkpoint.shards import BLOCK_BYTES, OpenShards
+from trainer.runtime.checkpoint.shard_reader import OpenShards
+from trainer.runtime.checkpoint.shards import BLOCK_BYTES
 from trainer.runtime.optimizers import unwrapped
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.strategy import Sharding

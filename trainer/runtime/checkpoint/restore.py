@@ -6,18 +6,18 @@ rounded, unless the engine keeps a frozen weight in the computing type. Nothing 
 under which engine.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from trainer.runtime.checkpoint.blockwise import Stretch, fill_coded, fill_decoded, is_coded
 from trainer.runtime.checkpoint.engines import engine_of
-from trainer.runtime.checkpoint.manifest import CheckpointFacts, CheckpointFolder, Manifest, ParameterEntry
+from trainer.runtime.checkpoint.manifest import CheckpointFacts, CheckpointFolder, Manifest, ParameterEntry, TensorEntry
 from trainer.runtime.checkpoint.model_state import named_state
 from trainer.runtime.checkpoint.optimizer_state import check_supported
 from trainer.runtime.checkpoint.pieces import Coded, Piece, dtype_of, flat, put_away_after
-from trainer.runtime.checkpoint.shards import OpenShards
+from trainer.runtime.checkpoint.shard_reader import OpenShards, read_pieces
 from trainer.runtime.optimizers import unwrapped
 from trainer.spec.errors import InputError, InputProblemsError
 from trainer.spec.job import GaloreJob
@@ -85,12 +85,21 @@ def import_state(model: nn.Module, optimizer: object, checkpoint: CheckpointFold
     return num_coded_anew
 
 
-def fill_engine(model: nn.Module, optimizer: object, checkpoint: CheckpointFolder, *, sharding: Sharding) -> int:
+def fill_engine(
+    model: nn.Module,
+    optimizer: object,
+    checkpoint: CheckpointFolder,
+    *,
+    sharding: Sharding,
+    hashed: Collection[str] = (),
+    digests: dict[str, str] | None = None,
+) -> int:
     """Fills weights, moments and step counts after `accelerator.prepare`, without stepping; rates stay the job's.
 
     Each rank reads its own ranges. Answers how many blocks of 8-bit state this rank had to code anew: none where blocks
     lie as they did, as under the same plan. InputError where names, shapes or what the optimizer keeps differ, or where
     the model holds fewer bits than the checkpoint. What an engine computes with beside its masters is not refreshed.
+    The sha256 of each file of `hashed`, which is read whole, goes into `digests`.
     """
     engine, inner, manifest = engine_of(sharding), unwrapped(optimizer), checkpoint.manifest
     check_supported(inner)
@@ -104,7 +113,8 @@ def fill_engine(model: nn.Module, optimizer: object, checkpoint: CheckpointFolde
     _check_weights(ours, manifest)
     engine.create_state(model, inner, manifest)
     _check_shapes_of_state(engine.describe(model, inner), manifest)
-    return _fill(engine.held_pieces(model, inner), checkpoint)
+    pieces = engine.held_pieces(model, inner)
+    return _fill(pieces, checkpoint, hashed=hashed, digests=digests)
 
 
 def load_weights(model: nn.Module, optimizer: object, checkpoint: CheckpointFolder, *, sharding: Sharding) -> None:
@@ -117,25 +127,45 @@ def load_weights(model: nn.Module, optimizer: object, checkpoint: CheckpointFold
     engine.settle(model)
 
 
-def _fill(pieces: Sequence[Piece], checkpoint: CheckpointFolder) -> int:
+def _fill(
+    pieces: Sequence[Piece],
+    checkpoint: CheckpointFolder,
+    *,
+    hashed: Collection[str] = (),
+    digests: dict[str, str] | None = None,
+) -> int:
     """Fills every piece; how many blocks of 8-bit state were coded anew."""
     in_codes: dict[int, tuple[Coded, list[Stretch]]] = {}
+    in_memory, others = list[tuple[Piece, TensorEntry]](), list[tuple[Piece, ParameterEntry, TensorEntry]]()
+    for piece in pieces:
+        saved = checkpoint.manifest.entry(piece.name)
+        if (piece.state is not None and not saved.state) or piece.blocks is not None:
+            continue  # never updated: its part of a partition starts from zeros; or scales, which follow the codes
+        entry = saved.weight if piece.state is None else saved.state.get(piece.state)
+        if entry is None:
+            raise InputError(f"{piece.title}: is not in the checkpoint")
+        if piece.coded is not None:
+            in_codes.setdefault(id(piece.coded), (piece.coded, []))[1].append(_stretch(piece, saved))
+        elif piece.elsewhere is None and not _is_decoded(piece, saved):
+            in_memory.append((piece, entry))
+        else:
+            others.append((piece, saved, entry))
+    found = read_pieces(checkpoint, in_memory, hashed=hashed)
+    if digests is not None:
+        digests |= found
     with OpenShards(checkpoint) as shards, put_away_after(pieces):
-        for piece in pieces:
-            saved = checkpoint.manifest.entry(piece.name)
-            if (piece.state is not None and not saved.state) or piece.blocks is not None:
-                continue  # never updated: its part of a partition starts from zeros; or scales, which follow the codes
-            entry = saved.weight if piece.state is None else saved.state.get(piece.state)
-            if entry is None:
-                raise InputError(f"{piece.title}: is not in the checkpoint")
-            if piece.coded is not None:
-                in_codes.setdefault(id(piece.coded), (piece.coded, []))[1].append(_stretch(piece, saved))
-            elif piece.state is not None and is_coded(saved, piece.state):
-                fill_decoded(piece.at_hand(to_fill=True), _stretch(piece, saved), shards)
+        for piece, saved, entry in others:
+            values = piece.at_hand(to_fill=True)
+            if _is_decoded(piece, saved):
+                fill_decoded(values, _stretch(piece, saved), shards)
             else:
-                values = piece.at_hand(to_fill=True)
                 shards.fill(values, entry, start=piece.start, what=piece.title, may_round=piece.may_round)
         return sum(fill_coded(moment, stretches, shards) for moment, stretches in in_codes.values())
+
+
+def _is_decoded(piece: Piece, saved: ParameterEntry) -> bool:
+    """Whether what was saved in 8 bit is kept in fp32 here."""
+    return piece.state is not None and piece.coded is None and is_coded(saved, piece.state)
 
 
 def _stretch(piece: Piece, saved: ParameterEntry) -> Stretch:

@@ -10,6 +10,7 @@ begins at a multiple of its element size.
 """
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,9 +22,9 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from trainer.runtime.checkpoint.manifest import CheckpointFolder, Chunk, FileEntry, Manifest, TensorEntry, TensorType
-from trainer.runtime.checkpoint.pieces import Piece, dtype_of, spread, type_of
-from trainer.runtime.checkpoint.ranges import Blocks, covered_in_order, overlap, share_of_rank
+from trainer.runtime.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
+from trainer.runtime.checkpoint.pieces import Piece, type_of
+from trainer.runtime.checkpoint.ranges import Blocks, share_of_rank
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.value import Value
 
@@ -69,7 +70,7 @@ def write_shards(
 
     They are numbered `rank`, `rank + world_size` and so on; a rank without pieces writes an empty one.
     """
-    num_threads = own_cores()
+    num_threads = 2 * own_cores()  # half of them wait for the disk
     files = list(enumerate(_dealt(pieces, num_threads)))
 
     def write(item: tuple[int, Sequence[Piece]]) -> ShardRecord:
@@ -89,9 +90,9 @@ def own_cores() -> int:
 
 
 def _dealt(pieces: Sequence[Piece], num_threads: int) -> list[Sequence[Piece]]:
-    """The pieces by files: of about the same size, two for each thread, none needlessly small and none huge."""
+    """The pieces by files: of about the same size, one for each thread, none needlessly small and none huge."""
     total = sum(piece.num_bytes for piece in pieces)
-    num_files = max(-(-total // _MOST_FILE_BYTES), min(2 * num_threads, total // _LEAST_FILE_BYTES), 1)
+    num_files = max(-(-total // _MOST_FILE_BYTES), min(num_threads, total // _LEAST_FILE_BYTES), 1)
     if num_files == 1 or any(piece.elsewhere is not None for piece in pieces):
         return [pieces]  # what is brought in is brought in one after the other
     sizes = [(piece.values.numel(), piece.values.element_size()) for piece in pieces]
@@ -133,124 +134,10 @@ def check_shards(folder: Path, manifest: Manifest) -> None:
             wanted.setdefault(chunk.file, []).append((chunk, tensor))
     for file, chunks in wanted.items():
         with ExitStack() as opened:
-            handle = _open(folder / file, opened)
+            handle = open_header(folder / file, opened)
             keys = set(handle.keys())
             for chunk, tensor in chunks:
                 _check_chunk(handle, chunk, tensor, keys, origin=f"{folder.name}/{file}")
-
-
-class OpenShards:
-    """A checkpoint's files, opened when first needed, read by ranges; a context manager."""
-
-    def __init__(self, checkpoint: CheckpointFolder) -> None:
-        self._folder = checkpoint.path
-        self._opened = ExitStack()
-        self._files: dict[str, _ShardFile] = {}
-
-    def __enter__(self) -> "OpenShards":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
-
-    def fill(
-        self, values: torch.Tensor, tensor: TensorEntry, *, start: int, what: str, may_round: bool = False
-    ) -> None:
-        """Fills a flat tensor with elements [start, start + len) of a saved one.
-
-        Where one saved value stands for several elements, each of them gets it.
-        InputError where the range has holes, for NaN and infinity, or where `values` has fewer bits than were saved
-        and may not be rounded to.
-        """
-        saved = dtype_of(tensor.type)
-        if not may_round and torch.promote_types(saved, values.dtype) != values.dtype:
-            raise InputError(f"{what}: is {tensor.type} in the checkpoint; as {type_of(values)} it would be rounded")
-        if start + values.numel() > tensor.num_elements:
-            raise InputError(f"{what}: has {tensor.num_elements} elements, {start + values.numel()} are wanted")
-        for chunk in covered_in_order(tensor.chunks, num_elements=tensor.num_elements, what=what):
-            shared = overlap(chunk, start=start, num_elements=values.numel())
-            if shared is not None:
-                target = values[shared.in_wanted : shared.in_wanted + shared.num_elements]
-                self._fill_from(chunk, _blocks_of(chunk, tensor), target, offset=shared.in_chunk, what=what)
-
-    def _fill_from(self, chunk: Chunk, blocks: Blocks, target: torch.Tensor, *, offset: int, what: str) -> None:
-        if chunk.file not in self._files:
-            self._files[chunk.file] = self._opened.enter_context(_ShardFile(self._folder / chunk.file))
-        file = self._files[chunk.file]
-        block_elements = max(BLOCK_BYTES // target.element_size(), 1)
-        for begin in range(0, len(target), block_elements):
-            part = target[begin : begin + block_elements]
-            if not _is_finite(_fill_part(file, chunk.key, blocks, part, start=offset + begin)):
-                raise InputError(f"{what}: the checkpoint holds NaN or infinity")
-
-
-def _fill_part(file: "_ShardFile", key: str, blocks: Blocks, part: torch.Tensor, *, start: int) -> torch.Tensor:
-    """Fills a part of a tensor with what stands for elements from `start` on of a chunk; answers what was read."""
-    saved = file.dtype_of(key)
-    if blocks.block == 1 and part.dtype is saved and part.device.type == "cpu" and part.is_contiguous():
-        return file.read(key, start, part)
-    if blocks.block == 1:
-        read = file.read(key, start, torch.empty(len(part), dtype=saved))
-    else:
-        first, last = blocks.value_of(start), blocks.value_of(start + len(part) - 1)
-        values = file.read(key, first, torch.empty(last + 1 - first, dtype=saved))
-        read = spread(values, blocks, start=start, num_elements=len(part))
-    part.copy_(read)
-    return read
-
-
-class _Place(msgspec.Struct, frozen=True):
-    """Of a tensor, as a header has it."""
-
-    dtype: TensorType
-    data_offsets: tuple[int, int]
-
-
-class _ShardFile:
-    """A file whose header the library has checked, read straight into the memory that is to be filled.
-
-    The library copies what is read twice, through pages that are mapped for it; a context manager.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        with ExitStack() as opened:
-            _open(path, opened)  # checks the header
-        self._file = path.open("rb", buffering=0)
-        header_bytes = int.from_bytes(self._file.read(8), "little")
-        header = msgspec.json.decode(self._file.read(header_bytes), type=dict[str, msgspec.Raw])
-        header.pop("__metadata__", None)
-        self._places = {key: msgspec.json.decode(place, type=_Place) for key, place in header.items()}
-        self._data_begin = 8 + header_bytes
-
-    def __enter__(self) -> "_ShardFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def dtype_of(self, key: str) -> torch.dtype:
-        """The element type of a tensor."""
-        return dtype_of(self._place(key).dtype)
-
-    def _place(self, key: str) -> _Place:
-        if key not in self._places:
-            raise InputError(f"{self._path}: has no {key}")
-        return self._places[key]
-
-    def read(self, key: str, start: int, values: torch.Tensor) -> torch.Tensor:
-        """Fills `values`, contiguous memory of the saved type, with the elements from `start` on; answers them."""
-        begin, end = self._place(key).data_offsets
-        missing = memoryview(values.view(torch.uint8).numpy().data)
-        position = self._data_begin + begin + start * values.element_size()
-        if position + len(missing) > self._data_begin + end:
-            raise InputError(f"{self._path}: {key} is shorter than the manifest says")
-        while missing:
-            count = os.preadv(self._file.fileno(), [missing], position)
-            if not count:
-                raise InputError(f"{self._path}: ends before what its header says")
-            missing, position = missing[count:], position + count
-        return values
 
 
 class _Handle(Protocol):
@@ -261,7 +148,8 @@ class _Handle(Protocol):
     def get_slice(self, name: str) -> Any: ...  # noqa: ANN401  # the library's slice object is not typed
 
 
-def _open(path: Path, opened: ExitStack) -> _Handle:
+def open_header(path: Path, opened: ExitStack) -> _Handle:
+    """The file as the library opens it, which checks its header; InputError where that is damaged."""
     try:
         handle: _Handle = opened.enter_context(safe_open(path, framework="pt", device="cpu"))
     except SafetensorError as error:
@@ -269,7 +157,8 @@ def _open(path: Path, opened: ExitStack) -> _Handle:
     return handle
 
 
-def _blocks_of(chunk: Chunk, tensor: TensorEntry) -> Blocks:
+def blocks_of(chunk: Chunk, tensor: TensorEntry) -> Blocks:
+    """How the values of a chunk stand for its elements."""
     return Blocks(num_elements=chunk.num_elements, first_elements=chunk.first_elements, block=tensor.block)
 
 
@@ -277,7 +166,7 @@ def _check_chunk(handle: _Handle, chunk: Chunk, tensor: TensorEntry, keys: set[s
     if chunk.key not in keys:
         raise InputError(f"{origin}: has no {chunk.key}")
     saved = handle.get_slice(chunk.key)
-    shape = [_blocks_of(chunk, tensor).num_values]
+    shape = [blocks_of(chunk, tensor).num_values]
     if saved.get_dtype() != tensor.type or saved.get_shape() != shape:
         raise InputError(
             f"{origin}: {chunk.key} is {saved.get_dtype()} {saved.get_shape()}, the manifest says {tensor.type} {shape}"
@@ -298,7 +187,7 @@ def _blocks(keys: Sequence[str], pieces: Sequence[Piece]) -> Iterator[memoryview
         block_elements = BLOCK_BYTES // values.element_size()
         for start in range(0, len(values), block_elements):
             block = values[start : start + block_elements].cpu()
-            if not _is_finite(block):
+            if not is_finite(block):
                 raise NonFiniteStateError(f"{piece.title} holds NaN or infinity, so nothing was saved")
             yield block.view(torch.uint8).numpy().data
 
@@ -328,9 +217,15 @@ def _placed(piece: Piece, *, file: str, key: str) -> PlacedChunk:
     return PlacedChunk(name=piece.name, state=piece.state, chunk=chunk)
 
 
-def _is_finite(values: torch.Tensor) -> bool:
-    """One pass without a temporary: minimum and maximum carry a NaN through."""
+def is_finite(values: torch.Tensor) -> bool:
+    """One look without a temporary: minimum and maximum carry a NaN through.
+
+    By NumPy where it has the type: torch would spread 4 MiB over threads that hashing needs, and wait for them.
+    """
     if not values.is_floating_point():
         return True
+    if values.dtype is torch.float32:
+        array = values.numpy()
+        return math.isfinite(array.min()) and math.isfinite(array.max())
     low, high = torch.aminmax(values)
     return bool(torch.isfinite(low) and torch.isfinite(high))
