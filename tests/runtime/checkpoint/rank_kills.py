@@ -12,13 +12,10 @@ import random
 import signal
 import sys
 import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 import tiny_run as tiny
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.runtime.checkpoint import Ranks, find_checkpoint
@@ -29,26 +26,6 @@ from trainer.spec.strategy import Sharding
 
 MOST_STEPS = 400  # of a run that nobody kills
 STEPS_AFTER = 4
-
-
-def fork_ranks(root: Path, body: Callable[[Ranks], None]) -> list[int]:
-    """Two ranks in processes of their own; their process ids."""
-    store = root / f"store-{time.monotonic_ns()}"
-    children = []
-    for rank in range(2):
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-                body(Ranks.distributed(timeout_s=60))
-                status = 0
-            finally:
-                if status:
-                    (root / f"error-{rank}.txt").write_text(traceback.format_exc())
-                os._exit(status)
-        children.append(child)
-    return children
 
 
 def run(ranks: Ranks, root: Path, *, last: int, in_background: bool, digests: dict[int, str] | None = None) -> None:
@@ -103,7 +80,7 @@ def reference(root: Path, last: int) -> None:
         if ranks.is_first:
             (root / "digests.json").write_text(json.dumps(digests))
 
-    _wait(root, fork_ranks(root, body))
+    tiny.wait_for_ranks(root, tiny.fork_ranks(root, body))
 
 
 def kill(root: Path, seed: str) -> None:
@@ -112,7 +89,7 @@ def kill(root: Path, seed: str) -> None:
     moments = random.Random(seed)
     in_background = bool(int(seed) % 2)
     victims = moments.choice([(0,), (1,), (0, 1)])
-    children = fork_ranks(root, lambda ranks: run(ranks, root, last=MOST_STEPS, in_background=in_background))
+    children = tiny.fork_ranks(root, lambda ranks: run(ranks, root, last=MOST_STEPS, in_background=in_background))
     time.sleep(moments.uniform(0.1, 1.2))
     for victim in victims:
         os.kill(children[victim], signal.SIGKILL)
@@ -134,18 +111,14 @@ def kill(root: Path, seed: str) -> None:
     if checkpoint is not None:
         outcome["digest"] = tiny.digest(*tiny.resume(checkpoint))
     last = int(str(outcome["newest"])) + STEPS_AFTER
-    _wait(root, fork_ranks(root, lambda ranks: run(ranks, root, last=last, in_background=in_background)))
+    tiny.wait_for_ranks(
+        root, tiny.fork_ranks(root, lambda ranks: run(ranks, root, last=last, in_background=in_background))
+    )
     resumed = find_checkpoint(root / "checkpoints", on_skip=_fail)
     assert resumed is not None and resumed.step == last
     outcome["digest_after"] = tiny.digest(*tiny.resume(resumed))
     outcome["left"] = sorted(path.name for path in (root / "checkpoints").iterdir())
     (root / "outcome.json").write_text(json.dumps(outcome))
-
-
-def _wait(root: Path, children: list[int]) -> None:
-    failed = [child for child in children if os.waitpid(child, 0)[1]]
-    if failed:
-        raise SystemExit("\n".join(path.read_text() for path in root.glob("error-*.txt")))
 
 
 def main() -> None:

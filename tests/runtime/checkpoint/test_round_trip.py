@@ -39,6 +39,14 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(tiny: ModuleType, tmp_path
     assert tiny.digest(resumed_model, resumed_optimizer) == tiny.digest(model, optimizer)
 
 
+def test_a_checkpoint_of_format_1_is_read_as_it_was_saved(tiny: ModuleType) -> None:
+    """Written by 0.4: three steps of the tiny run. Later versions read it to the bit, and go on."""
+    kept = Path(__file__).with_name("format-1")
+    model, optimizer = tiny.resume(newest(kept))
+    assert tiny.digest(model, optimizer) == (kept / "digest").read_text().strip()
+    assert all(loss < 5 for loss in tiny.train(model, optimizer, start=3, stop=5))
+
+
 def _forget_moments(optimizer: torch.optim.Optimizer) -> None:
     for state in optimizer.state.values():
         state["exp_avg"].zero_()

@@ -171,27 +171,43 @@ def _crash_child(folder: Path, point: str) -> None:
         run_until(folder, 4, on_point_at=(4, _die_at(point)))
 
 
-def _ranks(root: Path, case: Callable[[Ranks, Path], dict[str, object]]) -> None:
-    """Forks two gloo ranks that run `case`; the program ends with the number of ranks that failed."""
+def fork_ranks(root: Path, body: Callable[[Ranks], None]) -> list[int]:
+    """Two gloo ranks in processes of their own, forked so that nothing is imported again; their process ids."""
+    store = root / f"store-{time.monotonic_ns()}"
     children = []
     for rank in range(2):
         child = os.fork()
         if child == 0:
             status = 1
             try:
-                dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=2)
-                answers = case(Ranks.distributed(timeout_s=60), root)
-                (root / f"answers-{rank}.json").write_text(json.dumps(answers))
-                dist.destroy_process_group()
+                dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+                body(Ranks.distributed(timeout_s=60))
                 status = 0
             finally:
                 if status:
-                    traceback.print_exc()
-                sys.stderr.flush()
+                    (root / f"error-{rank}.txt").write_text(traceback.format_exc())
                 os._exit(status)
         children.append(child)
+    return children
+
+
+def wait_for_ranks(root: Path, children: list[int]) -> None:
+    """Ends the program with the number of ranks that failed, and what they said; goes on where none did."""
     failed = sum(os.waitpid(child, 0)[1] != 0 for child in children)
-    sys.exit(failed)
+    if failed:
+        sys.stderr.write("\n".join(path.read_text() for path in root.glob("error-*.txt")))
+        sys.exit(failed)
+
+
+def _ranks(root: Path, case: Callable[[Ranks, Path], dict[str, object]]) -> None:
+    """Two gloo ranks that run `case`."""
+
+    def body(ranks: Ranks) -> None:
+        answers = case(ranks, root)
+        (root / f"answers-{ranks.rank}.json").write_text(json.dumps(answers))
+        dist.destroy_process_group()
+
+    wait_for_ranks(root, fork_ranks(root, body))
 
 
 def _every_case(ranks: Ranks, root: Path) -> dict[str, object]:
