@@ -54,13 +54,14 @@ class Made(NamedTuple):
     def zeros(self, key: str, shape: Shape | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
         """Zeros of the parameter's shape and type, or others; what is kept under `key` already, where it is like that.
 
-        An engine may hold on to tensors that are there, and there may be no room for others.
+        An engine may hold on to tensors that are there, and there may be no room for others. They are not zeroed:
+        whoever does not fill all of them does that.
         """
         like = self.parameter
         dtype = dtype or like.dtype
         kept = self.optimizer.state.get(like, {}).get(key)
         if isinstance(kept, Tensor) and kept.dtype is dtype and kept.shape == (like.shape if shape is None else shape):
-            return kept.zero_()
+            return kept
         if shape is None:
             return torch.zeros_like(like, dtype=dtype, memory_format=torch.preserve_format)
         return torch.zeros(shape, dtype=dtype, device=like.device)
@@ -173,9 +174,6 @@ def _bitsandbytes(made: Made) -> dict[str, Any]:
         finally:
             made.group["params"] = listed
         kept = optimizer.state[parameter]
-    for key in ("state1", "state2", "absmax1", "absmax2"):
-        if key in kept:
-            kept[key].zero_()
     return {**kept, "step": made.saved_count()}
 
 

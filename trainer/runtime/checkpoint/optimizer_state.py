@@ -39,8 +39,9 @@ def step_count(optimizer: TorchOptimizer, parameter: torch.Tensor) -> int | None
 def create_state(
     optimizer: TorchOptimizer, group: Group, parameter: torch.Tensor, entry: ParameterEntry, *, name: str
 ) -> None:
-    """Makes the state of one parameter as after `entry.step` steps; its tensors are zeros, to be filled.
+    """Makes the state of one parameter as after `entry.step` steps; its tensors are to be filled.
 
+    What the optimizer keeps already stays as it is, and what it does not is zeros.
     InputError where the optimizer keeps something else than was saved.
     """
     if not entry.state and entry.step is None:

@@ -115,6 +115,9 @@ def create_state(model: nn.Module, optimizer: TorchOptimizer, manifest: Manifest
             if partition.swapped is not None:
                 partition.swapped.bring(to_fill=True)
             create_partition_state(optimizer, partition.group, partition.values, entry, name=name)
+            if len(with_state) < len(entries):  # stretches that nothing is going to fill
+                for kept in state_tensors(optimizer, partition.values).values():
+                    kept.values.zero_()
             if partition.swapped is not None:
                 partition.swapped.put_away()
 
