@@ -86,7 +86,8 @@ def test_a_rank_holds_its_share(sharding, measured):
 @pytest.mark.long
 @pytest.mark.parametrize("sharding", (*TORCH, *DEEPSPEED))
 def test_a_rank_peaks_about_where_predicted(sharding, measured):
-    assert 0.85 < predicted(sharding).peak / measured(sharding).peak < 1.15
+    least = 0.85 if sharding is Sharding.ZERO3 else 0.9
+    assert least < predicted(sharding).peak / measured(sharding).peak < 1.15
 
 
 @pytest.mark.parametrize("sharding", (Sharding.FSDP, Sharding.FSDP_GRAD_OP, *DEEPSPEED))

@@ -14,6 +14,7 @@ SECRET = "canary-4f1c9e77"
 
 class Message(Value, frozen=True, kw_only=True):
     text: str
+    count: int = 0
 
 
 @pytest.mark.parametrize(
@@ -96,3 +97,11 @@ def test_output_is_redacted_in_the_block_and_no_longer_after(canary, capsys):
 def test_files_that_quote_messages_hold_none(canary, tmp_path):
     codec.write_redacted(tmp_path / "message.json", Message(text=f"denied: {canary}"))
     assert codec.read(tmp_path / "message.json", Message).text == "denied: [redacted]"
+
+
+def test_a_secret_of_digits_leaves_numbers_alone(monkeypatch, tmp_path):
+    monkeypatch.setenv("DB_PASSWORD", "12345678")
+    _own_values.cache_clear()
+    codec.write_redacted(tmp_path / "message.json", Message(text="as 12345678", count=12345678))
+    _own_values.cache_clear()
+    assert codec.read(tmp_path / "message.json", Message) == Message(text="as [redacted]", count=12345678)

@@ -45,7 +45,17 @@ def write(path: Path, value: Value) -> None:
 
 def write_redacted(path: Path, value: Value) -> None:
     """As `write`, for what quotes messages: no secret of the environment reaches the file."""
-    write_bytes(path, redact(encode(value).decode()).encode())
+    shown = _redacted(msgspec.to_builtins(value))
+    write_bytes(path, msgspec.json.format(msgspec.json.encode(shown), indent=1) + b"\n")
+
+
+def _redacted(value: object) -> object:
+    """Text alone: a secret of digits must not make a number unreadable."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, dict):
+        return {key: _redacted(each) for key, each in value.items()}
+    return [_redacted(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -117,6 +117,16 @@ def test_saving_before_the_first_step_changes_nothing(tiny: ModuleType, tmp_path
     assert tiny.train(resumed_model, resumed_optimizer, start=0, stop=3) == expected
 
 
+def test_going_back_to_before_the_first_step_leaves_no_state_of_later_ones(tiny: ModuleType, tmp_path: Path) -> None:
+    model = tiny.build_model()
+    optimizer = tiny.build_optimizer(model)
+    tiny.save(tmp_path, model, optimizer, 0)
+    losses = tiny.train(model, optimizer, start=0, stop=3)
+    import_state(model, optimizer, newest(tmp_path), sharding=Sharding.NONE)
+    assert not optimizer.state
+    assert tiny.train(model, optimizer, start=0, stop=3) == losses
+
+
 def test_settings_of_the_optimizer_stay_the_jobs(tiny: ModuleType, tmp_path: Path) -> None:
     model = tiny.build_model()
     optimizer = tiny.build_optimizer(model)

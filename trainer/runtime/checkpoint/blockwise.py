@@ -1,10 +1,9 @@
 """8-bit moments of bitsandbytes: one byte for each element, one fp32 scale for each block of 256 (arXiv:2110.02861).
 
-Blocks are counted from the start of the memory an optimizer was
-given: of a parameter where it is whole, of a partition that many share under ZeRO. Where the blocks of the checkpoint
-are those of this job, codes and scales are taken as they are, bit for bit. A block of this job that is made of several,
-or of elements that were saved in fp32 (bitsandbytes leaves small tensors so), is decoded and coded anew: off by up to
-half a code's step, as after every update.
+Blocks are counted from the start of the memory an optimizer was given: of a parameter where it is whole, of a partition
+that many share under ZeRO. Where the blocks of the checkpoint are those of this job, codes and scales are taken as they
+are, bit for bit. A block of this job that is made of several, or of elements that were saved in fp32 (bitsandbytes
+leaves small tensors so), is decoded and coded anew: off by up to half a code's step, as after every update.
 """
 
 from collections.abc import Sequence

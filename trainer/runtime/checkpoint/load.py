@@ -58,7 +58,7 @@ class Resumption:
     ) -> None:
         self._root, self._check, self._on_skip, self._ranks = root, check, on_skip, ranks
         self._doing = f"{root}: the newest checkpoint cannot be read"
-        self._steps = steps_in(root)
+        self._steps = steps_in(root) if ranks.is_first else []
         self._num_steps = len(self._steps)
         self._take_next()
 

@@ -45,6 +45,7 @@ def create_state(
     InputError where the optimizer keeps something else than was saved.
     """
     if not entry.state and entry.step is None:
+        optimizer.state.pop(parameter, None)  # of later steps, or of a checkpoint that turned out to be damaged
         return
     make = layout_of(optimizer)
     assert make is not None, "check_supported saw it"

@@ -1,9 +1,8 @@
 """From a checkpoint back into a model and its optimizer, in the order that works under every engine.
 
 The prepared engine is filled, range by range: masters, moments, counts; then it makes the copy that it computes with
-from the masters. A tensor's values are copied, never
-rounded, unless the engine keeps a frozen weight in the computing type. Nothing here knows how many ranks wrote, or
-under which engine.
+from the masters. A tensor's values are copied, never rounded, unless the engine keeps a frozen weight in the computing
+type. Nothing here knows how many ranks wrote, or under which engine.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
