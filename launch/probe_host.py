@@ -36,6 +36,7 @@ from launch.host import (
 from trainer.spec.hardware import Disk, Host, NetworkInterface
 
 _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
+_SLURM_CONFIGURATIONS = ("etc/slurm/slurm.conf", "etc/slurm-llnl/slurm.conf", "run/slurm/conf/slurm.conf")
 _INFINIBAND_TYPE = "32"  # ARPHRD_INFINIBAND of linux/if_arp.h
 
 
@@ -59,10 +60,23 @@ def read_host(*, root: Path = Path("/"), environment: Mapping[str, str] = os.env
         is_wsl=wsl,
         disks=_read_disks(root),
         interfaces=_read_interfaces(root),
-        slurm=slurm_environment(
-            environment, has_sbatch=shutil.which("sbatch", path=environment.get("PATH", os.defpath)) is not None
-        ),
+        slurm=slurm_environment(environment, has_sbatch=_can_submit(root, environment)),
     )
+
+
+def _can_submit(root: Path, environment: Mapping[str, str]) -> bool:
+    """Whether sbatch is here and has a cluster to talk to: the package alone makes no login node of a machine.
+
+    Its configuration stands where SLURM_CONF says, where distributions and nodes without one of their own keep it
+    (`/run/slurm/conf`), or below the prefix that Slurm was built with, as on clusters that clouds set up.
+    """
+    program = shutil.which("sbatch", path=environment.get("PATH", os.defpath))
+    if program is None:
+        return False
+    if named := environment.get("SLURM_CONF"):
+        return Path(named).is_file()
+    beside = Path(program).resolve().parents[1] / "etc/slurm.conf"
+    return beside.is_file() or any((root / place).is_file() for place in _SLURM_CONFIGURATIONS)
 
 
 def count_cores(affinity: set[int] | frozenset[int], cgroup: CgroupLimits, slurm: int | None) -> int:

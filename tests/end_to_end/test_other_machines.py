@@ -31,6 +31,7 @@ def test_a_login_node_gets_the_submit_line_instead_of_a_run(workplace: Workplace
     sbatch = machine.programs / "sbatch"
     sbatch.write_text("#!/bin/sh\nexit 1\n")
     sbatch.chmod(0o755)
+    machine.write("../etc/slurm.conf", "ClusterName=test\n")
     answer = on(machine, workplace).run("train", "job.yaml", "train.steps=2", check=False)
     assert answer.returncode == 4
     (line,) = [line for line in answer.stderr.splitlines() if line.strip().startswith("sbatch")]

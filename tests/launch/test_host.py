@@ -477,11 +477,34 @@ def test_the_loopback_has_its_address_and_a_stranger_none():
     assert interface_address("nosuch0") is None
 
 
-def test_a_login_node_is_known_by_sbatch(tmp_path):
+@pytest.mark.parametrize(
+    ("configuration", "variable", "expected"),
+    [
+        (None, None, None),  # Debian's package is installed, and nobody set a cluster up
+        ("root/etc/slurm/slurm.conf", None, SlurmEnvironment(has_sbatch=True)),
+        ("root/etc/slurm-llnl/slurm.conf", None, SlurmEnvironment(has_sbatch=True)),
+        ("root/run/slurm/conf/slurm.conf", None, SlurmEnvironment(has_sbatch=True)),
+        ("etc/slurm.conf", None, SlurmEnvironment(has_sbatch=True)),  # beside the bin folder of sbatch
+        ("elsewhere.conf", "elsewhere.conf", SlurmEnvironment(has_sbatch=True)),
+        ("root/etc/slurm/slurm.conf", "missing.conf", None),  # Slurm reads this one alone
+    ],
+)
+def test_a_login_node_is_known_by_sbatch_and_a_cluster(tmp_path, configuration, variable, expected):
     machine = Machine(tmp_path)
     (machine.programs / "sbatch").write_text("#!/bin/sh\n")
     (machine.programs / "sbatch").chmod(0o755)
-    assert read_host(root=machine.root, environment=machine.environment).slurm == SlurmEnvironment(has_sbatch=True)
+    if configuration is not None:
+        machine.write(f"../{configuration}", "ClusterName=test\n")
+    environment = machine.environment
+    if variable is not None:
+        environment["SLURM_CONF"] = str(tmp_path / variable)
+    assert read_host(root=machine.root, environment=environment).slurm == expected
+
+
+def test_a_configuration_without_sbatch_is_no_login_node(tmp_path):
+    machine = Machine(tmp_path)
+    machine.write("etc/slurm/slurm.conf", "ClusterName=test\n")
+    assert read_host(root=machine.root, environment=machine.environment).slurm is None
 
 
 def test_this_machine_is_read():
