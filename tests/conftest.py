@@ -1,14 +1,15 @@
 """What every test has in common: a state folder of its own, so that plans do not learn from this machine's runs.
 
-And `--outcome FILE`, which keeps what a run came to.
+And `--outcome FILE`, which keeps what a run came to, and a real Slurm for those that ask for it.
 """
 
 from collections.abc import Iterator
 
 import pytest
 from outcome_file import pytest_addoption, pytest_configure
+from slurm_fixture import slurm, slurm_cluster
 
-__all__ = ["pytest_addoption", "pytest_configure", "state_folder_of_the_tests"]
+__all__ = ["pytest_addoption", "pytest_configure", "slurm", "slurm_cluster", "state_folder_of_the_tests"]
 
 
 @pytest.fixture(autouse=True, scope="session")

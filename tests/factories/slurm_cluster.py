@@ -1,0 +1,319 @@
+"""A real Slurm on this machine for tests: every node has its own network, hostname, processes' view of /etc/hosts.
+
+    with running_cluster() as cluster:            # tests use the fixture `slurm` (slurm_fixture.py)
+        job = cluster.submit("--wrap=hostname")
+        assert cluster.wait_for(job, "COMPLETED").exit_code == "0:0"
+
+Nodes and partitions (slurm.conf is written by `slurm_config`):
+
+    n1 .. n4   slurmd runs; the cores and the memory of this machine, no GPU   cpu (default), low (preemptable by cpu)
+    g1, g2     slurmd runs; 96 pretended cores, 8 fake GPUs                    gpu
+    c1 .. c4   nothing runs: for `sbatch --test-only`; 8 x H100                h100
+
+Needs root, slurm-wlm 22.05 or later, munge and iproute2. Everything is named by a slot that a file lock holds, so
+that several clusters run side by side and what a killed run left is removed by the next.
+"""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from signal import SIGKILL
+from typing import IO, NamedTuple
+
+from slurm_config import HEAD, Addresses, write_config
+
+CPU_NODES = ("n1", "n2", "n3", "n4")
+GPU_NODES = ("g1", "g2")
+INSTALLED_BY = "sudo apt-get install --no-install-recommends slurm-wlm munge iproute2"
+ENDED = frozenset(
+    {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE"}
+)
+CALL_TIMEOUT_S = 60
+_PROGRAMS = ("slurmctld", "slurmd", "munged", "ip", "nsenter", "unshare")
+_UP = frozenset({"idle", "mixed", "allocated", "completing"})  # and answering: otherwise a * is appended
+_NUM_SLOTS = 16
+_POLL_S = 0.05
+
+
+class JobState(NamedTuple):
+    """What `scontrol show job` says; `text` is the whole line."""
+
+    state: str
+    reason: str
+    restarts: int
+    exit_code: str  # CODE:SIGNAL
+    nodes: str
+    text: str
+
+
+def lacks_slurm() -> str | None:
+    """Why no cluster can be started here, with the line that mends it; None where one can."""
+    missing = [name for name in _PROGRAMS if shutil.which(name, path=_search_path()) is None]
+    if missing:
+        return f"a real Slurm needs {', '.join(missing)}: {INSTALLED_BY}"
+    return None if os.geteuid() == 0 else "a real Slurm with a network for each node needs root"
+
+
+@contextmanager
+def running_cluster() -> Iterator["SlurmCluster"]:
+    """A cluster with every node idle, stopped at the end."""
+    slot, lock = _take_slot()
+    with lock:
+        cluster = SlurmCluster(slot)
+        try:
+            cluster.start()
+            yield cluster
+        finally:
+            cluster.stop()
+            shutil.rmtree(cluster.folder, ignore_errors=True)
+
+
+class SlurmCluster:
+    """The daemons, and what a test asks of them."""
+
+    def __init__(self, slot: int) -> None:
+        self.folder = _folder(slot)
+        self._prefix = f"swt{slot}"
+        self._addresses = Addresses(f"10.213.{slot}", (*CPU_NODES, *GPU_NODES))
+        self._daemons: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of a login node: the clients find this cluster, and `shardwise` and `python` are those of the tests."""
+        outer = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
+        return {**outer, "PATH": _search_path(), "SLURM_CONF": str(self.folder / "slurm.conf")}
+
+    def start(self) -> None:
+        for name in ("state", "spool", "run", "log", "dev"):
+            (self.folder / name).mkdir()
+        write_config(self.folder, self._addresses, cpu_nodes=CPU_NODES, gpu_nodes=GPU_NODES)
+        self._ip("link", "add", f"{self._prefix}br", "type", "bridge")
+        self._ip("addr", "add", f"{self._addresses.login}/24", "dev", f"{self._prefix}br")
+        self._ip("link", "set", f"{self._prefix}br", "up")
+        for name in (HEAD, *self._addresses.nodes):
+            self._add_network(name)
+        self._daemon(HEAD, "munged", *self._munge_options())
+        self.wait_until((self.folder / "run" / "munge.sock").is_socket, "munged listens")
+        self._daemon(HEAD, "slurmctld", "-D", "-c")
+        for name in self._addresses.nodes:
+            self._daemon(name, "slurmd", "-D", "-N", name)
+        self.wait_until(lambda: self._are_up(*self._addresses.nodes), "every node is up")
+
+    def stop(self) -> None:
+        """Ends every process of the cluster and removes its networks; also what another process left of it."""
+        names = [HEAD, *reversed(self._addresses.nodes)]
+        for name in names:
+            self._kill_all(name)
+        for daemon in self._daemons:
+            daemon.wait(CALL_TIMEOUT_S)
+        for name in names:
+            self._ip("link", "del", f"{self._prefix}{name}", check=False)
+            self._ip("netns", "del", f"{self._prefix}-{name}", check=False)
+        self._ip("link", "del", f"{self._prefix}br", check=False)
+
+    def run(self, *words: str | Path, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Runs a program on the login node."""
+        answer = subprocess.run(
+            list(map(str, words)),
+            env={**self.environment, **environment},
+            capture_output=True,
+            text=True,
+            timeout=CALL_TIMEOUT_S,
+            check=False,
+        )
+        assert not check or answer.returncode == 0, f"{words}: {answer.returncode}\n{answer.stdout}\n{answer.stderr}"
+        return answer
+
+    def submit(self, *words: str | Path, **environment: str) -> str:
+        """Submits by sbatch; the id of the job."""
+        return self.run("sbatch", "--parsable", *words, **environment).stdout.strip().partition(";")[0]
+
+    def job(self, job_id: str) -> JobState:
+        """How the job stands now; of an array the task `ID_INDEX`."""
+        text = self.run("scontrol", "-o", "show", "job", job_id).stdout.strip()
+        fields = _fields(text)
+        return JobState(
+            state=fields["JobState"],
+            reason=fields["Reason"],
+            restarts=int(fields["Restarts"]),
+            exit_code=fields["ExitCode"],
+            nodes=fields.get("NodeList", ""),
+            text=text,
+        )
+
+    def wait_for(
+        self, job_id: str, *states: str, restarts: int | None = None, timeout_s: float = CALL_TIMEOUT_S
+    ) -> JobState:
+        """The job once it is in one of `states`, having been started again so often; fails where it ends otherwise."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            job = self.job(job_id)
+            if job.state in states and restarts in (None, job.restarts):
+                return job
+            has_ended = job.state in ENDED and job.state not in states
+            if has_ended or time.monotonic() > deadline:
+                raise AssertionError(f"job {job_id} is not {' or '.join(states)}: {job.text}\n{self.log_tail()}")
+            time.sleep(_POLL_S)
+
+    def wait_until(self, claim: Callable[[], bool], words: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Returns once `claim()` holds; `words` say it where it does not come true."""
+        deadline = time.monotonic() + timeout_s
+        while not claim():
+            assert time.monotonic() < deadline, f"not true after {timeout_s} s: {words}\n{self.log_tail()}"
+            time.sleep(_POLL_S)
+
+    def kill_node(self, name: str) -> None:
+        """A power cut: the cable is out, then every process is gone."""
+        self._ip("link", "set", f"{self._prefix}{name}", "down")
+        self._kill_all(name)
+
+    def start_node(self, name: str) -> None:
+        """Boots a node that was killed; returns once Slurm would use it."""
+        self._ip("link", "set", f"{self._prefix}{name}", "up")
+        self._daemon(name, "slurmd", "-D", "-b", "-N", name)
+        self.wait_until(lambda: self._are_up(name), f"{name} is up")
+
+    def tidy(self) -> None:
+        """No job is left, pending or running, and every node that was killed is up again."""
+        self._cancel_all()
+        for name in self._addresses.nodes:
+            if not self._pids(name):
+                self.start_node(name)
+        while self._cancel_all():
+            time.sleep(_POLL_S)
+
+    def log_tail(self) -> str:
+        """The end of what the controller and the nodes said."""
+        logs = sorted((self.folder / "log").glob("*.log"))
+        return "\n".join(f"-- {path.name}\n" + "\n".join(path.read_text().splitlines()[-12:]) for path in logs)
+
+    def _munge_options(self) -> list[str]:
+        folder = self.folder
+        return ["--foreground", f"--key-file={folder}/munge.key", f"--socket={folder}/run/munge.sock",
+                f"--pid-file={folder}/run/munged.pid", f"--log-file={folder}/log/munged.log",
+                f"--seed-file={folder}/run/munged.seed"]  # fmt: skip
+
+    def _add_network(self, name: str) -> None:
+        """A namespace with an address of its own, on the cluster's bridge."""
+        space, cable = f"{self._prefix}-{name}", f"{self._prefix}{name}"
+        self._ip("netns", "add", space)
+        self._ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", space)
+        self._ip("link", "set", cable, "master", f"{self._prefix}br", "up")
+        self._ip("-n", space, "addr", "add", f"{self._addresses.of(name)}/24", "dev", "eth0")
+        self._ip("-n", space, "link", "set", "eth0", "up")
+        self._ip("-n", space, "link", "set", "lo", "up")
+        self._ip("-n", space, "route", "add", "default", "via", self._addresses.login)
+
+    def _daemon(self, node: str, *words: str) -> None:
+        """Starts a program on a node, with the node's hostname and hosts."""
+        inside = (
+            'hostname "$1" && mount --bind "$2/hosts" /etc/hosts && mount --bind "$2/nsswitch.conf" /etc/nsswitch.conf '
+            '&& shift 2 && exec "$@"'
+        )
+        enter = ["nsenter", f"--net=/run/netns/{self._prefix}-{node}"]
+        unshare = ["unshare", "--uts", "--mount", "--propagation", "private"]
+        with (self.folder / "log" / f"{words[0]}.{node}.stderr").open("ab") as log:
+            self._daemons.append(
+                subprocess.Popen(
+                    [*enter, *unshare, "sh", "-c", inside, "sh", node, str(self.folder), *words],
+                    env=self.environment,
+                    cwd="/",
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,  # Ctrl-C at the tests is not for them
+                )
+            )
+
+    def _are_up(self, *names: str) -> bool:
+        answer = self.run("sinfo", "-h", "-N", "-n", ",".join(names), "-o", "%N %T", check=False)
+        states = dict(line.split() for line in answer.stdout.splitlines())
+        return len(states) == len(names) and set(states.values()) <= _UP
+
+    def _cancel_all(self) -> bool:
+        """Whether there were jobs to cancel; those that still end count."""
+        job_ids = self.run("squeue", "-h", "-a", "-o", "%A").stdout.split()
+        if job_ids:
+            self.run("scancel", "--full", "--signal=KILL", *job_ids, check=False)
+            self.run("scancel", *job_ids, check=False)
+        return bool(job_ids)
+
+    def _kill_all(self, name: str) -> None:
+        """Kills whatever runs in the node's network until nothing does; a process may be forking."""
+        while pids := self._pids(name):
+            for pid in pids:
+                try:
+                    os.kill(pid, SIGKILL)
+                except ProcessLookupError:
+                    continue
+            time.sleep(0.01)
+
+    def _pids(self, name: str) -> list[int]:
+        """Processes of the node that are alive; of a dead one that nobody has reaped, the network is gone."""
+        answer = self._ip("netns", "pids", f"{self._prefix}-{name}", check=False)
+        return [int(word) for word in answer.stdout.split()]
+
+    def _ip(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        answer = subprocess.run(
+            ["ip", *words], env={**os.environ, "PATH": _search_path()}, capture_output=True, text=True, check=False
+        )
+        assert not check or answer.returncode == 0, f"ip {' '.join(words)}: {answer.stderr}"
+        return answer
+
+
+def _search_path() -> str:
+    """Programs of the tests' interpreter first; daemons are in sbin, which a user's PATH often lacks."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin", "/sbin"])
+
+
+def _folder(slot: int) -> Path:
+    """Short, since the path of a socket holds 107 bytes."""
+    return Path(f"/tmp/shardwise-slurm-{slot}")
+
+
+def _take_slot() -> tuple[int, IO[str]]:
+    """The first free slot and the lock that holds it; removes what killed runs left in any that is free."""
+    taken: tuple[int, IO[str]] | None = None
+    for slot in range(_NUM_SLOTS):
+        lock = _lock_of(slot)
+        if lock is None:
+            continue
+        _remove_remains(slot)
+        if taken is None:
+            _folder(slot).mkdir(mode=0o755)
+            taken = slot, lock
+        else:
+            lock.close()
+    assert taken is not None, f"{_NUM_SLOTS} clusters run already"
+    return taken
+
+
+def _lock_of(slot: int) -> IO[str] | None:
+    stream = Path(f"/run/shardwise-slurm-{slot}.lock").open("w")  # noqa: SIM115 - open as long as the lock is held
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stream.close()
+        return None
+    return stream
+
+
+def _remove_remains(slot: int) -> None:
+    if _folder(slot).exists():
+        SlurmCluster(slot).stop()
+        shutil.rmtree(_folder(slot))
+
+
+def _fields(line: str) -> Mapping[str, str]:
+    """Words `KEY=VALUE` of one line of scontrol behind the job's name; the first of each key: a comment comes last."""
+    pairs = (word.partition("=") for word in line.partition(" UserId=")[2].split() if "=" in word)
+    found: dict[str, str] = {}
+    for key, _, value in pairs:
+        found.setdefault(key, value)
+    return found

@@ -1,0 +1,71 @@
+"""The cluster of the tests is what it claims to be: nodes of their own, GPUs that are counted, nothing left behind."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import slurm_cluster as clusters
+from slurm_cluster import SlurmCluster
+
+FACTORIES = Path(clusters.__file__).parent
+HOLDS_A_CLUSTER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from slurm_cluster import running_cluster
+with running_cluster() as cluster:
+    print(cluster.folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_each_node_has_a_name_and_an_address_of_its_own(slurm: SlurmCluster, tmp_path: Path):
+    line = "srun sh -c 'echo $(hostname) $(hostname -i) $(getent hosts n1)'"
+    job = slurm.submit("--nodes=2", f"--output={tmp_path}/out", f"--wrap={line}")
+    slurm.wait_for(job, "COMPLETED")
+    first, second = (line.split() for line in sorted((tmp_path / "out").read_text().splitlines()))
+    assert (first[0], second[0]) == ("n1", "n2") and first[1] != second[1]
+    assert first[2:] == second[2:] == [first[1], "n1"], "each finds the other by its name"
+
+
+def test_fake_gpus_are_counted_and_shown_to_the_tasks(slurm: SlurmCluster, tmp_path: Path):
+    line = "srun sh -c 'echo \"$SLURM_NODEID $(hostname) $CUDA_VISIBLE_DEVICES\"'"
+    job = slurm.submit("-pgpu", "-N2", "--gpus-per-node=8", f"--output={tmp_path}/out", f"--wrap={line}")
+    slurm.wait_for(job, "COMPLETED")
+    assert sorted((tmp_path / "out").read_text().splitlines()) == ["0 g1 0,1,2,3,4,5,6,7", "1 g2 0,1,2,3,4,5,6,7"]
+
+
+def test_pretended_nodes_take_jobs_of_their_size_and_no_larger(slurm: SlurmCluster):
+    words = ("sbatch", "--test-only", "--partition=h100", "--exclusive", "--nodes=4", "--wrap=true")
+    assert "c[1-4]" in slurm.run(*words, "--gpus-per-node=h100:8").stderr
+    assert "not available" in slurm.run(*words, "--gpus-per-node=h100:9", check=False).stderr
+    assert "not available" in slurm.run(*words, "--gpus-per-node=a100:8", check=False).stderr
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next_beside_a_cluster_that_lives(slurm: SlurmCluster):
+    killed = subprocess.Popen(
+        [sys.executable, "-c", HOLDS_A_CLUSTER, FACTORIES],
+        env=slurm.environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with killed:
+        folder = Path(killed.stdout.readline().strip())
+        killed.kill()
+    assert folder.is_dir() and folder != slurm.folder
+    with clusters.running_cluster() as following:
+        assert following.folder == folder, "the killed run's place is free again"
+        following.wait_for(following.submit("--output=/dev/null", "--wrap=srun true"), "COMPLETED")
+    assert not folder.exists()
+    slurm.wait_for(slurm.submit("--output=/dev/null", "--wrap=srun true"), "COMPLETED")
+
+
+@pytest.mark.long
+def test_a_node_that_loses_power_is_noticed_and_comes_back(slurm: SlurmCluster):
+    job = slurm.submit("--nodes=1", "--nodelist=n4", "--output=/dev/null", "--wrap=sleep 100")
+    slurm.wait_for(job, "RUNNING")
+    slurm.kill_node("n4")
+    slurm.wait_for(job, "PENDING", restarts=1)
+    slurm.start_node("n4")
+    assert slurm.wait_for(job, "RUNNING", restarts=1).nodes == "n4"
