@@ -50,6 +50,11 @@ def accelerate_config(
     return {"distributed_type": kind, **launch, **precision}
 
 
+def accelerate_file(attempt_dir: Path, node_rank: int) -> Path:
+    """The file of a machine's launcher."""
+    return attempt_dir / ("accelerate.yaml" if node_rank == 0 else f"accelerate-{node_rank}.yaml")
+
+
 def num_machines(plan: Plan) -> int:
     """Machines that the chosen candidate runs on: all of them, or one where it does not use every device."""
     return plan.hardware.num_nodes if plan.chosen.num_ranks == plan.hardware.num_devices else 1
@@ -64,7 +69,10 @@ def hybrid_mesh(plan: Plan) -> tuple[int, int]:
 def _launch(plan: Plan, *, node_rank: int, head: str | None, port: int | None) -> dict[str, Any]:
     machines = num_machines(plan)
     if machines > 1 and head is None:
-        raise InputError(f"the plan is for {machines} machines; training on several comes with shardwise 0.6")
+        raise InputError(
+            f"the plan is for {machines} machines, this is one of them; start it with shardwise submit under Slurm, "
+            "else with --nodes, --node-rank and --head on each"
+        )
     gpus = visible_gpus(plan)
     return {
         "compute_environment": "LOCAL_MACHINE",

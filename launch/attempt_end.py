@@ -33,6 +33,7 @@ class AttemptEnd(NamedTuple):
     is_final: bool = False  # a person has to mend something
     is_transient: bool = False  # the ranks did not meet, which says nothing of the next time
     has_report: bool = True  # the ranks left one
+    is_machine_lost: bool = False  # one of several is gone, or did not come
 
     @property
     def has_trained(self) -> bool:
@@ -48,6 +49,7 @@ class Observed(NamedTuple):
     step: int = 0  # as far as signs of life tell
     was_cut_short: bool = False  # by us, at a person's request
     num_oom_kills: int | None = None  # that the kernel counted meanwhile; None: nothing counts them
+    lost: str | None = None  # the machine that is gone, in a sentence
 
 
 def attempt_end(attempt_dir: Path, seen: Observed) -> AttemptEnd:
@@ -69,6 +71,7 @@ def attempt_end(attempt_dir: Path, seen: Observed) -> AttemptEnd:
         is_final=cause.exit_code not in (None, ExitCode.INTERNAL),
         is_transient=any(words in cause.words for words in _TRANSIENT),
         has_report=bool(reports),
+        is_machine_lost=seen.lost is not None,
     )
 
 
@@ -82,6 +85,8 @@ def _fault(attempt_dir: Path, reports: dict[int, Report], seen: Observed) -> tup
         return Fault.KILLED, _Cause("ended at once by a second Ctrl-C, without a checkpoint")
     if seen.hung is not None:
         return Fault.HUNG, _Cause(seen.hung)
+    if seen.lost is not None:
+        return Fault.KILLED, _Cause(seen.lost)
     logs = attempt_dir / "logs"
     killed = killed_rank(attempt_dir)
     if killed is not None:
@@ -168,17 +173,33 @@ def killed_rank(attempt_dir: Path) -> KilledRank | None:
     that did not end well, those that it ended itself among them. Accelerate's launcher of a single rank says it in
     subprocess's words.
     """
-    text = _launcher_text(attempt_dir)
-    ended_by_torchrun = set(_ENDED_BY_TORCHRUN.findall(text))
-    found = [(rank, number) for number, rank, pid in _SEEN_BY_TORCHRUN.findall(text) if pid not in ended_by_torchrun]
-    found += [(rank, number) for rank, number, pid in _LISTED_BY_TORCHRUN.findall(text) if pid not in ended_by_torchrun]
-    found += [("0", number) for number in _DIED_ALONE.findall(text)]
-    return KilledRank(int(found[0][0]), int(found[0][1])) if found else None
+    found: list[KilledRank] = []
+    for text, first in _launcher_texts(attempt_dir):
+        by_torchrun = set(_ENDED_BY_TORCHRUN.findall(text))
+        seen = [(int(rank) + first, number, pid) for number, rank, pid in _SEEN_BY_TORCHRUN.findall(text)]
+        seen += [(int(rank), number, pid) for rank, number, pid in _LISTED_BY_TORCHRUN.findall(text)]
+        found += [KilledRank(rank, int(number)) for rank, number, pid in seen if pid not in by_torchrun]
+        found += [KilledRank(first, int(number)) for number in _DIED_ALONE.findall(text)]
+    return found[0] if found else None
 
 
-def _launcher_text(attempt_dir: Path) -> str:
-    log = attempt_dir / "logs" / "launcher.log"
-    return log.read_text(errors="replace") if log.is_file() else ""
+def launcher_log(attempt_dir: Path, node_rank: int) -> Path:
+    """What the launcher of a machine printed."""
+    return attempt_dir / "logs" / ("launcher.log" if node_rank == 0 else f"launcher-{node_rank}.log")
+
+
+def _launcher_texts(attempt_dir: Path) -> list[tuple[str, int]]:
+    """What each machine's launcher printed, with the first of its ranks: it counts its own from 0."""
+    num_nodes = len([*(attempt_dir / "logs").glob("launcher*.log")])
+    if not num_nodes:
+        return []
+    plan = codec.read(attempt_dir / "plan.json", Plan) if num_nodes > 1 else None
+    texts = []
+    for node in range(num_nodes):
+        log = launcher_log(attempt_dir, node)
+        first = 0 if plan is None else node * plan.chosen.num_ranks // num_nodes
+        texts.append((log.read_text(errors="replace") if log.is_file() else "", first))
+    return texts
 
 
 def _signal_name(number: int) -> str:
@@ -202,9 +223,10 @@ def _gave_up_allocating(log: Path) -> bool:
 
 def _left_without_report(attempt_dir: Path, reports: dict[int, Report]) -> KilledRank | None:
     """The rank that torchrun saw fail first, with its exit code, where it said nothing itself."""
-    for code, rank, _ in _LEFT.findall(_launcher_text(attempt_dir)):
-        if int(rank) not in reports:
-            return KilledRank(int(rank), int(code))
+    for text, first in _launcher_texts(attempt_dir):
+        for code, rank, _ in _LEFT.findall(text):
+            if int(rank) + first not in reports:
+                return KilledRank(int(rank) + first, int(code))
     return None
 
 
@@ -221,7 +243,8 @@ def last_words(attempt_dir: Path, *, rank: int | None = None) -> str:
     """The last line of a rank's or the launcher's log that looks like an error, else the last line."""
     lines: list[str] = []
     logs = sorted((attempt_dir / "logs").glob("rank-*.log" if rank is None else f"rank-{rank}.log"))
-    for path in [*logs, *([attempt_dir / "logs" / "launcher.log"] if rank is None else [])]:
+    launchers = sorted((attempt_dir / "logs").glob("launcher*.log")) if rank is None else []
+    for path in [*logs, *launchers]:
         lines += _lines(path)
     errors = [line for line in lines if "Error" in line or "error:" in line]
     return (errors or lines or ["(no output)"])[-1].strip()[:300]

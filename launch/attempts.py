@@ -5,10 +5,13 @@ newest checkpoint. The global batch stays: a fallback differs in micro batch, ac
 step learns from. The report of the run tells of every attempt.
 """
 
+import contextlib
 import os
+import signal
+import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -17,24 +20,27 @@ import msgspec
 import yaml
 
 from launch import run_dir as run_dirs
-from launch.accelerate_config import accelerate_config
+from launch.accelerate_config import accelerate_config, num_machines
 from launch.attempt_end import AttemptEnd
 from launch.checkpoint_fit import newest_facts, obstacle_to_resume
+from launch.cluster_ranks import Cluster, ClusterRanks
 from launch.command import launch_command, launch_environment
 from launch.console import Console
 from launch.deepspeed_config import deepspeed_config
+from launch.local_ranks import LocalRanks, Ranks
 from launch.nvme_folder import check_nvme, held_folder, nvme_folder
 from launch.operators import remove_stale_locks
 from launch.progress import MetricsTail, Progress
-from launch.retries import Decision, Tried, decide
-from launch.supervisor import StopKind, StopRequest, run_attempt
+from launch.retries import MAX_SAME_STEP, Decision, Tried, decide
+from launch.run_history import earlier_history, num_at_step
+from launch.supervisor import StopKind, StopRequest, watch_attempt
 from launch.watchdog import Watchdog, WatchLimits
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.plan import Candidate, Plan
 from trainer.spec.report import AttemptRecord, Ending, Fault, Report
-from trainer.spec.units import format_bytes
+from trainer.spec.units import format_bytes, format_seconds
 
 
 class RunOutcome(NamedTuple):
@@ -55,6 +61,8 @@ class Surroundings(NamedTuple):
     stop: StopRequest
     environment: Mapping[str, str]
     limits: WatchLimits
+    cluster: Cluster | None  # the machines, where there are several
+    deadline: float | None  # of a scheduler, on the monotonic clock
 
 
 def prepare_attempt(plan: Plan, candidate: Candidate, *, run_dir: Path, resume: bool) -> Path:
@@ -70,7 +78,8 @@ def prepare_attempt(plan: Plan, candidate: Candidate, *, run_dir: Path, resume: 
             config = deepspeed_config(attempt_plan, nvme_path=None if folder is None else str(folder))
             filled = msgspec.json.format(msgspec.json.encode(config), indent=1)
             codec.write_bytes(attempt_dir / "ds_config.json", filled + b"\n")
-        settings = accelerate_config(attempt_plan, attempt_dir=attempt_dir)
+        head = socket.gethostname() if num_machines(attempt_plan) > 1 else None  # each agent writes what holds then
+        settings = accelerate_config(attempt_plan, attempt_dir=attempt_dir, head=head)
         codec.write_bytes(attempt_dir / "accelerate.yaml", yaml.safe_dump(settings, sort_keys=False).encode())
     except OSError as error:
         raise EnvironmentFaultError(f"{attempt_dir}: cannot be written: {error.strerror}") from error
@@ -87,13 +96,16 @@ def run_attempts(
     stop: StopRequest,
     environment: Mapping[str, str] = os.environ,
     limits: WatchLimits = WatchLimits(),  # noqa: B008  # it never changes
+    cluster: Cluster | None = None,
+    deadline: float | None = None,
 ) -> RunOutcome:
     """Runs the chosen candidate, then what follows from how each attempt ended, until one ends in order.
 
+    Ahead of `deadline`, on the monotonic clock, the run stops with a checkpoint as if USR1 had come.
     EnvironmentFaultError where an attempt cannot be started at all.
     """
-    around = Surroundings(plan, run_dir, extensions_dir, console, stop, environment, limits)
-    course = _Course(history=_earlier_history(run_dir) if resume else [])
+    around = Surroundings(plan, run_dir, extensions_dir, console, stop, environment, limits, cluster, deadline)
+    course = _Course(history=earlier_history(run_dir) if resume else [])
     candidates = (plan.chosen, *plan.fallbacks)
     number: int | None = _place_of_last(run_dir, candidates, console) if resume else 0
     started = time.monotonic()
@@ -139,28 +151,52 @@ class _Course:
 
 
 def _run_one(around: Surroundings, attempt_dir: Path) -> AttemptEnd:
-    plan, console = codec.read(attempt_dir / "plan.json", Plan), around.console
+    plan = codec.read(attempt_dir / "plan.json", Plan)
     tail = MetricsTail(around.run_dir / "metrics.jsonl", from_end=True)
-    progress = Progress(console, attempt_dir=attempt_dir, metrics=tail, num_steps=plan.schedule.num_steps)
-    argv = launch_command(attempt_dir, log_dir=attempt_dir / "logs", python=sys.executable)
-    cores = plan.hardware.host.num_cores or 1
-    remove_stale_locks(around.extensions_dir, on_progress=console.line)  # a rank before may have left one
-    check_nvme(plan)
+    progress = Progress(around.console, attempt_dir=attempt_dir, metrics=tail, num_steps=plan.schedule.num_steps)
     watchdog = Watchdog(attempt_dir, num_ranks=plan.chosen.num_ranks, limits=around.limits.scaled_to(plan))
-    try:
-        with held_folder(nvme_folder(plan, around.run_dir, int(attempt_dir.name))):
-            return run_attempt(
-                argv,
-                attempt_dir=attempt_dir,
-                environment=launch_environment(
-                    around.environment, plan, extensions_dir=around.extensions_dir, cores=cores
-                ),
-                stop=around.stop,
-                on_tick=progress.tick,
-                watchdog=watchdog,
+
+    def tick() -> None:
+        progress.tick()
+        _stop_in_time(around, watchdog)
+
+    with contextlib.ExitStack() as held:
+        held.callback(progress.close)
+        ranks = held.enter_context(_started(around, plan, attempt_dir))
+        return watch_attempt(ranks, attempt_dir=attempt_dir, stop=around.stop, on_tick=tick, watchdog=watchdog)
+
+
+@contextlib.contextmanager
+def _started(around: Surroundings, plan: Plan, attempt_dir: Path) -> Iterator[Ranks]:
+    """The ranks of an attempt, on this machine or on several; what they need is kept until they have ended."""
+    if num_machines(plan) > 1:
+        if around.cluster is None:
+            raise EnvironmentFaultError(
+                f"the plan is for {num_machines(plan)} machines, this is one of them; start it with shardwise submit "
+                "under Slurm, else with --nodes, --node-rank and --head on each"
             )
-    finally:
-        progress.close()
+        yield ClusterRanks(around.cluster, attempt_dir=attempt_dir, stop=around.stop)
+        return
+    remove_stale_locks(around.extensions_dir, on_progress=around.console.line)  # a rank before may have left one
+    check_nvme(plan)
+    cores = plan.hardware.host.num_cores or 1
+    environment = launch_environment(around.environment, plan, extensions_dir=around.extensions_dir, cores=cores)
+    argv = launch_command(attempt_dir, log_dir=attempt_dir / "logs", python=sys.executable)
+    with held_folder(nvme_folder(plan, around.run_dir, int(attempt_dir.name))):
+        yield LocalRanks(argv, attempt_dir=attempt_dir, environment=environment)
+
+
+def _stop_in_time(around: Surroundings, watchdog: Watchdog) -> None:
+    """Asks for a stop when a step and a save are all that the time limit leaves room for."""
+    if around.deadline is None or around.stop.kind is not None:
+        return
+    left_s = around.deadline - time.monotonic()
+    if left_s < watchdog.stop_lead_s:
+        around.console.line(
+            f"the time limit is {format_seconds(max(left_s, 0.0))} away, a step and a save take up to "
+            f"{format_seconds(watchdog.stop_lead_s)}: stopping with a checkpoint"
+        )
+        around.stop.note(signal.SIGUSR1, None)
 
 
 def _after(course: _Course, end: AttemptEnd, number: int, around: Surroundings) -> Decision:
@@ -182,6 +218,8 @@ def _after(course: _Course, end: AttemptEnd, number: int, around: Surroundings) 
     )
     if around.stop.is_urgent:
         return Decision(None, f"what was learned after step {saved_step} is lost")
+    if end.is_machine_lost and around.cluster is not None and around.cluster.is_slurm:
+        return _after_lost_machine(course, end, around)
     if plan.is_trial and not end.fault.is_memory:
         return Decision(None, "a trial is not repeated")
 
@@ -191,6 +229,15 @@ def _after(course: _Course, end: AttemptEnd, number: int, around: Surroundings) 
         return obstacle_to_resume(saved, candidate)
 
     return decide(course.tried, (plan.chosen, *plan.fallbacks), obstacle)
+
+
+def _after_lost_machine(course: _Course, end: AttemptEnd, around: Surroundings) -> Decision:
+    """A job that has lost a node gets no other: Slurm starts it again on nodes that are there."""
+    if around.stop.kind is None and num_at_step(course.history, end.report.step) + 1 >= MAX_SAME_STEP:
+        return Decision(None, f"it was the {MAX_SAME_STEP}rd time at step {end.report.step}: not given back to Slurm")
+    if around.stop.kind is None:
+        around.stop.kind = StopKind.REQUEUE
+    return Decision(0, "the job goes back to Slurm, which starts it again")
 
 
 def _needs_less_of_host(plan: Plan, candidate: Candidate, now: Candidate) -> bool:
@@ -216,14 +263,6 @@ def _place_of_last(run_dir: Path, candidates: tuple[Candidate, ...], console: Co
     if place:
         console.line(f"going on with fallback {place} of the plan, where the attempt before had come to")
     return place
-
-
-def _earlier_history(run_dir: Path) -> list[AttemptRecord]:
-    """Of the run before it was resumed; nothing where it was killed before it could report."""
-    try:
-        return [*codec.read(run_dir / "report.json", Report).history]
-    except InputError:
-        return []
 
 
 def _told(end: AttemptEnd, decision: Decision, stop: StopRequest, run_dir: Path) -> Report:

@@ -141,6 +141,9 @@ def _train(options: argparse.Namespace) -> ExitCode:
             take=options.take,
             trial=options.trial,
             here=options.here,
+            nodes=options.nodes,
+            node_rank=options.node_rank,
+            head=options.head,
         ),
         console,
     )

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from launch.accelerate_config import num_machines
+from launch.accelerate_config import accelerate_file, num_machines
 from launch.visible_gpus import visible_gpus
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.plan import Plan
@@ -45,10 +45,10 @@ _PROGRAMS = Path(sys.executable).parent  # not resolved: the link in a virtual e
 _ALLOCATOR = "expandable_segments:True"  # segments that grow instead of fragmenting; part of the memory estimate
 
 
-def launch_command(attempt_dir: Path, *, log_dir: Path | None, python: str) -> list[str]:
+def launch_command(attempt_dir: Path, *, log_dir: Path | None, python: str, node_rank: int = 0) -> list[str]:
     """The argv that starts every rank of this machine, as the files in the attempt say; `python` has the libraries."""
     folder = attempt_dir.absolute()
-    argv = [python, "-m", "accelerate.commands.launch", "--config_file", str(folder / "accelerate.yaml")]
+    argv = [python, "-m", "accelerate.commands.launch", "--config_file", str(accelerate_file(folder, node_rank))]
     argv += ["-m", "trainer", str(folder / "plan.json")]
     return argv if log_dir is None else [*argv, "--log-dir", str(log_dir.absolute())]
 
@@ -65,6 +65,7 @@ def launch_environment(base: Mapping[str, str], plan: Plan, *, extensions_dir: P
         "TOKENIZERS_PARALLELISM": "false",  # the ranks fork; a tokenizer's threads would not survive it
         "TORCH_EXTENSIONS_DIR": str(extensions_dir),
         "DS_ACCELERATOR": plan.device_kind.value,
+        "PET_SIGNALS_TO_HANDLE": "SIGQUIT",  # torchrun ends its ranks at a TERM; they save at it, and end themselves
     }
     if plan.chosen.flash_kernel is not None:
         ours["HF_HUB_OFFLINE"] = "1"  # it is in the cache; no rank asks the hub, nor fetches what is not named

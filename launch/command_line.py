@@ -22,7 +22,6 @@ LATER_COMMANDS = {
 }
 LATER_OPTIONS = {
     "plan": {"partition": "0.6", "nodes": "0.6"},
-    "train": {"nodes": "0.6", "node_rank": "0.6", "head": "0.6"},
     "report": {"html": "0.7"},
 }
 
@@ -142,9 +141,9 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--take", type=_positive, default=1, metavar="N", help="run the N-th candidate of the plan")
     parser.add_argument("--here", action="store_true", help="train on a Slurm login node all the same")
     parser.add_argument("--trial", type=_positive, metavar="N", help="run the N best for a few steps, take the fastest")
-    parser.add_argument("--nodes", type=_positive, help=argparse.SUPPRESS)
-    parser.add_argument("--node-rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--head", help=argparse.SUPPRESS)
+    parser.add_argument("--nodes", type=_positive, metavar="N", help="several machines without Slurm: how many")
+    parser.add_argument("--node-rank", type=int, metavar="I", help="which of them this one is, from 0")
+    parser.add_argument("--head", metavar="HOST[:PORT]", help="the machine of rank 0, as the others reach it")
     parser.add_argument("--json", action="store_true", help="the report on stdout, everything else on stderr")
 
 

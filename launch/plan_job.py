@@ -65,9 +65,12 @@ def read_inputs(
     vram_cap_bytes: int | None = None,
     hardware_spec: str | None = None,
     describes_models: bool = False,
+    machines: Hardware | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> PlanInputs:
     """Reads the job, the model's config and the machine; every problem of the input shows here, before any work.
+
+    `machines` are those of a run on several, which have been asked already.
 
     With `describes_models` an architecture that no reader knows is described from the model that transformers builds,
     and always one that brings code: its own where the job trusts that, else what transformers has under its type.
@@ -87,7 +90,10 @@ def read_inputs(
     cache = folders.cache_home(environment, configured=resolved.folders.get("cache"))
     request = make_request(job, shape=shape, tokenizer_path=model.tokenizer_path, cache_root=cache, hub_home=hub_home)
     cap = vram_cap_bytes if vram_cap_bytes is not None else job.limits.vram
-    hardware = read_machine(hardware_spec, gpus=gpus, vram_cap_bytes=cap)
+    if machines is None:
+        hardware = read_machine(hardware_spec, gpus=gpus, vram_cap_bytes=cap)
+    else:
+        hardware = replace(machines, vram_cap_bytes=cap)
     return PlanInputs(resolved, model, shape, hardware, request, cache, hub_home, model_code=code)
 
 

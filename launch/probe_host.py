@@ -175,3 +175,9 @@ def interface_address(name: str) -> str | None:
         except OSError:
             return None
     return socket.inet_ntoa(answer[20:24])
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface that has this IPv4 address; None where none has."""
+    names = sorted(folder.name for folder in Path("/sys/class/net").glob("*"))
+    return next((name for name in names if interface_address(name) == address), None)

@@ -1,7 +1,8 @@
 """Processes by pid *and* start time, because a pid alone may belong to somebody else by the time it is signalled.
 
-Each rank writes `attempts/N/pids/rank-R.json`, the supervisor `launcher.json`, both `{"pid": n, "start_time": ticks}`;
-the start time is field 22 of /proc/PID/stat (clock ticks since boot).
+Each rank writes `attempts/N/pids/rank-R.json`, whoever starts a launcher `launcher.json` (on the second machine of a
+run `launcher-1.json`), all `{"pid": n, "start_time": ticks}`; the start time is field 22 of /proc/PID/stat (clock ticks
+since boot). A record means a process of the machine that wrote it.
 """
 
 import json
@@ -54,6 +55,11 @@ def write_record(path: Path, record: ProcessRecord) -> None:
     """Writes one record."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record._asdict()))
+
+
+def launcher_record(attempt_dir: Path, node_rank: int) -> Path:
+    """Where the launcher of a machine is recorded."""
+    return attempt_dir / "pids" / ("launcher.json" if node_rank == 0 else f"launcher-{node_rank}.json")
 
 
 def read_records(folder: Path) -> dict[str, ProcessRecord]:

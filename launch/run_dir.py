@@ -18,6 +18,7 @@ from pathlib import Path
 from trainer.spec.errors import EnvironmentFaultError, InputError
 
 _STAMP = "%Y%m%d-%H%M%S"
+_NOT_USE = (".lock", ".nodes.json")  # of a run that is about to begin
 _STAMPED = re.compile(r"-\d{8}-\d{6}(-\d+)?$")
 
 
@@ -40,7 +41,7 @@ def use_run_dir(path: Path) -> Path:
     """`path` as a new run directory; one that holds anything is refused."""
     if path.exists() and not path.is_dir():
         raise InputError(f"--run-dir {path}: is a file, not a directory")
-    if path.is_dir() and any(entry.name != ".lock" for entry in path.iterdir()):
+    if path.is_dir() and any(entry.name not in _NOT_USE for entry in path.iterdir()):
         raise InputError(f"--run-dir {path}: is used already; add --resume to go on with it, or name another directory")
     _make(path, may_exist=True)
     return path
@@ -57,6 +58,11 @@ def find_run_dir(base: Path) -> Path:
     if not with_plan:
         raise InputError(f"--resume: no run named {base}-<time> exists; start it without --resume")
     return with_plan[-1]
+
+
+def is_submitted(run_dir: Path) -> bool:
+    """Whether the run was submitted and has yet to begin."""
+    return (run_dir / "submission.json").is_file() and not (run_dir / "plan.json").is_file()
 
 
 def committed_checkpoints(run_dir: Path) -> list[Path]:

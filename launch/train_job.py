@@ -4,6 +4,7 @@ Order: read and check everything that is cheap, prepare the data, plan, make the
 the attempts, report. Whatever is wrong with the input shows before the run directory exists.
 """
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -16,6 +17,8 @@ from launch import folders
 from launch import run_dir as run_dirs
 from launch.attempts import RunOutcome, prepare_attempt, run_attempts, stop_code
 from launch.calibration_store import append_calibration, record_of_run
+from launch.cluster import Machines, machines_of, membership, serve
+from launch.cluster_hardware import describe_difference
 from launch.console import Console
 from launch.disk_check import check_disk
 from launch.extension_file import keep_extension
@@ -37,6 +40,7 @@ from launch.prepare_data import prepare_data
 from launch.probe import read_hardware
 from launch.report_text import render_report
 from launch.resume_run import finished_report, plan_to_resume, refuse_other_run
+from launch.run_history import refuse_endless_restarts
 from launch.supervisor import StoppedEarlyError, StopRequest
 from launch.torch_fit import check_torch
 from launch.trials import plan_after_trials
@@ -67,6 +71,9 @@ class TrainOptions(NamedTuple):
     take: int = 1
     trial: int | None = None  # real steps for so many candidates, then the fastest
     here: bool = False  # train on a Slurm login node all the same
+    nodes: int | None = None  # machines that people start this command on; this one's number, and who is number 0
+    node_rank: int | None = None
+    head: str | None = None
 
 
 class Prepared(NamedTuple):
@@ -81,15 +88,23 @@ def train(options: TrainOptions, console: Console, *, environment: Mapping[str, 
     """Trains, and returns how it ended; a ShardwiseError means that nothing was started."""
     _check_trial(options)
     stop = StopRequest()
-    with stop.listening():
+    place = membership(nodes=options.nodes, node_rank=options.node_rank, head=options.head, run_dir=options.run_dir)
+    if place is not None and place.node_rank > 0:
+        with stop.listening():
+            return RunOutcome(serve(place, stop, on_line=console.line), None)
+    with stop.listening(), contextlib.ExitStack() as held:
         try:
             with stop.raising():
-                prepared = _prepare(options, console, environment)
-                place = _find_run_dir(options, prepared.plan)
+                machines = held.enter_context(machines_of(place, on_line=console.line, environment=environment))
+                prepared = _prepare(options, console, environment, machines)
+                run_place = _find_run_dir(options, prepared.plan)
         except StoppedEarlyError:
             console.line("stopped before the first step: nothing was trained")
             return RunOutcome(stop_code(stop), None)
-        return _train(options, prepared, place, console, stop, environment)
+        outcome = _train(options, prepared, run_place, console, stop, environment, machines)
+        ending = "" if outcome.report is None else f": {outcome.report.ending} at step {outcome.report.step}"
+        machines.end(outcome.exit_code, f"the run ended{ending}")
+        return outcome
 
 
 def _train(
@@ -99,6 +114,7 @@ def _train(
     console: Console,
     stop: StopRequest,
     environment: Mapping[str, str],
+    machines: Machines,
 ) -> RunOutcome:
     plan, (run_dir, earlier) = prepared.plan, place
     with run_dirs.locked(run_dir):
@@ -117,7 +133,9 @@ def _train(
             plan = keep_model_code(plan, run_dir)
         if options.dry_run:
             return _stop_before_launch(plan, run_dir, console, resume=earlier is not None)
-        return _run(plan, run_dir, console, stop, environment, cache=prepared.cache, resume=earlier is not None)
+        return _run(
+            plan, run_dir, console, stop, environment, machines, cache=prepared.cache, resume=earlier is not None
+        )
 
 
 def _check_trial(options: TrainOptions) -> None:
@@ -132,17 +150,21 @@ def _check_trial(options: TrainOptions) -> None:
         raise InputError(f"--trial chooses a plan and {options.job} is one; give the job file")
 
 
-def _prepare(options: TrainOptions, console: Console, environment: Mapping[str, str]) -> Prepared:
+def _prepare(options: TrainOptions, console: Console, environment: Mapping[str, str], machines: Machines) -> Prepared:
     if options.job.suffix == ".json":
-        return _prepare_kept_plan(options, console, environment)
+        return _prepare_kept_plan(options, console, environment, machines)
+    _check_several(options, machines)
     inputs = read_inputs(
         options.job,
         options.overrides,
         gpus=options.gpus,
         vram_cap_bytes=options.vram_cap_bytes,
         describes_models=True,
+        machines=machines.read_hardware(),
         environment=environment,
     )
+    if options.resume:
+        inputs = inputs._replace(hardware=_as_submitted(inputs.hardware, options.run_dir, console))
     _refuse_untrainable(inputs.shape, inputs.model.config_origin)
     # Whatever cannot fit is refused before any work.
     early = plan_inputs(inputs, profile_data(inputs), environment=environment)
@@ -174,7 +196,32 @@ def _refuse_untrainable(shape: ModelShape, origin: str) -> None:
         raise InputError(f"{origin}: {shape.model_type} cannot be trained: {shape.loss_obstacle}")
 
 
-def _prepare_kept_plan(options: TrainOptions, console: Console, environment: Mapping[str, str]) -> Prepared:
+def _check_several(options: TrainOptions, machines: Machines) -> None:
+    """InputError for what one machine alone can do."""
+    if machines.num_nodes == 1:
+        return
+    if options.gpus is not None:
+        raise InputError("--gpus names cards of one machine; on several, set CUDA_VISIBLE_DEVICES on each")
+    if options.trial is not None:
+        raise InputError(f"--trial runs on one machine, this run has {machines.num_nodes}; leave it out")
+
+
+def _as_submitted(found: Hardware, run_dir: Path | None, console: Console) -> Hardware:
+    """The hardware that was found, with as many ranks on its CPU as the run had; tells what was planned otherwise."""
+    if run_dir is None or not (run_dir / "hardware.json").is_file():
+        return found
+    planned = codec.read(run_dir / "hardware.json", Hardware)
+    if not planned.gpus and not found.gpus:
+        found = msgspec.structs.replace(found, num_cpu_devices=planned.num_cpu_devices)
+    difference = describe_difference(planned, found) if run_dirs.is_submitted(run_dir) else None
+    if difference is not None:
+        console.line(f"the nodes are not as they were planned for: {difference}; planning for what was found")
+    return found
+
+
+def _prepare_kept_plan(
+    options: TrainOptions, console: Console, environment: Mapping[str, str], machines: Machines
+) -> Prepared:
     if options.overrides:
         raise InputError(
             f"{options.job}: a plan cannot be overridden; give the job file to change {options.overrides[0]}"
@@ -186,9 +233,13 @@ def _prepare_kept_plan(options: TrainOptions, console: Console, environment: Map
             f"({', '.join(late_members(plan.chosen))}); --take N runs another candidate of it"
         )
     _refuse_untrainable(plan.model_shape, str(options.job))
-    here = read_hardware()
+    _check_several(options, machines)
+    here = machines.read_hardware() or read_hardware()
     _refuse_login_node(options, here)
     check_torch(here)
+    difference = None if plan.hardware.num_nodes == 1 else describe_difference(plan.hardware, here)
+    if difference is not None:
+        raise InputError(f"{options.job}: is a plan for other machines: {difference}; give the job file to plan anew")
     problems = later_problems(plan.job)
     if problems:
         raise InputProblemsError(problems)
@@ -233,6 +284,9 @@ def _find_run_dir(options: TrainOptions, plan: Plan) -> tuple[Path, Plan | None]
             return run_dirs.use_run_dir(options.run_dir), None
         return run_dirs.make_run_dir(base, now=datetime.now(UTC)), None
     run_dir = options.run_dir if options.run_dir is not None else run_dirs.find_run_dir(base)
+    if run_dirs.is_submitted(run_dir):
+        check_disk(plan, run_dir)
+        return run_dir, None
     if not (run_dir / "plan.json").is_file():
         raise InputError(f"--resume: {run_dir} is not a run directory: it has no plan.json")
     earlier = codec.read(run_dir / "plan.json", Plan)
@@ -244,7 +298,7 @@ def _find_run_dir(options: TrainOptions, plan: Plan) -> tuple[Path, Plan | None]
 
 def _write_run(run_dir: Path, plan: Plan, resolved: ResolvedJob | None) -> None:
     try:
-        if resolved is not None:
+        if resolved is not None and not run_dirs.is_submitted(run_dir):  # else it is the file that was read
             codec.write_bytes(run_dir / "job.yaml", render_resolved(resolved).encode())
         codec.write(run_dir / "hardware.json", plan.hardware)
         codec.write(run_dir / "plan.json", plan)
@@ -266,6 +320,7 @@ def _run(
     console: Console,
     stop: StopRequest,
     environment: Mapping[str, str],
+    machines: Machines,
     *,
     cache: Path,
     resume: bool,
@@ -278,15 +333,20 @@ def _run(
         console.line(f"stopped before the first step: nothing was trained ({run_dir})")
         return RunOutcome(stop_code(stop), None, run_dir)
     console.line(f"run directory: {run_dir}")
-    outcome = run_attempts(
-        plan,
-        run_dir=run_dir,
-        resume=resume,
-        extensions_dir=operators,
-        console=console,
-        stop=stop,
-        environment=environment,
-    )
+    if machines.was_restarted:
+        refuse_endless_restarts(run_dir)
+    with machines.serving(run_dir, cache=cache, on_line=console.line) as cluster:
+        outcome = run_attempts(
+            plan,
+            run_dir=run_dir,
+            resume=resume,
+            extensions_dir=operators,
+            console=console,
+            stop=stop,
+            environment=environment,
+            cluster=cluster,
+            deadline=machines.deadline(),
+        )
     if outcome.report is not None:
         console.line()
         console.line(render_report(outcome.report, run_dir=run_dir))

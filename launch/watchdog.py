@@ -21,7 +21,7 @@ from statistics import median
 from typing import NamedTuple
 
 from launch.process_record import read_state
-from trainer.spec.heartbeat import END_PHASES, HOOK_PHASE, STEP_PHASES, Heartbeat, read_heartbeat
+from trainer.spec.heartbeat import END_PHASES, HOOK_PHASE, SAVING_PHASE, STEP_PHASES, Heartbeat, read_heartbeat
 from trainer.spec.plan import Plan
 from trainer.spec.units import format_seconds
 
@@ -31,6 +31,7 @@ _NUM_WARM_STEPS = 2  # that allocate, compile and fill caches
 _NUM_STEPS_KEPT = 50
 _DISK_BYTES_PER_S = 50e6  # of a slow shared file system
 _STATE_BYTES_PER_PARAMETER = 16  # weights, gradients and both moments in fp32
+_LEAD_S = 45.0  # between the order to stop and the end of the processes, beside the step and the save
 _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waiting for a disk or a driver", "Z": "dead"}
 
 
@@ -82,6 +83,8 @@ class _Rank:
     silent_s: float = 0.0
     since_step_s: float | None = None  # since the last step ended; None: not seen, or something else came between
     steps_s: list[float] = field(default_factory=list)
+    save_s: float = 0.0  # of the save it is in
+    longest_save_s: float = 0.0
 
 
 class Watchdog:
@@ -105,6 +108,16 @@ class Watchdog:
     def step(self) -> int:
         """Optimizer steps done, as far as any rank told."""
         return max((rank.last.step for rank in self._ranks.values() if rank.last is not None), default=0)
+
+    @property
+    def stop_lead_s(self) -> float:
+        """Seconds that a stop with a checkpoint may take from now: the longest step and the longest save, with room.
+
+        The first save comes at step 1 and is read back, so something is known from then on.
+        """
+        steps = [step_s for rank in self._ranks.values() for step_s in rank.steps_s]
+        saves = [rank.longest_save_s for rank in self._ranks.values()]
+        return _LEAD_S + 2 * max(steps, default=0.0) + 2 * max(saves, default=0.0)
 
     @property
     def has_ended(self) -> bool:
@@ -159,10 +172,15 @@ def _note(rank: _Rank, beat: Heartbeat | None, passed_s: float) -> None:
     """Takes one look at a rank, `passed_s` after the look before."""
     if rank.since_step_s is not None:
         rank.since_step_s += passed_s
+    if rank.last is not None and rank.last.phase == SAVING_PHASE:
+        rank.save_s += passed_s
+        rank.longest_save_s = max(rank.longest_save_s, rank.save_s)
     if beat is None or beat == rank.last:
         rank.silent_s += passed_s
         return
     before, rank.last, rank.silent_s = rank.last, beat, 0.0
+    if beat.phase != SAVING_PHASE:
+        rank.save_s = 0.0
     if beat.phase not in STEP_PHASES and beat.phase != HOOK_PHASE:
         rank.since_step_s = None  # a save or an evaluation is no part of a step
     elif before is not None and beat.step > before.step:

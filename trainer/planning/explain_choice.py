@@ -23,13 +23,13 @@ _CACHE_BYTES = 2  # bf16
 
 
 def machine_words(hardware: Hardware) -> str:
-    """`4 nodes of 8 x H100-SXM5-80GB`, `1 x RTX-4090` or `2 ranks on Intel Xeon`."""
+    """`4 nodes of 8 x H100-SXM5-80GB`, `1 x RTX-4090`, `2 ranks on Intel Xeon` or `2 nodes of 2 ranks on it`."""
     device = device_of(hardware)
     nodes = f"{hardware.num_nodes} nodes of " if hardware.num_nodes > 1 else ""
     if hardware.gpus:
         return f"{nodes}{hardware.num_devices_per_node} x {device.name}"
     ranks = hardware.num_devices_per_node
-    return f"{ranks} rank{'s' if ranks > 1 else ''} on {device.name}, {format_bytes(device.memory_bytes)} RAM each"
+    return f"{nodes}{ranks} rank{'s' if ranks > 1 else ''} on {device.name}, {format_bytes(device.memory_bytes)} RAM each"
 
 
 def heading(plan: Plan) -> str:

@@ -104,8 +104,8 @@ def match_gpu_name(nvidia_smi_name: str, memory_bytes: int) -> str | None:
 def hardware_from_spec(text: str, *, local_host: Callable[[], Host]) -> Hardware:
     """The machine that a SPEC on the command line describes; InputError says what a SPEC looks like.
 
-    `2xCPU` is two ranks that share this machine's CPU and RAM; nothing else asks `local_host`. Of machines that are not
-    here the host is unknown.
+    `2xCPU` is two ranks that share this machine's CPU and RAM, `4x2xCPU` four machines like it; nothing else asks
+    `local_host`. Of other machines that are not here the host is unknown.
     """
     match = re.fullmatch(r"\s*(?:(\d+)\s*x)?(?:(\d+)\s*x)?\s*([A-Za-z].*?)\s*", text, re.IGNORECASE)
     if match is None:
@@ -116,9 +116,9 @@ def hardware_from_spec(text: str, *, local_host: Callable[[], Host]) -> Hardware
         raise InputError(f"{text!r}: a machine needs at least one device; a SPEC has the form {SPEC_FORM}")
     source = f"catalogue {text.strip()}"
     if name.upper() == "CPU":
-        if num_nodes > 1:
-            raise InputError(f"{text!r}: CPU ranks share this machine, so there is one node; write {num_devices}xCPU")
-        return Hardware(gpus=(), host=local_host(), num_cpu_devices=num_devices, source=source)
+        return Hardware(
+            gpus=(), host=local_host(), num_nodes=num_nodes, num_cpu_devices=num_devices, source=source
+        )
     try:
         spec = find_gpu_spec(name)
     except InputError as error:

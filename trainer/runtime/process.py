@@ -114,6 +114,12 @@ def _start_time(pid: int) -> int | None:
     return int(content.rpartition(")")[2].split()[19])
 
 
+def _launcher_record() -> str:
+    """Where this machine's launcher is recorded: each machine of a run has one, numbered by torchrun's GROUP_RANK."""
+    node_rank = os.environ.get("GROUP_RANK", "0")
+    return "launcher.json" if node_rank == "0" else f"launcher-{node_rank}.json"
+
+
 def _recorded_launcher_is_gone(attempt_dir: Path) -> bool:
     """True where this attempt's launcher ended and this process was given to somebody else's care.
 
@@ -121,7 +127,7 @@ def _recorded_launcher_is_gone(attempt_dir: Path) -> bool:
     nothing either where the parent started after it: somebody started this attempt again by hand.
     """
     try:
-        record = json.loads((attempt_dir / "pids" / "launcher.json").read_text())
+        record = json.loads((attempt_dir / "pids" / _launcher_record()).read_text())
         pid, start_time = int(record["pid"]), int(record["start_time"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return False

@@ -16,6 +16,7 @@ from trainer.runtime.export_gather import gathered_weights
 from trainer.runtime.model import plain_model
 from trainer.runtime.session import Session
 from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.heartbeat import SAVING_PHASE
 
 
 def save_state(session: Session, occasion: str, *, in_background: bool = False) -> None:
@@ -26,21 +27,21 @@ def save_state(session: Session, occasion: str, *, in_background: bool = False) 
     cost time.
     """
     settle_save(session)
-    plan, state, sharding = session.plan, session.state, session.plan.chosen.strategy.sharding
-    obstacle = obstacle_to_checkpoints(sharding, session.optimizer)
+    plan, state = session.plan, session.state
+    obstacle = obstacle_to_checkpoints(session.optimizer)
     if obstacle is not None:
         incident = f"no checkpoint: {obstacle}"
         if incident not in state.incidents:
             state.incidents.append(incident)
         return
-    session.writer.write_status("saving a checkpoint", step=state.step)
+    session.writer.write_status(SAVING_PHASE, step=state.step)
     keep_every = plan.job.checkpoint.keep_every
     with _told(session, occasion, step=state.step):
         save = Save(
             session.paths.run_dir / "checkpoints",
             model=session.model,
             optimizer=session.optimizer,
-            sharding=sharding,
+            sharding=plan.chosen.strategy.sharding,
             facts=facts_of(plan, state, session.scaler),
             ranks=session.ranks,
             keep=plan.job.checkpoint.keep,
@@ -72,7 +73,7 @@ def settle_save(session: Session) -> None:
     save = session.in_flight.save
     if save is None:
         return
-    session.writer.write_status("saving a checkpoint", step=session.state.step)
+    session.writer.write_status(SAVING_PHASE, step=session.state.step)
     session.in_flight.save = None
     with _told(session, session.in_flight.occasion, step=save.step):
         save.finish()

@@ -18,6 +18,7 @@ HEARTBEAT_BYTES = 256
 _SHORT_PHASE = 24  # characters, of at most 6 bytes each in JSON
 # Within an optimizer step. Everything else (loading, saving, evaluating) has no length that earlier ones would tell.
 STEP_PHASES = frozenset({"training", "data", "forward", "backward", "optimizer"})
+SAVING_PHASE = "saving a checkpoint"
 HOOK_PHASE = "on_step"  # of the user's extensions file, after a step: it may do anything
 # After these a rank has nothing left to do but end.
 END_PHASES = frozenset(ending.value for ending in Ending)

@@ -1,0 +1,212 @@
+"""The ranks of one attempt on several machines: one agent each, all told the same.
+
+Under Slurm one `srun` starts the agents of an attempt and its end ends them (`Step`); without it people start them, one
+a machine, and they stay for the attempts to come.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from launch.local_ranks import DUMP_S
+from launch.node_channel import AskStacks, End, Ended, Failed, Refused, Stacks, Start, StopAsked, Tell
+from launch.node_server import NodeServer, meeting_place
+from launch.supervisor import StopRequest
+from launch.watchdog import Stack
+from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
+
+START_S = 300.0  # for every agent of a step to start and call: srun may wait for a node to wake
+FILES_S = 65.0  # a file that another machine wrote shows after NFS's longest look at a folder
+STEP_END_S = 40.0  # for srun to end; Slurm's own KillWait is 30 s by default
+_POLL_S = 0.1
+
+
+class Step:
+    """The `srun` that holds the agents of an attempt, or the one agent that this machine needs without Slurm."""
+
+    def __init__(self, argv: Sequence[str], *, environment: Mapping[str, str], log: Path) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.log = log
+        with log.open("ab") as output:
+            self._process = _start(argv, environment, output)
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    @property
+    def words(self) -> str | None:
+        """Why it ended before its time; None while it runs."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        last = f": {lines[-1].strip()[:300]}" if lines else ""
+        return f"srun ended with code {code}{last}"
+
+    def end(self, grace_s: float = STEP_END_S) -> None:
+        """Waits for it to end by itself, then ends it."""
+        for number, wait_s in ((None, grace_s), (signal.SIGTERM, STEP_END_S), (signal.SIGKILL, STEP_END_S)):
+            if number is not None and self._process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(wait_s)
+                return
+
+
+def _start(argv: Sequence[str], environment: Mapping[str, str], output: BinaryIO) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            list(argv),
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # Ctrl-C is this process's to hear, and srun would end at it
+        )
+    except OSError as error:
+        raise EnvironmentFaultError(f"{argv[0]}: cannot be started: {error.strerror}") from error
+
+
+class Cluster(NamedTuple):
+    """The machines of a run, as the supervisor reaches them."""
+
+    server: NodeServer
+    start_step: Callable[[Path], Step]  # for the attempt whose folder it is given
+    is_slurm: bool
+    cache: Path  # of operators
+
+
+class ClusterRanks:
+    """The ranks of one attempt on every machine of a cluster."""
+
+    def __init__(self, cluster: Cluster, *, attempt_dir: Path, stop: StopRequest) -> None:
+        """Starts the agents that are not there, then the attempt; one that does not come is `lost`."""
+        self._server, self._stop, self._is_slurm = cluster.server, stop, cluster.is_slurm
+        self._attempt_dir = attempt_dir
+        self._ended: dict[int, Ended] = {}
+        self._has_failed = False
+        self._stacks: dict[int, dict[int, Stack]] = {}
+        self._lost: str | None
+        self._is_over = False
+        self._server.gone.clear()
+        self._step = cluster.start_step(attempt_dir)
+        try:
+            self._lost = self._server.wait_for_all(limit_s=START_S, is_over=self._reason_to_wait_no_more)
+            if self._lost is None:
+                head, port = meeting_place(self._server.nodes), free_port()
+                folder = str(attempt_dir.absolute())
+                self._server.send(Start(attempt_dir=folder, head=head, port=port, cache=str(cluster.cache)))
+        except BaseException:
+            self.end()
+            raise
+
+    def poll(self) -> int | None:
+        self._hear()
+        codes = [ended.return_code for ended in self._ended.values()]
+        if self._lost is not None:
+            return 1
+        if len(codes) < self._server.num_nodes:
+            return None
+        self._wait_for_files()
+        return next((code for code in codes if code), 0)
+
+    def tell(self) -> None:
+        self._server.send(Tell())
+
+    def has_failed(self) -> bool:
+        return self._has_failed or any(ended.return_code for ended in self._ended.values())
+
+    def ask_stacks(self) -> dict[int, Stack]:
+        self._stacks = {}
+        self._server.send(AskStacks())
+        end = time.monotonic() + 5 * DUMP_S  # who does not answer hangs as well
+        while len(self._stacks) < len(self._server.nodes) and time.monotonic() < end:
+            self._hear()
+            time.sleep(_POLL_S)
+        return {rank: stack for stacks in self._stacks.values() for rank, stack in stacks.items()}
+
+    def end(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        self._server.send(End())
+        deadline = time.monotonic() + 2 * DUMP_S + 10
+        while any(rank not in self._ended for rank in self._server.nodes) and time.monotonic() < deadline:
+            self._hear(may_refuse=False)
+            time.sleep(_POLL_S)
+        self._server.dismiss(0, only=None if self._is_slurm else 0)  # machines of people stay for the next attempt
+        self._step.end(grace_s=5.0)
+
+    @property
+    def num_oom_kills(self) -> int | None:
+        counts = [ended.num_oom_kills for ended in self._ended.values() if ended.num_oom_kills is not None]
+        return sum(counts) if counts else None
+
+    @property
+    def lost(self) -> str | None:
+        return self._lost
+
+    def _reason_to_wait_no_more(self) -> str | None:
+        if self._stop.kind is not None:
+            return "a stop was asked for"
+        return self._step.words
+
+    def _hear(self, *, may_refuse: bool = True) -> None:
+        self._server.poll()
+        for node, message in self._server.take():
+            if isinstance(message, Ended):
+                self._ended[node.rank] = message
+            elif isinstance(message, Failed):
+                self._has_failed = True
+            elif isinstance(message, Stacks):
+                self._stacks[node.rank] = {
+                    each.rank: Stack(each.frame, each.is_waiting, each.state) for each in message.stacks
+                }
+            elif isinstance(message, StopAsked):
+                number = signal.SIGINT if message.is_interrupt else signal.SIGUSR1
+                if self._stop.kind is None:
+                    self._stop.note(number, None)
+            elif isinstance(message, Refused) and may_refuse:
+                raise _as_error(f"{node.hello.host}: {message.words}", message.exit_code)
+        if self._server.gone and self._lost is None:
+            self._lost = self._server.gone[0]
+
+    def _wait_for_files(self) -> None:
+        """Until this machine sees what the ranks of the others wrote."""
+        names = {name for ended in self._ended.values() for name in ended.files}
+        end = time.monotonic() + FILES_S
+        while not all((self._attempt_dir / name).is_file() for name in names) and time.monotonic() < end:
+            time.sleep(_POLL_S)
+
+
+def _as_error(words: str, exit_code: int) -> ShardwiseError:
+    kinds = {ExitCode.INPUT: InputError, ExitCode.ENVIRONMENT: EnvironmentFaultError}
+    return kinds.get(ExitCode(exit_code), ShardwiseError)(words)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on: several runs may share it."""
+    with socket.create_server(("", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def agent_argv(run_dir: Path, head: str, *, node_rank: int | None = None) -> list[str]:
+    """What starts an agent; without a rank Slurm's number of the node is taken."""
+    argv = [sys.executable, "-m", "launch.node_agent", str(run_dir.absolute()), "--head", head]
+    return argv if node_rank is None else [*argv, "--node-rank", str(node_rank)]
+
+
+def agent_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` with our packages first, wherever the working directory is."""
+    packages = str(Path(__file__).resolve().parent.parent)
+    rest = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    return {**environment, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join([packages, *rest])}

@@ -1,0 +1,76 @@
+"""What a run's earlier attempts came to: those its report tells of, and those whose supervisor was killed with them.
+
+A node that dies takes the supervisor with it; the scheduler starts the job again, and if the cause is in the job it
+dies again. So attempts are counted over all starts of a run.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch.retries import MAX_SAME_STEP
+from trainer.spec import codec
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.heartbeat import read_heartbeat
+from trainer.spec.plan import Plan
+from trainer.spec.report import AttemptRecord, Ending, Fault, Report
+
+
+def earlier_history(run_dir: Path) -> list[AttemptRecord]:
+    """Records of every attempt there was, the oldest first."""
+    try:
+        told = {record.number: record for record in codec.read(run_dir / "report.json", Report).history}
+    except InputError:
+        told = {}  # killed before it could report
+    folder = run_dir / "attempts"
+    numbers = {int(path.name) for path in folder.glob("*") if path.name.isdigit()} if folder.is_dir() else set()
+    untold = {number: record for number in numbers - told.keys() if (record := _made_record(folder / str(number)))}
+    return [record for _, record in sorted((told | untold).items())]
+
+
+def refuse_endless_restarts(run_dir: Path) -> None:
+    """EnvironmentFaultError where a scheduler would start a run again that ends at the same step each time."""
+    history = earlier_history(run_dir)
+    if not history or history[-1].fault is None:
+        return
+    last = history[-1]
+    if num_at_step(history, last.step) >= MAX_SAME_STEP:
+        raise EnvironmentFaultError(
+            f"{run_dir}: {MAX_SAME_STEP} attempts in a row ended at step {last.step}, so it is not started again: "
+            f"{(last.cause or 'no reason given').splitlines()[0]}\n"
+            f"see {run_dir}/attempts/{last.number}/logs; once it is mended, submit it again or add --resume"
+        )
+
+
+def num_at_step(history: Sequence[AttemptRecord], step: int) -> int:
+    """How many of the last attempts, without a break, ended badly at this step."""
+    count = 0
+    for record in reversed(history):
+        if record.fault is None or record.step != step:
+            break
+        count += 1
+    return count
+
+
+def _made_record(attempt_dir: Path) -> AttemptRecord | None:
+    """Of an attempt whose supervisor was killed; None where it had not begun."""
+    try:
+        candidate = codec.read(attempt_dir / "plan.json", Plan).chosen
+    except InputError:
+        return None
+    beats = [beat for rank in range(candidate.num_ranks) if (beat := read_heartbeat(attempt_dir, rank)) is not None]
+    if not beats:
+        return None
+    return AttemptRecord(
+        number=int(attempt_dir.name),
+        strategy=candidate.strategy.name,
+        num_ranks=candidate.num_ranks,
+        micro_batch=candidate.micro_batch,
+        accumulation=candidate.accumulation,
+        resumed_from_step=None,
+        step=max(beat.step for beat in beats),
+        ending=Ending.FAILED,
+        fault=Fault.KILLED,
+        cause="the process that started the ranks was killed",
+        duration_s=0.0,
+        predicted_peak_bytes=candidate.memory.peak_allocated_bytes,
+    )
