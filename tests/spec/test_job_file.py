@@ -16,6 +16,7 @@ from trainer.spec.job import (
     Every,
     Job,
     ModelJob,
+    NodeNetwork,
     TrainJob,
     WandbMode,
     Warmup,
@@ -170,6 +171,11 @@ SPELLINGS = [
     ("slurm.modules", "cuda/12", ("cuda/12",)),
     ("slurm.modules", [], ()),
     ("slurm.extra", ["--constraint=a100"], ("--constraint=a100",)),
+    ("slurm.gpus", 8, 8),
+    ("slurm.memory", "64GiB", 64 * 2**30),
+    ("slurm.requeue", "no", False),
+    ("slurm.chain", 3, 3),
+    ("slurm.network", "none", NodeNetwork.NONE),
     ("price_per_gpu_hour", "2.5", 2.5),
 ]
 
@@ -304,6 +310,9 @@ REFUSED = [
     ("slurm.time", 86400, "put it in quotes if it is text"),
     ("slurm.time", "tomorrow", 'slurm.time is "tomorrow"; expected null or a time such as "24:00:00" or "2-12:00:00"'),
     ("slurm.modules", [1], "put it in quotes if it is text"),
+    ("slurm.memory", "64", 'did you mean "64GiB"?'),
+    ("slurm.chain", 0, "slurm.chain is 0; expected a number of jobs from 1 to 100"),
+    ("slurm.network", None, "slurm.network is empty; expected auto, none or direct"),
     ("price_per_gpu_hour", 0, "price_per_gpu_hour is 0; expected null or a number above 0"),
 ]  # fmt: skip
 

@@ -249,14 +249,32 @@ class LogJob(Value, frozen=True, kw_only=True):
     notify: str | None = None
 
 
+class NodeNetwork(StrEnum):
+    """Whether compute nodes reach the hub."""
+
+    AUTO = "auto"  # not known
+    NONE = "none"
+    DIRECT = "direct"
+
+
 class SlurmJob(Value, frozen=True, kw_only=True):
     """How the cluster is asked."""
 
     partition: str | None = None
     nodes: int | None = None
+    gpus: int | None = None  # of each node; None: all it has
+    cores: int | None = None  # of each node; None: all, where nodes are not shared
+    memory: int | None = None  # bytes of each node; None: all, where nodes are not shared
     account: str | None = None
     qos: str | None = None
-    time: str | None = None
+    time: str | None = None  # None: what the plan predicts, with a margin
+    constraint: str | None = None
+    reservation: str | None = None
+    mail: str | None = None
+    comment: str | None = None
+    requeue: bool = True
+    chain: int = 1
+    network: NodeNetwork = NodeNetwork.AUTO
     modules: tuple[str, ...] = ()
     container: str | None = None
     extra: tuple[str, ...] = ()
