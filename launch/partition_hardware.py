@@ -1,0 +1,90 @@
+"""The hardware of a partition, read from Slurm on a login node."""
+
+import getpass
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from launch.probe import read_libraries
+from slurm.access import Access, access_to
+from slurm.cluster import Partition, QosLimit
+from slurm.node_groups import choose_group
+from slurm.partition_hardware import PartitionHardware, hardware_of
+from slurm.queries import read_associations, read_nodes, read_partitions, read_qos_limits
+from trainer.planning.gpu_specs import hardware_from_spec
+from trainer.spec import codec
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.hardware import Hardware, Host
+from trainer.spec.nearest import close_matches
+
+__all__ = ["PartitionHardware", "read_partition_hardware"]
+
+_NAMES_SHOWN = 12
+
+
+def read_partition_hardware(
+    partition: str,
+    *,
+    nodes: int,
+    spec: str | None = None,
+    constraint: str | None = None,
+    qos: str | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> PartitionHardware:
+    """What a job of `nodes` nodes of a partition would run on.
+
+    `spec` is the value of --hardware, which states what Slurm does not say: a SPEC, or a file of `shardwise probe -o`.
+    InputError for a partition, a constraint or a number of nodes that Slurm does not have, and where `spec` disagrees
+    with it; EnvironmentFaultError where Slurm does not answer, or the partition starts no jobs.
+    """
+    found = _find(partition, read_partitions(environment))
+    choice = choose_group(found, read_nodes(environment), constraint=constraint)
+    access, unknown = _read_access(found, environment)
+    limits = _read_limits(found, qos or (access.default_qos if access else None), environment)
+    stated = None if spec is None else _stated(spec)
+    answer = hardware_of(found, choice, num_nodes=nodes, stated=stated, access=access, limits=limits)
+    said = access.words if access is not None else unknown
+    hardware = replace(answer.hardware, notes=(*answer.hardware.notes, said))
+    if not hardware.libraries:  # the nodes see the same files, so jobs run this Python
+        hardware = replace(hardware, libraries=read_libraries())
+    return replace(answer, hardware=hardware)
+
+
+def _find(name: str, partitions: tuple[Partition, ...]) -> Partition:
+    found = next((one for one in partitions if one.name == name), None)
+    if found is not None:
+        return found
+    names = [one.name for one in partitions]
+    near = close_matches(name, names, count=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else "it may be hidden from you"
+    shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+    raise InputError(f"--partition {name}: Slurm shows no such partition; {hint}\nit shows {shown or 'none'}")
+
+
+def _read_access(partition: Partition, environment: Mapping[str, str]) -> tuple[Access | None, str]:
+    """What the user may use, or why that is not known."""
+    try:
+        associations = read_associations(getpass.getuser(), environment)
+    except EnvironmentFaultError as error:
+        first = str(error).splitlines()[0]
+        reason = (first.partition(": ")[2] or first).partition(";")[0].rstrip(".")
+        only = f"; it takes accounts {', '.join(partition.allowed_accounts)}" if partition.allowed_accounts else ""
+        return None, f"which accounts and QOS you may use is not known ({reason}){only}"
+    return access_to(partition, associations), ""
+
+
+def _read_limits(partition: Partition, qos: str | None, environment: Mapping[str, str]) -> tuple[QosLimit, ...]:
+    """Of the partition's own QOS and of the job's; none where the cluster keeps none."""
+    try:
+        return read_qos_limits([name for name in (partition.qos, qos) if name], environment)
+    except EnvironmentFaultError:
+        return ()
+
+
+def _stated(spec: str) -> Hardware:
+    if spec.endswith(".json"):
+        return replace(codec.read(Path(spec), Hardware), source=spec)
+    unknown = Host(cpu_name=None, num_cores=None, ram_bytes=None, ram_available_bytes=None)
+    return hardware_from_spec(spec, local_host=lambda: unknown)

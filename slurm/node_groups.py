@@ -1,0 +1,223 @@
+"""The nodes of a partition as groups of equal ones, and which group a job is planned for. Pure.
+
+Equal means the same GPUs, the same card, the same cores and about the same RAM: nodes that were bought together differ
+by some MiB, and a group has what its least node has. A job runs on nodes of one group, since every rank waits for the
+slowest.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from slurm.cluster import Gres, Node, Partition
+from slurm.gpu_cards import CardChoice, card_name, card_of
+from trainer.spec.errors import InputError
+from trainer.spec.units import format_bytes
+from trainer.spec.value import Value
+
+_SAME_RAM = 0.9  # of the largest of a group
+
+
+class NodeGroup(Value, frozen=True, kw_only=True):
+    """Equal nodes of a partition."""
+
+    names: tuple[str, ...]  # () where Slurm shows none of them
+    num_nodes: int
+    num_in_service: int
+    num_cores: int
+    ram_bytes: int | None
+    num_gpus: int = 0
+    gpu_type: str | None = None  # of the GRES
+    card: CardChoice | None = None
+    other_gpus: tuple[Gres, ...] = ()  # of other types on the same nodes
+    features: tuple[str, ...] = ()  # that each of them has
+
+    @property
+    def is_mig(self) -> bool:
+        return self.card is not None and bool(self.card.gpu.is_mig_on)
+
+    @property
+    def gpus_used(self) -> int:
+        """GPUs of a node that one job drives: of slices one, which is all that NCCL and a process can."""
+        return 1 if self.is_mig else self.num_gpus
+
+    @property
+    def gres(self) -> str | None:
+        """What to ask of Slurm for a node's GPUs: `gpu:a100:8`."""
+        kind = f":{self.gpu_type}" if self.gpu_type else ""
+        return f"gpu{kind}:{self.gpus_used}" if self.num_gpus else None
+
+    @property
+    def words(self) -> str:
+        """`4 nodes of 8 x A100-SXM4-80GB (128 cores, 1007 GiB RAM)`."""
+        ram = f", {format_bytes(self.ram_bytes)} RAM" if self.ram_bytes is not None else ""
+        nodes = f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
+        if not self.num_gpus:
+            return f"{nodes} of {self.num_cores} cores{ram}"
+        card = self.card.gpu.name if self.card else f"gpu:{self.gpu_type}" if self.gpu_type else "GPU"
+        return f"{nodes} of {self.num_gpus} x {card} ({self.num_cores} cores{ram})"
+
+
+class Choice(Value, frozen=True, kw_only=True):
+    """The group to plan for, beside the others of its partition."""
+
+    group: NodeGroup
+    others: tuple[NodeGroup, ...] = ()
+    num_hidden: int = 0  # nodes of the partition that Slurm does not show: a cloud's that are powered down
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that a job could get, those not shown taken to be like the only group there is."""
+        return self.group.num_nodes + (self.num_hidden if self.group.names and not self.others else 0)
+
+    @property
+    def constraint(self) -> str | None:
+        """A feature that selects the group; None where its GRES does, or nothing has to.
+
+        None as well where no feature tells it from the others.
+        """
+        if not any(_would_serve(other, self.group) for other in self.others):
+            return None
+        elsewhere = {feature for other in self.others for feature in other.features}
+        own = [feature for feature in self.group.features if feature not in elsewhere]
+        return min(own, key=lambda feature: card_name(feature) == card_name(""), default=None)
+
+
+def choose_group(partition: Partition, nodes: Sequence[Node], *, constraint: str | None = None) -> Choice:
+    """The largest group of GPU nodes that `constraint` selects, of CPU nodes where there is none.
+
+    InputError where no node has the features of `constraint`.
+    """
+    members = [node for node in nodes if partition.name in node.partitions]
+    hidden = max(0, partition.num_nodes - len(members))
+    matching = [node for node in members if constraint is None or satisfies(node.features, constraint)]
+    if not matching and constraint is not None:
+        known = sorted({feature for node in members for feature in node.features})
+        features = f"its features are {', '.join(known[:20])}" if known else "its nodes have no features"
+        raise InputError(f"--constraint {constraint}: no node of partition {partition.name} has it; {features}")
+    if not members:
+        return Choice(group=_group_of_tres(partition), num_hidden=hidden)
+    group, *rest = sorted(group_nodes(matching), key=_preference, reverse=True)
+    passed_over = group_nodes([node for node in members if node not in matching])
+    return Choice(group=group, others=(*rest, *passed_over), num_hidden=hidden)
+
+
+def group_nodes(nodes: Iterable[Node]) -> tuple[NodeGroup, ...]:
+    """Groups of equal nodes, in the order of their first ones."""
+    alike: dict[tuple[object, ...], list[Node]] = {}
+    for node in nodes:
+        used, card = _gpus_of(node)
+        key = (used, None if card is None else card.gpu, node.num_cores, _other_gpus(node, used))
+        alike.setdefault(key, []).append(node)
+    return tuple(_group(part) for members in alike.values() for part in _by_ram(members))
+
+
+def satisfies(features: Sequence[str], constraint: str) -> bool:
+    """Whether a node with these features meets sbatch's `--constraint`: `a100&ib`, `[hbm80g|hbm40g]`, `(a|b)&c`.
+
+    Counts (`ib*4`) ask the same of a node without theirs.
+    """
+    words = re.findall(r"[^\s&|,()\[\]*]+|[&|,()\[\]]", re.sub(r"\*\d+", "", constraint))
+    has = set(features)
+    operators = {"&": "and", ",": "and", "|": "or", "[": "(", "]": ")", "(": "(", ")": ")"}
+    rule = [operators.get(word, str(word in has)) for word in words]
+    return _holds(rule)
+
+
+def _holds(rule: list[str]) -> bool:
+    """The value of `True and ( False or True )` up to its end or a closing bracket; `and` binds closer."""
+    terms: list[list[bool]] = [[]]
+    while rule and rule[0] != ")":
+        word = rule.pop(0)
+        if word == "(":
+            terms[-1].append(_holds(rule))
+            if rule:
+                rule.pop(0)
+        elif word == "or":
+            terms.append([])
+        elif word != "and":
+            terms[-1].append(word == "True")
+    return any(term and all(term) for term in terms)
+
+
+def _preference(group: NodeGroup) -> tuple[bool, int, int]:
+    memory = group.card.gpu.memory_bytes if group.card else 0
+    return bool(group.num_gpus), group.num_nodes, group.num_gpus * memory
+
+
+def _would_serve(other: NodeGroup, group: NodeGroup) -> bool:
+    """Whether Slurm could give nodes of `other` for what `group` is asked with."""
+    if not group.num_gpus:
+        return True
+    same = group.gpu_type is None or other.gpu_type == group.gpu_type
+    return same and other.num_gpus >= group.gpus_used
+
+
+def _gpus_of(node: Node) -> tuple[Gres | None, CardChoice | None]:
+    """The GPUs of a node that a job would use: whole cards before slices, then those with the most memory."""
+    options = [(one, card_of(one, node.features, node.gres)) for one in node.gpus]
+
+    def worth(option: tuple[Gres, CardChoice | None]) -> tuple[bool, int, int]:
+        one, card = option
+        memory = card.gpu.memory_bytes if card else 0
+        is_whole = card is None or not card.gpu.is_mig_on
+        return is_whole, memory * (one.count if is_whole else 1), one.count
+
+    return max(options, key=worth, default=(None, None))
+
+
+def _other_gpus(node: Node, used: Gres | None) -> tuple[Gres, ...]:
+    return tuple(one for one in node.gpus if one is not used)
+
+
+def _by_ram(nodes: Sequence[Node]) -> list[list[Node]]:
+    """The nodes split where one has clearly less RAM than the first of its part."""
+    parts: list[list[Node]] = []
+    for node in sorted(nodes, key=lambda each: -(each.ram_bytes or 0)):
+        largest = parts[-1][0].ram_bytes if parts else None
+        if parts and (node.ram_bytes or 0) >= _SAME_RAM * (largest or 0):
+            parts[-1].append(node)
+        else:
+            parts.append([node])
+    return parts
+
+
+def _group(nodes: Sequence[Node]) -> NodeGroup:
+    first = nodes[0]
+    used, card = _gpus_of(first)
+    shared = set(first.features).intersection(*(node.features for node in nodes))
+    sizes = [node.ram_bytes for node in nodes if node.ram_bytes is not None]
+    return NodeGroup(
+        names=tuple(node.name for node in nodes),
+        num_nodes=len(nodes),
+        num_in_service=sum(node.is_in_service for node in nodes),
+        num_cores=first.num_cores,
+        ram_bytes=min(sizes) if len(sizes) == len(nodes) else None,
+        num_gpus=used.count if used else 0,
+        gpu_type=used.kind if used else None,
+        card=card,
+        other_gpus=_other_gpus(first, used),
+        features=tuple(feature for feature in first.features if feature in shared),
+    )
+
+
+def _group_of_tres(partition: Partition) -> NodeGroup:
+    """Nodes that Slurm does not show, from what it counts of the whole partition."""
+    count = max(1, partition.num_nodes)
+    gpus = [Gres(name="gpu", kind=None, count=partition.tres.get("gres/gpu", 0) // count)]
+    gpus += [
+        Gres(name="gpu", kind=name.removeprefix("gres/gpu:"), count=number // count)
+        for name, number in partition.tres.items()
+        if name.startswith("gres/gpu:") and number % count == 0
+    ]
+    used = gpus[-1]
+    memory = partition.tres.get("mem", 0) // count
+    return NodeGroup(
+        names=(),
+        num_nodes=partition.num_nodes,
+        num_in_service=partition.num_nodes,
+        num_cores=max(1, partition.tres.get("cpu", 0) // count),
+        ram_bytes=memory or None,
+        num_gpus=used.count,
+        gpu_type=used.kind,
+        card=card_of(used) if used.count else None,
+    )

@@ -1,0 +1,259 @@
+"""The hardware of nodes of a partition, as far as Slurm tells it, with the rest named as assumed. Pure.
+
+Slurm tells GPUs by type and count, cores and RAM. Links, disks, rates and libraries come from a `hardware.json` that
+was probed on such a node, else from the catalogue. Whole nodes are planned for: the job asks for them (`--exclusive`),
+and gets the RAM of a node less what Slurm keeps for itself, bounded by the partition's limits.
+"""
+
+from msgspec.structs import replace
+
+from slurm.access import Access
+from slurm.cluster import Partition, PartitionState, Preemption, QosLimit
+from slurm.gpu_cards import card_name, gpus_of_row
+from slurm.node_groups import Choice, NodeGroup
+from slurm.quantities import format_duration
+from trainer.planning.gpu_specs import GPU_SPECS
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.hardware import Gpu, Hardware, Host, MeasuredRates
+from trainer.spec.units import format_bytes
+from trainer.spec.value import Value
+
+
+class PartitionHardware(Value, frozen=True, kw_only=True):
+    """What a job that asks for nodes of a partition would run on."""
+
+    hardware: Hardware
+    partition: Partition
+    group: NodeGroup
+    constraint: str | None = None  # a feature to ask for, so that no nodes of another kind are given
+    num_allowed_nodes: int  # that one job may have
+    time_limit_s: int | None = None
+    access: Access | None = None  # None: the cluster does not say
+
+
+def hardware_of(
+    partition: Partition,
+    choice: Choice,
+    *,
+    num_nodes: int,
+    stated: Hardware | None = None,
+    access: Access | None = None,
+    limits: tuple[QosLimit, ...] = (),
+) -> PartitionHardware:
+    """The hardware of `num_nodes` nodes of the chosen group.
+
+    `stated` is what `--hardware` names: a probed node, or a SPEC. InputError where it disagrees with Slurm, where
+    nothing names the card, and for more nodes than there are or than one job may have; EnvironmentFaultError where the
+    partition starts no jobs.
+    """
+    _check_state(partition, choice)
+    allowed, why = allowed_nodes(partition, choice, limits)
+    _check_count(partition, choice, num_nodes, allowed, why)
+    gpus = _gpus(partition, choice.group, stated)
+    if stated is not None:
+        _check_stated(partition, choice.group, stated, num_nodes)
+    probed = None if stated is None or stated.source.startswith("catalogue") else stated
+    cores = _least(choice.group.num_cores, partition.max_cpus_per_node) or 1
+    hardware = Hardware(
+        gpus=gpus,
+        host=_host(partition, choice.group, cores, probed),
+        num_nodes=num_nodes,
+        num_cpu_devices=stated.num_cpu_devices if stated is not None and not gpus else 1,
+        links=probed.links if probed else (),
+        libraries=probed.libraries if probed else {},
+        unfit_libraries=probed.unfit_libraries if probed else {},
+        notes=tuple(_notes(partition, choice, gpus, stated=stated, probed=probed)),
+        rates=probed.rates if probed else MeasuredRates(),
+        source=f"partition {partition.name}",
+    )
+    return PartitionHardware(
+        hardware=hardware,
+        partition=partition,
+        group=choice.group,
+        constraint=choice.constraint,
+        num_allowed_nodes=allowed,
+        time_limit_s=_least(partition.max_time_s, *(limit.max_time_s for limit in limits)),
+        access=access,
+    )
+
+
+def allowed_nodes(partition: Partition, choice: Choice, limits: tuple[QosLimit, ...] = ()) -> tuple[int, str]:
+    """The nodes that one job may have, and what says so."""
+    group = choice.group
+    most = [(choice.num_nodes, f"it has {group.words}")]
+    if partition.max_nodes is not None:
+        most.append((partition.max_nodes, "its MaxNodes"))
+    for limit in limits:
+        most += [(limit.max_tres["node"], f"QOS {limit.name}")] if "node" in limit.max_tres else []
+        if "gres/gpu" in limit.max_tres and group.gpus_used:
+            gpus = limit.max_tres["gres/gpu"]
+            most.append((gpus // group.gpus_used, f"QOS {limit.name}: {gpus} GPUs a job"))
+    return min(most, key=lambda pair: pair[0])
+
+
+def _check_state(partition: Partition, choice: Choice) -> None:
+    if partition.state is not PartitionState.UP:
+        raise EnvironmentFaultError(
+            f"partition {partition.name} is {partition.state}: it starts no new jobs\n"
+            "take another, or ask who runs the cluster when it comes back"
+        )
+    if partition.num_nodes == 0:
+        raise EnvironmentFaultError(f"partition {partition.name} has no nodes")
+    if choice.group.names and choice.group.num_in_service == 0:
+        raise EnvironmentFaultError(
+            f"partition {partition.name}: all of its {choice.group.words} are down or drained\n"
+            "take another partition, or ask who runs the cluster when they come back"
+        )
+
+
+def _check_count(partition: Partition, choice: Choice, num_nodes: int, allowed: int, why: str) -> None:
+    if num_nodes > allowed:
+        others = "; ".join(other.words for other in choice.others)
+        more = f"\nit also has {others}, which --constraint selects" if others else ""
+        raise InputError(f"--nodes {num_nodes}: partition {partition.name} gives a job {allowed} ({why}){more}")
+    if num_nodes < partition.min_nodes:
+        raise InputError(f"--nodes {num_nodes}: partition {partition.name} takes jobs of {partition.min_nodes} or more")
+
+
+def _gpus(partition: Partition, group: NodeGroup, stated: Hardware | None) -> tuple[Gpu, ...]:
+    """The GPUs of a node: those that were stated, else those of the catalogue."""
+    if stated is not None:
+        return tuple(_elsewhere(gpu, number) for number, gpu in enumerate(stated.gpus))
+    if not group.num_gpus:
+        return ()
+    if group.card is None:
+        raise InputError(_which_card(partition, group))
+    if group.is_mig:
+        return (group.card.gpu,)
+    return gpus_of_row(group.card.gpu.name, group.num_gpus)
+
+
+def _elsewhere(gpu: Gpu, number: int) -> Gpu:
+    """A card like this one in another node: nobody's process on it, no identity."""
+    return replace(gpu, index=number, uuid=None, free_bytes=None, holders=())
+
+
+def _which_card(partition: Partition, group: NodeGroup) -> str:
+    called = f"calls its GPUs gpu:{group.gpu_type}, which is no card of the catalogue"
+    told = called if group.gpu_type else f"does not tell which GPUs its {group.gres} are"
+    return (
+        f"partition {partition.name}: Slurm {told}; say it with\n"
+        f"--hardware {group.num_gpus}xA100-SXM4-80GB, or whatever they are, or with --hardware hw.json, made by\n"
+        f"srun --partition={partition.name} --nodes=1 --exclusive --gres={group.gres} shardwise probe -o hw.json"
+    )
+
+
+def _check_stated(partition: Partition, group: NodeGroup, stated: Hardware, num_nodes: int) -> None:
+    """InputError where --hardware and Slurm say different things of the same node."""
+    count = len(stated.gpus)
+    if group.num_gpus and count != group.gpus_used:
+        raise InputError(
+            f"--hardware names {count} GPUs a node, partition {partition.name} has {group.gpus_used} ({group.gres})"
+        )
+    if group.num_gpus and not all(_agrees(group, gpu) for gpu in stated.gpus):
+        raise InputError(
+            f"--hardware names {stated.gpus[0].spec_name or stated.gpus[0].name}, partition {partition.name} has "
+            f"{_candidates(group)} ({group.gres})"
+        )
+    if stated.num_nodes not in (1, num_nodes):
+        raise InputError(f"--hardware names {stated.num_nodes} nodes, --nodes {num_nodes}; leave the first out")
+
+
+def _agrees(group: NodeGroup, gpu: Gpu) -> bool:
+    """Whether a card may be what Slurm's type, or a feature, calls it."""
+    if group.is_mig:
+        return bool(gpu.is_mig_on)
+    if group.card is not None:
+        return gpu.spec_name in group.card.fits
+    wanted = card_name(group.gpu_type or "").model
+    return not wanted or wanted in {card_name(gpu.name).model, card_name(gpu.name).model.removeprefix("rtx")}
+
+
+def _candidates(group: NodeGroup) -> str:
+    if group.card is None:
+        return f"gpu:{group.gpu_type}"
+    return group.card.gpu.name if group.is_mig else " or ".join(group.card.fits)
+
+
+def _host(partition: Partition, group: NodeGroup, cores: int, probed: Hardware | None) -> Host:
+    per_cpu = partition.max_ram_per_cpu_bytes
+    ram = _least(group.ram_bytes, partition.max_ram_per_node_bytes, None if per_cpu is None else per_cpu * cores)
+    known = Host(cpu_name=None, num_cores=cores, ram_bytes=ram, ram_available_bytes=None, pinned_limit_bytes=ram)
+    if probed is None:
+        return known
+    return replace(
+        probed.host,
+        num_cores=cores,
+        ram_bytes=ram,
+        ram_available_bytes=None,
+        pinned_limit_bytes=_least(ram, probed.host.pinned_limit_bytes),
+        slurm=None,
+    )
+
+
+def _notes(
+    partition: Partition, choice: Choice, gpus: tuple[Gpu, ...], *, stated: Hardware | None, probed: Hardware | None
+) -> list[str]:
+    """What was taken for granted, each in a sentence."""
+    group = choice.group
+    shared = " (not kept to it: OverSubscribe=FORCE)" if partition.is_oversubscribed else ""
+    notes = [f"partition {partition.name}: {group.words}; a job is taken to have whole nodes{shared}"]
+    if choice.num_hidden:
+        notes.append(f"{choice.num_hidden} of them are not shown by Slurm (powered down) and are taken to be alike")
+    if group.num_in_service < group.num_nodes:
+        notes.append(f"{group.num_in_service} of these {group.num_nodes} nodes are in service now")
+    notes += _card_notes(partition, group, gpus, stated=stated)
+    notes += _assumed_notes(group, gpus, probed=probed)
+    if choice.others:
+        others = "; ".join(other.words for other in choice.others)
+        how = f"--constraint={choice.constraint} keeps to the first" if choice.constraint else _type_words(choice)
+        notes.append(f"the partition also has {others}; {how}")
+    for other in group.other_gpus:
+        notes.append(f"not used: {other.count} x gpu:{other.kind} on the same nodes")
+    if partition.preemption is not Preemption.OFF and partition.grace_time_s:
+        notes.append(f"jobs may make way for others here, {format_duration(partition.grace_time_s)} after a warning")
+    return notes
+
+
+def _type_words(choice: Choice) -> str:
+    would_be_given = any(other.gres == choice.group.gres for other in choice.others)
+    return "no feature tells them apart" if would_be_given else f"--gres={choice.group.gres} keeps to the first"
+
+
+def _card_notes(partition: Partition, group: NodeGroup, gpus: tuple[Gpu, ...], *, stated: Hardware | None) -> list[str]:
+    if stated is not None:
+        said = f"the card is that of --hardware {stated.source.removeprefix('catalogue ')}"
+        return [said if group.num_gpus else f"{said}; Slurm lists no GPU here"] if gpus else []
+    if not gpus:
+        return ["Slurm lists no GPU here; where the nodes have some, --hardware 4xNAME states them"]
+    assert group.card is not None
+    if group.is_mig:
+        return [
+            f"{group.num_gpus} slices a node ({group.card.told_by}), of which a job uses one; its memory follows from "
+            "its profile"
+        ]
+    others = [row for row in group.card.fits if row != gpus[0].name]
+    if others:
+        return [
+            f"{group.card.told_by} fits {', '.join((gpus[0].name, *others))}: the first is assumed; "
+            f"--hardware {group.num_gpus}x{others[0]} states another"
+        ]
+    return [f"{group.card.told_by} is taken for {gpus[0].name}"]
+
+
+def _assumed_notes(group: NodeGroup, gpus: tuple[Gpu, ...], *, probed: Hardware | None) -> list[str]:
+    if probed is not None:
+        return [f"links, disks, rates and libraries are those that {probed.source} has of one node"]
+    row = GPU_SPECS.get(gpus[0].spec_name or "") if gpus else None
+    if row is None:
+        return []
+    link = f"NVLink {format_bytes(row.nvlink_bytes_per_s)}/s" if row.nvlink_bytes_per_s else "PCIe alone"
+    return [
+        f"assumed from the catalogue, since Slurm does not say: {link} between GPUs, a network of "
+        f"{format_bytes(row.network_bytes_per_s)}/s a node, no NVMe; `srun --nodes=1 --exclusive --gres={group.gres} "
+        "shardwise probe --measure -o hw.json` measures them for --hardware hw.json"
+    ]
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)

@@ -1,0 +1,81 @@
+"""Asks Slurm: runs its commands and parses what they answer.
+
+Commands run with LC_ALL=C and are given TIMEOUT_S: a controller that is gone keeps them for seconds, a configuration
+that is not there for a minute. Whatever goes wrong is an EnvironmentFaultError that names the command.
+"""
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from slurm.access import ASSOCIATION_FIELDS, QOS_FIELDS, parse_associations, parse_qos_limits
+from slurm.cluster import Association, Node, Partition, QosLimit
+from slurm.scontrol_text import parse_config, parse_nodes, parse_partitions
+from trainer.spec.errors import EnvironmentFaultError
+
+TIMEOUT_S = 20.0
+_NO_CONTROLLER = ("Unable to contact slurm controller", "Zero Bytes were transmitted", "Socket timed out")
+
+
+def read_partitions(environment: Mapping[str, str] = os.environ) -> tuple[Partition, ...]:
+    """Every partition that Slurm shows this user."""
+    return parse_partitions(ask_slurm(("scontrol", "-o", "show", "partition"), environment=environment))
+
+
+def read_nodes(environment: Mapping[str, str] = os.environ) -> tuple[Node, ...]:
+    """Every node that Slurm shows; a cloud's that are powered down may be missing."""
+    return parse_nodes(ask_slurm(("scontrol", "-o", "show", "node"), environment=environment))
+
+
+def read_associations(user: str, environment: Mapping[str, str] = os.environ) -> tuple[Association, ...]:
+    """The accounts of a user on this cluster; EnvironmentFaultError where the cluster keeps no accounts."""
+    config = parse_config(ask_slurm(("scontrol", "show", "config"), environment=environment))
+    where = [f"user={user}"] + ([f"cluster={config['ClusterName']}"] if config.get("ClusterName") else [])
+    columns = f"format={','.join(ASSOCIATION_FIELDS)}"
+    return parse_associations(ask_slurm(("sacctmgr", "-nP", "show", "assoc", *where, columns), environment=environment))
+
+
+def read_qos_limits(names: Sequence[str], environment: Mapping[str, str] = os.environ) -> tuple[QosLimit, ...]:
+    """The limits of qualities of service; EnvironmentFaultError where the cluster keeps none."""
+    if not names:
+        return ()
+    columns = f"format={','.join(QOS_FIELDS)}"
+    argv = ("sacctmgr", "-nP", "show", "qos", f"name={','.join(names)}", columns)
+    return parse_qos_limits(ask_slurm(argv, environment=environment))
+
+
+def ask_slurm(argv: Sequence[str], *, environment: Mapping[str, str] = os.environ, timeout_s: float = TIMEOUT_S) -> str:
+    """What a command of Slurm prints; EnvironmentFaultError where it is missing, silent, or fails."""
+    command = " ".join(argv)
+    try:
+        done = subprocess.run(
+            argv,
+            env={**environment, "LC_ALL": "C"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise EnvironmentFaultError(
+            f"{argv[0]} is not on PATH: partitions are known where Slurm is, on a login node\n"
+            "elsewhere name the machine: --hardware 4x8xH100-SXM5-80GB"
+        ) from None
+    except OSError as error:
+        raise EnvironmentFaultError(f"{command}: cannot be run: {error.strerror}") from error
+    except subprocess.TimeoutExpired:
+        raise EnvironmentFaultError(
+            f"{command}: no answer within {timeout_s:g} s; is the Slurm controller up, and slurm.conf in its place?"
+        ) from None
+    if done.returncode != 0:
+        raise EnvironmentFaultError(_failure(command, done.stderr or done.stdout, done.returncode))
+    return done.stdout
+
+
+def _failure(command: str, output: str, code: int) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    if any(sign in line for sign in _NO_CONTROLLER for line in lines):
+        return f"{command}: the Slurm controller does not answer; try again, or ask who runs the cluster"
+    return f"{command}: {'; '.join(lines[:2]) or f'ended with exit code {code}'}"
