@@ -11,7 +11,7 @@ from random import Random
 from typing import NamedTuple
 
 from msgspec.structs import replace
-from planning_factory import job_of, situation_for
+from planning_factory import job_of, machine, situation_for
 
 from trainer.planning.catalogue import CATALOGUE
 from trainer.planning.rules import may_run
@@ -40,7 +40,7 @@ class Point(NamedTuple):
 
     @property
     def num_ranks(self) -> int:
-        return 1 if self.sharding is Sharding.NONE else 2
+        return {Sharding.NONE: 1, Sharding.HSDP: 4}.get(self.sharding, 2)
 
     @property
     def name(self) -> str:
@@ -68,7 +68,7 @@ class Point(NamedTuple):
 
 @cache
 def rows() -> tuple[tuple[Strategy, Method], ...]:
-    """Every row of the catalogue that two gloo ranks, or one process, can run with a method."""
+    """Every row of the catalogue that gloo ranks, or one process, can run with a method."""
     return tuple(
         (strategy, method)
         for strategy in CATALOGUE
@@ -80,11 +80,13 @@ def rows() -> tuple[tuple[Strategy, Method], ...]:
 
 def is_row_allowed(strategy: Strategy, method: Method) -> bool:
     """Whether no rule forbids the row on a CPU once it is pinned and everything is allowed."""
-    spec = "1xCPU" if strategy.sharding is Sharding.NONE else "2xCPU"
+    hardware = machine("1xCPU" if strategy.sharding is Sharding.NONE else "2xCPU")
+    if strategy.sharding is Sharding.HSDP:
+        hardware = replace(hardware, num_nodes=2)
     pin = {axis: getattr(strategy, axis) for axis in ("sharding", "offload", "optimizer", "precision")}
     job = job_of(allow=tuple(Allowance), pin=pin, seq_len=512, tokens_per_step=8192)
     job = replace(job, limits=replace(job.limits, nvme=NvmeLimit(path="/nvme")))
-    situation = situation_for("tiny", spec, method=method, job=job)
+    situation = situation_for("tiny", hardware, method=method, job=job)
     return may_run(situation, strategy, ignoring_version=True)
 
 
@@ -105,9 +107,12 @@ def points() -> Iterator[Point]:
 def is_sound(point: Point) -> bool:
     """Updates inside the backward pass need the whole gradient there: one rank, one micro batch.
 
-    What selective recomputation keeps stays on the device.
+    What selective recomputation keeps stays on the device. A gradient of one row alone, times as many ranks and micro
+    batches, is too large for the first loss scale of fp16, and the step would be skipped.
     """
     if point.activation_offload and point.checkpointing is Checkpointing.SELECTIVE:
+        return False
+    if point.precision is Precision.FP16_MIXED and point.num_ranks * point.accumulation > 4:
         return False
     if point.optimizer in IN_BACKWARD and (point.accumulation > 1 or point.optimizer_in_backward):
         return False

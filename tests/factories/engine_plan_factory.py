@@ -44,8 +44,10 @@ def engine_plan(
     job: Job | None = None,
     **candidate: object,
 ) -> Plan:
-    """A plan whose only candidate runs on `num_ranks` devices of `kind`."""
-    cards = gpus(num_ranks) if kind is DeviceKind.CUDA else ()
+    """A plan whose only candidate runs on `num_ranks` devices of `kind`, under hybrid sharding those of two nodes."""
+    num_nodes = 2 if sharding is Sharding.HSDP else 1
+    on_each = num_ranks // num_nodes
+    cards = gpus(on_each) if kind is DeviceKind.CUDA else ()
     host = Host(cpu_name=None, num_cores=8, ram_bytes=2**36, ram_available_bytes=2**36)
     if optimizer is None:
         is_on_host = sharding.uses_deepspeed and offload is not Offload.NONE
@@ -63,7 +65,7 @@ def engine_plan(
     return Plan(
         name="tiny",
         job=job or Job(),
-        hardware=hardware or Hardware(gpus=cards, host=host, num_cpu_devices=num_ranks),
+        hardware=hardware or Hardware(gpus=cards, host=host, num_nodes=num_nodes, num_cpu_devices=on_each),
         model_shape=read_model_shape(TINY_LLAMA),
         model_config=TINY_LLAMA,
         model_path=None,

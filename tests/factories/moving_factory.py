@@ -117,7 +117,7 @@ class Yard:
             place.offload,
             num_ranks=place.num_ranks,
             micro_batch=3,
-            accumulation={1: 3, 2: 2, 3: 1}[place.num_ranks],  # of eight rows, so one or four are padding
+            accumulation={1: 3, 2: 2, 3: 1, 4: 1}[place.num_ranks],  # of eight rows, so one or four are padding
             checkpoint_every_steps=STEP,
             num_steps=NUM_STEPS,
             **{"clip": 0.1, "lr": 1e-2, **settings},

@@ -8,11 +8,17 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from rank_factory import rank_plan
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer.runtime.accelerator import build_accelerator
-from trainer.runtime.engagement import check_engagement
+from trainer.runtime.engagement import check_engagement, sharding_of
+from trainer.runtime.engine_state import meshes, ranks_of_copy
 from trainer.runtime.mixed_precision import install_precision
 from trainer.runtime.model import build_model
 from trainer.runtime.optimizers import build_optimizer
@@ -169,3 +175,31 @@ def test_autocast_of_another_type_than_planned_is_named():
         model.shardwise_autocast = torch.bfloat16
         with pytest.raises(EnvironmentFaultError, match="precision: the plan says fp16-mixed, bf16-mixed runs"):
             check_engagement(accelerator, model, optimizer, chosen)
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    """A process group of which only this rank exists."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sharding", "mesh", "copy"),
+    [
+        ([0, 1, 2, 3], Sharding.FSDP, ((4,), (Shard(0),)), (0, 1, 2, 3)),
+        ([[0, 1], [2, 3]], Sharding.HSDP, ((2, 2), (Replicate(), Shard(0))), (0, 1)),
+        ([[0, 2], [1, 3]], Sharding.HSDP, ((2, 2), (Replicate(), Shard(0))), (0, 2)),
+    ],
+)
+def test_the_ranks_of_a_copy_are_read_off_its_shards(four_ranks, ranks, sharding, mesh, copy):
+    """The last would send every gather between machines."""
+    block, root = torch.nn.Linear(8, 8), torch.nn.Sequential()
+    root.append(block)
+    device_mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("copies", "shards")[-torch.tensor(ranks).ndim :])
+    for module in (block, root):
+        fully_shard(module, mesh=device_mesh, reshard_after_forward=True)
+    assert sharding_of(root) is sharding
+    assert meshes(root) == {mesh}
+    assert ranks_of_copy(root) == [copy]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from trainer.runtime.model import build_model
 from trainer.runtime.optimizers import build_optimizer
 from trainer.runtime.step import Clock, StepResult, run_step, seed_dropout
 from trainer.spec.errors import InputError
+from trainer.spec.hardware import Hardware, Host
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Sharding
 
@@ -166,10 +168,17 @@ def test_a_clock_adds_up_by_phase():
     assert clock.seconds("backward") == 0
 
 
+def hybrid(num_nodes: int, on_each: int) -> dict[str, Any]:
+    host = Host(cpu_name=None, num_cores=8, ram_bytes=None, ram_available_bytes=None)
+    hardware = Hardware(gpus=(), host=host, num_nodes=num_nodes, num_cpu_devices=on_each)
+    return {"sharding": Sharding.HSDP, "num_ranks": hardware.num_devices, "hardware": hardware}
+
+
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        ({"sharding": Sharding.HSDP}, "hsdp comes with shardwise 0.6"),
+        (hybrid(num_nodes=1, on_each=4), "several machines; the plan has 1 of 4; take fsdp"),
+        (hybrid(num_nodes=4, on_each=1), "several machines; the plan has 4 of 1; take ddp"),
         ({"num_ranks": 2}, "none drives one device, the plan has 2 ranks"),
     ],
 )

@@ -23,7 +23,8 @@ RECIPE_CAPABILITY: dict[Fp8Recipe, tuple[int, int]] = {
     Fp8Recipe.TORCHAO_ROWWISE: (9, 0),
     **dict.fromkeys(BLACKWELL_RECIPES, (10, 0)),
 }
-_HOOKED = (Sharding.NONE, Sharding.FSDP, Sharding.FSDP_GRAD_OP)  # a hook sees a gradient that is whole, or reduced
+# A hook sees a gradient that is whole, or reduced.
+_HOOKED = (Sharding.NONE, Sharding.FSDP, Sharding.FSDP_GRAD_OP, Sharding.HSDP)
 
 
 def _has_tiles(c: Combination) -> bool:

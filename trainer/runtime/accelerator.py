@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, ParallelismConfig
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -33,12 +33,12 @@ def build_accelerator(plan: Plan, *, ds_config: Mapping[str, Any] | None) -> Acc
     """The Accelerator of the chosen candidate; its engine is what `prepare` will wrap the model in."""
     chosen, kind = plan.chosen, plan.device_kind
     check_precision(chosen.strategy.precision)
-    _check_sharding(chosen)
+    _check_sharding(plan)
     _check_launch(chosen)
     if chosen.strategy.sharding.uses_deepspeed:
         return _with_deepspeed(chosen, kind, ds_config)
     if chosen.strategy.sharding.uses_fsdp:
-        return _with_fsdp(chosen, kind, plan.model_shape.block_class)
+        return _with_fsdp(plan)
     return _plain(chosen, kind)
 
 
@@ -55,9 +55,14 @@ def read_ds_config(attempt_dir: Path, sharding: Sharding) -> dict[str, Any] | No
     return config
 
 
-def _check_sharding(chosen: Candidate) -> None:
-    if chosen.strategy.sharding is Sharding.HSDP:
-        raise InputError("pin.sharding: hsdp comes with shardwise 0.6")
+def _check_sharding(plan: Plan) -> None:
+    chosen, mesh = plan.chosen, plan.hybrid_mesh
+    if mesh is not None and min(mesh) < 2:
+        machines, on_each = mesh
+        raise InputError(
+            f"pin.sharding: hsdp spreads over several devices of each of several machines; the plan has {machines} of "
+            f"{on_each}; take {'fsdp' if machines < 2 else 'ddp'}"
+        )
     if chosen.strategy.sharding is Sharding.NONE and chosen.num_ranks != 1:
         raise InputError(f"pin.sharding: none drives one device, the plan has {chosen.num_ranks} ranks; take ddp")
 
@@ -132,24 +137,34 @@ def fsdp_plugin(
     )
 
 
-def _with_fsdp(chosen: Candidate, kind: DeviceKind, block_class: str) -> Accelerator:
+def _with_fsdp(plan: Plan) -> Accelerator:
+    chosen, kind = plan.chosen, plan.device_kind
     keeps_shards_on_host = chosen.strategy.offload is not Offload.NONE
     plugin = fsdp_plugin(
         sharding=chosen.strategy.sharding,
         precision=chosen.strategy.precision,
-        block_class=block_class,
+        block_class=plan.model_shape.block_class,
         keeps_shards_on_host=keeps_shards_on_host,
     )
+    mesh = None if plan.hybrid_mesh is None else _mesh(*plan.hybrid_mesh)
+    if kind is DeviceKind.CPU:
+        cpu_ranks.forget_mesh_of_launch()
     accelerator = Accelerator(
         cpu=kind is DeviceKind.CPU,
         fsdp_plugin=plugin,
+        parallelism_config=None if kind is DeviceKind.CPU else mesh,
         mixed_precision=accelerate_precision(chosen.strategy.precision),
         gradient_accumulation_steps=chosen.accumulation,
         kwargs_handlers=[_process_group(kind, holds_shards_on_host=keeps_shards_on_host)],
     )
     if kind is DeviceKind.CPU:
-        cpu_ranks.take_fsdp_branch(accelerator, plugin)
+        cpu_ranks.take_fsdp_branch(accelerator, plugin, mesh)
     return accelerator
+
+
+def _mesh(replicas: int, shards: int) -> ParallelismConfig:
+    """Neighbouring ranks, which are those of one machine, hold shards of one copy of the model."""
+    return ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=shards, tp_size=1, cp_size=1, sp_size=1)
 
 
 def _fsdp_types(precision: Precision) -> MixedPrecisionPolicy | None:

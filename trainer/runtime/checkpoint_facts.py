@@ -13,7 +13,6 @@ import msgspec
 
 from trainer.runtime.checkpoint import CheckpointFacts, config_sha256
 from trainer.runtime.checkpoint import LossScaler as SavedScaler
-from trainer.runtime.checkpoint.engines import engine_of
 from trainer.runtime.checkpoint.optimizer_state import check_supported
 from trainer.runtime.mixed_precision import LossScaler
 from trainer.runtime.optimizers import unwrapped
@@ -21,15 +20,14 @@ from trainer.runtime.report_writer import installed_versions
 from trainer.runtime.state import RunState
 from trainer.spec.errors import InputError
 from trainer.spec.plan import Plan
-from trainer.spec.strategy import Method, Sharding
+from trainer.spec.strategy import Method
 
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 64 << 10  # of each file, spread evenly; the first holds the header's beginning
 
 
-def obstacle_to_checkpoints(sharding: Sharding, optimizer: object) -> str | None:
-    """Why a run of this engine and this (wrapped) optimizer saves no checkpoint, in a sentence; None where it does."""
+def obstacle_to_checkpoints(optimizer: object) -> str | None:
+    """Why a run of this (wrapped) optimizer saves no checkpoint, in a sentence; None where it does."""
     try:
-        engine_of(sharding)
         check_supported(unwrapped(optimizer))
     except InputError as error:
         return str(error)

@@ -9,7 +9,7 @@ import os
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, ParallelismConfig
 
 GLOO = "gloo"
 
@@ -26,11 +26,23 @@ def choose_deepspeed_cpu() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def take_fsdp_branch(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
+def forget_mesh_of_launch() -> None:
+    """Keeps Accelerate from reading the mesh of its YAML, which it refuses for CPU ranks (W1)."""
+    os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
+
+
+def take_fsdp_branch(
+    accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin, mesh: ParallelismConfig | None
+) -> None:
     """Gives Accelerate the FSDP plugin that it drops for CPU ranks, where it would wrap in DDP instead (W1).
 
-    Both places are needed: each new AcceleratorState copies PartialState's over its own.
+    And then the mesh, which it takes under FSDP alone. Both places are needed: each new AcceleratorState copies
+    PartialState's over its own.
     """
     accelerator.state.distributed_type = DistributedType.FSDP
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
+    if mesh is not None:
+        accelerator.state.parallelism_config = mesh
+        accelerator.state.device_mesh = mesh.get_device_mesh(accelerator.device.type)
+        mesh._validate_accelerator(accelerator)

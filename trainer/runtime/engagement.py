@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
@@ -43,12 +43,22 @@ _IN_BACKWARD = (Optimizer.LOMO, Optimizer.ADALOMO)
 Row = tuple[str, object, object]  # what, planned, found
 
 
-def check_engagement(accelerator: Accelerator, model: nn.Module, optimizer: Any, chosen: Candidate) -> Engaged:  # noqa: ANN401  # Accelerate's wrapper
-    """What runs; EnvironmentFaultError naming every difference from the plan, with both values."""
+def check_engagement(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Any,  # noqa: ANN401  # Accelerate's wrapper
+    chosen: Candidate,
+    *,
+    hybrid_mesh: tuple[int, int] | None = None,
+) -> Engaged:
+    """What runs; EnvironmentFaultError naming every difference from the plan, with both values.
+
+    Of hybrid sharding a plan fixes (replicas, shards) as well.
+    """
     engaged = observe(accelerator, model, optimizer)
     differences = [
         f"{what}: the plan says {planned}, {found} runs"
-        for what, planned, found in _comparisons(accelerator, model, optimizer, chosen, engaged)
+        for what, planned, found in _comparisons(accelerator, model, optimizer, chosen, engaged, hybrid_mesh)
         if planned != found
     ]
     if differences:
@@ -94,6 +104,8 @@ def sharding_of(model: nn.Module) -> Sharding:
         stage = int(model.zero_optimization_stage())  # type: ignore[operator]  # DeepSpeedEngine, untyped
         return {number: sharding for sharding, number in _ZERO_STAGES.items()}.get(stage, Sharding.NONE)
     if isinstance(model, FSDPModule):
+        if any(len(mesh) > 1 for mesh, _ in engine_state.meshes(model)):
+            return Sharding.HSDP
         return Sharding.FSDP if _reshards_after_forward(model) else Sharding.FSDP_GRAD_OP
     return Sharding.DDP if isinstance(model, DistributedDataParallel) else Sharding.NONE
 
@@ -158,6 +170,7 @@ def _comparisons(
     optimizer: Any,  # noqa: ANN401  # Accelerate's wrapper
     chosen: Candidate,
     engaged: Engaged,
+    hybrid_mesh: tuple[int, int] | None,
 ) -> Iterator[Row]:
     """Everything that a plan fixes."""
     sharding, plain = chosen.strategy.sharding, plain_model(model)
@@ -173,10 +186,14 @@ def _comparisons(
     yield from _optimizer_rows(model, optimizer, chosen, engaged)
     yield from _method_rows(plain, chosen)
     yield from _activation_rows(plain, chosen, engaged)
+    num_copies = 1 if hybrid_mesh is None else hybrid_mesh[0]
     if sharding.shards_optimizer:
-        yield "this rank owns a share of the state", True, _owns_a_share(accelerator, model, engaged, chosen)
+        owns = _owns_a_share(accelerator, model, engaged, num_ranks=chosen.num_ranks, num_copies=num_copies)
+        yield "this rank owns a share of the state", True, owns
     if sharding.shards_weights:
         yield "weights are sharded", True, engaged.sharded_parameters > 0
+    if sharding.uses_fsdp and isinstance(model, FSDPModule):
+        yield from _mesh_rows(model, (chosen.num_ranks,) if hybrid_mesh is None else hybrid_mesh)
     if is_deepspeed(model):
         yield from _deepspeed_rows(model, plain, chosen)
 
@@ -239,6 +256,15 @@ def _activation_rows(plain: PreTrainedModel, chosen: Candidate, engaged: Engaged
     yield "compiled blocks", chosen.compile, compiled
 
 
+def _mesh_rows(model: nn.Module, planned: tuple[int, ...]) -> Iterator[Row]:
+    """Every shard lies over the same ranks, and the ranks of a copy are neighbours: those of one machine."""
+    *copies, shards = planned
+    placements = (*(Replicate() for _ in copies), Shard(0))
+    yield "mesh and placements of the shards", [(planned, placements)], sorted(engine_state.meshes(model), key=str)
+    begin = dist.get_rank() // shards * shards
+    yield "ranks of this rank's copy", [(*range(begin, begin + shards),)], engine_state.ranks_of_copy(model)
+
+
 def _deepspeed_rows(model: nn.Module, plain: PreTrainedModel, chosen: Candidate) -> Iterator[Row]:
     if chosen.strategy.offload.uses_nvme:
         swapped, large = engine_state.swapped_partitions(model)
@@ -253,8 +279,10 @@ def _deepspeed_rows(model: nn.Module, plain: PreTrainedModel, chosen: Candidate)
         yield f"buckets: {name.replace('_', ' ')}", getattr(chosen.buckets, name), taken
 
 
-def _owns_a_share(accelerator: Accelerator, model: nn.Module, engaged: Engaged, chosen: Candidate) -> bool:
-    """True where the ranks together own once what is partitioned, padding aside, and no rank more than its share.
+def _owns_a_share(
+    accelerator: Accelerator, model: nn.Module, engaged: Engaged, *, num_ranks: int, num_copies: int
+) -> bool:
+    """True where the ranks together own each copy of what is partitioned, padding aside, and none more than its share.
 
     ZeRO partitions what is trained; FSDP2 every parameter, frozen ones too.
     """
@@ -264,6 +292,6 @@ def _owns_a_share(accelerator: Accelerator, model: nn.Module, engaged: Engaged, 
         dist.all_reduce(total)
     parameters = engine_state.updated_parameters(model) if is_deepspeed(model) else list(model.parameters())
     whole = sum(map(engine_state.num_elements, parameters))
-    padding = 2 * chosen.num_ranks * (len(parameters) + 4)
-    share = int(total) / chosen.num_ranks
-    return 0 < whole <= int(total) <= whole + padding and owned <= 1.5 * share + 4096
+    padding = 2 * num_ranks * (len(parameters) + 4)
+    least, share = num_copies * whole, int(total) / num_ranks
+    return 0 < least <= int(total) <= least + padding and owned <= 1.5 * share + 4096

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from trainer.runtime.model import is_deepspeed
 from trainer.spec.strategy import Offload
@@ -89,6 +90,17 @@ def offload_of(model: nn.Module) -> Offload:
     }.get(moves, Offload.NONE)
 
 
+def meshes(model: nn.Module) -> set[tuple[tuple[int, ...], tuple[Placement, ...]]]:
+    """(size of each axis, placement on it) of the meshes that FSDP2's shards lie on."""
+    return {(tuple(shard.device_mesh.shape), tuple(shard.placements)) for shard in _shards(model)}
+
+
+def ranks_of_copy(model: nn.Module) -> list[tuple[int, ...]]:
+    """The ranks that share one copy of the weights with this one, by FSDP2's shards; one entry unless they differ."""
+    groups = {shard.device_mesh.get_group(shard.device_mesh.ndim - 1) for shard in _shards(model)}
+    return sorted({tuple(dist.get_process_group_ranks(group)) for group in groups})
+
+
 def swapped_partitions(engine: Any) -> tuple[int, int]:  # noqa: ANN401  # DeepSpeedEngine, untyped
     """(master partitions that lie on NVMe, those large enough to)."""
     sizes, width = partition_sizes(engine), partition_type(engine).itemsize
@@ -122,9 +134,11 @@ def engine_facts(model: nn.Module, optimizer: Any) -> dict[str, str]:  # noqa: A
     states = (value for state in optimizer.state.values() for value in state.values())
     moments = [(each, each.numel(), False) for each in states if isinstance(each, torch.Tensor) and each.ndim > 0]
     if isinstance(model, FSDPModule):
-        shards = [parameter.to_local() for parameter in model.parameters() if isinstance(parameter, DTensor)]
+        shards = [parameter.to_local() for parameter in _shards(model)]
+        copies = {shape[0] for shape, _ in meshes(model) if len(shape) > 1}
         local = [each.to_local() if isinstance(each, DTensor) else each for each, _, _ in moments]
         return {
+            **({"copies of the weights": ", ".join(map(str, copies))} if copies else {}),
             "shards": _places((each, each.numel(), False) for each in shards),
             "place of optimizer state": _places((each, each.numel(), False) for each in local),
         }
@@ -142,6 +156,10 @@ def engine_facts(model: nn.Module, optimizer: Any) -> dict[str, str]:  # noqa: A
             (each.ds_tensor, each.ds_tensor.ds_numel, _is_on_nvme(each), each.dtype) for each in parted
         )
     return facts | _swap_files(model, parted)
+
+
+def _shards(model: nn.Module) -> list[DTensor]:
+    return [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
 
 
 def _parted(model: nn.Module) -> list[Any]:

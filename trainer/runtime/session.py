@@ -115,7 +115,7 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
         load_into_zero3(skeleton, accelerator, chosen.strategy.precision)
     writer.write_status("preparing the engine")
     wrapped, wrapped_optimizer = prepare_loaded(accelerator, model, optimizer)
-    state.engaged = check_engagement(accelerator, wrapped, wrapped_optimizer, chosen)
+    state.engaged = check_engagement(accelerator, wrapped, wrapped_optimizer, chosen, hybrid_mesh=plan.hybrid_mesh)
     check_documents_apart(wrapped, plan, accelerator.device)
     scaler = loss_scaler(wrapped, chosen, plan.device_kind)
     if resumption is not None:

@@ -19,6 +19,7 @@ from trainer.spec.strategy import (
     Fp8Recipe,
     LossHead,
     Method,
+    Sharding,
     Strategy,
 )
 from trainer.spec.value import Value
@@ -224,3 +225,15 @@ class Plan(Value, frozen=True, kw_only=True):
     @property
     def chosen(self) -> Candidate:
         return self.candidates[0]
+
+    @property
+    def num_machines(self) -> int:
+        """Machines that the chosen candidate runs on: all of them, or one where it does not use every device."""
+        return self.hardware.num_nodes if self.chosen.num_ranks == self.hardware.num_devices else 1
+
+    @property
+    def hybrid_mesh(self) -> tuple[int, int] | None:
+        """(replicas, shards) under hybrid sharding: shards within a machine, replicas between machines; else None."""
+        if self.chosen.strategy.sharding is not Sharding.HSDP:
+            return None
+        return self.num_machines, self.chosen.num_ranks // self.num_machines

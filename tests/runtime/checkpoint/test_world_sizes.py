@@ -70,7 +70,7 @@ def test_only_rank_0_reports_what_was_passed_over(outcome: Outcome) -> None:
     assert "step-00000009 is damaged and was passed over" in outcome.answers[0]["skipped"][0]
 
 
-@pytest.mark.parametrize("case", ["saved", "saved_again", "full", "non_finite", "not_yet", "after"])
+@pytest.mark.parametrize("case", ["saved", "saved_again", "full", "non_finite", "unknown_optimizer", "after"])
 def test_every_rank_gets_the_same_answer(outcome: Outcome, case: str) -> None:
     first, second = (answer[case] for answer in outcome.answers)
     assert first == second
@@ -81,7 +81,7 @@ def test_every_rank_gets_the_same_answer(outcome: Outcome, case: str) -> None:
     [
         ("full", "EnvironmentFaultError: rank 1: the checkpoint of step 7 was not saved: File too large"),
         ("non_finite", "NonFiniteStateError: rank 1: "),
-        ("not_yet", "InputError: there are no checkpoints of hsdp; there are those of none, ddp, fsdp, "),
+        ("unknown_optimizer", "InputError: there are no checkpoints of RMSprop; there are those of "),
     ],
 )
 def test_a_failure_on_one_rank_is_said_on_all(outcome: Outcome, case: str, sentence: str) -> None:

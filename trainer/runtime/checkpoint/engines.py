@@ -15,7 +15,6 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 from trainer.runtime.checkpoint import fsdp, replicated, zero
 from trainer.runtime.checkpoint.manifest import Manifest, ParameterEntry
 from trainer.runtime.checkpoint.pieces import Piece
-from trainer.spec.errors import InputError
 from trainer.spec.strategy import Sharding
 
 
@@ -56,6 +55,7 @@ ENGINES: dict[Sharding, Engine] = {
     Sharding.DDP: _REPLICATED,
     Sharding.FSDP: _FSDP,
     Sharding.FSDP_GRAD_OP: _FSDP,
+    Sharding.HSDP: _FSDP,
     Sharding.ZERO1: _ZERO,
     Sharding.ZERO2: _ZERO,
     Sharding.ZERO3: _ZERO,
@@ -63,8 +63,5 @@ ENGINES: dict[Sharding, Engine] = {
 
 
 def engine_of(sharding: Sharding) -> Engine:
-    """The adapter of a sharding; InputError for one that is not trained yet."""
-    engine = ENGINES.get(sharding)
-    if engine is None:
-        raise InputError(f"there are no checkpoints of {sharding}; there are those of {', '.join(ENGINES)}")
-    return engine
+    """The adapter of a sharding."""
+    return ENGINES[sharding]

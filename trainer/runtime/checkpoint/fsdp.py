@@ -2,20 +2,21 @@
 
 Rows are dealt as `torch.chunk` deals them: where they do not divide, the last ranks hold fewer or none. The padding
 that FSDP2 allocates for its collectives is no part of a shard. The shards are the masters: what blocks compute with is
-gathered from them at each forward, so nothing has to be refreshed. With CPU offload they are in host RAM.
+gathered from them at each forward, so nothing has to be refreshed. With CPU offload they are in host RAM. Under hybrid
+sharding the ranks at the same place of each replica hold the same rows.
 """
 
 from math import prod
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
 from trainer.runtime.checkpoint.model_state import named_state
 from trainer.runtime.checkpoint.optimizer_state import state_tensors
-from trainer.runtime.checkpoint.pieces import Piece, flat
+from trainer.runtime.checkpoint.pieces import Piece, Replica, flat
 
 
 def held_pieces(model: nn.Module, optimizer: TorchOptimizer) -> list[Piece]:
@@ -32,6 +33,9 @@ def held_pieces(model: nn.Module, optimizer: TorchOptimizer) -> list[Piece]:
 def _piece(name: str, state: str | None, tensor: torch.Tensor) -> Piece:
     if not isinstance(tensor, DTensor):
         return Piece(name, state, 0, flat(tensor, name=name), is_shared=True)
-    assert tensor.placements == (Shard(0),), f"{name}: lies as {tensor.placements}"
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Piece(name, state, offset[0] * prod(tensor.shape[1:]), flat(tensor.to_local(), name=name))
+    *replicated, sharded = tensor.placements
+    assert sharded == Shard(0) and replicated in ([], [Replicate()]), f"{name}: lies as {tensor.placements}"
+    mesh = tensor.device_mesh
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+    replica = Replica(mesh.get_local_rank(0), mesh.size(0)) if replicated else None
+    return Piece(name, state, offset[0] * prod(tensor.shape[1:]), flat(tensor.to_local(), name=name), replica=replica)

@@ -41,6 +41,13 @@ class Coded(NamedTuple):
     table: torch.Tensor  # fp32, 256 values in ascending order, among them zero
 
 
+class Replica(NamedTuple):
+    """Which of the ranks that hold the same values this one is; each of them writes only its share."""
+
+    number: int
+    num_replicas: int
+
+
 class Piece(NamedTuple):
     """Elements [start, start + num_elements) of a parameter (`state` None) or of one of its optimizer states."""
 
@@ -49,6 +56,7 @@ class Piece(NamedTuple):
     start: int
     values: torch.Tensor  # one dimension, contiguous; on `meta` where the memory is elsewhere
     is_shared: bool = False  # every rank holds it, so that each writes only its share
+    replica: Replica | None = None  # some ranks hold it, so that each of these writes only its share
     may_round: bool = False  # a copy in the computing type, of which a checkpoint may hold more bits
     elsewhere: Elsewhere | None = None
     blocks: Blocks | None = None  # of values that stand for several elements each; None: one for each

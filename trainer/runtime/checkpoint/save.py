@@ -21,7 +21,7 @@ from trainer.runtime.checkpoint.manifest import (
     folder_name,
 )
 from trainer.runtime.checkpoint.optimizer_state import check_supported, hyper_parameters
-from trainer.runtime.checkpoint.pieces import Piece, put_away_after
+from trainer.runtime.checkpoint.pieces import Piece, Replica, put_away_after
 from trainer.runtime.checkpoint.ranges import share_of_rank
 from trainer.runtime.checkpoint.ranks import Ranks
 from trainer.runtime.checkpoint.shards import NonFiniteStateError, ShardRecord, ShardRecords, write_shards
@@ -37,8 +37,8 @@ class Save:
     thread. The newest `keep` checkpoints stay, those of every `keep_every`-th step, and the steps of `protect` (the
     best one). A whole checkpoint of this very step is kept as it is. EnvironmentFaultError, the same on every rank,
     where the disk is full, the folder not writable or another process is saving there; NonFiniteStateError where the
-    state is not worth keeping. Older checkpoints are then untouched and training may go on. InputError for an engine
-    or an optimizer that has no checkpoints. `on_point` is told the name of every point at which a crash would leave
+    state is not worth keeping. Older checkpoints are then untouched and training may go on. InputError for an
+    optimizer that has no checkpoints. `on_point` is told the name of every point at which a crash would leave
     something different behind.
     """
 
@@ -153,15 +153,26 @@ class Save:
 def _pieces_to_write(
     engine: Engine, model: nn.Module, optimizer: TorchOptimizer, *, facts: CheckpointFacts, ranks: Ranks
 ) -> list[Piece]:
-    """What this rank writes: all that it alone holds, and its share by bytes of what every rank holds."""
+    """What this rank writes: all that it alone holds, and its share by bytes of what others hold as well."""
     check_supported(optimizer)
     _check_finite(facts)
     pieces = engine.held_pieces(model, optimizer)
-    shared = [piece for piece in pieces if piece.is_shared]
-    sizes = [(piece.values.numel(), piece.values.element_size()) for piece in shared]
-    return [piece for piece in pieces if not piece.is_shared] + [
-        shared[share.position].part(share.start, share.num_elements)
-        for share in share_of_rank(sizes, rank=ranks.rank, world_size=ranks.world_size)
+    everywhere = Replica(ranks.rank, ranks.world_size)
+    common: dict[Replica, list[Piece]] = {}
+    for piece in pieces:
+        replica = everywhere if piece.is_shared else piece.replica
+        if replica is not None:
+            common.setdefault(replica, []).append(piece)
+    alone = [piece for piece in pieces if not piece.is_shared and piece.replica is None]
+    return alone + [part for replica, held in common.items() for part in _share(held, replica)]
+
+
+def _share(pieces: Sequence[Piece], replica: Replica) -> list[Piece]:
+    """Of pieces that several ranks hold, what this one writes."""
+    sizes = [(piece.values.numel(), piece.values.element_size()) for piece in pieces]
+    return [
+        pieces[share.position].part(share.start, share.num_elements)
+        for share in share_of_rank(sizes, rank=replica.number, world_size=replica.num_replicas)
     ]
 
 

@@ -20,7 +20,8 @@ from trainer.spec.plan import Candidate
 from trainer.spec.strategy import Method, Optimizer, Precision, Sharding
 
 ALWAYS_IN_BACKWARD = (Optimizer.LOMO, Optimizer.ADALOMO)
-_SHARDINGS = (Sharding.NONE, Sharding.FSDP, Sharding.FSDP_GRAD_OP)  # of the others none gives a hook a whole gradient
+# Of the others none gives a hook a whole gradient.
+_SHARDINGS = (Sharding.NONE, Sharding.FSDP, Sharding.FSDP_GRAD_OP, Sharding.HSDP)
 
 
 class BackwardUpdates:

@@ -1,0 +1,180 @@
+"""Hybrid sharding: four ranks that stand for two machines of two, each machine with a copy of everything in two shards.
+
+What is asked of every engine is asked of it here, in one process group: that it trains like plain PyTorch, that a rank
+holds its share and no more, that a run goes back on all ranks alike, and that an early stop exports the best weights.
+How its checkpoints move is in `test_moving`, and what it goes with in `test_covering`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from estimate_factory import config, cpu, setting, shape_of
+from msgspec.structs import replace
+from rank_factory import SEQ_LEN, rank_plan, write_attempt
+from safetensors.torch import load_file
+from spoilt_rows import spoil, train_plainly
+
+from trainer.planning.memory import estimate_memory
+from trainer.runtime.checkpoint import read_weights
+from trainer.runtime.checkpoint.search import open_checkpoint
+from trainer.runtime.spikes import STEPS_UNTIL_ROLL_BACK, PassedOver
+from trainer.spec import codec
+from trainer.spec.job import CheckpointJob, EvalJob
+from trainer.spec.plan import Plan
+from trainer.spec.report import Engaged
+from trainer.spec.strategy import Checkpointing, LossHead, Optimizer, Precision, Sharding
+
+NUM_RANKS, NUM_COPIES, NUM_SHARDS = 4, 2, 2
+TOLERANCE = 1e-5
+NUM_ELEMENTS = 106_816  # parameters of the tiny Llama
+NUM_PARAMETERS = 21
+
+# Accumulation 1 and 2; three rows a micro batch leave dummy rows on the last ranks.
+TRAINED: dict[str, dict[str, Any]] = {
+    "1x2": {"accumulation": 1, "micro_batch": 2},
+    "2x1-eager": {"accumulation": 2, "micro_batch": 1, "loss": LossHead.EAGER},
+    "1x3-recomputed": {"accumulation": 1, "micro_batch": 3, "checkpointing": Checkpointing.FULL},
+    "inside-the-backward": {
+        "accumulation": 1, "micro_batch": 2, "clip": 0.0, "optimizer": Optimizer.ADAMW_FUSED,
+        "optimizer_in_backward": True,
+    },
+}  # fmt: skip
+CLIPPED = [name for name in TRAINED if name != "inside-the-backward"]
+
+# As in `test_memory_shares`.
+FIELDS = config(4096, 192, 512, 4, 6, 2, is_tied=True, head_dim=32)
+SHAPE = shape_of(FIELDS)
+CHUNK_TOKENS = 40
+
+# As in `test_going_back`.
+NUM_STEPS, SAVED_STEP = 10, 3
+BAD_STEPS = range(5, 5 + STEPS_UNTIL_ROLL_BACK)
+PASSED_OVER = PassedOver(after_step=SAVED_STEP, num_steps=BAD_STEPS[-1] - SAVED_STEP)
+TAKEN = {step: step if step <= SAVED_STEP else step + PASSED_OVER.num_steps for step in range(1, NUM_STEPS + 1)}
+
+# As in `test_best`.
+PATIENCE = 2
+
+
+def hybrid_plan(cache_dir: Path, **settings: Any) -> Plan:
+    return rank_plan(cache_dir, Sharding.HSDP, num_ranks=NUM_RANKS, **{"micro_batch": 2, "accumulation": 1} | settings)
+
+
+def plan_of_shares(cache_dir: Path) -> Plan:
+    """Four steps, of which the third is measured."""
+    plan = hybrid_plan(
+        cache_dir, num_steps=4, sequences_per_step=4, micro_batch=1, model_config=FIELDS, loss=LossHead.CHUNKED,
+        loss_chunk_tokens=CHUNK_TOKENS, optimizer=Optimizer.ADAMW_FUSED,
+    )  # fmt: skip
+    return replace(plan, model_shape=SHAPE)
+
+
+def plan_of_early_stop(cache_dir: Path) -> Plan:
+    """A rate so high that the first steps gain something, and the later ones undo it."""
+    plan = hybrid_plan(cache_dir, num_steps=40, eval_every_steps=1, lr=0.15, precision=Precision.BF16_MIXED)
+    job = replace(plan.job, eval=EvalJob(early_stop=PATIENCE), checkpoint=CheckpointJob(best="eval_loss", keep=1))
+    return replace(plan, job=job)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, cache_dir, run_ranks) -> Path:
+    """A folder of run directories, all trained in one group of four ranks."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    plans = {name: hybrid_plan(cache_dir, **settings) for name, settings in TRAINED.items()}
+    plans["shares"] = plan_of_shares(cache_dir)
+    plans["best"] = plan_of_early_stop(cache_dir)
+    going_back = hybrid_plan(cache_dir, num_steps=NUM_STEPS, checkpoint_every_steps=SAVED_STEP, loss=LossHead.EAGER)
+    plans["back"] = spoil(going_back, folder / "extension", BAD_STEPS)
+    run_ranks([write_attempt(folder / name, plan) for name, plan in plans.items()], NUM_RANKS)
+    return folder
+
+
+def lines_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_ten_steps_equal_a_single_process_of_plain_pytorch(name, runs, reference, read_course):
+    course = read_course(runs / name)
+    assert course.losses == pytest.approx(reference.losses, abs=TOLERANCE)
+    assert course.grad_norms == pytest.approx(reference.grad_norms, abs=TOLERANCE)
+    assert course.weights.keys() == reference.weights.keys()
+    for each, expected in reference.weights.items():
+        torch.testing.assert_close(course.weights[each], expected, rtol=0, atol=1e-4, msg=lambda m, n=each: f"{n}: {m}")
+
+
+def test_an_update_within_the_backward_pass_sees_gradients_of_all_copies(runs, cache_dir):
+    """Not clipped, so held against a run of one process that is not clipped either."""
+    plan = rank_plan(cache_dir, clip=0.0)
+    losses, _ = train_plainly(plan, {step: step for step in range(1, plan.schedule.num_steps + 1)})
+    found = [line["loss"] for line in lines_of(runs / "inside-the-backward")]
+    assert found == pytest.approx(list(losses.values()), abs=TOLERANCE)
+    facts = codec.read(runs / "inside-the-backward" / "attempts" / "1" / "engaged-3.json", Engaged).facts
+    assert "inside the backward pass" in facts["updates"]
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_the_engine_of_the_plan_is_the_one_that_ran(name, runs):
+    attempt = runs / name / "attempts" / "1"
+    ranks = [codec.read(attempt / f"engaged-{rank}.json", Engaged) for rank in range(NUM_RANKS)]
+    for engaged in ranks:
+        assert (engaged.world_size, engaged.backend, engaged.precision) == (NUM_RANKS, "gloo", "fp32")
+        assert (engaged.engine_class, engaged.sharded_parameters) == ("FSDPLlamaForCausalLM", NUM_PARAMETERS)
+        assert engaged.accumulation == TRAINED[name]["accumulation"]
+        assert engaged.facts["copies of the weights"] == str(NUM_COPIES)
+    owned = [engaged.partition_elements for engaged in ranks]
+    assert owned[:NUM_SHARDS] == owned[NUM_SHARDS:], "both machines cut alike"
+    assert sum(owned[:NUM_SHARDS]) == NUM_ELEMENTS
+    assert max(owned) < 0.51 * NUM_ELEMENTS
+
+
+def test_a_rank_holds_its_share_of_its_machine(runs):
+    """Bytes between steps are those of two shards, not of four."""
+    chosen = setting(
+        Sharding.HSDP, precision=Precision.FP32, optimizer=Optimizer.ADAMW_FUSED, num_ranks=NUM_RANKS,
+        ranks_per_node=NUM_SHARDS, seq_len=SEQ_LEN, loss=LossHead.CHUNKED, loss_chunk_tokens=CHUNK_TOKENS,
+    )  # fmt: skip
+    predicted = estimate_memory(SHAPE, chosen, cpu(NUM_RANKS))
+    line = lines_of(runs / "shares")[-1]
+    assert predicted.steady_allocated_bytes == pytest.approx(line["memory_allocated_bytes"], rel=0.005)
+    assert 0.9 < predicted.peak_allocated_bytes / line["memory_peak_bytes"] < 1.15
+
+
+def test_a_run_goes_back_on_all_ranks_alike(runs, cache_dir, read_course):
+    """The bad rows are on one rank of four; held against a run that passes over the same rows."""
+    course = read_course(runs / "back")
+    losses, weights = train_plainly(rank_plan(cache_dir, num_steps=NUM_STEPS), TAKEN)
+    last_bad = BAD_STEPS[-1]
+    assert course.losses[BAD_STEPS[0] - 1 : last_bad] == [None] * STEPS_UNTIL_ROLL_BACK
+    assert course.losses[:SAVED_STEP] + course.losses[last_bad:] == pytest.approx(list(losses.values()), abs=TOLERANCE)
+    for name, weight in weights.items():
+        difference = (course.weights[name] - weight).abs()
+        assert difference.mean() < 1e-6 and difference.max() < 1e-3, name
+    manifest = open_checkpoint(runs / "back" / "checkpoints" / f"step-{NUM_STEPS:08d}").manifest
+    assert manifest.facts.spikes.passed_over == (PASSED_OVER,)
+
+
+def test_the_export_is_of_the_best_step(runs):
+    losses = [line["eval_loss"] for line in lines_of(runs / "best")]
+    best = losses.index(min(losses)) + 1
+    assert best == len(losses) - PATIENCE < 40
+    kept, last = (
+        read_weights(open_checkpoint(runs / "best" / "checkpoints" / f"step-{step:08d}"))
+        for step in (best, len(losses))
+    )
+    exported = load_file(runs / "best" / "export" / "model.safetensors")
+    assert exported.keys() == kept.keys()
+    for name, weight in exported.items():
+        assert torch.equal(weight, kept[name].to(weight.dtype)), name
+        assert not torch.equal(weight, last[name].to(weight.dtype)), name
+
+
+def test_ranks_share_the_writing_with_those_that_hold_the_same(runs):
+    """Each a quarter of the bytes: nothing is gathered, and nothing is written twice."""
+    files = open_checkpoint(runs / "back" / "checkpoints" / f"step-{NUM_STEPS:08d}").manifest.files
+    sizes = [file.size_bytes for file in files.values()]
+    assert len(sizes) == NUM_RANKS
+    assert max(sizes) < 1.1 * sum(sizes) / NUM_RANKS
