@@ -21,7 +21,7 @@ from launch.visible_gpus import visible_gpus
 from trainer.spec.errors import InputError
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.plan import Plan
-from trainer.spec.strategy import Precision, Sharding
+from trainer.spec.strategy import Precision
 
 FREE_PORT = 0  # Accelerate takes one that is free, on a single machine
 DEFAULT_PORT = 29500  # torch's own; every machine of a run must know it beforehand
@@ -55,19 +55,8 @@ def accelerate_file(attempt_dir: Path, node_rank: int) -> Path:
     return attempt_dir / ("accelerate.yaml" if node_rank == 0 else f"accelerate-{node_rank}.yaml")
 
 
-def num_machines(plan: Plan) -> int:
-    """Machines that the chosen candidate runs on: all of them, or one where it does not use every device."""
-    return plan.hardware.num_nodes if plan.chosen.num_ranks == plan.hardware.num_devices else 1
-
-
-def hybrid_mesh(plan: Plan) -> tuple[int, int]:
-    """(replicas, shards) of hybrid sharding: shards within a machine, replicas between machines."""
-    machines = num_machines(plan)
-    return machines, plan.chosen.num_ranks // machines
-
-
 def _launch(plan: Plan, *, node_rank: int, head: str | None, port: int | None) -> dict[str, Any]:
-    machines = num_machines(plan)
+    machines = plan.num_machines
     if machines > 1 and head is None:
         raise InputError(
             f"the plan is for {machines} machines, this is one of them; start it with shardwise submit under Slurm, "
@@ -96,7 +85,7 @@ def _deepspeed(plan: Plan, attempt_dir: Path) -> dict[str, Any]:
         "deepspeed_config_file": str(attempt_dir.absolute() / "ds_config.json"),
         "zero3_init_flag": False,  # the ranks read the weights before the engine takes them
     }
-    if num_machines(plan) > 1:
+    if plan.num_machines > 1:
         section["deepspeed_multinode_launcher"] = "standard"  # one launcher a machine, no ssh from the first
     return section
 
@@ -109,8 +98,8 @@ def _fsdp(plan: Plan, filled: dict[str, Any]) -> dict[str, Any]:
     config.update(filled)
     config["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] = plan.model_shape.block_class
     config["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] = False  # every rank reads the same weights itself
-    if strategy.sharding is Sharding.HSDP:
-        replicas, shards = hybrid_mesh(plan)
+    if plan.hybrid_mesh is not None:
+        replicas, shards = plan.hybrid_mesh
         config["parallelism_config"]["parallelism_config_dp_replicate_size"] = replicas
         config["parallelism_config"]["parallelism_config_dp_shard_size"] = shards
     return config

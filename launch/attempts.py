@@ -20,7 +20,7 @@ import msgspec
 import yaml
 
 from launch import run_dir as run_dirs
-from launch.accelerate_config import accelerate_config, num_machines
+from launch.accelerate_config import accelerate_config
 from launch.attempt_end import AttemptEnd
 from launch.checkpoint_fit import newest_facts, obstacle_to_resume
 from launch.cluster_ranks import Cluster, ClusterRanks
@@ -78,7 +78,7 @@ def prepare_attempt(plan: Plan, candidate: Candidate, *, run_dir: Path, resume: 
             config = deepspeed_config(attempt_plan, nvme_path=None if folder is None else str(folder))
             filled = msgspec.json.format(msgspec.json.encode(config), indent=1)
             codec.write_bytes(attempt_dir / "ds_config.json", filled + b"\n")
-        head = socket.gethostname() if num_machines(attempt_plan) > 1 else None  # each agent writes what holds then
+        head = socket.gethostname() if attempt_plan.num_machines > 1 else None  # each agent writes what holds then
         settings = accelerate_config(attempt_plan, attempt_dir=attempt_dir, head=head)
         codec.write_bytes(attempt_dir / "accelerate.yaml", yaml.safe_dump(settings, sort_keys=False).encode())
     except OSError as error:
@@ -169,10 +169,10 @@ def _run_one(around: Surroundings, attempt_dir: Path) -> AttemptEnd:
 @contextlib.contextmanager
 def _started(around: Surroundings, plan: Plan, attempt_dir: Path) -> Iterator[Ranks]:
     """The ranks of an attempt, on this machine or on several; what they need is kept until they have ended."""
-    if num_machines(plan) > 1:
+    if plan.num_machines > 1:
         if around.cluster is None:
             raise EnvironmentFaultError(
-                f"the plan is for {num_machines(plan)} machines, this is one of them; start it with shardwise submit "
+                f"the plan is for {plan.num_machines} machines, this is one of them; start it with shardwise submit "
                 "under Slurm, else with --nodes, --node-rank and --head on each"
             )
         yield ClusterRanks(around.cluster, attempt_dir=attempt_dir, stop=around.stop)

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from launch.accelerate_config import accelerate_file, num_machines
+from launch.accelerate_config import accelerate_file
 from launch.visible_gpus import visible_gpus
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.plan import Plan
@@ -56,7 +56,7 @@ def launch_command(attempt_dir: Path, *, log_dir: Path | None, python: str, node
 def launch_environment(base: Mapping[str, str], plan: Plan, *, extensions_dir: Path, cores: int) -> dict[str, str]:
     """`base` without other launchers' settings and with ours; `cores` are those this machine's ranks share."""
     kept = {name: value for name, value in base.items() if not _is_stale(name)}
-    ranks_here = max(1, plan.chosen.num_ranks // num_machines(plan))
+    ranks_here = max(1, plan.chosen.num_ranks // plan.num_machines)
     ours = {
         "PYTHONSAFEPATH": "1",
         "PYTHONPATH": _first(_PACKAGES, kept.get("PYTHONPATH", "")),

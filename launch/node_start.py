@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 import yaml
 
-from launch.accelerate_config import accelerate_config, accelerate_file, num_machines
+from launch.accelerate_config import accelerate_config, accelerate_file
 from launch.command import launch_command, launch_environment
 from launch.flash_kernel import fetch_flash_kernel
 from launch.local_ranks import LocalRanks
@@ -106,7 +106,7 @@ def _address_towards(host: str, port: int) -> str:
 
 
 def _ranks_of(plan: Plan, node_rank: int) -> range:
-    on_each = plan.chosen.num_ranks // num_machines(plan)
+    on_each = plan.chosen.num_ranks // plan.num_machines
     return range(node_rank * on_each, (node_rank + 1) * on_each)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from engine_plan_factory import engine_plan, gpus
 
-from launch.accelerate_config import accelerate_config, hybrid_mesh
+from launch.accelerate_config import accelerate_config
 from trainer.spec.errors import InputError
 from trainer.spec.hardware import DeviceKind, Gpu, Hardware, Host
 from trainer.spec.plan import Plan
@@ -102,7 +102,8 @@ def test_a_candidate_for_one_device_of_a_cluster_runs_on_one_machine():
 
 
 def test_hybrid_sharding_stays_within_a_machine():
-    assert hybrid_mesh(cluster(Sharding.HSDP)) == (2, 8)
+    assert cluster(Sharding.HSDP).hybrid_mesh == (2, 8)
+    assert cluster(Sharding.FSDP).hybrid_mesh is None
     parallelism = accelerate_config(cluster(Sharding.HSDP), attempt_dir=ATTEMPT, head="n")["parallelism_config"]
     assert parallelism["parallelism_config_dp_replicate_size"] == 2
     assert parallelism["parallelism_config_dp_shard_size"] == 8
