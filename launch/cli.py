@@ -113,6 +113,9 @@ def _plan(options: argparse.Namespace) -> ExitCode:
             largest_model=options.largest_model,
             html=options.html,
             as_json=options.json,
+            partition=options.partition,
+            nodes=options.nodes,
+            constraint=options.constraint,
         ),
         Console(),
     )

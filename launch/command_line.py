@@ -21,7 +21,6 @@ LATER_COMMANDS = {
     "cache": "0.7",
 }
 LATER_OPTIONS = {
-    "plan": {"partition": "0.6", "nodes": "0.6"},
     "report": {"html": "0.7"},
 }
 
@@ -122,8 +121,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--largest-batch", action="store_true", help="the largest micro batch that fits")
     parser.add_argument("--largest-model", action="store_true", help="the largest preset that fits")
     parser.add_argument("--html", type=Path, metavar="FILE", help="the plan as one page with charts")
-    parser.add_argument("--partition", help=argparse.SUPPRESS)
-    parser.add_argument("--nodes", type=_positive, help=argparse.SUPPRESS)
+    parser.add_argument("--partition", metavar="P", help="plan for nodes of a Slurm partition, from a login node")
+    parser.add_argument("--nodes", type=_positive, metavar="N", help="so many; default: slurm.nodes of the job, else 1")
+    parser.add_argument("--constraint", metavar="FEATURES", help="nodes with these features, as for sbatch")
     parser.add_argument("--json", action="store_true")
 
 

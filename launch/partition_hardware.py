@@ -11,7 +11,8 @@ from launch.probe import read_libraries
 from slurm.access import Access, access_to
 from slurm.cluster import Partition, QosLimit
 from slurm.node_groups import choose_group
-from slurm.partition_hardware import PartitionHardware, hardware_of
+from slurm.node_share import NodeShare
+from slurm.partition_hardware import WHOLE_NODES, PartitionHardware, hardware_of
 from slurm.queries import read_associations, read_nodes, read_partitions, read_qos_limits
 from trainer.planning.gpu_specs import hardware_from_spec
 from trainer.spec import codec
@@ -25,15 +26,16 @@ _NAMES_SHOWN = 12
 
 
 def read_partition_hardware(
-    partition: str,
+    partition: str | None,
     *,
     nodes: int,
     spec: str | None = None,
     constraint: str | None = None,
     qos: str | None = None,
+    share: NodeShare = WHOLE_NODES,
     environment: Mapping[str, str] = os.environ,
 ) -> PartitionHardware:
-    """What a job of `nodes` nodes of a partition would run on.
+    """What a job of `nodes` nodes of a partition, None for the default one, would run on.
 
     `spec` is the value of --hardware, which states what Slurm does not say: a SPEC, or a file of `shardwise probe -o`.
     InputError for a partition, a constraint or a number of nodes that Slurm does not have, and where `spec` disagrees
@@ -44,7 +46,7 @@ def read_partition_hardware(
     access, unknown = _read_access(found, environment)
     limits = _read_limits(found, qos or (access.default_qos if access else None), environment)
     stated = None if spec is None else _stated(spec)
-    answer = hardware_of(found, choice, num_nodes=nodes, stated=stated, access=access, limits=limits)
+    answer = hardware_of(found, choice, num_nodes=nodes, stated=stated, access=access, limits=limits, share=share)
     said = access.words if access is not None else unknown
     hardware = replace(answer.hardware, notes=(*answer.hardware.notes, said))
     if not hardware.libraries:  # the nodes see the same files, so jobs run this Python
@@ -52,11 +54,13 @@ def read_partition_hardware(
     return replace(answer, hardware=hardware)
 
 
-def _find(name: str, partitions: tuple[Partition, ...]) -> Partition:
-    found = next((one for one in partitions if one.name == name), None)
+def _find(name: str | None, partitions: tuple[Partition, ...]) -> Partition:
+    found = next((one for one in partitions if (one.is_default if name is None else one.name == name)), None)
     if found is not None:
         return found
     names = [one.name for one in partitions]
+    if name is None:
+        raise InputError(f"this cluster has no default partition; --partition names one of {', '.join(names)}")
     near = close_matches(name, names, count=3)
     hint = f"did you mean {' or '.join(near)}?" if near else "it may be hidden from you"
     shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")

@@ -1,14 +1,16 @@
 """`shardwise plan`: for this machine, or for one or several that are not here; as text, as JSON, as one HTML page."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from launch.asked_nodes import AskedNodes
 from launch.console import Console
 from launch.plan_ahead import plan_ahead
 from launch.plan_job import PlanInputs, profile_data, read_inputs
 from trainer.planning.explain import compare_plans, comparison_page, explain_plan, plan_page
+from trainer.planning.page import Section
 from trainer.planning.planner import take_candidate
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, NothingFitsError
@@ -34,6 +36,9 @@ class PlanOptions(NamedTuple):
     largest_model: bool = False
     html: Path | None = None
     as_json: bool = False
+    partition: str | None = None
+    nodes: int | None = None
+    constraint: str | None = None
 
 
 def run_plan(options: PlanOptions, console: Console) -> ExitCode:
@@ -45,20 +50,23 @@ def run_plan(options: PlanOptions, console: Console) -> ExitCode:
         from launch.plan_limits import run_limits
 
         return run_limits(options, console)
-    answers = [_answer(spec, inputs, options) for spec, inputs in machines(options)]
+    asked = machines(options)
+    answers = [_answer(spec, inputs, options) for spec, inputs in asked]
     dry_runs: dict[str, list[str]] = {}
     if options.simulate:
         from launch.plan_simulate import simulated_answers
 
         answers, dry_runs = simulated_answers(answers, Console(sys.stderr))  # progress beside the answer, not in it
-    if options.html is not None:
-        _write_html(options.html, answers, top=options.top)
     plans = [(spec, answer) for spec, answer in answers if isinstance(answer, Plan)]
+    more = {} if options.as_json and options.html is None else _partition_sections(dict(asked), plans)
+    if options.html is not None:
+        _write_html(options.html, answers, top=options.top, more=more)
     for spec, plan in plans:
         if options.as_json:
             console.line(codec.encode(plan).decode().rstrip())
             continue
-        console.line("\n".join((explain_plan(plan, top=options.top), *_section(dry_runs.get(spec, ())))))
+        text = explain_plan(plan, top=options.top, more=more.get(spec, ()))
+        console.line("\n".join((text, *_section(dry_runs.get(spec, ())))))
         if plan is not plans[-1][1]:
             console.line()
     if len(answers) > 1 and not options.as_json:
@@ -75,20 +83,22 @@ def _section(lines: Sequence[str]) -> list[str]:
 def machines(options: PlanOptions) -> list[tuple[str, PlanInputs]]:
     """The inputs for each machine that is asked about, by its name on the command line."""
     specs: Sequence[str | None] = options.specs or [None]
-    return [
-        (
-            spec or "this machine",
-            read_inputs(
-                options.job,
-                options.overrides,
-                gpus=options.gpus,
-                vram_cap_bytes=options.vram_cap_bytes,
-                hardware_spec=spec,
-                describes_models=options.simulate,
-            ),
+    nodes = AskedNodes(options.partition, options.nodes, options.constraint)
+    if any(nodes) and len(specs) > 1:
+        raise InputError("--partition is one machine, whose cards one --hardware may state; leave out the others")
+    found = []
+    for spec in specs:
+        inputs = read_inputs(
+            options.job,
+            options.overrides,
+            gpus=options.gpus,
+            vram_cap_bytes=options.vram_cap_bytes,
+            hardware_spec=spec,
+            describes_models=options.simulate,
+            nodes=nodes,
         )
-        for spec in specs
-    ]
+        found.append((spec or "this machine" if inputs.partition is None else inputs.hardware.source, inputs))
+    return found
 
 
 def write_page(path: Path, html: str) -> None:
@@ -123,10 +133,24 @@ def _plan(inputs: PlanInputs, options: PlanOptions) -> Plan:
     return tried_plan(inputs, options.trial, console=Console(sys.stderr))  # progress beside the answer, not in it
 
 
-def _write_html(path: Path, answers: Sequence[Answer], *, top: int) -> None:
+def _partition_sections(
+    asked: Mapping[str, PlanInputs], plans: Sequence[tuple[str, Plan]]
+) -> dict[str, tuple[Section, ...]]:
+    """Of each machine that is nodes of a partition, how many of them are worth it."""
+    if all(inputs.partition is None for inputs in asked.values()):
+        return {}
+    from launch.node_counts import node_counts_section
+
+    sections = {spec: node_counts_section(asked[spec], plan) for spec, plan in plans}
+    return {spec: (section,) for spec, section in sections.items() if section is not None}
+
+
+def _write_html(path: Path, answers: Sequence[Answer], *, top: int, more: Mapping[str, tuple[Section, ...]]) -> None:
     from trainer.planning.explain_html import pages_html
 
-    pages = [plan_page(answer, top=top) for _, answer in answers if isinstance(answer, Plan)]
+    pages = [
+        plan_page(answer, top=top, more=more.get(spec, ())) for spec, answer in answers if isinstance(answer, Plan)
+    ]
     if len(answers) > 1:
         pages.insert(0, comparison_page(answers))
     write_page(path, pages_html(pages, title=pages[0].title))

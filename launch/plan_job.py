@@ -7,11 +7,12 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
 from launch import folders
+from launch.asked_nodes import AskedNodes, read_asked_nodes
 from launch.calibration_store import read_calibration
 from launch.data_files import list_files, source_bytes
 from launch.first_row import shape_of_first_row
@@ -37,6 +38,9 @@ from trainer.spec.objectives import shape_before_reading
 from trainer.spec.plan import Fp8Gain, Plan, TrialResult
 from trainer.spec.strategy import Precision
 
+if TYPE_CHECKING:  # read where a partition is asked for
+    from slurm.partition_hardware import PartitionHardware
+
 RECORDED_LIBRARIES = (
     "torch", "accelerate", "transformers", "deepspeed", "peft", "bitsandbytes", "galore-torch", "lion-pytorch",
     "flash-attn", "kernels", "transformer-engine", "torchao", "liger-kernel", "tokenizers", "safetensors",
@@ -55,6 +59,7 @@ class PlanInputs(NamedTuple):
     hub_home: Path | None  # Hugging Face's home folder where a config.yaml names one
     fp8_gain: Fp8Gain | None = None  # timed just now; None: what the cache holds
     model_code: ModelCode | None = None  # that the job trusts
+    partition: "PartitionHardware | None" = None  # whose nodes `hardware` describes
 
 
 def read_inputs(
@@ -66,11 +71,13 @@ def read_inputs(
     hardware_spec: str | None = None,
     describes_models: bool = False,
     machines: Hardware | None = None,
+    nodes: AskedNodes | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> PlanInputs:
     """Reads the job, the model's config and the machine; every problem of the input shows here, before any work.
 
-    `machines` are those of a run on several, which have been asked already.
+    `machines` are those of a run on several, which have been asked already. With `nodes` the machine is nodes of a
+    partition where the command line asks for some, or where this is a login node and the job names a partition.
 
     With `describes_models` an architecture that no reader knows is described from the model that transformers builds,
     and always one that brings code: its own where the job trusts that, else what transformers has under its type.
@@ -90,11 +97,13 @@ def read_inputs(
     cache = folders.cache_home(environment, configured=resolved.folders.get("cache"))
     request = make_request(job, shape=shape, tokenizer_path=model.tokenizer_path, cache_root=cache, hub_home=hub_home)
     cap = vram_cap_bytes if vram_cap_bytes is not None else job.limits.vram
+    found = None if nodes is None else read_asked_nodes(nodes, job, spec=hardware_spec, environment=environment)
     if machines is None:
-        hardware = read_machine(hardware_spec, gpus=gpus, vram_cap_bytes=cap)
+        partition = None if found is None else found.hardware
+        hardware = read_machine(hardware_spec, gpus=gpus, vram_cap_bytes=cap, partition=partition)
     else:
         hardware = replace(machines, vram_cap_bytes=cap)
-    return PlanInputs(resolved, model, shape, hardware, request, cache, hub_home, model_code=code)
+    return PlanInputs(resolved, model, shape, hardware, request, cache, hub_home, model_code=code, partition=found)
 
 
 def _read_shape(job: Job, model: ModelFiles, code: ModelCode | None, *, describes_models: bool) -> ModelShape:
@@ -197,19 +206,25 @@ def _absolute(chat_template: str | None) -> str | None:
 
 
 def read_machine(
-    spec: str | None, *, gpus: tuple[int, ...] | None = None, vram_cap_bytes: int | None = None
+    spec: str | None,
+    *,
+    gpus: tuple[int, ...] | None = None,
+    vram_cap_bytes: int | None = None,
+    partition: Hardware | None = None,
 ) -> Hardware:
-    """This machine, or the one that `--hardware` names: a file of `shardwise probe -o`, or a SPEC.
+    """This machine, or the one that `--hardware` names: a file of `shardwise probe -o`, or a SPEC; or a partition's.
 
-    `gpus` are indices in each node of either.
+    `gpus` are indices in each node of any of them.
     """
     from trainer.spec import codec
 
-    if spec is None:
+    if partition is not None:
+        hardware = partition
+    elif spec is None:
         from launch.probe import read_hardware
 
         return read_hardware(gpus=gpus, vram_cap_bytes=vram_cap_bytes)
-    if spec.endswith(".json"):
+    elif spec.endswith(".json"):
         hardware = replace(codec.read(Path(spec), Hardware), source=spec)
     else:
         hardware = hardware_from_spec(spec, local_host=_read_local_host)

@@ -5,18 +5,23 @@ was probed on such a node, else from the catalogue. Whole nodes are planned for:
 and gets the RAM of a node less what Slurm keeps for itself, bounded by the partition's limits.
 """
 
+from collections.abc import Iterator
+
 from msgspec.structs import replace
 
 from slurm.access import Access
 from slurm.cluster import Partition, PartitionState, Preemption, QosLimit
 from slurm.gpu_cards import card_name, gpus_of_row
 from slurm.node_groups import Choice, NodeGroup
+from slurm.node_share import NodeShare, share_of_node
 from slurm.quantities import format_duration
 from trainer.planning.gpu_specs import GPU_SPECS
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.hardware import Gpu, Hardware, Host, MeasuredRates
 from trainer.spec.units import format_bytes
 from trainer.spec.value import Value
+
+WHOLE_NODES = NodeShare()
 
 
 class PartitionHardware(Value, frozen=True, kw_only=True):
@@ -39,8 +44,9 @@ def hardware_of(
     stated: Hardware | None = None,
     access: Access | None = None,
     limits: tuple[QosLimit, ...] = (),
+    share: NodeShare = WHOLE_NODES,
 ) -> PartitionHardware:
-    """The hardware of `num_nodes` nodes of the chosen group.
+    """The hardware of `num_nodes` nodes of the chosen group, or of a share of each.
 
     `stated` is what `--hardware` names: a probed node, or a SPEC. InputError where it disagrees with Slurm, where
     nothing names the card, and for more nodes than there are or than one job may have; EnvironmentFaultError where the
@@ -53,16 +59,23 @@ def hardware_of(
     if stated is not None:
         _check_stated(partition, choice.group, stated, num_nodes)
     probed = None if stated is None or stated.source.startswith("catalogue") else stated
-    cores = _least(choice.group.num_cores, partition.max_cpus_per_node) or 1
+    node_cores, node_ram = _granted(partition, choice.group)
+    used, cores, ram = share_of_node(share, num_gpus=len(gpus), num_cores=node_cores, ram_bytes=node_ram)
+    gpus = gpus[:used]
     hardware = Hardware(
         gpus=gpus,
-        host=_host(partition, choice.group, cores, probed),
+        host=_host(cores, ram, probed),
         num_nodes=num_nodes,
         num_cpu_devices=stated.num_cpu_devices if stated is not None and not gpus else 1,
-        links=probed.links if probed else (),
+        links=tuple(link for link in probed.links if max(link.a, link.b) < used) if probed else (),
         libraries=probed.libraries if probed else {},
         unfit_libraries=probed.unfit_libraries if probed else {},
-        notes=tuple(_notes(partition, choice, gpus, stated=stated, probed=probed)),
+        notes=(
+            *_node_notes(partition, choice, share, _asked_words(used, cores, ram)),
+            *_card_notes(choice.group, gpus, stated=stated),
+            *_assumed_notes(choice.group, gpus, probed=probed),
+            *_other_notes(partition, choice),
+        ),
         rates=probed.rates if probed else MeasuredRates(),
         source=f"partition {partition.name}",
     )
@@ -175,12 +188,18 @@ def _candidates(group: NodeGroup) -> str:
     return group.card.gpu.name if group.is_mig else " or ".join(group.card.fits)
 
 
-def _host(partition: Partition, group: NodeGroup, cores: int, probed: Hardware | None) -> Host:
+def _granted(partition: Partition, group: NodeGroup) -> tuple[int, int | None]:
+    """Cores and RAM of a node that a job may have at most."""
+    cores = _least(group.num_cores, partition.max_cpus_per_node) or 1
     per_cpu = partition.max_ram_per_cpu_bytes
-    ram = _least(group.ram_bytes, partition.max_ram_per_node_bytes, None if per_cpu is None else per_cpu * cores)
-    known = Host(cpu_name=None, num_cores=cores, ram_bytes=ram, ram_available_bytes=None, pinned_limit_bytes=ram)
+    return cores, _least(
+        group.ram_bytes, partition.max_ram_per_node_bytes, None if per_cpu is None else per_cpu * cores
+    )
+
+
+def _host(cores: int, ram: int | None, probed: Hardware | None) -> Host:
     if probed is None:
-        return known
+        return Host(cpu_name=None, num_cores=cores, ram_bytes=ram, ram_available_bytes=None, pinned_limit_bytes=ram)
     return replace(
         probed.host,
         num_cores=cores,
@@ -191,28 +210,34 @@ def _host(partition: Partition, group: NodeGroup, cores: int, probed: Hardware |
     )
 
 
-def _notes(
-    partition: Partition, choice: Choice, gpus: tuple[Gpu, ...], *, stated: Hardware | None, probed: Hardware | None
-) -> list[str]:
-    """What was taken for granted, each in a sentence."""
+def _node_notes(partition: Partition, choice: Choice, share: NodeShare, asked: str) -> Iterator[str]:
+    """Which nodes they are, and what a job has of each."""
     group = choice.group
-    shared = " (not kept to it: OverSubscribe=FORCE)" if partition.is_oversubscribed else ""
-    notes = [f"partition {partition.name}: {group.words}; a job is taken to have whole nodes{shared}"]
+    forced = " (not kept to it: OverSubscribe=FORCE)" if partition.is_oversubscribed else ""
+    has = f"a job is taken to have whole nodes{forced}" if share.is_whole else f"a job asks for {asked} of each"
+    yield f"partition {partition.name}: {group.words}; {has}"
     if choice.num_hidden:
-        notes.append(f"{choice.num_hidden} of them are not shown by Slurm (powered down) and are taken to be alike")
+        yield f"{choice.num_hidden} of its nodes are not shown by Slurm (powered down) and are taken to be alike"
     if group.num_in_service < group.num_nodes:
-        notes.append(f"{group.num_in_service} of these {group.num_nodes} nodes are in service now")
-    notes += _card_notes(partition, group, gpus, stated=stated)
-    notes += _assumed_notes(group, gpus, probed=probed)
+        yield f"{group.num_in_service} of these {group.num_nodes} nodes are in service now"
+
+
+def _asked_words(gpus: int, cores: int, ram: int | None) -> str:
+    words = [f"{gpus} GPU{'s' if gpus > 1 else ''}"] if gpus else []
+    words += [f"{cores} cores"] + ([f"{format_bytes(ram)} RAM"] if ram is not None else [])
+    return ", ".join(words)
+
+
+def _other_notes(partition: Partition, choice: Choice) -> Iterator[str]:
+    """What else is in the partition, and how to keep to the nodes that are planned for."""
     if choice.others:
         others = "; ".join(other.words for other in choice.others)
         how = f"--constraint={choice.constraint} keeps to the first" if choice.constraint else _type_words(choice)
-        notes.append(f"the partition also has {others}; {how}")
-    for other in group.other_gpus:
-        notes.append(f"not used: {other.count} x gpu:{other.kind} on the same nodes")
+        yield f"the partition also has {others}; {how}"
+    for other in choice.group.other_gpus:
+        yield f"not used: {other.count} x gpu:{other.kind} on the same nodes"
     if partition.preemption is not Preemption.OFF and partition.grace_time_s:
-        notes.append(f"jobs may make way for others here, {format_duration(partition.grace_time_s)} after a warning")
-    return notes
+        yield f"jobs may make way for others here, {format_duration(partition.grace_time_s)} after a warning"
 
 
 def _type_words(choice: Choice) -> str:
@@ -220,7 +245,7 @@ def _type_words(choice: Choice) -> str:
     return "no feature tells them apart" if would_be_given else f"--gres={choice.group.gres} keeps to the first"
 
 
-def _card_notes(partition: Partition, group: NodeGroup, gpus: tuple[Gpu, ...], *, stated: Hardware | None) -> list[str]:
+def _card_notes(group: NodeGroup, gpus: tuple[Gpu, ...], *, stated: Hardware | None) -> list[str]:
     if stated is not None:
         said = f"the card is that of --hardware {stated.source.removeprefix('catalogue ')}"
         return [said if group.num_gpus else f"{said}; Slurm lists no GPU here"] if gpus else []

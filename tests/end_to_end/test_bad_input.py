@@ -212,7 +212,16 @@ CASES = [
     Case("unknown option", nothing, ("plan", "job.yaml", "--fast"), 2, ("--fast",)),
     Case("unknown command", nothing, ("trian", "job.yaml"), 2, ("trian", "train")),
     Case("command of a later version", nothing, ("watch", "run"), 2, ("comes with shardwise",)),
-    Case("option of a later version", nothing, ("plan", "job.yaml", "--partition", "x"), 2, ("comes with shardwise",)),
+    Case("option of a later version", nothing, ("report", "run", "--html", "x"), 2, ("comes with shardwise",)),
+    Case("partition without Slurm", nothing, ("plan", "job.yaml", "--partition", "x"), 4, ("scontrol", "--hardware")),
+    Case("nodes of no partition", nothing, ("plan", "job.yaml", "--nodes", "2"), 2, ("--nodes", "--partition")),
+    Case(
+        "a partition and two machines",
+        nothing,
+        ("plan", "job.yaml", "--partition", "x", "--hardware", "8xH200", "--hardware", "1xRTX-4090"),
+        2,
+        ("--partition", "--hardware"),
+    ),
     Case(
         "setting of a later version",
         job(log={"wandb": "offline"}),

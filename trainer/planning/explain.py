@@ -26,9 +26,9 @@ from trainer.spec.plan import Plan
 __all__ = ["Answer", "compare_plans", "comparison_page", "explain_plan", "machine_words", "plan_page"]
 
 
-def explain_plan(plan: Plan, *, top: int = 3, width: int = 100) -> str:
+def explain_plan(plan: Plan, *, top: int = 3, width: int = 100, more: Sequence[Section] = ()) -> str:
     """The plan as text of at most `width` columns, with the `top` runners-up."""
-    return page_text(plan_page(plan, top=top), width=width)
+    return page_text(plan_page(plan, top=top, more=more), width=width)
 
 
 def compare_plans(answers: Sequence[Answer], *, width: int = 100) -> str:
@@ -37,8 +37,8 @@ def compare_plans(answers: Sequence[Answer], *, width: int = 100) -> str:
     return text
 
 
-def plan_page(plan: Plan, *, top: int = 3) -> Page:
-    """All that is said of one plan."""
+def plan_page(plan: Plan, *, top: int = 3, more: Sequence[Section] = ()) -> Page:
+    """All that is said of one plan; `more` stands before the notes."""
     situation = situation_of(plan)
     sections = (
         version_section(plan),
@@ -52,6 +52,7 @@ def plan_page(plan: Plan, *, top: int = 3) -> Page:
         leave_section(leaves(situation, plan), plan),
         fallbacks_section(plan),
         rejections_section(plan.rejections),
+        *more,
         _sentences("notes", (*plan.notes, *(f"not used: {words}" for words in plan.hardware.excluded))),
     )
     return Page(title=heading(plan), sections=tuple(section for section in sections if section is not None))

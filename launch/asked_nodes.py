@@ -1,0 +1,70 @@
+"""Which nodes of a Slurm partition a plan is asked for: by the command line, or on a login node by the job file."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec.structs import replace
+
+from trainer.spec.errors import InputError
+from trainer.spec.job import Job
+
+if TYPE_CHECKING:  # read where a partition is asked for
+    from slurm.partition_hardware import PartitionHardware
+
+
+class AskedNodes(NamedTuple):
+    """What the command line says of them."""
+
+    partition: str | None = None
+    num_nodes: int | None = None
+    constraint: str | None = None
+
+
+def read_asked_nodes(
+    asked: AskedNodes, job: Job, *, spec: str | None, environment: Mapping[str, str]
+) -> "PartitionHardware | None":
+    """The nodes to plan for; None where it is a machine that was asked for, or this one.
+
+    InputError where nodes were asked for and nobody names a partition.
+    """
+    name = asked.partition or job.slurm.partition
+    if name is None and any(asked):
+        raise InputError("--nodes and --constraint go with --partition; of a machine: --hardware 4x8xH100-SXM5-80GB")
+    if name is None or not (any(asked) or (spec is None and _is_login_node(environment))):
+        return None
+    from launch.partition_hardware import read_partition_hardware
+    from slurm.node_share import share_of_job
+
+    found = read_partition_hardware(
+        name,
+        nodes=asked.num_nodes or job.slurm.nodes or 1,
+        spec=spec,
+        constraint=asked.constraint or job.slurm.constraint or sbatch_option(job.slurm.extra, "--constraint", "-C"),
+        qos=job.slurm.qos,
+        share=share_of_job(job.slurm),
+        environment=environment,
+    )
+    if asked.partition is not None:
+        return found
+    said = f"planned for partition {name}, which the job file names (slurm.partition)"
+    return replace(found, hardware=replace(found.hardware, notes=(said, *found.hardware.notes)))
+
+
+def sbatch_option(extra: Sequence[str], long: str, short: str) -> str | None:
+    """The value of an option in slurm.extra: `--constraint=a100`, `--constraint a100`, `-Ca100` or `-C a100`."""
+    words = [part for option in extra for part in option.split(maxsplit=1)]
+    for number, word in enumerate(words):
+        if word in (long, short):
+            return words[number + 1] if number + 1 < len(words) else None
+        if word.startswith(f"{long}="):
+            return word.removeprefix(f"{long}=")
+        if word.startswith(short) and not word.startswith("--"):
+            return word.removeprefix(short).removeprefix("=")
+    return None
+
+
+def _is_login_node(environment: Mapping[str, str]) -> bool:
+    from launch.probe import read_hardware
+    from slurm.allocation import is_login_node
+
+    return is_login_node(read_hardware(environment=environment))
