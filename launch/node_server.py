@@ -3,7 +3,7 @@
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,7 +56,11 @@ class NodeServer:
         self._listener.settimeout(0.0)
         self.port: int = self._listener.getsockname()[1]
         self._token = new_token()
-        self._write_file()
+        try:
+            self._write_file()
+        except EnvironmentFaultError:
+            self._listener.close()
+            raise
 
     def _write_file(self) -> None:
         content = NodesFile(host=socket.gethostname(), port=self.port, token=self._token, num_nodes=self.num_nodes)
@@ -99,11 +103,7 @@ class NodeServer:
         for stranger in list(self._strangers):
             self._hear(stranger)
         for rank, node in list(self.nodes.items()):
-            for message in node.channel.receive():
-                if isinstance(message, Note):
-                    self._on_line(f"{node.hello.host}: {message.words}")
-                else:
-                    node.inbox.append(message)
+            self._take_in(node, node.channel.receive())
             if not node.channel.is_open:
                 del self.nodes[rank]
                 self.gone.append(f"{node.words} was lost: its connection ended")
@@ -160,7 +160,15 @@ class NodeServer:
                 channel.send(Bye(exit_code=2, words=words))
                 channel.close()
                 return
-            self.nodes[hello.node_rank] = Node(hello, channel, called_at, inbox=messages[1:])
+            node = self.nodes[hello.node_rank] = Node(hello, channel, called_at)
+            self._take_in(node, messages[1:])
+
+    def _take_in(self, node: Node, messages: Sequence[Value]) -> None:
+        for message in messages:
+            if isinstance(message, Note):
+                self._on_line(f"{node.hello.host}: {message.words}")
+            else:
+                node.inbox.append(message)
 
 
 def meeting_place(nodes: dict[int, Node]) -> str:

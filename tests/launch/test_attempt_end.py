@@ -159,3 +159,34 @@ def test_a_damaged_report_is_passed_over(attempt: Path):
 
 def test_last_words_without_any_output(tmp_path: Path):
     assert last_words(tmp_path) == "(no output)"
+
+
+# -- several machines --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_two(tmp_path: Path) -> Path:
+    (tmp_path / "logs").mkdir()
+    codec.write(tmp_path / "plan.json", engine_plan(Sharding.DDP, num_ranks=4))
+    (tmp_path / "logs" / "launcher.log").write_text("")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "fault", "expected"),
+    [
+        (KILLED.format(number=9), Fault.KILLED, "rank 3 was killed by SIGKILL"),
+        (LEFT.format(code=3), Fault.ERROR, "rank 3 ended with code 3 and left no report"),
+    ],
+)
+def test_a_launcher_counts_its_own_ranks_from_0(on_two: Path, words: str, fault: Fault, expected: str):
+    (on_two / "logs" / "launcher-1.log").write_text(words)
+    end = end_of(on_two)
+    assert end.fault is fault and (end.report.error or "").startswith(expected)
+
+
+def test_a_machine_that_is_lost_is_the_cause_whatever_its_ranks_say(on_two: Path):
+    write_report(on_two, 0, ending=Ending.FAILED, error="RuntimeError: Connection closed by peer")
+    end = end_of(on_two, lost="n2 (node 1) was lost: its connection ended")
+    assert end.is_machine_lost and end.fault is Fault.KILLED
+    assert end.report.error == "n2 (node 1) was lost: its connection ended"

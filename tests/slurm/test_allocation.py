@@ -4,7 +4,15 @@ import shlex
 
 import pytest
 
-from slurm.allocation import is_login_node, submit_line
+from slurm.allocation import (
+    Allocation,
+    find_allocation,
+    is_login_node,
+    seconds_of_time,
+    srun_argv,
+    submit_line,
+)
+from trainer.spec.errors import InputError
 from trainer.spec.hardware import Gpu, Hardware, Host, SlurmEnvironment
 
 
@@ -33,3 +41,37 @@ def test_a_login_node_has_sbatch_but_neither_job_nor_gpu(slurm, has_gpu, expecte
 def test_the_submit_line_survives_any_file_name(job):
     words = shlex.split(submit_line(job, ["train.lr=1e-4; rm x"]))
     assert words == ["shardwise", "submit", job, "train.lr=1e-4; rm x"]
+
+
+JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_CPUS_PER_NODE": "96(x2),64", "SLURM_NTASKS": "3"}
+
+
+def test_a_batch_script_is_in_its_allocation():
+    assert find_allocation(JOB) == Allocation("7", 2, 0, 64, is_in_step=False)
+    assert find_allocation(JOB | {"SLURM_RESTART_COUNT": "2"}).num_restarts == 2  # type: ignore[union-attr]
+    assert find_allocation({"PATH": "/bin"}) is None
+
+
+def test_one_of_several_tasks_is_refused_before_each_starts_a_run():
+    step = JOB | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8"}
+    with pytest.raises(InputError, match="srun started 8 tasks of this command, and it starts the ranks itself"):
+        find_allocation(step)
+
+
+def test_a_step_of_every_node_has_all_that_the_job_has():
+    batch = find_allocation(JOB)
+    assert batch is not None
+    argv = srun_argv(batch, ["prog", "a b"])
+    assert argv[0] == "srun" and argv[-2:] == ["prog", "a b"] and "--overlap" not in argv
+    assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--cpus-per-task=64"} <= {*argv}
+    inside = find_allocation(JOB | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"})
+    assert inside is not None
+    assert "--overlap" in srun_argv(inside, ["prog"]) and "--label" in srun_argv(inside, ["prog"], labels=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("1-02:03:04", 93784), ("02:03:04", 7384), ("59:59", 3599), ("0:01", 1), ("UNLIMITED", None), ("INVALID", None)],
+)
+def test_time_as_squeue_writes_it(text, seconds):
+    assert seconds_of_time(text) == seconds
