@@ -210,18 +210,22 @@ class SlurmCluster:
         self._ip("-n", space, "link", "set", "lo", "up")
         self._ip("-n", space, "route", "add", "default", "via", self._addresses.login)
 
-    def _daemon(self, node: str, *words: str) -> None:
-        """Starts a program on a node, with the node's hostname and hosts."""
+    def on_node(self, node: str, *words: str | Path) -> list[str]:
+        """The argv that runs a program on a node, with the node's network, hostname and hosts."""
         inside = (
             'hostname "$1" && mount --bind "$2/hosts" /etc/hosts && mount --bind "$2/nsswitch.conf" /etc/nsswitch.conf '
             '&& shift 2 && exec "$@"'
         )
         enter = ["nsenter", f"--net=/run/netns/{self._prefix}-{node}"]
         unshare = ["unshare", "--uts", "--mount", "--propagation", "private"]
+        return [*enter, *unshare, "sh", "-c", inside, "sh", node, str(self.folder), *map(str, words)]
+
+    def _daemon(self, node: str, *words: str) -> None:
+        """Starts a program on a node."""
         with (self.folder / "log" / f"{words[0]}.{node}.stderr").open("ab") as log:
             self._daemons.append(
                 subprocess.Popen(
-                    [*enter, *unshare, "sh", "-c", inside, "sh", node, str(self.folder), *words],
+                    self.on_node(node, *words),
                     env=self.environment,
                     cwd="/",
                     stdin=subprocess.DEVNULL,
