@@ -109,7 +109,7 @@ class SlurmCluster:
         """Ends every process of the cluster and removes its networks; also what another process left of it."""
         names = [HEAD, *reversed(self._addresses.nodes)]
         for name in names:
-            self._kill_all(name)
+            self.kill_all(name)
         for daemon in self._daemons:
             daemon.wait(CALL_TIMEOUT_S)
         for name in names:
@@ -171,7 +171,7 @@ class SlurmCluster:
     def kill_node(self, name: str) -> None:
         """A power cut: the cable is out, then every process is gone."""
         self._ip("link", "set", f"{self._prefix}{name}", "down")
-        self._kill_all(name)
+        self.kill_all(name)
 
     def start_node(self, name: str) -> None:
         """Boots a node that was killed; returns once Slurm would use it."""
@@ -248,7 +248,7 @@ class SlurmCluster:
             self.run("scancel", *job_ids, check=False)
         return bool(job_ids)
 
-    def _kill_all(self, name: str) -> None:
+    def kill_all(self, name: str) -> None:
         """Kills whatever runs in the node's network until nothing does; a process may be forking."""
         while pids := self._pids(name):
             for pid in pids:

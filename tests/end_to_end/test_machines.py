@@ -1,0 +1,105 @@
+"""Several machines without a scheduler: the same command on each, one run; each with its own network and name.
+
+The machines are those of the tests' cluster, whose Slurm is not asked.
+"""
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slurm_cluster import SlurmCluster
+from workplace_factory import Workplace, make_workplace, read_metrics
+
+from trainer.spec import codec
+from trainer.spec.report import Ending, Report
+
+STEPS = 40
+LIMIT_S = 240
+RARELY = {"checkpoint": {"every": "4 steps"}, "eval": {"every": "1000 steps"}}
+
+
+class Machines:
+    """Two machines that see one workplace, and the command on each."""
+
+    def __init__(self, cluster: SlurmCluster, place: Workplace) -> None:
+        self._cluster, self.place = cluster, place
+        self.run_dir = place.folder / "run"
+        self.running: dict[int, subprocess.Popen[str]] = {}
+        self.num_started = 0
+
+    def start(self, rank: int, *more: str) -> None:
+        words = ["train", "job.yaml", "--nodes", "2", "--node-rank", str(rank), "--head", "n1"]
+        argv = self._cluster.on_node(f"n{rank + 1}", *self.place.command(*words, "--run-dir", self.run_dir, *more))
+        self.num_started += 1
+        with self.output(self.num_started).open("w") as output:
+            self.running[rank] = subprocess.Popen(
+                argv, cwd=self.place.folder, env=self.place.environment, stdout=output, stderr=output, text=True
+            )
+
+    def output(self, number: int) -> Path:
+        """What the command printed that was started as the `number`-th."""
+        return self.place.folder / f"{number}.out"
+
+    def wait_for_step(self, step: int) -> None:
+        metrics = self.run_dir / "metrics.jsonl"
+
+        def has_come() -> bool:
+            assert all(process.poll() is None for process in self.running.values()), self.told()
+            return metrics.is_file() and metrics.read_text().count("\n") > 0 and max(read_metrics(self.run_dir)) >= step
+
+        self._cluster.wait_until(has_come, f"step {step}", LIMIT_S)
+
+    def wait(self) -> list[int]:
+        """The exit codes, by rank."""
+        codes = [self.running[rank].wait(LIMIT_S) for rank in sorted(self.running)]
+        self.running = {}
+        return codes
+
+    def told(self) -> str:
+        return "\n".join(self.output(number + 1).read_text() for number in range(self.num_started))
+
+    def cut_power(self, rank: int) -> None:
+        self._cluster.kill_all(f"n{rank + 1}")
+        self.running[rank].wait()
+
+
+@pytest.fixture
+def machines(slurm: SlurmCluster, workplace: Workplace) -> Iterator[Machines]:
+    workplace.write_job(train={"steps": STEPS}, pin={"sharding": "fsdp"}, **RARELY)
+    two = Machines(slurm, workplace)
+    yield two
+    for process in two.running.values():
+        process.kill()
+        process.wait()
+
+
+def test_two_machines_train_one_run_through_a_stop_and_the_loss_of_one(machines: Machines, tmp_path: Path):
+    """With the losses of one process, every step counted once."""
+    for rank in (0, 1):
+        machines.start(rank)
+    machines.wait_for_step(3)
+    machines.running[1].send_signal(signal.SIGTERM)
+    assert machines.wait() == [75, 75], machines.told()
+    stopped = codec.read(machines.run_dir / "report.json", Report)
+    assert stopped.ending is Ending.PREEMPTED and stopped.checkpoint is not None
+    assert f"the run ended: preempted at step {stopped.step}" in machines.output(2).read_text()
+
+    for rank in (0, 1):
+        machines.start(rank, "--resume")
+    machines.wait_for_step(max(stopped.step + 6, 9))
+    machines.cut_power(1)
+    machines.start(1, "--resume")
+    assert machines.wait() == [0, 0], machines.told()
+    report = codec.read(machines.run_dir / "report.json", Report)
+    assert report.ending is Ending.FINISHED and report.engaged is not None and report.engaged.world_size == 2
+    assert any("n2 (node 1) was lost: its connection ended" in words for words in report.incidents)
+
+    alone = make_workplace(tmp_path / "alone")
+    alone.write_job(train={"steps": STEPS}, **RARELY)
+    alone.run("train", "job.yaml")
+    there, here = read_metrics(machines.run_dir), read_metrics(alone.only_run())
+    assert [row["loss"] for row in there.values()] == pytest.approx([row["loss"] for row in here.values()], abs=1e-5)
+    assert sorted(there) == list(range(1, STEPS + 1))
+    assert not (machines.run_dir / ".nodes.json").exists()
