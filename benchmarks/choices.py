@@ -4,8 +4,7 @@
     python benchmarks/choices.py --write    puts them into docs/choices.md
     python benchmarks/choices.py --check    says whether docs/choices.md is up to date (exit code 1 where it is not)
 
-Every row is a job file under examples/ on a machine from the catalogue, planned with what this version trains; the
-golden choices also as if every later version's features were here. No figure depends on the machine this runs on.
+Every row is a job file under examples/ on a machine from the catalogue. No figure depends on the machine this runs on.
 """
 
 import sys
@@ -38,7 +37,7 @@ class Case(NamedTuple):
     hardware: str
     overrides: tuple[str, ...] = ()
 
-    def plan(self, *overrides: str, ignoring_version: bool) -> Plan:
+    def plan(self, *overrides: str) -> Plan:
         """What is taken; NothingFitsError or InputError where nothing can be."""
         inputs = read_inputs(
             ROOT / "examples" / self.example,
@@ -46,7 +45,7 @@ class Case(NamedTuple):
             hardware_spec=self.hardware,
             environment=NOBODY,
         )
-        return plan_inputs(inputs, profile_data(inputs), environment=NOBODY, ignoring_version=ignoring_version)
+        return plan_inputs(inputs, profile_data(inputs), environment=NOBODY)
 
 
 GOLDEN = (
@@ -74,10 +73,7 @@ WITHIN_8_GB = (
 def tables() -> dict[str, str]:
     """The tables of docs/choices.md by the name of their place."""
     return {
-        "golden": markdown_table(
-            ("job and machine", "this version takes", "shardwise takes once all is there"),
-            [(case.words, _answer(case), _answer(case, ignoring_version=True)) for case in GOLDEN],
-        ),
+        "golden": markdown_table(("job and machine", "takes"), [(case.words, _answer(case)) for case in GOLDEN]),
         "combinations": markdown_table(
             ("row of the table", "as the row says", "the planner's own choice (`train.method: auto`)"),
             [(case.words, _answer(case), _answer(case, "train.method=auto")) for case in COMBINATIONS],
@@ -88,9 +84,9 @@ def tables() -> dict[str, str]:
     }
 
 
-def _answer(case: Case, *overrides: str, ignoring_version: bool = False) -> str:
+def _answer(case: Case, *overrides: str) -> str:
     try:
-        plan = case.plan(*overrides, ignoring_version=ignoring_version)
+        plan = case.plan(*overrides)
     except InputError as error:
         return str(error).splitlines()[0].partition("; ")[0]
     except NothingFitsError as error:
@@ -106,7 +102,7 @@ def _answer(case: Case, *overrides: str, ignoring_version: bool = False) -> str:
 
 
 def _beside(case: Case) -> str:
-    memory = case.plan(ignoring_version=False).chosen.memory
+    memory = case.plan().chosen.memory
     nvme = f", {format_bytes(memory.nvme_bytes)} on NVMe" if memory.nvme_bytes else ""
     return f"{format_bytes(memory.pinned_bytes + memory.host_bytes)} of host RAM{nvme}"
 

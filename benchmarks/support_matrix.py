@@ -29,7 +29,6 @@ from written_page import markdown_table, run_page  # noqa: E402
 from trainer.planning.combination import Incompatibility, Reach, first_broken  # noqa: E402
 from trainer.planning.incompatible_rows import LAYOUTS, ROWS  # noqa: E402
 from trainer.planning.incompatible_settings import RECIPE_CAPABILITY, SETTINGS  # noqa: E402
-from trainer.planning.not_yet import TRAINED_FROM, version_that_trains  # noqa: E402
 from trainer.planning.rules import RULES  # noqa: E402
 from trainer.spec.strategy import (  # noqa: E402
     Checkpointing,
@@ -72,10 +71,10 @@ def verdict_of(cell: Cell) -> Verdict:
     broken = first_broken(INCOMPATIBILITIES, cell.on(device_named(f"{'1x' if is_alone else '2x8x'}{cell.gpu}")))
     if broken is not None:
         return Verdict("refused", broken.name)
-    version = version_that_trains(cell.sharding)
-    if version is not None:
-        return Verdict(f"from {version}", "not_yet")
-    plain_cpu = replace(cell.on(device_named("1xCPU" if is_alone else "2xCPU")), cpu_flags=frozenset())
+    cpu = device_named("1xCPU" if is_alone else "2xCPU")
+    if cell.sharding is Sharding.HSDP:
+        cpu = replace(cpu, num_nodes=2)
+    plain_cpu = replace(cell.on(cpu), cpu_flags=frozenset())
     on_cpu = first_broken(INCOMPATIBILITIES, plain_cpu, reach=Reach.OURS)
     proofs = PROOFS if on_cpu is None else GPU_PROOFS
     proof = next((proof for proof in proofs if proof.shows(cell)), None)
@@ -91,7 +90,8 @@ def _needed(cell: Cell) -> str:
         what = f"GPU of {major}.{minor}"
     else:
         what = "GPU"
-    return f"needs 2 {what}" if cell.sharding is Sharding.DDP else f"needs a {what}"
+    least = {Sharding.DDP: "2", Sharding.HSDP: "4"}  # which other engines take one of
+    return f"needs {least.get(cell.sharding, 'a')} {what}"
 
 
 _SHARDINGS = [(f"`{sharding}`", {"sharding": sharding}) for sharding in Sharding]
@@ -142,7 +142,6 @@ def tables() -> dict[str, str]:
     """The parts of the page by the name of their place."""
     parts = {table.name: _written(table) for table in TABLES}
     parts["rules"] = _rules()
-    parts["later"] = _later()
     parts["footnotes"] = _footnotes()
     return parts
 
@@ -173,7 +172,7 @@ def _rules() -> str:
     shown = _notes()
     rows = []
     for rule in RULES:
-        if rule.name not in shown or rule.name == "not_yet":
+        if rule.name not in shown:
             pin = f"`pin.{rule.yields_to}`" if rule.yields_to else ""
             rows.append((f"`{rule.name}`", _plain(rule.reason), _plain(rule.instead or ""), rule.evidence, pin))
     rows += [
@@ -182,11 +181,6 @@ def _rules() -> str:
         if rule.name not in shown and rule.name not in {known.name for known in RULES}
     ]
     return markdown_table(("rule", "says", "use instead", "evidence", "gives way to"), rows)
-
-
-def _later() -> str:
-    rows = [(f"sharding `{sharding}`", version) for sharding, version in TRAINED_FROM.items()]
-    return markdown_table(("what", "with shardwise"), rows)
 
 
 def _notes() -> set[str]:
@@ -200,8 +194,6 @@ def _footnotes() -> str:
         if rule.name in notes:
             instead = f" Instead: {_plain(rule.instead)}." if rule.instead else ""
             lines.append(f"[^{rule.name}]: `{rule.name}`: {_plain(rule.reason)}.{instead} Evidence: {rule.evidence}.\n")
-    if "not_yet" in notes:
-        lines.append("[^not_yet]: comes with that version; see the table above.\n")
     return "".join(lines)
 
 

@@ -67,6 +67,11 @@ PROOFS: tuple[Proof, ...] = (
         lambda cell: cell.compile,
     ),
     Proof(
+        "inside-hsdp",
+        "tests/distributed/test_hybrid.py::test_an_update_within_the_backward_pass_sees_gradients_of_all_copies",
+        lambda cell: cell.optimizer_in_backward and cell.sharding is Sharding.HSDP,
+    ),
+    Proof(
         "inside-fsdp",
         "tests/distributed/test_optimizers_sharded.py::test_a_sharded_optimizer_steps_as_one_with_whole_tensors",
         lambda cell: cell.optimizer_in_backward and cell.sharding.uses_fsdp,
@@ -88,7 +93,7 @@ GPU_PROOFS: tuple[Proof, ...] = (
     Proof(
         "wiring",
         "tests/distributed/test_precision.py::test_every_forward_multiplies_in_fp8_recomputation_too",
-        lambda cell: cell.precision is Precision.FP8 and cell.sharding is Sharding.DDP,
+        lambda cell: cell.precision is Precision.FP8 and cell.sharding in (Sharding.DDP, Sharding.HSDP),
     ),
     Proof(
         "fp16-engine",

@@ -6,8 +6,7 @@ from pathlib import Path
 import msgspec
 
 from launch.console import Console
-from launch.plan_ahead import plan_ahead
-from launch.plan_job import profile_data, read_inputs
+from launch.plan_job import plan_inputs, profile_data, read_inputs
 from launch.train_job import TrainOptions
 from launch.train_job import train as run_training
 from trainer.spec.errors import EnvironmentFaultError, InputError
@@ -34,11 +33,10 @@ def plan(
 ) -> Plan:
     """The plan of a job file for this machine, or for `hardware` (a SPEC or a hardware.json).
 
-    A plan that only a later version can train says so in `needs_version`. Raises NothingFitsError where no strategy
-    fits, InputError where the job is wrong.
+    Raises NothingFitsError where no strategy fits, InputError where the job is wrong.
     """
     inputs = read_inputs(Path(job), overrides, gpus=gpus, vram_cap_bytes=_size(vram), hardware_spec=hardware)
-    return plan_ahead(inputs, profile_data(inputs))
+    return plan_inputs(inputs, profile_data(inputs))
 
 
 def estimate(job: str | Path, *overrides: str, hardware: str | None = None, vram: str | int | None = None) -> Estimate:

@@ -2,8 +2,7 @@
 
 from msgspec.structs import replace
 
-from launch.plan_ahead import plan_ahead
-from launch.plan_job import PlanInputs
+from launch.plan_job import PlanInputs, plan_inputs
 from slurm.quantities import format_duration, parse_duration
 from slurm.time_limit import limit_words
 from trainer.planning import node_counts
@@ -39,6 +38,6 @@ def node_counts_section(inputs: PlanInputs, plan: Plan) -> Section | None:
 def _plan_for(num_nodes: int, inputs: PlanInputs, plan: Plan) -> NodeCount:
     hardware = replace(inputs.hardware, num_nodes=num_nodes)
     try:
-        return planned(num_nodes, plan_ahead(inputs._replace(hardware=hardware), plan.data))
+        return planned(num_nodes, plan_inputs(inputs._replace(hardware=hardware), plan.data))
     except (NothingFitsError, InputError) as error:
         return NodeCount(num_nodes=num_nodes, reason=str(error).splitlines()[0])

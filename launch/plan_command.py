@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from launch.asked_nodes import AskedNodes
 from launch.console import Console
-from launch.plan_ahead import plan_ahead
-from launch.plan_job import PlanInputs, profile_data, read_inputs
+from launch.plan_job import PlanInputs, plan_inputs, profile_data, read_inputs
 from trainer.planning.explain import compare_plans, comparison_page, explain_plan, plan_page
 from trainer.planning.page import Section
 from trainer.planning.planner import take_candidate
@@ -122,7 +121,7 @@ def _answer(spec: str, inputs: PlanInputs, options: PlanOptions) -> Answer:
 
 def _plan(inputs: PlanInputs, options: PlanOptions) -> Plan:
     if options.trial is None:
-        plan = plan_ahead(inputs, profile_data(inputs))
+        plan = plan_inputs(inputs, profile_data(inputs))
         if inputs.model_code is None or options.simulate:
             return plan
         from launch.plan_simulate import after_dry_run

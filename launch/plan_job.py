@@ -278,9 +278,8 @@ def plan_inputs(
     *,
     environment: Mapping[str, str] = os.environ,
     trials: tuple[TrialResult, ...] = (),
-    ignoring_version: bool = False,
 ) -> Plan:
-    """The plan for these inputs; with `ignoring_version` one that a later version may have to train."""
+    """The plan for these inputs."""
     calibration, versions = read_calibration_of(inputs, environment=environment)
     fp8_gain, ignored = _fp8_gain_of(inputs, versions)
     plan = make_plan(
@@ -297,7 +296,6 @@ def plan_inputs(
         trials=trials,
         fp8_gain=fp8_gain,
         extension=_extension_of(inputs.resolved.job),
-        ignoring_version=ignoring_version,
     )
     code = inputs.model_code
     more = [*([code.words] if code is not None else []), *([ignored] if ignored is not None else [])]

@@ -47,7 +47,6 @@ from launch.trials import plan_after_trials
 from launch.vocabulary import kept_plan_with_new_rows, refuse_frozen_rows, with_new_rows
 from slurm.allocation import is_login_node, submit_line
 from trainer.planning.explain import explain_plan
-from trainer.planning.not_yet import late_members
 from trainer.planning.planner import take_candidate
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, InputProblemsError
@@ -227,11 +226,6 @@ def _prepare_kept_plan(
             f"{options.job}: a plan cannot be overridden; give the job file to change {options.overrides[0]}"
         )
     plan = take_candidate(codec.read(options.job, Plan), options.take)
-    if plan.needs_version is not None:
-        raise InputError(
-            f"{options.job}: this plan trains from shardwise {plan.needs_version} on "
-            f"({', '.join(late_members(plan.chosen))}); --take N runs another candidate of it"
-        )
     _refuse_untrainable(plan.model_shape, str(options.job))
     _check_several(options, machines)
     here = machines.read_hardware() or read_hardware()

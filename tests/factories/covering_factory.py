@@ -87,7 +87,7 @@ def is_row_allowed(strategy: Strategy, method: Method) -> bool:
     job = job_of(allow=tuple(Allowance), pin=pin, seq_len=512, tokens_per_step=8192)
     job = replace(job, limits=replace(job.limits, nvme=NvmeLimit(path="/nvme")))
     situation = situation_for("tiny", hardware, method=method, job=job)
-    return may_run(situation, strategy, ignoring_version=True)
+    return may_run(situation, strategy)
 
 
 def points() -> Iterator[Point]:

@@ -132,7 +132,6 @@ def plan_of(
     trials: tuple[TrialResult, ...] = (),
     fp8_gain: Fp8Gain | None = None,
     extension: Extension | None = None,
-    ignoring_version: bool = False,
     **job_facts: Any,
 ) -> Plan:
     """The plan of a model on a machine, with everything else as it usually is."""
@@ -152,7 +151,6 @@ def plan_of(
         trials=trials,
         extension=extension,
         fp8_gain=fp8_gain,
-        ignoring_version=ignoring_version,
     )
 
 

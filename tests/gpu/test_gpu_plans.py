@@ -66,7 +66,7 @@ def test_no_rule_forbids_what_runs(case: GpuCase, rows: Path) -> None:
     pin = {axis: getattr(row, axis) for axis in ("sharding", "offload", "optimizer", "precision")}
     job = job_of(allow=tuple(Allowance), pin=pin, seq_len=512, tokens_per_step=2048, **case.train)
     situation = situation_for("8b", card(case), method=plan.chosen.method, job=job)
-    refusal = refuse(situation, row, ignoring_version=True)
+    refusal = refuse(situation, row)
     assert refusal is None or refusal.rule == "one_rank_has_no_peer", "pointless on one card, but it runs"
     assert obstacle_to(situation, setting_of_case(plan)) is None
 

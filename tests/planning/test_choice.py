@@ -30,7 +30,7 @@ EVERYTHING = tuple(Allowance)
 
 
 def rows_of(situation: Situation) -> tuple[Strategy, ...]:
-    runnable = [row for row in CATALOGUE if may_run(situation, row, ignoring_version=True)]
+    runnable = [row for row in CATALOGUE if may_run(situation, row)]
     return one_a_layout(runnable)
 
 
@@ -47,7 +47,7 @@ def test_no_row_that_is_passed_over_would_have_been_taken(model: str, spec: str,
     facts = {"seq_len": 512, "tokens_per_step": 8192} if model == "tiny" else {}
     situation = situation_for(model, spec, method=method, job=job_of(allow=allowed, **facts))
     device = replace(situation.device, usable_bytes=int(usable * situation.device.usable_bytes))
-    situation = replace(situation, device=device, ignores_version=True)
+    situation = replace(situation, device=device)
     rows = rows_of(situation)
     assert best_of(situation, rows)[0] == best_of_all(situation, rows)
 
@@ -57,7 +57,7 @@ def test_padded_rows_are_no_exception() -> None:
         BatchWidth(micro_batch=2**power, mean_width=100.0 * 2**power, mean_width_sorted=100.0) for power in range(8)
     )
     data = data_of(is_packed=False, num_documents=10_000, mean_document_tokens=100.0, batch_widths=widths)
-    situation = replace(situation_for("1b", "2xRTX-4090"), data=data, ignores_version=True)
+    situation = replace(situation_for("1b", "2xRTX-4090"), data=data)
     rows = rows_of(situation)
     assert best_of(situation, rows)[0] == best_of_all(situation, rows)
 

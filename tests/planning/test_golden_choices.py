@@ -1,7 +1,6 @@
 """What an expert would take, machine by machine, argued in docs/choices.md.
 
-Each choice is asked twice: what this version takes, and what is taken as if every version's features were here. The
-claims are about the choice, never about its bytes or seconds: those move with the formulas.
+The claims are about the choice, never about its bytes or seconds: those move with the formulas.
 """
 
 import subprocess
@@ -27,39 +26,34 @@ REPOSITORY = Path(__file__).parents[2]
 NOBODY = {"HOME": "/nonexistent"}
 
 
-@pytest.fixture(params=[False, True], ids=["today", "ahead"])
-def ahead(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
-def sft(spec: str, *, ram_gib: int, ahead: bool, **facts: Any) -> Plan:
+def sft(spec: str, *, ram_gib: int, **facts: Any) -> Plan:
     """8B on 20 million tokens, 32 rows of 4,096 a step, within a day."""
     job = job_of(
         **{"seq_len": 4096, "tokens_per_step": 131072, "epochs": None, "tokens": 20_000_000, "hours": 24} | facts
     )
     hardware = machine(spec, ram_bytes=ram_gib * GIB)
-    return plan_of("8b", hardware, job=job, data=data_of(seq_len=4096, num_eval_rows=0), ignoring_version=ahead)
+    return plan_of("8b", hardware, job=job, data=data_of(seq_len=4096, num_eval_rows=0))
 
 
-def test_one_8_gb_card_takes_qlora_one_sequence_at_a_time_and_recomputes(ahead: bool) -> None:
+def test_one_8_gb_card_takes_qlora_one_sequence_at_a_time_and_recomputes() -> None:
     """5.3 GiB of NF4 weights on 7.75: room for one sequence, recomputed, and no more."""
-    chosen = sft("1xRTX-4060-8GB", ram_gib=16, ahead=ahead).chosen
+    chosen = sft("1xRTX-4060-8GB", ram_gib=16).chosen
     assert (chosen.method, chosen.micro_batch) == (Method.QLORA, 1)
     assert chosen.checkpointing is not Checkpointing.NONE
 
 
-def test_one_8_gb_card_beside_32_gb_of_host_ram_keeps_frozen_16_bit_weights_there(ahead: bool) -> None:
+def test_one_8_gb_card_beside_32_gb_of_host_ram_keeps_frozen_16_bit_weights_there() -> None:
     """15 GiB of bf16 shards, loaded straight to where they stay; they cross PCIe behind the products."""
-    chosen = sft("1xRTX-4060-8GB", ram_gib=32, ahead=ahead).chosen
+    chosen = sft("1xRTX-4060-8GB", ram_gib=32).chosen
     assert (chosen.method, chosen.strategy.sharding) == (Method.LORA, Sharding.FSDP)
     assert chosen.strategy.offload is Offload.OPTIMIZER_PARAMS
     assert 15 * GIB < chosen.memory.pinned_bytes < 16 * GIB
     assert chosen.memory.host_bytes < 5 * GIB
 
 
-def test_two_24_gb_cards_take_lora_and_share_nothing_but_gradients(ahead: bool) -> None:
+def test_two_24_gb_cards_take_lora_and_share_nothing_but_gradients() -> None:
     """15 GiB of frozen weights fit each card; gathering them over PCIe in every pass would be pointless."""
-    plan = sft("2xRTX-3090", ram_gib=64, ahead=ahead)
+    plan = sft("2xRTX-3090", ram_gib=64)
     chosen = plan.chosen
     assert (chosen.method, chosen.strategy.sharding) == (Method.LORA, Sharding.DDP)
     assert chosen.checkpointing is not Checkpointing.NONE
@@ -75,10 +69,10 @@ def test_two_24_gb_cards_take_lora_and_share_nothing_but_gradients(ahead: bool) 
     ],
 )
 def test_data_centre_nodes_train_everything_exactly_and_recompute_nothing(
-    spec: str, ram_gib: int, least: Sharding, ahead: bool
+    spec: str, ram_gib: int, least: Sharding
 ) -> None:
     """120 GiB of state are shared by all cards, on the cards, and what is left holds the activations."""
-    chosen = sft(spec, ram_gib=ram_gib, ahead=ahead).chosen
+    chosen = sft(spec, ram_gib=ram_gib).chosen
     assert (chosen.method, chosen.strategy.is_exact, chosen.strategy.offload) == (Method.FULL, True, Offload.NONE)
     assert chosen.strategy.sharding.shards_optimizer
     assert chosen.checkpointing is Checkpointing.NONE
@@ -86,30 +80,30 @@ def test_data_centre_nodes_train_everything_exactly_and_recompute_nothing(
         assert chosen.strategy.sharding.shards_gradients
 
 
-def test_four_nodes_gather_nothing_across_the_network_in_every_pass(ahead: bool) -> None:
+def test_four_nodes_gather_nothing_across_the_network_in_every_pass() -> None:
     """One row a rank: whoever gathers weights for it waits for the network twice."""
-    plan = sft("4x8xH100-SXM5-80GB", ram_gib=1024, ahead=ahead)
+    plan = sft("4x8xH100-SXM5-80GB", ram_gib=1024)
     assert plan.chosen.strategy.sharding not in (Sharding.ZERO3, Sharding.FSDP)
     assert (plan.chosen.micro_batch, plan.chosen.accumulation) == (1, 1)
 
 
-def qlora_70b(ram_gib: int, *, ahead: bool) -> Plan:
+def qlora_70b(ram_gib: int) -> Plan:
     job = job_of(method=Method.QLORA, seq_len=2048, tokens_per_step=32768, epochs=None, tokens=5_000_000, hours=72)
     hardware = machine("2xRTX-3090", ram_bytes=ram_gib * GIB)
-    return plan_of("70b", hardware, job=job, data=data_of(num_eval_rows=0), ignoring_version=ahead)
+    return plan_of("70b", hardware, job=job, data=data_of(num_eval_rows=0))
 
 
-def test_70b_on_two_24_gb_cards_takes_fsdp_with_its_shards_in_host_ram(ahead: bool) -> None:
+def test_70b_on_two_24_gb_cards_takes_fsdp_with_its_shards_in_host_ram() -> None:
     """The set-up that Answer.AI published: FSDP, NF4, CPU offload, every block recomputed, 64 GB of host RAM."""
-    chosen = qlora_70b(60, ahead=ahead).chosen
+    chosen = qlora_70b(60).chosen
     assert chosen.strategy.name == "fsdp+optimizer+params/bf16-mixed/adamw_fused"
     assert chosen.checkpointing is Checkpointing.FULL
     assert chosen.memory.pinned_bytes + chosen.memory.host_bytes < 60 * GIB
 
 
-def test_70b_is_refused_where_its_packed_weights_do_not_fit_in_host_ram(ahead: bool) -> None:
+def test_70b_is_refused_where_its_packed_weights_do_not_fit_in_host_ram() -> None:
     with pytest.raises(NothingFitsError, match=r"needs \d+(\.\d+)? GiB of host RAM a node; 40 GiB are granted"):
-        qlora_70b(40, ahead=ahead)
+        qlora_70b(40)
 
 
 # --- the combination table --------------------------------------------------------------------------------------
@@ -157,7 +151,6 @@ def test_seven_billion_parameters_train_within_8_gb_and_the_plan_says_what_that_
     assert chosen.memory.device_bytes < 8 * GIB
     assert chosen.memory.pinned_bytes + chosen.memory.host_bytes > 20 * GIB
     assert (chosen.memory.nvme_bytes > 100 * GIB) is (offload is Offload.NVME_ALL)
-    assert plan.needs_version is None
 
 
 def test_the_tables_of_the_document_are_what_the_planner_takes_now() -> None:

@@ -83,11 +83,10 @@ def test_the_largest_batch_fits_and_one_sequence_more_does_not(model: str, hardw
 
 @pytest.mark.parametrize(("model", "hardware"), CASES)
 def test_each_rung_reaches_farther_for_a_price(model: str, hardware: Hardware) -> None:
-    """Within one version and kind: what this version trains comes first, exact before approximate."""
-    groups: dict[tuple[Method, bool, bool], list[Rung]] = {}
+    """Within one kind: exact before approximate."""
+    groups: dict[tuple[Method, bool], list[Rung]] = {}
     for rung in longest_sequences(situations(model, hardware, allow=tuple(Allowance))):
-        key = (rung.method, rung.needs_version is None, rung.candidate.strategy.is_exact)
-        groups.setdefault(key, []).append(rung)
+        groups.setdefault((rung.method, rung.candidate.strategy.is_exact), []).append(rung)
     for rungs in groups.values():
         assert [rung.size for rung in rungs] == sorted(rung.size for rung in rungs)
         assert [rung.price for rung in rungs] == sorted(rung.price for rung in rungs)
@@ -138,7 +137,7 @@ def test_the_largest_model_fits_and_the_next_does_not(spec: str, now: str) -> No
     by_method = situations("tiny", machine(spec, ram_bytes=16 * GIB), seq_len=512, tokens_per_step=8192)
     rungs = largest_models(by_method, PRESETS)
     full = [rung for rung in rungs if rung.method is Method.FULL]
-    assert (full[0].name, full[0].needs_version) == (now, None)
+    assert [rung.name for rung in full] == [now]
     for rung in rungs:
         assert rung.size == PRESETS[str(rung.name)].num_parameters
     largest = {method: max((r.size for r in rungs if r.method is method), default=0) for method in Method}
@@ -169,7 +168,6 @@ def test_answers_stand_in_text_and_in_json(question: Question) -> None:
     for answer, rung in zip(answers, rungs, strict=True):
         assert answer["strategy"] == rung.candidate.strategy.name
         assert answer["strategy"] in text
-        assert answer["needs_version"] == rung.needs_version
     empty = limits_section(question, (), machine="m", seq_len=2048, shape=shape_of("8b"))
     assert "nothing fits" in page_text(Page(title="a job", sections=(empty,)), width=100)
 

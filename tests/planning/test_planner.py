@@ -16,7 +16,6 @@ from trainer.planning.candidates import candidate_of, run_hours, setting_of
 from trainer.planning.catalogue import CATALOGUE, LAYOUTS
 from trainer.planning.choice import PAGED_HANDICAP, handicap
 from trainer.planning.fallbacks import fallbacks
-from trainer.planning.not_yet import late_members, version_needed
 from trainer.planning.planner import situation_of, take_candidate
 from trainer.planning.remedies import memory_remedy, nothing_fits
 from trainer.planning.settings_choices import bucket_ladder, chunk_tokens, micro_batches
@@ -440,12 +439,6 @@ def test_another_method_that_would_fit_is_named_with_its_memory() -> None:
         plan_of("8b", "1xRTX-3090", method=Method.FULL, allow=())
 
 
-def test_what_waits_for_a_later_version_is_said_to_fit() -> None:
-    """In four hours QLoRA needs hsdp on these nodes, which gathers no weights between them (`LATE`)."""
-    with pytest.raises(NothingFitsError, match=r"what would fit: qlora \([\d.]+ GiB, from shardwise 0.6 on\)$"):
-        plan_of(**LATE | {"method": Method.LORA})
-
-
 # --- bad input --------------------------------------------------------------------------------------------------
 
 
@@ -471,12 +464,6 @@ def test_what_waits_for_a_later_version_is_said_to_fit() -> None:
 def test_impossible_combinations_are_refused_in_words(facts: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         plan_of("8b", "8xH100-SXM5-80GB", **facts)
-
-
-def test_a_pin_of_a_later_version_is_refused_with_that_version() -> None:
-    words = r"^pin.sharding: hsdp cannot be taken: hsdp trains from shardwise 0.6 on$"
-    with pytest.raises(InputError, match=words):
-        plan_of("8b", "4x8xH100-SXM5-80GB", pin={"sharding": Sharding.HSDP})
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused_with_both_numbers() -> None:
@@ -514,65 +501,52 @@ def test_take_one_keeps_fallbacks_that_were_changed_since() -> None:
     assert take_candidate(shortened, 1) is shortened
 
 
-# --- looking ahead ----------------------------------------------------------------------------------------------
+# --- several machines -------------------------------------------------------------------------------------------
 
 
 # 70B by QLoRA in four hours: NF4 weights are too many for one card, and over a network as slow as that between such
 # nodes fsdp gathers them for longer than hsdp, which gathers inside a node. Only hsdp is in time.
-LATE: dict[str, Any] = {"model": "70b", "spec": "2x8xRTX-4090", "method": Method.QLORA, "hours": 4}
+SLOW_NETWORK: dict[str, Any] = {"model": "70b", "spec": "2x8xRTX-4090", "method": Method.QLORA, "hours": 4}
 
 
-def test_where_only_a_later_version_is_in_time_the_plan_waits_for_it_and_says_so() -> None:
+def test_over_a_slow_network_weights_are_gathered_inside_a_node() -> None:
+    plan = plan_of(**SLOW_NETWORK)
+    assert plan.chosen.strategy.sharding is Sharding.HSDP
+    assert plan.hybrid_mesh == (2, 8)
     with pytest.raises(NothingFitsError, match=r"\(fsdp/bf16-mixed/adamw_fused\) takes .*; limits.hours is 4"):
-        plan_of(**LATE)
-    plan = plan_of(**LATE, ignoring_version=True)
-    assert (plan.chosen.strategy.sharding, plan.needs_version) == (Sharding.HSDP, "0.6")
-    assert situation_of(plan).ignores_version
+        plan_of(**SLOW_NETWORK, pin={"sharding": Sharding.FSDP})
+
+
+def test_copies_of_every_node_are_given_up_where_memory_runs_out() -> None:
+    """What hsdp falls back to may be spread over all nodes: each step needs less than the one before."""
+    plan = plan_of(**SLOW_NETWORK)
+    peaks = [candidate.memory.peak_allocated_bytes for candidate in (plan.chosen, *plan.fallbacks)]
+    assert len(peaks) > 1
+    assert all(later < earlier for earlier, later in pairwise(peaks))
 
 
 @pytest.mark.parametrize(
-    ("pin", "version"),
+    "pin",
     [
-        ({"checkpointing": Checkpointing.SELECTIVE}, None),
-        ({"compile": True}, None),
-        ({"activation_offload": True}, None),
-        ({"optimizer": Optimizer.ADAMW_8BIT}, None),
-        ({"precision": Precision.FP16_MIXED}, None),
-        ({"sharding": Sharding.ZERO3, "precision": Precision.BF16}, None),
-        ({"sharding": Sharding.HSDP}, "0.6"),
-        ({"sharding": Sharding.HSDP, "checkpointing": Checkpointing.SELECTIVE}, "0.6"),
+        {"checkpointing": Checkpointing.SELECTIVE},
+        {"compile": True},
+        {"activation_offload": True},
+        {"optimizer": Optimizer.ADAMW_8BIT},
+        {"precision": Precision.FP16_MIXED},
+        {"sharding": Sharding.ZERO3, "precision": Precision.BF16},
+        {"sharding": Sharding.HSDP},
+        {"sharding": Sharding.HSDP, "checkpointing": Checkpointing.SELECTIVE},
     ],
 )
-def test_a_plan_ahead_needs_a_version_only_where_it_takes_what_is_late(
-    pin: dict[str, Any], version: str | None
-) -> None:
-    plan = plan_of("8b", "2x8xH100-SXM5-80GB", pin=pin, ignoring_version=True)
-    assert plan.needs_version == version
+def test_what_is_pinned_is_taken(pin: dict[str, Any]) -> None:
+    plan = plan_of("8b", "2x8xH100-SXM5-80GB", pin=pin)
     axes = {axis: getattr(plan.chosen, axis, None) or getattr(plan.chosen.strategy, axis, None) for axis in pin}
     assert axes == pin
 
 
 @pytest.mark.parametrize("method", Method)
-def test_every_method_is_planned_and_trains_now(method: Method) -> None:
-    plan = plan_of("1b", "1xRTX-4090", method=method)
-    assert (plan.chosen.method, plan.needs_version) == (method, None)
-
-
-def test_a_plan_ahead_that_this_version_trains_needs_none() -> None:
-    plan = plan_of("tiny", "1xCPU", ignoring_version=True)
-    assert plan.needs_version is None
-
-
-def test_a_plan_of_this_version_takes_nothing_late(plan: Plan) -> None:
-    assert plan.needs_version is None
-    assert not any(late_members(candidate) for candidate in (*plan.candidates, *plan.fallbacks))
-
-
-def test_taking_another_candidate_says_what_that_one_needs() -> None:
-    plan = plan_of(**LATE | {"hours": 1e6}, ignoring_version=True)
-    versions = [take_candidate(plan, number).needs_version for number in range(1, len(plan.candidates) + 1)]
-    assert versions == [version_needed(candidate) for candidate in plan.candidates]
-    assert set(versions) == {None, "0.6"}
+def test_every_method_is_planned(method: Method) -> None:
+    assert plan_of("1b", "1xRTX-4090", method=method).chosen.method is method
 
 
 def test_auto_takes_the_first_method_within_the_limits() -> None:
@@ -590,22 +564,12 @@ def test_auto_takes_the_first_method_within_the_limits() -> None:
 
 
 def test_paged_state_of_whole_weights_must_be_much_faster() -> None:
-    plan = plan_of("8b", "4xA100-SXM4-80GB", ignoring_version=True)
+    plan = plan_of("8b", "4xA100-SXM4-80GB")
     paged = next(c for c in plan.candidates if c.strategy.optimizer is Optimizer.PAGED_ADAMW)
     whole = next(c for c in plan.candidates if c.strategy.sharding is paged.strategy.sharding)
     situation = situation_of(plan)
     assert handicap(situation, paged.strategy) == PAGED_HANDICAP * handicap(situation, whole.strategy)
     assert plan.chosen.strategy.optimizer is Optimizer.ADAMW_FUSED
-
-
-def test_a_note_says_what_a_later_version_would_take() -> None:
-    """Given the time, fsdp gathers over the network today, and hsdp will gather inside a node."""
-    plan = plan_of(**LATE | {"hours": 1e6})
-    assert (plan.chosen.strategy.sharding, plan.needs_version) == (Sharding.FSDP, None)
-    ahead = [note for note in plan.notes if note.startswith("from shardwise 0.6 on it would take")]
-    assert len(ahead) == 1
-    assert "hsdp/bf16-mixed/adamw_fused with hsdp: " in ahead[0]
-    assert not any("it would take" in note for note in plan_of("tiny", "1xCPU").notes)
 
 
 def test_fewer_cards_are_offered_where_host_ram_is_what_is_missing() -> None:
@@ -698,14 +662,6 @@ def test_the_table_shows_all_four_methods_and_takes_one() -> None:
     by_method = {row.method: row.memory_bytes or 0 for row in methods}
     assert by_method[Method.QLORA] > 0
     assert by_method[Method.GALORE] > by_method[Method.LORA]
-
-
-def test_the_table_says_which_method_is_predicted_with_what_is_late() -> None:
-    """What was not asked for is predicted with every version's features: 70B by QLoRA over a slow network with hsdp."""
-    methods = plan_of("70b", machine("2x8xRTX-4090", ram_bytes=2048 * GIB), method=Method.LORA).methods
-    verdicts = {row.method: row.verdict for row in methods}
-    assert verdicts[Method.LORA] == "taken"
-    assert verdicts[Method.QLORA] == "fits; from shardwise 0.6 on"
 
 
 def test_a_method_without_any_strategy_says_so() -> None:

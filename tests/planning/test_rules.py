@@ -49,6 +49,7 @@ OF_A_SITUATION: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("one_rank_has_no_peer", "1xRTX-4090", {}, "ddp/bf16-mixed/adamw_fused", "there is one"),
     ("one_rank_has_no_peer", "1xRTX-4090", {}, "zero3/bf16-mixed/adamw_fused", "there is one"),
     ("hsdp_needs_nodes", "8xH100-SXM5-80GB", {}, "hsdp/bf16-mixed/adamw_fused", "1 node is fsdp"),
+    ("hsdp_needs_shards", "4x1xH100-SXM5-80GB", {}, "hsdp/bf16-mixed/adamw_fused", "one device each are ddp"),
     ("bf16_needs_ampere", "1xV100-16GB", {}, "none/bf16-mixed/adamw_fused", "8.0; V100-16GB has 7.0"),
     ("bf16_needs_ampere", "1xT4", {}, "none/fp8/adamw_fused", "8.0; T4 has 7.5"),
     ("zero_multiplies_fp16_in_hardware", "2xCPU", {}, "zero3/fp16-mixed/adamw", "no avx512_fp16"),
@@ -252,7 +253,7 @@ INCOMPATIBILITIES: tuple[Incompatibility, ...] = (*LAYOUTS, *ROWS, *SETTINGS)
 
 @pytest.mark.parametrize(("rule", "spec", "facts", "row", "words"), OF_A_SITUATION)
 def test_a_rule_refuses_its_row_and_says_why(rule: str, spec: Any, facts: dict[str, Any], row: str, words: str) -> None:
-    refusal = refuse(situation_for("8b", spec, **facts), ROWS_BY_NAME[row], ignoring_version=True)
+    refusal = refuse(situation_for("8b", spec, **facts), ROWS_BY_NAME[row])
     assert refusal is not None
     assert refusal.rule == rule
     assert words in refusal.reason
@@ -271,7 +272,7 @@ def test_an_incompatibility_is_between_two_values(name: str, broken: Combination
 
 
 def test_every_rule_is_tested_above() -> None:
-    tested = {case[0] for case in OF_A_SITUATION} | {case[0] for case in OF_A_COMBINATION} | {"not_yet"}
+    tested = {case[0] for case in OF_A_SITUATION} | {case[0] for case in OF_A_COMBINATION}
     assert tested == {rule.name for rule in RULES} | {rule.name for rule in INCOMPATIBILITIES}
 
 
@@ -323,14 +324,13 @@ def test_what_binds_all_software_binds_ours() -> None:
     assert Reach.PLANNER < Reach.OURS < Reach.ALL
 
 
-@pytest.mark.parametrize("ignoring_version", [False, True])
 @pytest.mark.parametrize("spec", ["1xCPU", "2xCPU", "1xT4", "1xRTX-4090", "8xH100-SXM5-80GB", "2x8xA100-SXM4-80GB"])
-def test_a_row_may_run_where_no_rule_refuses_it(spec: str, ignoring_version: bool) -> None:
+def test_a_row_may_run_where_no_rule_refuses_it(spec: str) -> None:
     for method, pin in product(Method, ({}, {"precision": Precision.FP8}, {"checkpointing": Checkpointing.ATTENTION})):
         situation = situation_for("8b", spec, method=method, pin=pin, allow=tuple(Allowance))
         for row in CATALOGUE:
-            refusal = refuse(situation, row, ignoring_version=ignoring_version)
-            assert may_run(situation, row, ignoring_version=ignoring_version) is (refusal is None)
+            refusal = refuse(situation, row)
+            assert may_run(situation, row) is (refusal is None)
 
 
 def test_a_reason_is_filled_for_every_row_of_every_machine() -> None:
@@ -357,8 +357,8 @@ def test_a_reason_is_filled_for_every_row_of_every_machine() -> None:
     ],
 )
 def test_a_pin_overrides_what_would_only_be_slower_or_riskier(spec: str, pin: dict[str, Any], row: str) -> None:
-    assert refuse(situation_for("tiny", spec), ROWS_BY_NAME[row], ignoring_version=True) is not None
-    assert refuse(situation_for("tiny", spec, pin=pin), ROWS_BY_NAME[row], ignoring_version=True) is None
+    assert refuse(situation_for("tiny", spec), ROWS_BY_NAME[row]) is not None
+    assert refuse(situation_for("tiny", spec, pin=pin), ROWS_BY_NAME[row]) is None
 
 
 def test_a_pin_overrides_a_missing_allowance() -> None:
@@ -400,16 +400,16 @@ def test_a_pinned_setting_refuses_the_rows_that_cannot_serve_it(
     spec: str, pin: dict[str, Any], rule: str, refused: str, taken: str | None
 ) -> None:
     situation = situation_for("8b", spec, pin=pin)
-    refusal = refuse(situation, ROWS_BY_NAME[refused], ignoring_version=True)
+    refusal = refuse(situation, ROWS_BY_NAME[refused])
     assert refusal is not None
     assert refusal.rule == rule
     if taken is not None:
-        assert refuse(situation, ROWS_BY_NAME[taken], ignoring_version=True) is None
+        assert refuse(situation, ROWS_BY_NAME[taken]) is None
 
 
 def test_a_pinned_setting_that_no_row_serves_is_an_error_with_its_reason() -> None:
     pin = {"loss": LossHead.FUSED_LINEAR}
-    situation = replace(situation_for("tiny", "1xCPU", pin=pin), ignores_version=True)
+    situation = situation_for("tiny", "1xCPU", pin=pin)
     with pytest.raises(InputError, match=r"pin.loss: fused_linear cannot be taken: loss: fused_linear is Liger's"):
         check_pins(situation)
 
@@ -417,7 +417,7 @@ def test_a_pinned_setting_that_no_row_serves_is_an_error_with_its_reason() -> No
 def test_a_pinned_pair_that_the_catalogue_lacks_is_an_error_with_its_reason() -> None:
     situation = situation_for("8b", "8xH100-SXM5-80GB", pin={"sharding": Sharding.FSDP, "optimizer": Optimizer.MUON})
     with pytest.raises(InputError, match=r"there is no such strategy; .*its update needs whole matrices"):
-        check_pins(replace(situation, ignores_version=True))
+        check_pins(situation)
 
 
 def test_a_setting_of_a_row_is_asked_after_what_it_adds_to_the_row() -> None:
@@ -452,22 +452,17 @@ def test_nvme_is_taken_with_leave_and_a_path() -> None:
     situation = situation_for("8b", "1xRTX-4090", allow=(Allowance.OFFLOAD_NVME,))
     limits = Limits(nvme=NvmeLimit(path="/scratch", size=1000 * GIB))
     allowed = replace(situation, job=replace(situation.job, limits=limits))
-    assert refuse(allowed, ROWS_BY_NAME[ON_NVME], ignoring_version=True) is None
+    assert refuse(allowed, ROWS_BY_NAME[ON_NVME]) is None
     assert allowed.nvme_bytes == 1000 * GIB
-
-
-def test_a_row_of_a_later_version_is_refused_with_that_version() -> None:
-    for situation in (situation_for("8b", "8xH100-SXM5-80GB"), situation_for("8b", "2x8xH100-SXM5-80GB")):
-        for row in CATALOGUE:
-            refusal = refuse(situation, row)
-            if refusal is not None and refusal.is_version:
-                assert refusal.rule == "not_yet"
-                assert refusal.reason.endswith("on") and "trains from shardwise 0." in refusal.reason
-                without = refuse(situation, row, ignoring_version=True)
-                assert without is None or without.rule != "not_yet"
 
 
 def test_every_engine_but_hsdp_is_left_on_a_node() -> None:
     situation = situation_for("8b", "8xH100-SXM5-80GB")
     left = {row.sharding for row in CATALOGUE if refuse(situation, row) is None}
     assert left == set(Sharding) - {Sharding.NONE, Sharding.HSDP}
+
+
+def test_every_engine_is_left_on_several_nodes() -> None:
+    situation = situation_for("8b", "2x8xH100-SXM5-80GB")
+    left = {row.sharding for row in CATALOGUE if refuse(situation, row) is None}
+    assert left == set(Sharding) - {Sharding.NONE}

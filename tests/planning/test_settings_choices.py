@@ -1,7 +1,6 @@
 """What a pin leaves of an axis, and what is offered without one."""
 
 import pytest
-from msgspec.structs import replace
 from planning_factory import situation_for
 
 from trainer.planning.catalogue import CATALOGUE
@@ -32,9 +31,6 @@ def test_where_every_block_is_treated_alike_there_is_no_n(checkpointing):
 
 def test_selective_is_offered_where_weights_are_trained_and_not_for_frozen_ones():
     """Of a frozen block it keeps more than the block would keep by itself."""
-    full, lora = (
-        replace(situation_for("8b", "1xA100-SXM4-80GB", method=method), ignores_version=True)
-        for method in (Method.FULL, Method.LORA)
-    )
+    full, lora = (situation_for("8b", "1xA100-SXM4-80GB", method=method) for method in (Method.FULL, Method.LORA))
     assert Checkpointing.SELECTIVE in checkpointings(full)
     assert Checkpointing.SELECTIVE not in checkpointings(lora)

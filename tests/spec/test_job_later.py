@@ -50,11 +50,11 @@ def test_true_is_written_as_in_the_file():
 
 
 def test_all_of_them_are_shown_at_once():
-    tree = job_with("pin.sharding", "hsdp")
-    tree["log"] = {"wandb": "online"}
+    tree = job_with("log.wandb", "online")
+    tree["log"]["tensorboard"] = True
     assert [line.split(":")[0] for line in later_problems(read_job(tree, origin="job"))] == [
-        "pin.sharding",
         "log.wandb",
+        "log.tensorboard",
     ]
 
 
@@ -71,6 +71,7 @@ def test_all_of_them_are_shown_at_once():
         ("data.bad_rows", "skip"),
         ("data.streaming", True),
         ("pin.sharding", "fsdp_grad_op"),
+        ("pin.sharding", "hsdp"),
         ("pin.optimizer", "deepspeed_cpu_adam"),
         ("pin.optimizer", "adamw_8bit"),
         ("pin.offload", "optimizer"),

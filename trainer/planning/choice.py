@@ -8,8 +8,6 @@ out of memory in it is out.
 Some rows must be faster by a handicap to be taken: those under an engine that shards, as their gain over one that does
 not is predicted and not yet measured side by side, and those whose speed nobody has published a measurement of:
 offload, and paged state.
-
-Under `Situation.ignores_version` all of it is asked as if every later version's features were here.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -49,14 +47,12 @@ PAGED_HANDICAP = 1.5
 class Ranking(Value, frozen=True, kw_only=True):
     """Every row of the catalogue, once: a candidate or a rejection.
 
-    `smallest` holds the least setting of each row that the rules allow and a number forbids, and `late` the rows that
-    only this version forbids.
+    `smallest` holds the least setting of each row that the rules allow and a number forbids.
     """
 
     candidates: tuple[Candidate, ...]
     rejections: tuple[Rejection, ...]
     smallest: dict[str, Candidate]
-    late: tuple[Strategy, ...]
 
 
 def rank(situation: Situation, trials: Sequence[TrialResult] = ()) -> Ranking:
@@ -64,15 +60,12 @@ def rank(situation: Situation, trials: Sequence[TrialResult] = ()) -> Ranking:
     candidates: list[Candidate] = []
     rejections: list[Rejection] = []
     smallest: dict[str, Candidate] = {}
-    late: list[Strategy] = []
     for row in CATALOGUE:
-        refusal = refuse(situation, row, ignoring_version=situation.ignores_version)
+        refusal = refuse(situation, row)
         if refusal is not None:
             rejections.append(
                 Rejection(strategy=row.name, reason=refusal.reason, remedy=refusal.instead, rule=refusal.rule)
             )
-            if refusal.is_version and may_run(situation, row, ignoring_version=True):
-                late.append(row)
             continue
         candidate = best_candidate(situation, row) or least_need(situation, row)
         rejection = _rejection(situation, candidate, trials)
@@ -82,12 +75,12 @@ def rank(situation: Situation, trials: Sequence[TrialResult] = ()) -> Ranking:
             rejections.append(rejection)
             smallest[row.name] = candidate
     ordered = in_order(situation, candidates, trials)
-    return Ranking(candidates=ordered, rejections=tuple(rejections), smallest=smallest, late=tuple(late))
+    return Ranking(candidates=ordered, rejections=tuple(rejections), smallest=smallest)
 
 
 def survey(situation: Situation) -> Ranking:
     """The best row for the situation's method, where only that is asked: one row a layout, exact ones first."""
-    rows = one_a_layout(CATALOGUE, lambda row: may_run(situation, row, ignoring_version=situation.ignores_version))
+    rows = one_a_layout(CATALOGUE, lambda row: may_run(situation, row))
     best, beyond = best_of(situation, rows)
     candidates = () if best is None else (best,)
     smallest = (
@@ -95,7 +88,7 @@ def survey(situation: Situation) -> Ranking:
         if best is not None
         else beyond | {row.name: least_need(situation, row) for row in rows if row.name not in beyond}
     )
-    return Ranking(candidates=candidates, rejections=(), smallest=smallest, late=())
+    return Ranking(candidates=candidates, rejections=(), smallest=smallest)
 
 
 def best_of(situation: Situation, rows: Iterable[Strategy]) -> tuple[Candidate | None, dict[str, Candidate]]:
@@ -147,7 +140,7 @@ def with_remedies(situation: Situation, ranking: Ranking) -> tuple[Rejection, ..
 def handicap(situation: Situation, row: Strategy) -> float:
     """What the time of a row's candidate is multiplied by when it is ranked."""
     pages_much = row.optimizer in PAGED and not situation.method.freezes_base
-    sharded = SHARDING_HANDICAP if row.sharding.shards_optimizer and not situation.ignores_version else 1.0
+    sharded = SHARDING_HANDICAP if row.sharding.shards_optimizer else 1.0
     paged = PAGED_HANDICAP if pages_much else 1.0
     return sharded * paged * (OFFLOAD_HANDICAP if row.offload is not Offload.NONE else 1.0)
 

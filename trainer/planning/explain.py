@@ -17,9 +17,9 @@ from trainer.planning.explain_tables import (
     methods_section,
     runners_up_section,
 )
+from trainer.planning.leaves import leaves
 from trainer.planning.page import Page, Section, Sentence
 from trainer.planning.planner import situation_of
-from trainer.planning.prospects import leaves
 from trainer.planning.text_layout import page_text
 from trainer.spec.plan import Plan
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from trainer.planning.candidates import setting_of
 from trainer.planning.device import device_of
 from trainer.planning.memory.recipe import dims_of, recipe_of
-from trainer.planning.not_yet import late_members
 from trainer.planning.page import Section, Sentence
 from trainer.planning.situation import Situation
 from trainer.spec.hardware import Hardware
@@ -29,7 +28,9 @@ def machine_words(hardware: Hardware) -> str:
     if hardware.gpus:
         return f"{nodes}{hardware.num_devices_per_node} x {device.name}"
     ranks = hardware.num_devices_per_node
-    return f"{nodes}{ranks} rank{'s' if ranks > 1 else ''} on {device.name}, {format_bytes(device.memory_bytes)} RAM each"
+    return (
+        f"{nodes}{ranks} rank{'s' if ranks > 1 else ''} on {device.name}, {format_bytes(device.memory_bytes)} RAM each"
+    )
 
 
 def heading(plan: Plan) -> str:
@@ -56,19 +57,10 @@ def choice_section(plan: Plan, situation: Situation) -> Section:
 
 
 def version_section(plan: Plan) -> Section | None:
-    """What a reader must know first of a plan or a job that this version cannot train."""
-    settings = tuple(
-        Sentence(text=problem) for problem in later_problems(plan.job) if not problem.startswith(_SEEN_IN_THE_CHOICE)
-    )
-    until_then = "until then `shardwise train` refuses it"
-    if plan.needs_version is not None:
-        late = ", ".join(late_members(plan.chosen))
-        title = f"not trained by this version: {late}; from shardwise {plan.needs_version} on, {until_then}"
-        return Section(title=title, blocks=settings)
-    return Section(title=f"not trained by this version, {until_then}", blocks=settings) if settings else None
-
-
-_SEEN_IN_THE_CHOICE = ("train.method", "pin.")
+    """What a reader must know first of a job that this version cannot train."""
+    settings = tuple(Sentence(text=problem) for problem in later_problems(plan.job))
+    title = "not trained by this version, until then `shardwise train` refuses it"
+    return Section(title=title, blocks=settings) if settings else None
 
 
 def cache_section(plan: Plan) -> Section:

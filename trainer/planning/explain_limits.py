@@ -38,14 +38,14 @@ def limits_section(
     if not rungs:
         return Section(title=title, blocks=(Sentence(text="nothing fits, by no method that may be taken"),))
     rows: list[tuple[str, ...]] = [
-        ("method", _HEADS[question], "recompute", "memory", "tokens/s", "time a token", "from", "strategy")
+        ("method", _HEADS[question], "recompute", "memory", "tokens/s", "time a token", "strategy")
     ]
     rows += [_row(question, rung) for rung in rungs]
     bars = tuple(
         (f"{rung.method}, {rung.candidate.strategy.name}", float(rung.size), _size(question, rung)) for rung in rungs
     )
     notes = tuple(Sentence(text=text) for text in _notes(question, rungs, shape))
-    table = Table(rows=tuple(rows), right=(1, 3, 4, 5), wide=7)
+    table = Table(rows=tuple(rows), right=(1, 3, 4, 5), wide=6)
     return Section(title=title, blocks=(table, Bars(caption=_HEADS[question], rows=bars), *notes))
 
 
@@ -66,7 +66,6 @@ def limits_json(question: Question, rungs: Sequence[Rung], *, machine: str) -> d
                 "need_bytes": rung.candidate.memory.need_bytes,
                 "tokens_per_s": rung.candidate.speed.tokens_per_s_per_gpu * rung.candidate.num_ranks,
                 "slowdown": rung.slowdown,
-                "needs_version": rung.needs_version,
             }
             for rung in rungs
         ],
@@ -91,7 +90,6 @@ def _row(question: Question, rung: Rung) -> tuple[str, ...]:
         format_bytes(candidate.memory.need_bytes),
         f"{candidate.speed.tokens_per_s_per_gpu * candidate.num_ranks:,.0f}",
         "-" if question is Question.LARGEST_MODEL else f"{rung.slowdown:.2f}x",
-        f"shardwise {rung.needs_version}" if rung.needs_version else "now",
         strategy,
     )
 

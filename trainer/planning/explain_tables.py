@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
-from trainer.planning.not_yet import version_needed
+from trainer.planning.leaves import Leave
 from trainer.planning.page import Bars, Section, Sentence, Table
 from trainer.planning.planner import situation_of
-from trainer.planning.prospects import Leave
 from trainer.planning.run_totals import RunTotals, run_totals
 from trainer.planning.situation import Situation
 from trainer.spec.errors import NothingFitsError
@@ -94,8 +93,6 @@ def leave_section(leaves: Sequence[Leave], plan: Plan) -> Section | None:
     rows = [("allow", "memory", "time", "", "strategy")]
     for leave in leaves:
         candidate = leave.candidate
-        version = version_needed(candidate)
-        later = f", shardwise {version}" if version else ""
         effect = "exact" if candidate.strategy.is_exact else "changes the update"
         ratio = candidate.speed.step_s / plan.chosen.speed.step_s
         rows.append(
@@ -103,7 +100,7 @@ def leave_section(leaves: Sequence[Leave], plan: Plan) -> Section | None:
                 str(leave.allowance),
                 format_bytes(candidate.memory.need_bytes),
                 f"{ratio:.2f}x",
-                effect + later,
+                effect,
                 candidate.strategy.name,
             )
         )
@@ -150,7 +147,6 @@ def comparison_section(answers: Sequence[Answer]) -> Section:
         situation, chosen = situation_of(answer), answer.chosen
         totals = run_totals(situation, chosen)
         figures = _figures(chosen, totals)
-        version = f" (shardwise {answer.needs_version})" if answer.needs_version else ""
         rows.append(
             (
                 name,
@@ -159,7 +155,7 @@ def comparison_section(answers: Sequence[Answer]) -> Section:
                 *figures[3:6],
                 _figure(totals.gpu_hours),
                 *figures[6:],
-                figures[0] + version,
+                figures[0],
             )
         )
         bars.append((name, totals.hours, format_seconds(totals.hours * 3600)))

@@ -116,9 +116,7 @@ def hardware_from_spec(text: str, *, local_host: Callable[[], Host]) -> Hardware
         raise InputError(f"{text!r}: a machine needs at least one device; a SPEC has the form {SPEC_FORM}")
     source = f"catalogue {text.strip()}"
     if name.upper() == "CPU":
-        return Hardware(
-            gpus=(), host=local_host(), num_nodes=num_nodes, num_cpu_devices=num_devices, source=source
-        )
+        return Hardware(gpus=(), host=local_host(), num_nodes=num_nodes, num_cpu_devices=num_devices, source=source)
     try:
         spec = find_gpu_spec(name)
     except InputError as error:

@@ -158,6 +158,13 @@ ROWS: tuple[Incompatibility, ...] = (
         evidence="the mesh of one node has one replica",
     ),
     Incompatibility(
+        name="hsdp_needs_shards",
+        is_broken=lambda c: c.strategy.sharding is Sharding.HSDP and c.device.devices_per_node < 2,
+        reason="hsdp shards inside a node and replicates across nodes; nodes of one device each are ddp",
+        instead="ddp",
+        evidence="accelerate 1.15, parallelism_config.py: 'no dimension for FSDP to shard across' at dp_shard_size 1",
+    ),
+    Incompatibility(
         name="bf16_needs_ampere",
         is_broken=lambda c: c.strategy.precision in BF16 and c.capability_below((8, 0)),
         reason="{precision} needs compute capability 8.0; {capability}",

@@ -78,8 +78,7 @@ def check_pins(situation: Situation) -> None:
     settings = {axis: _written(member) for axis, member in _pins(situation, _SETTING_AXES).items()}
     if not pins and not settings:
         return
-    ignores = situation.ignores_version
-    refusals = [refusal for row in rows if (refusal := refuse(situation, row, ignoring_version=ignores))]
+    refusals = [refusal for row in rows if (refusal := refuse(situation, row))]
     if len(refusals) == len(rows):
         refusal = most_telling(refusals)
         instead = f"; use {refusal.instead}" if refusal.instead else ""

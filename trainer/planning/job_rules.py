@@ -1,14 +1,13 @@
-"""What a job, a machine or this version does not take although it could run: rules in the order they are asked.
+"""What a job or a machine does not take although it could run: rules in the order they are asked.
 
-First what comes with a later version, then what the job does not allow or does not give, then what would only be
-slower. What cannot work at all stands in `incompatible_rows` and `incompatible_settings`.
+First what the job does not allow or does not give, then what would only be slower. What cannot work at all stands in
+`incompatible_rows` and `incompatible_settings`.
 """
 
 from collections.abc import Callable
 from enum import StrEnum
 
 from trainer.planning.incompatible_rows import BF16
-from trainer.planning.not_yet import version_that_trains
 from trainer.planning.situation import Situation
 from trainer.spec.job import Allowance
 from trainer.spec.strategy import Offload, Optimizer, Precision, Strategy
@@ -32,7 +31,6 @@ class Kind(StrEnum):
 
     PIN = "pin"  # the job file says so
     INCOMPATIBLE = "incompatible"
-    VERSION = "version"  # a limit of this version: set aside for the table of methods
     NEED = "need"  # something that can be installed or given
     LEAVE = "leave"  # an entry of `allow` would lift it
     SLOWER = "slower"
@@ -48,10 +46,6 @@ class Rule(Value, frozen=True, kw_only=True):
     evidence: str
     instead: str | None = None
     yields_to: str | None = None  # the pin that overrides it
-
-    @property
-    def is_version(self) -> bool:
-        return self.kind is Kind.VERSION
 
     @property
     def asks_leave(self) -> bool:
@@ -72,14 +66,6 @@ _needs_fp8_leave = _lacks(Allowance.FP8)
 
 
 OF_THE_JOB: tuple[Rule, ...] = (
-    # What comes with a later version.
-    Rule(
-        name="not_yet",
-        kind=Kind.VERSION,
-        is_broken=lambda s, row: version_that_trains(row.sharding) is not None,
-        reason="{sharding} trains from shardwise {version} on",
-        evidence="trainer/planning/not_yet.py",
-    ),
     # What the job does not allow.
     Rule(
         name="nvme_not_allowed",

@@ -2,7 +2,7 @@
 
 Each answer is a ladder. Its first rung costs nothing, and each further one reaches higher for a price: recomputed
 activations, another sharding, offload, and in the end another method. A mechanism that costs more than another and
-reaches no further is left out. Rungs of later versions are added where they reach beyond what this version can train.
+reaches no further is left out.
 
 Memory and the budgets of host RAM, pinned RAM and NVMe decide; hours and money do not. Whatever the micro batch, need
 grows with the length of the rows, and whatever the length, with the micro batch; but a share of the global batch that
@@ -19,7 +19,6 @@ from trainer.planning.calibrate import NO_CORRECTIONS
 from trainer.planning.candidates import candidate_of, predicted_memory, predicted_speed, with_micro_batch
 from trainer.planning.catalogue import CATALOGUE
 from trainer.planning.choice import OFFLOAD_HANDICAP, one_a_layout, survey
-from trainer.planning.not_yet import version_needed
 from trainer.planning.rules import may_run, obstacle_to
 from trainer.planning.setting import Setting
 from trainer.planning.settings_choices import (
@@ -57,10 +56,6 @@ class Rung(Value, frozen=True, kw_only=True):
         offloads = self.candidate.activation_offload or self.candidate.strategy.offload is not Offload.NONE
         return self.slowdown * (OFFLOAD_HANDICAP if offloads else 1.0)
 
-    @property
-    def needs_version(self) -> str | None:
-        return version_needed(self.candidate)
-
 
 def longest_sequences(situations: Mapping[Method, Situation]) -> tuple[Rung, ...]:
     """The longest sequences that fit at micro batch 1, by method, in multiples of `SEQ_UNIT`."""
@@ -73,41 +68,32 @@ def largest_batches(situations: Mapping[Method, Situation]) -> tuple[Rung, ...]:
 
 
 def largest_models(situations: Mapping[Method, Situation], presets: Mapping[str, ModelShape]) -> tuple[Rung, ...]:
-    """The largest preset that fits, by method, with this version and with later ones."""
-    rungs: list[Rung] = []
-    for situation in situations.values():
-        today, later = (_largest_model(version, presets) for version in _versions(situation))
-        rungs += [rung for rung in (today,) if rung is not None]
-        if later is not None and (today is None or later.size > today.size):
-            rungs.append(later)
-    return tuple(rungs)
+    """The largest preset that fits, by method."""
+    found = (_largest_model(_without_deadline(situation), presets) for situation in situations.values())
+    return tuple(rung for rung in found if rung is not None)
 
 
-def _versions(situation: Situation) -> tuple[Situation, Situation]:
-    """The situation today and under later versions, without a deadline, every row as long as it may be."""
+def _without_deadline(situation: Situation) -> Situation:
+    """The situation with all the time there is, and every row as long as it may be."""
     job = situation.job
     free = replace(job, limits=replace(job.limits, hours=math.inf, cost=None))
     data = situation.data if situation.data is not None and situation.data.is_packed else None
-    today = replace(situation, job=free, data=data, ignores_version=False)
-    return today, replace(today, ignores_version=True)
+    return replace(situation, job=free, data=data)
 
 
 def _ladders(
     situations: Mapping[Method, Situation], reach: Callable[[Situation, Setting], Setting | None]
 ) -> tuple[Rung, ...]:
-    rungs: list[Rung] = []
-    for situation in situations.values():
-        today, later = (_reached(version, reach) for version in _versions(situation))
-        first = _frontier(today)
-        highest = max((rung.size for rung in first), default=0)
-        beyond = [rung for rung in _frontier([*first, *later]) if rung.size > WORTH_A_STEP * highest]
-        rungs += _with_slowdowns([*first, *beyond])
-    return tuple(rungs)
+    return tuple(
+        rung
+        for situation in situations.values()
+        for rung in _with_slowdowns(_frontier(_reached(_without_deadline(situation), reach)))
+    )
 
 
 def _reached(situation: Situation, reach: Callable[[Situation, Setting], Setting | None]) -> list[Rung]:
     """What each mechanism that the job allows reaches."""
-    rows = [row for row in CATALOGUE if may_run(situation, row, ignoring_version=situation.ignores_version)]
+    rows = [row for row in CATALOGUE if may_run(situation, row)]
     starts = [
         replace(
             first_setting(situation, row, checkpointing=checkpointing, loss=losses(situation)[0]),
@@ -226,7 +212,7 @@ def _largest_model(situation: Situation, presets: Mapping[str, ModelShape]) -> R
 
 def _may_fit(situation: Situation) -> bool:
     """Whether any row's smallest setting fits the device: most presets are passed over by this alone."""
-    rows = [row for row in CATALOGUE if may_run(situation, row, ignoring_version=situation.ignores_version)]
+    rows = [row for row in CATALOGUE if may_run(situation, row)]
     sizes = micro_batches(situation)
     return any(
         predicted_memory(situation, with_micro_batch(situation, start, micro_batch)).fits

@@ -1,13 +1,9 @@
-"""The table of methods: what full, galore, lora and qlora would each need and take, whether they may run or not.
-
-What this version does not train yet is predicted all the same, so that a person sees what waiting buys.
-"""
+"""The table of methods: what full, galore, lora and qlora would each need and take, whether they may run or not."""
 
 from collections.abc import Mapping
 
 from trainer.planning.budget import excess
 from trainer.planning.choice import Ranking
-from trainer.planning.not_yet import version_needed
 from trainer.planning.run_totals import run_totals
 from trainer.planning.situation import Situation
 from trainer.spec.plan import Candidate, MethodRow
@@ -32,8 +28,6 @@ def _method_row(situation: Situation, ranking: Ranking, *, is_taken: bool) -> Me
             cost=None,
             verdict="no strategy of this machine can take it",
         )
-    version = version_needed(best)
-    later = "" if version is None else f"; from shardwise {version} on"
     over = excess(situation, best)
     obstacle = "fits" if over is None else over.reason if best.memory.fits else "does not fit"
     totals = run_totals(situation, best) if best.memory.fits else None
@@ -44,7 +38,7 @@ def _method_row(situation: Situation, ranking: Ranking, *, is_taken: bool) -> Me
         gpu_hours=None if totals is None else totals.gpu_hours,
         kwh=None if totals is None else totals.kwh,
         cost=None if totals is None else totals.cost,
-        verdict="taken" if is_taken else obstacle + later,
+        verdict="taken" if is_taken else obstacle,
     )
 
 

@@ -5,9 +5,6 @@
    budget is ranked (`choice`); the rest is rejected with the number or the rule.
 3. The method is the job's, or under `auto` the first of full, galore, lora, qlora that runs within the limits.
 4. The first candidate is taken; fallbacks and the table of methods are worked out around it.
-
-A plan takes what this version can train. With `ignoring_version` it takes what shardwise will train once every
-feature that is planned for is there; such a plan says which version its choice needs, and is not trained before.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,8 +18,6 @@ from trainer.planning.device import device_of
 from trainer.planning.fallbacks import fallbacks
 from trainer.planning.input_checks import asks_every_row_first, check_job, check_objective, check_pins
 from trainer.planning.methods import method_rows
-from trainer.planning.not_yet import version_needed
-from trainer.planning.prospects import prospect_notes
 from trainer.planning.reasons import notes, reasons
 from trainer.planning.remedies import nothing_fits
 from trainer.planning.schedule import make_schedule
@@ -53,7 +48,6 @@ def make_plan(
     trials: tuple[TrialResult, ...] = (),
     fp8_gain: Fp8Gain | None = None,
     extension: Extension | None = None,
-    ignoring_version: bool = False,
 ) -> Plan:
     """The plan of `job` on `hardware`.
 
@@ -67,14 +61,8 @@ def make_plan(
     learned = corrections_of(calibration, shape=shape, hardware=hardware, version=versions.get("shardwise"))
     corrections = after_trials(learned, trials)
     situations = {
-        # What the job does not ask for is predicted all the same, whatever version it takes.
         method: with_fp8_gain(
-            replace(
-                _situation(job, hardware, shape, data, method, ignores=ignoring_version or method not in wanted),
-                corrections=corrections,
-                hooks=hooks,
-            ),
-            fp8_gain,
+            replace(_situation(job, hardware, shape, data, method), corrections=corrections, hooks=hooks), fp8_gain
         )
         for method in Method
     }
@@ -106,8 +94,7 @@ def make_plan(
         trials=trials,
         fp8_gain=fp8_gain,
         extension=extension,
-        notes=(*notes(situation, data, trials, ranking.candidates), *prospect_notes(situation, chosen, ranking.late)),
-        needs_version=version_needed(chosen),
+        notes=notes(situation, data, trials, ranking.candidates),
     )
 
 
@@ -127,7 +114,6 @@ def take_candidate(plan: Plan, number: int) -> Plan:
         candidates=candidates,
         fallbacks=fallbacks(situation, candidates),
         notes=notes(situation, plan.data, plan.trials, candidates),
-        needs_version=version_needed(taken),
     )
 
 
@@ -149,15 +135,14 @@ def question_situations(
     check_job(job, shape, data)
     corrections = corrections_of(calibration, shape=shape, hardware=hardware, version=versions.get("shardwise"))
     return {
-        method: replace(_situation(job, hardware, shape, data, method, ignores=True), corrections=corrections)
+        method: replace(_situation(job, hardware, shape, data, method), corrections=corrections)
         for method in _methods(job, data)
     }
 
 
 def situation_of(plan: Plan) -> Situation:
     """The situation a plan was made in."""
-    ignores = plan.needs_version is not None
-    situation = _situation(plan.job, plan.hardware, plan.model_shape, plan.data, plan.chosen.method, ignores=ignores)
+    situation = _situation(plan.job, plan.hardware, plan.model_shape, plan.data, plan.chosen.method)
     learned = corrections_of(
         plan.calibration, shape=plan.model_shape, hardware=plan.hardware, version=plan.versions.get("shardwise")
     )
@@ -195,9 +180,7 @@ def _methods(job: Job, data: DataProfile) -> tuple[Method, ...]:
     return tuple(method for method in Method if method.freezes_base or not needs_frozen)
 
 
-def _situation(
-    job: Job, hardware: Hardware, shape: ModelShape, data: DataProfile, method: Method, *, ignores: bool
-) -> Situation:
+def _situation(job: Job, hardware: Hardware, shape: ModelShape, data: DataProfile, method: Method) -> Situation:
     return Situation(
         job=job,
         hardware=hardware,
@@ -207,7 +190,6 @@ def _situation(
         method=method,
         num_eval_tokens=data.num_eval_tokens,
         data=data,
-        ignores_version=ignores,
     )
 
 

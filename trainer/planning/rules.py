@@ -2,11 +2,10 @@
 
 A rule looks at one row in one situation; the first broken rule of `RULES` is the row's reason, so the order matters:
 what the job file pins, then what cannot work (`incompatible_rows` and, for what the job pins beside the row,
-`incompatible_settings`), then what this version cannot train yet, then what the job does not allow, then what would
-only be slower. `yields_to` names the pin that overrides a rule: a person who fixes a mechanism by hand gets it, unless
-it cannot work.
+`incompatible_settings`), then what the job does not allow, then what would only be slower. `yields_to` names the pin
+that overrides a rule: a person who fixes a mechanism by hand gets it, unless it cannot work.
 
-Both look at settings and hardware only; `job_rules` looks at the job and the version.
+Both look at settings and hardware only; `job_rules` looks at the job.
 
 Nothing here knows a number of bytes: memory, host RAM, hours and money are budgets (`budget`), checked after it.
 """
@@ -24,7 +23,6 @@ from trainer.planning.combination import capability_words as words_of_capability
 from trainer.planning.incompatible_rows import ROWS
 from trainer.planning.incompatible_settings import SETTINGS
 from trainer.planning.job_rules import OF_THE_JOB, PAGED, Kind, Rule
-from trainer.planning.not_yet import version_that_trains
 from trainer.planning.setting import Setting, fp8_recipe_of
 from trainer.planning.situation import Situation
 from trainer.spec.strategy import Attention, LossHead, Method, Precision, Strategy
@@ -35,7 +33,6 @@ __all__ = [
     "RULES",
     "Refusal",
     "Rule",
-    "broken_rule",
     "capability_words",
     "may_run",
     "obstacle_to",
@@ -52,12 +49,11 @@ class Refusal(Value, frozen=True, kw_only=True):
     rule: str
     reason: str
     instead: str | None
-    is_version: bool = False
 
 
-def refuse(situation: Situation, strategy: Strategy, *, ignoring_version: bool = False) -> Refusal | None:
+def refuse(situation: Situation, strategy: Strategy) -> Refusal | None:
     """The first rule that `strategy` breaks, or None where it may be taken."""
-    rule = broken_rule(situation, strategy, ignoring_version=ignoring_version)
+    rule = _broken_rule(situation, strategy)
     if rule is None:
         return None
     if rule.kind is Kind.INCOMPATIBLE:
@@ -65,34 +61,33 @@ def refuse(situation: Situation, strategy: Strategy, *, ignoring_version: bool =
     else:
         facts = _facts(situation, strategy)
     instead = rule.instead.format(**facts) if rule.instead else None
-    return Refusal(rule=rule.name, reason=rule.reason.format(**facts), instead=instead, is_version=rule.is_version)
+    return Refusal(rule=rule.name, reason=rule.reason.format(**facts), instead=instead)
 
 
-def broken_rule(situation: Situation, strategy: Strategy, *, ignoring_version: bool = False) -> Rule | None:
+def _broken_rule(situation: Situation, strategy: Strategy) -> Rule | None:
     """The first rule that `strategy` breaks, not yet in words."""
     if _PINNED.is_broken(situation, strategy):
         return _PINNED
     incompatibility = _incompatibility(situation, strategy)
     if incompatibility is not None:
         return _BY_NAME[incompatibility.name]
-    return _broken_by_job(situation, strategy, ignoring_version=ignoring_version)
+    return _broken_by_job(situation, strategy)
 
 
-def may_run(situation: Situation, strategy: Strategy, *, ignoring_version: bool = False) -> bool:
+def may_run(situation: Situation, strategy: Strategy) -> bool:
     """Whether no rule is broken; what is quickly found is asked first."""
     return (
         not _PINNED.is_broken(situation, strategy)
-        and _broken_by_job(situation, strategy, ignoring_version=ignoring_version) is None
+        and _broken_by_job(situation, strategy) is None
         and _incompatibility(situation, strategy) is None
     )
 
 
-def _broken_by_job(situation: Situation, strategy: Strategy, *, ignoring_version: bool) -> Rule | None:
+def _broken_by_job(situation: Situation, strategy: Strategy) -> Rule | None:
     pin = situation.job.pin
     for rule in OF_THE_JOB:
-        if not rule.is_broken(situation, strategy) or (ignoring_version and rule.is_version):
-            continue
-        if rule.yields_to is None or getattr(pin, rule.yields_to) != getattr(strategy, rule.yields_to):
+        yields = rule.yields_to is not None and getattr(pin, rule.yields_to) == getattr(strategy, rule.yields_to)
+        if not yields and rule.is_broken(situation, strategy):
             return rule
     return None
 
@@ -192,7 +187,6 @@ def _facts(situation: Situation, strategy: Strategy) -> dict[str, object]:
         ),
         "method": situation.method,
         "device": situation.device.name,
-        "version": version_that_trains(strategy.sharding),
         "fp8_words": situation.fp8_gain.words if situation.fp8_gain else "",
     }
 

@@ -15,7 +15,6 @@ from trainer.planning.memory import on_device, step_memory
 from trainer.planning.memory.events import resident_bytes, step_events
 from trainer.planning.memory.overheads import OVERHEADS, StepBytes, overheads
 from trainer.planning.memory.step_memory import StepMemory
-from trainer.planning.not_yet import version_needed
 from trainer.planning.padding import longest_width
 from trainer.planning.planner import schedule_with, situation_of
 from trainer.planning.reasons import notes, reasons
@@ -140,7 +139,6 @@ def plan_of_simulated(plan: Plan, taken: Simulated, failed: Sequence[Simulated])
         rejections=(*plan.rejections, *(_rejection(each) for each in failed if _name(each) not in names)),
         fallbacks=_fallbacks_after(plan, situation, taken.candidate, candidates),
         notes=(*notes(situation, plan.data, plan.trials, candidates), *_code_notes(plan), *words),
-        needs_version=version_needed(chosen),
     )
 
 

@@ -27,7 +27,6 @@ class Situation(Value, frozen=True, kw_only=True):
     corrections: Corrections = NO_CORRECTIONS  # what earlier runs teach of every row
     fp8_gain: Fp8Gain | None = None  # what timing this model's matrix shapes found
     hooks: tuple[Hook, ...] = ()  # of the user's extensions file
-    ignores_version: bool = False  # as if every later version's features were here
 
     @property
     def num_ranks(self) -> int:

@@ -19,7 +19,6 @@ class Later(NamedTuple):
 
 
 COMES_LATER: tuple[Later, ...] = (
-    Later("pin.sharding", ("hsdp",), "0.6"),
     Later("log.wandb", ("offline", "online"), "0.7"),
     Later("log.tensorboard", (True,), "0.7"),
     Later("log.notify", (), "0.7"),

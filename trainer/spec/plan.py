@@ -218,7 +218,7 @@ class Plan(Value, frozen=True, kw_only=True):
     extension: Extension | None = None  # a user's own functions; of a run, the copy in its directory
     model_code: ModelCode | None = None  # that comes with the model and that the job trusts
     notes: tuple[str, ...] = ()
-    needs_version: str | None = None  # the first version that trains the chosen candidate; None: this one does
+    needs_version: str | None = None  # in plans of shardwise 0.5, which runs of it still hold; nothing looks at it
     resume: bool = False  # set by the supervisor: go on from the newest committed checkpoint of the run
     is_trial: bool = False  # set by the supervisor: measure a few steps, score, save and export nothing
 
