@@ -33,6 +33,7 @@ from launch.operators import remove_stale_locks
 from launch.progress import MetricsTail, Progress
 from launch.retries import MAX_SAME_STEP, Decision, Tried, decide
 from launch.run_history import earlier_history, num_at_step
+from launch.staging import copy_staged
 from launch.supervisor import StopKind, StopRequest, watch_attempt
 from launch.watchdog import Watchdog, WatchLimits
 from trainer.spec import codec
@@ -178,6 +179,7 @@ def _started(around: Surroundings, plan: Plan, attempt_dir: Path) -> Iterator[Ra
         yield ClusterRanks(around.cluster, attempt_dir=attempt_dir, stop=around.stop)
         return
     remove_stale_locks(around.extensions_dir, on_progress=around.console.line)  # a rank before may have left one
+    copy_staged(plan.staged, on_progress=around.console.line)
     check_nvme(plan)
     cores = plan.hardware.host.num_cores or 1
     environment = launch_environment(around.environment, plan, extensions_dir=around.extensions_dir, cores=cores)

@@ -22,6 +22,7 @@ from launch.node_channel import Start
 from launch.nvme_folder import check_nvme, held_folder, nvme_folder
 from launch.operators import build_needed, remove_stale_locks
 from launch.probe_host import interface_of, read_host
+from launch.staging import copy_staged
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.hardware import DeviceKind
@@ -65,6 +66,7 @@ def start_on_node(
     plan = codec.read(attempt_dir / "plan.json", Plan)
     host = read_host()
     _check_folders(plan)
+    copy_staged(plan.staged, on_progress=on_progress)
     check_nvme(plan)
     fetch_flash_kernel(plan, on_progress=on_progress, should_stop=should_stop)
     here = msgspec.structs.replace(plan, hardware=msgspec.structs.replace(plan.hardware, host=host))

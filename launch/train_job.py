@@ -41,6 +41,7 @@ from launch.probe import read_hardware
 from launch.report_text import render_report
 from launch.resume_run import finished_report, plan_to_resume, refuse_other_run
 from launch.run_history import refuse_endless_restarts
+from launch.staging import with_stages
 from launch.supervisor import StoppedEarlyError, StopRequest
 from launch.torch_fit import check_torch
 from launch.trials import plan_after_trials
@@ -81,6 +82,12 @@ class Prepared(NamedTuple):
     plan: Plan
     resolved: ResolvedJob | None  # None where a kept plan was given
     cache: Path
+
+    @property
+    def scratch(self) -> Path | None:
+        """The folder on a node's own disk that a config.yaml names."""
+        named = None if self.resolved is None else self.resolved.folders.get("scratch")
+        return None if named is None else Path(named)
 
 
 def train(options: TrainOptions, console: Console, *, environment: Mapping[str, str] = os.environ) -> RunOutcome:
@@ -132,6 +139,7 @@ def _train(
             plan = keep_model_code(plan, run_dir)
         if options.dry_run:
             return _stop_before_launch(plan, run_dir, console, resume=earlier is not None)
+        plan = with_stages(plan, prepared.scratch)
         return _run(
             plan, run_dir, console, stop, environment, machines, cache=prepared.cache, resume=earlier is not None
         )

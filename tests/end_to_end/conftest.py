@@ -1,10 +1,10 @@
 """A workplace for each test, and one finished run that the tests share."""
 
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from small_disk import mounted_disk
 from workplace_factory import Workplace, make_workplace
 
 
@@ -31,12 +31,5 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[Work
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True, text=True, check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"mounting a small tmpfs needs root: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    with mounted_disk(tmp_path / "small", "256k") as folder:
+        yield folder

@@ -11,6 +11,7 @@ import pytest
 from fault_factory import Fault, halves, losses_of, run_plan, with_faults
 from msgspec.structs import replace
 from rank_factory import rank_plan, write_rows
+from small_disk import mounted_disk
 
 from trainer.planning.catalogue import ENGINE_CONFIGS
 from trainer.spec import codec, report
@@ -152,15 +153,8 @@ def test_an_error_of_the_input_is_not_tried_again(alone, tmp_path):
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 8 MiB: three checkpoints of this model."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True, text=True, check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"mounting a small tmpfs needs root: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    with mounted_disk(tmp_path / "small", "8m") as folder:
+        yield folder
 
 
 def test_a_disk_that_fills_up_costs_checkpoints_and_nothing_else(alone, undisturbed, small_disk):

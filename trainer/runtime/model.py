@@ -55,9 +55,10 @@ def build_skeleton(plan: Plan) -> Skeleton:
     chosen, config = plan.chosen, plan.model_config
     dtype = base_type(chosen.method, chosen.strategy.precision)
     if plan.model_path is not None:
-        folder_config, key_mapping = _read_config(plan.model_path, model_type=config["model_type"])
+        folder = plan.place_of(plan.model_path)
+        folder_config, key_mapping = _read_config(folder, model_type=config["model_type"])
         skeleton = skeleton_from_folder(
-            plan.model_path,
+            folder,
             folder_config,
             dtype=dtype,
             attention=attention_name(chosen.attention, chosen.flash_kernel),
@@ -153,9 +154,8 @@ def _build_base(plan: Plan) -> PreTrainedModel:
     packing = packing_of(plan) if chosen.method is Method.QLORA else None
     if plan.model_path is not None:
         attention = attention_name(chosen.attention, chosen.flash_kernel)
-        return _from_weights(
-            plan.model_path, model_type=config["model_type"], dtype=dtype, attention=attention, packing=packing
-        )
+        folder = plan.place_of(plan.model_path)
+        return _from_weights(folder, model_type=config["model_type"], dtype=dtype, attention=attention, packing=packing)
     torch.manual_seed(plan.job.train.seed)
     build = partial(model_from_config, config, attention=chosen.attention, flash_kernel=chosen.flash_kernel)
     return build(dtype=dtype) if packing is None else draw_quantised(lambda: build(dtype=torch.float32), packing)

@@ -86,7 +86,7 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
     ranks = Ranks.distributed() if dist.is_initialized() and dist.get_world_size() > 1 else Ranks.alone()
     writer.write_status("loading the data")
     assert plan.data.cache_dir is not None, "a plan that is run has prepared data"
-    cache_dir = Path(plan.data.cache_dir)
+    cache_dir = Path(plan.place_of(plan.data.cache_dir))
     train_rows = TokenRows.open(cache_dir, "train")
     eval_rows = TokenRows.open(cache_dir, "eval") if plan.data.num_eval_rows else None
     if plan.hardware.vram_cap_bytes is not None:

@@ -257,6 +257,13 @@ class NodeNetwork(StrEnum):
     DIRECT = "direct"
 
 
+class Stage(StrEnum):
+    """What is copied to the nodes' own disks before the ranks start."""
+
+    MODEL = "model"
+    DATA = "data"
+
+
 class SlurmJob(Value, frozen=True, kw_only=True):
     """How the cluster is asked."""
 
@@ -275,6 +282,7 @@ class SlurmJob(Value, frozen=True, kw_only=True):
     requeue: bool = True
     chain: int = 1
     network: NodeNetwork = NodeNetwork.AUTO
+    stage: tuple[Stage, ...] = ()
     modules: tuple[str, ...] = ()
     container: str | None = None
     extra: tuple[str, ...] = ()

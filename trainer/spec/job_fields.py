@@ -28,6 +28,7 @@ from trainer.spec.job import (
     Objective,
     Pin,
     SlurmJob,
+    Stage,
     TrainJob,
     WandbMode,
 )
@@ -262,6 +263,11 @@ FIELDS: tuple[Field, ...] = (
         "slurm.network",
         choice(NodeNetwork),
         "Whether compute nodes reach the hub; with `none` everything must be here before a job is submitted.",
+    ),
+    Field(
+        "slurm.stage",
+        choices(Stage),
+        "What is copied to each node's own disk before the ranks start; `folders.scratch` in config.yaml says where.",
     ),
     Field("slurm.modules", texts("a list of modules", may_be_empty=True), "Loaded before the run."),
     Field(

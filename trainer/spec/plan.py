@@ -217,6 +217,7 @@ class Plan(Value, frozen=True, kw_only=True):
     fp8_gain: Fp8Gain | None = None  # None: nobody timed it, or nobody asked for FP8
     extension: Extension | None = None  # a user's own functions; of a run, the copy in its directory
     model_code: ModelCode | None = None  # that comes with the model and that the job trusts
+    staged: dict[str, str] = {}  # set by the supervisor: folders that ranks read, and their copies on each node
     notes: tuple[str, ...] = ()
     needs_version: str | None = None  # in plans of shardwise 0.5, which runs of it still hold; nothing looks at it
     resume: bool = False  # set by the supervisor: go on from the newest committed checkpoint of the run
@@ -225,6 +226,10 @@ class Plan(Value, frozen=True, kw_only=True):
     @property
     def chosen(self) -> Candidate:
         return self.candidates[0]
+
+    def place_of(self, folder: str) -> str:
+        """Where the ranks read a folder of this plan: its copy on their node, if there is one."""
+        return self.staged.get(folder, folder)
 
     @property
     def num_machines(self) -> int:

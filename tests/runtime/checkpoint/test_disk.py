@@ -3,7 +3,6 @@
 import os
 import resource
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from small_disk import mounted_disk
 from torch import nn
 
 from trainer.runtime.checkpoint import NonFiniteStateError, find_checkpoint
@@ -52,15 +52,8 @@ def not_root() -> Iterator[None]:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MiB."""
-    if (
-        os.geteuid() != 0
-        or subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=2m", "small", tmp_path], capture_output=True, check=False
-        ).returncode
-    ):
-        pytest.skip("mounting a small tmpfs needs root (run the tests in a container)")
-    yield tmp_path
-    subprocess.run(["umount", tmp_path], check=True)
+    with mounted_disk(tmp_path, "2m") as folder:
+        yield folder
 
 
 @pytest.fixture
