@@ -20,6 +20,19 @@ def fsdp_plugin_on_cpu() -> dict[str, object]:
     return {"engine": type(wrapped).__name__}
 
 
+def mesh_on_cpu() -> dict[str, object]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import ParallelismConfig
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap", reshard_after_forward=True)
+    mesh = ParallelismConfig(dp_shard_size=2)
+    try:
+        Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=mesh)
+    except ValueError as error:
+        return {"refused": str(error)}
+    return {"refused": ""}
+
+
 def deepspeed_without_backend() -> dict[str, object]:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
@@ -31,7 +44,7 @@ def deepspeed_without_backend() -> dict[str, object]:
     return {"num_processes": accelerator.num_processes, "started": torch.distributed.get_world_size()}
 
 
-CANARIES = {function.__name__: function for function in (fsdp_plugin_on_cpu, deepspeed_without_backend)}
+CANARIES = {function.__name__: function for function in (fsdp_plugin_on_cpu, mesh_on_cpu, deepspeed_without_backend)}
 
 if __name__ == "__main__":
     answer = CANARIES[sys.argv[1]]()

@@ -44,6 +44,10 @@ def test_w1_accelerate_drops_the_fsdp_plugin_of_cpu_ranks(canary):
     assert canary("fsdp_plugin_on_cpu") == {"engine": "DistributedDataParallel"}
 
 
+def test_w1_accelerate_refuses_the_mesh_of_cpu_ranks(canary):
+    assert "only compatible" in canary("mesh_on_cpu")["refused"]
+
+
 def test_w2_accelerate_counts_one_deepspeed_rank_where_gloo_is_not_named(canary):
     assert canary("deepspeed_without_backend") == {"num_processes": 1, "started": 2}
 

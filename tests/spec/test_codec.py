@@ -1,6 +1,9 @@
 """Values survive a file; whatever is not exactly such a value is refused under the file's name."""
 
+import re
+
 import pytest
+from engine_plan_factory import engine_plan
 
 from trainer.spec import codec
 from trainer.spec.data_profile import DataProfile
@@ -8,6 +11,8 @@ from trainer.spec.errors import InputError
 from trainer.spec.hardware import Gpu, Hardware, Host
 from trainer.spec.job import Job
 from trainer.spec.job_file import read_job
+from trainer.spec.plan import Plan
+from trainer.spec.strategy import Sharding
 
 PROFILE = DataProfile(
     source="prepared", num_rows=3, num_tokens=700, longest_row=256, is_packed=True, fingerprint="ab", vocab_size=4096
@@ -59,6 +64,15 @@ def test_another_content_is_refused_under_the_name_of_the_file(tmp_path, content
     path.write_bytes(content)
     with pytest.raises(InputError, match=r"profile\.json: is not a shardwise dataprofile"):
         codec.read(path, DataProfile)
+
+
+@pytest.mark.parametrize("waited_for", [b"null", b'"0.6"'])
+def test_a_plan_of_version_0_5_can_be_read(waited_for):
+    """Its runs are resumed with it."""
+    written = codec.encode(engine_plan(Sharding.HSDP, num_ranks=4))
+    older = re.sub(rb'"needs_version": null', b'"needs_version": ' + waited_for, written)
+    assert older.count(b"needs_version") == 1
+    assert codec.decode(older, Plan, origin="plan.json").hybrid_mesh == (2, 2)
 
 
 def test_a_missing_file_is_refused_under_its_name(tmp_path):
