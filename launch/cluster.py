@@ -119,13 +119,13 @@ class Machines:
             return
         if self._server is not None:
             argv = agent_argv(run_dir, f"127.0.0.1:{self._server.port}", node_rank=0)
-            yield Cluster(self._server, self._steps(argv), is_slurm=False, cache=cache)
+            yield Cluster(self._server, self._steps(argv), is_slurm=False, cache=cache, on_line=on_line)
             return
         assert self._allocation is not None
         with NodeServer(run_dir, num_nodes=self.num_nodes, on_line=on_line) as server:
             name = self._environment.get("SLURMD_NODENAME") or socket.gethostname()
             argv = srun_argv(self._allocation, agent_argv(run_dir, f"{name}:{server.port}"))
-            yield Cluster(server, self._steps(argv), is_slurm=True, cache=cache)
+            yield Cluster(server, self._steps(argv), is_slurm=True, cache=cache, on_line=on_line)
 
     def _steps(self, argv: list[str]) -> Callable[[Path], Step]:
         environment = agent_environment(self._environment)

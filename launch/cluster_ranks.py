@@ -5,6 +5,7 @@ a machine, and they stay for the attempts to come.
 """
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -26,6 +27,12 @@ START_S = 300.0  # for every agent of a step to start and call: srun may wait fo
 FILES_S = 65.0  # a file that another machine wrote shows after NFS's longest look at a folder
 STEP_END_S = 40.0  # for srun to end; Slurm's own KillWait is 30 s by default
 _POLL_S = 0.1
+# What Slurm says of a node that does not answer, by version; our own words in the same log say other things.
+_NODE_IS_GONE = re.compile(
+    r"^(srun|slurmstepd)\b.*(node failure|communication connection failure|launch .*failed|not responding|timed out"
+    r"|no route to host|connection (refused|reset)|nodes? .*\b(down|fail))",
+    re.IGNORECASE | re.MULTILINE,
+)
 
 
 class Step:
@@ -33,7 +40,7 @@ class Step:
 
     def __init__(self, argv: Sequence[str], *, environment: Mapping[str, str], log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
-        self.log = log
+        self.log, self._name = log, Path(argv[0]).name
         with log.open("ab") as output:
             self._process = _start(argv, environment, output)
 
@@ -48,7 +55,13 @@ class Step:
             return None
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         last = f": {lines[-1].strip()[:300]}" if lines else ""
-        return f"srun ended with code {code}{last}"
+        return f"{self._name} ended with code {code}{last}"
+
+    def check_nodes(self) -> None:
+        """EnvironmentFaultError where it ended, and not because a node is gone: it would end so again."""
+        words = self.words
+        if words is not None and _NODE_IS_GONE.search(self.log.read_text(errors="replace")) is None:
+            raise EnvironmentFaultError(f"the nodes could not be started: {words}\nlog: {self.log}")
 
     def end(self, grace_s: float = STEP_END_S) -> None:
         """Waits for it to end by itself, then ends it."""
@@ -82,6 +95,7 @@ class Cluster(NamedTuple):
     start_step: Callable[[Path], Step]  # for the attempt whose folder it is given
     is_slurm: bool
     cache: Path  # of operators
+    on_line: Callable[[str], None]
 
 
 class ClusterRanks:
@@ -99,7 +113,10 @@ class ClusterRanks:
         self._server.gone.clear()
         self._step = cluster.start_step(attempt_dir)
         try:
+            self._say_who_is_missing(cluster)
             self._lost = self._server.wait_for_all(limit_s=START_S, is_over=self._reason_to_wait_no_more)
+            if self._lost is not None and self._stop.kind is None and cluster.is_slurm:
+                self._step.check_nodes()
             if self._lost is None:
                 head, port = meeting_place(self._server.nodes), free_port()
                 folder = str(attempt_dir.absolute())
@@ -153,6 +170,13 @@ class ClusterRanks:
     @property
     def lost(self) -> str | None:
         return self._lost
+
+    def _say_who_is_missing(self, cluster: Cluster) -> None:
+        """What people start, people start again."""
+        missing = sorted(set(range(1, self._server.num_nodes)) - self._server.nodes.keys())
+        if missing and not cluster.is_slurm:
+            names = " and ".join(f"node {rank}" for rank in missing)
+            cluster.on_line(f"waiting for {names}: start the same command there again")
 
     def _reason_to_wait_no_more(self) -> str | None:
         if self._stop.kind is not None:
