@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
-from trainer.spec.errors import InputError
 from trainer.spec.job import Job
 
 if TYPE_CHECKING:  # read where a partition is asked for
@@ -25,12 +24,10 @@ def read_asked_nodes(
 ) -> "PartitionHardware | None":
     """The nodes to plan for; None where it is a machine that was asked for, or this one.
 
-    InputError where nodes were asked for and nobody names a partition.
+    Asked for without a partition, they are the job's, or else the cluster's default one.
     """
     name = asked.partition or job.slurm.partition
-    if name is None and any(asked):
-        raise InputError("--nodes and --constraint go with --partition; of a machine: --hardware 4x8xH100-SXM5-80GB")
-    if name is None or not (any(asked) or (spec is None and _is_login_node(environment))):
+    if not any(asked) and (name is None or spec is not None or not _is_login_node(environment)):
         return None
     from launch.partition_hardware import read_partition_hardware
     from slurm.node_share import share_of_job
@@ -46,7 +43,8 @@ def read_asked_nodes(
     )
     if asked.partition is not None:
         return found
-    said = f"planned for partition {name}, which the job file names (slurm.partition)"
+    which = "the cluster's default" if name is None else "which the job file names (slurm.partition)"
+    said = f"planned for partition {found.partition.name}, {which}"
     return replace(found, hardware=replace(found.hardware, notes=(said, *found.hardware.notes)))
 
 

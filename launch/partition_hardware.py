@@ -42,10 +42,11 @@ def read_partition_hardware(
     with it; EnvironmentFaultError where Slurm does not answer, or the partition starts no jobs.
     """
     found = _find(partition, read_partitions(environment))
-    choice = choose_group(found, read_nodes(environment), constraint=constraint)
+    stated = None if spec is None else _stated(spec)
+    num_gpus = len(stated.gpus) if stated is not None and stated.gpus else None
+    choice = choose_group(found, read_nodes(environment), constraint=constraint, num_gpus=num_gpus)
     access, unknown = _read_access(found, environment)
     limits = _read_limits(found, qos or (access.default_qos if access else None), environment)
-    stated = None if spec is None else _stated(spec)
     answer = hardware_of(found, choice, num_nodes=nodes, stated=stated, access=access, limits=limits, share=share)
     said = access.words if access is not None else unknown
     hardware = replace(answer.hardware, notes=(*answer.hardware.notes, said))

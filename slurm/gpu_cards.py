@@ -59,21 +59,33 @@ def card_of(gres: Gres, features: Sequence[str] = (), others: Iterable[Gres] = (
     `others` are the node's other resources: some sites keep the GPUs' memory there (`VramPerGpu:no_consume:94G`).
     """
     profile, rest = _mig_profile(gres.kind or "")
-    name, told_by = card_name(rest), f"gpu:{gres.kind}"
-    if name.model:
-        rows = rows_of_model(name.model)
-    else:
+    rows, told_by = _rows_of_type(rest, _memory_hints(features, others)), f"gpu:{gres.kind}"
+    if not card_name(rest).model:
         rows, told_by = _rows_of_features(features)
-    rows = _of_memory(rows, [name.memory_gib] if name.memory_gib else _memory_hints(features, others))
-    rows = _of_form(rows, name.form)
-    if name.memory_gib and not any(_is_near(row, name.memory_gib) for row in rows):
-        return None
+        rows = _of_memory(rows, _memory_hints(features, others))
     if not rows:
         return None
     chosen = min(rows, key=lambda row: (row.memory_bytes, _is_other_form(row, gres.count)))
     if profile is not None:
         return CardChoice(gpu=_mig_gpu(chosen, profile), fits=(chosen.name,), told_by=told_by)
     return CardChoice(gpu=gpus_of_row(chosen.name, 1)[0], fits=tuple(row.name for row in rows), told_by=told_by)
+
+
+def _rows_of_type(kind: str, hints: Sequence[int]) -> tuple[GpuSpec, ...]:
+    """The rows that a type may mean: the one whose very name it is, else those of its model, memory and form."""
+    named = tuple(row for row in GPU_SPECS.values() if _bare(kind) in map(_bare, (row.name, *row.smi_names)))
+    if named:
+        return named
+    name = card_name(kind)
+    rows = rows_of_model(name.model) if name.model else ()
+    if name.memory_gib:
+        rows = tuple(row for row in rows if _is_near(row, name.memory_gib))
+    return _of_form(_of_memory(rows, [name.memory_gib] if name.memory_gib else hints), name.form)
+
+
+def _bare(text: str) -> str:
+    """`NVIDIA GH200 480GB` and `nvidia_gh200_480gb` without what tells them apart."""
+    return re.sub(r"^nvidia|[^a-z0-9]", "", text.lower())
 
 
 def card_name(text: str) -> CardName:

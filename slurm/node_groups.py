@@ -82,10 +82,13 @@ class Choice(Value, frozen=True, kw_only=True):
         return min(own, key=lambda feature: card_name(feature) == card_name(""), default=None)
 
 
-def choose_group(partition: Partition, nodes: Sequence[Node], *, constraint: str | None = None) -> Choice:
+def choose_group(
+    partition: Partition, nodes: Sequence[Node], *, constraint: str | None = None, num_gpus: int | None = None
+) -> Choice:
     """The largest group of GPU nodes that `constraint` selects, of CPU nodes where there is none.
 
-    InputError where no node has the features of `constraint`.
+    Groups of `num_gpus`, which somebody stated, come before larger ones. InputError where no node has the features of
+    `constraint`.
     """
     members = [node for node in nodes if partition.name in node.partitions]
     hidden = max(0, partition.num_nodes - len(members))
@@ -96,7 +99,12 @@ def choose_group(partition: Partition, nodes: Sequence[Node], *, constraint: str
         raise InputError(f"--constraint {constraint}: no node of partition {partition.name} has it; {features}")
     if not members:
         return Choice(group=_group_of_tres(partition), num_hidden=hidden)
-    group, *rest = sorted(group_nodes(matching), key=_preference, reverse=True)
+
+    def preference(group: NodeGroup) -> tuple[bool, bool, int, int]:
+        memory = group.card.gpu.memory_bytes if group.card else 1
+        return group.gpus_used == num_gpus, bool(group.num_gpus), group.num_nodes, group.num_gpus * memory
+
+    group, *rest = sorted(group_nodes(matching), key=preference, reverse=True)
     passed_over = group_nodes([node for node in members if node not in matching])
     return Choice(group=group, others=(*rest, *passed_over), num_hidden=hidden)
 
@@ -137,11 +145,6 @@ def _holds(rule: list[str]) -> bool:
         elif word != "and":
             terms[-1].append(word == "True")
     return any(term and all(term) for term in terms)
-
-
-def _preference(group: NodeGroup) -> tuple[bool, int, int]:
-    memory = group.card.gpu.memory_bytes if group.card else 0
-    return bool(group.num_gpus), group.num_nodes, group.num_gpus * memory
 
 
 def _would_serve(other: NodeGroup, group: NodeGroup) -> bool:

@@ -8,6 +8,7 @@ Checked on text of Slurm 16.05 to 25.05 (tests/captured/slurm_*). `sinfo` groups
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
 from slurm.cluster import Gres, Node, Partition, PartitionState, Preemption
 from slurm.quantities import parse_amount, parse_duration, parse_memory
@@ -68,7 +69,7 @@ def parse_config(text: str) -> dict[str, str]:
 
 def _records(text: str, first_key: str) -> Iterator[dict[str, str | None]]:
     starts = [match.start() for match in re.finditer(rf"^\s*{first_key}=", text, re.MULTILINE)]
-    for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
+    for start, end in pairwise((*starts, len(text))):
         yield _fields(text[start:end])
 
 

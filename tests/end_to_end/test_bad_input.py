@@ -214,7 +214,7 @@ CASES = [
     Case("command of a later version", nothing, ("watch", "run"), 2, ("comes with shardwise",)),
     Case("option of a later version", nothing, ("report", "run", "--html", "x"), 2, ("comes with shardwise",)),
     Case("partition without Slurm", nothing, ("plan", "job.yaml", "--partition", "x"), 4, ("scontrol", "--hardware")),
-    Case("nodes of no partition", nothing, ("plan", "job.yaml", "--nodes", "2"), 2, ("--nodes", "--partition")),
+    Case("nodes without Slurm", nothing, ("plan", "job.yaml", "--nodes", "2"), 4, ("scontrol", "--hardware")),
     Case(
         "a partition and two machines",
         nothing,

@@ -1,0 +1,252 @@
+"""What a job on a partition would run on: what Slurm tells, what is stated beside it, what is assumed and said."""
+
+import pytest
+from msgspec.structs import replace
+from slurm_texts import nodes_of, partition_of
+
+from slurm.cluster import PartitionState, QosLimit
+from slurm.node_groups import choose_group
+from slurm.node_share import NodeShare
+from slurm.partition_hardware import hardware_of
+from trainer.planning.gpu_specs import hardware_from_spec
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.hardware import Disk, Gpu, Hardware, Host, Link, LinkKind, MeasuredRates
+from trainer.spec.units import GIB, MIB
+
+UNKNOWN_HOST = Host(cpu_name=None, num_cores=None, ram_bytes=None, ram_available_bytes=None)
+
+
+def of(cluster, name, *, num_nodes=1, spec=None, constraint=None, partition=None, **facts):
+    partition = partition or partition_of(cluster, name)
+    choice = choose_group(partition, tuple(nodes_of(cluster).values()), constraint=constraint)
+    stated = spec
+    if isinstance(spec, str):
+        stated = hardware_from_spec(spec, local_host=lambda: UNKNOWN_HOST)
+    return hardware_of(partition, choice, num_nodes=num_nodes, stated=stated, **facts)
+
+
+def probed(count=8, name="NVIDIA A100-SXM4-80GB", spec_name="A100-SXM4-80GB"):
+    """A node's own hardware.json."""
+    gpus = tuple(
+        Gpu(
+            index=index,
+            name=name,
+            spec_name=spec_name,
+            memory_bytes=80 * GIB,
+            uuid=f"GPU-{index}",
+            free_bytes=2 * GIB,
+        )
+        for index in range(count)
+    )
+    links = tuple(Link(a=0, b=b, kind=LinkKind.NVLINK, bytes_per_s=250 * 10**9) for b in range(1, count))
+    host = Host(
+        cpu_name="EPYC",
+        num_cores=4,  # of the job that probed
+        ram_bytes=64 * GIB,
+        ram_available_bytes=60 * GIB,
+        disks=(Disk(path="/scratch", filesystem="xfs", total_bytes=10**12, free_bytes=10**12),),
+    )
+    return Hardware(
+        gpus=gpus,
+        host=host,
+        links=links,
+        libraries={"torch": "2.13.0"},
+        rates=MeasuredRates(matmul_flops_per_s=250 * 10**12),
+        source="hw.json",
+    )
+
+
+PLANNED = [
+    # cluster, partition, constraint, GPUs, cores, MiB of RAM
+    ("fake_nodes", "gpu", None, ["A100-SXM4-80GB"] * 8, 128, 1031000 - 4096),
+    ("fake_nodes", "gpu", "hbm40g", ["A100-SXM4-40GB"] * 4, 128, 515000),
+    ("fake_nodes", "cpu", None, [], 62, 200000),  # MaxMemPerNode
+    ("fake_nodes", "mig", None, [None], 64, 500000),
+    ("lrz", "mcml-dgx-a100-40x8", None, ["A100-SXM4-40GB"] * 8, 252, 965632),
+    ("lrz", "lrz-dgx-a100-80x8", None, ["A100-SXM4-80GB"] * 8, 252, 1997824),
+    ("lrz", "lrz-hgx-h100-94x4", None, ["H100-NVL-94GB"] * 4, 92, 750000),
+    ("lrz", "mcml-hgx-a100-80x4-mig", None, [None], 88, 515600),
+    ("lrz", "lrz-v100x2", None, ["V100-PCIe-16GB"] * 2, 18, 337920),
+    ("lrz", "lrz-cpu", None, [], 38, 335872),
+    ("tum", "rtx_3090_submit", None, ["RTX-3090"] * 8, 80, 742673),
+    ("nchc", "dev", None, ["H100-SXM5-80GB"] * 8, 104, 1900000),
+    ("slac", "gpu", None, ["RTX-2080Ti"] * 10, 48, 191552),
+    ("goethe", "gpu", None, [], 64, 500000 - 2048),
+    ("slinky", "tn", None, ["A40"], 11, 245760),
+    ("hltcoe", "gpu", "40gb", ["A100-SXM4-40GB"] * 4, 96, 750000),
+    ("hltcoe", "gpu", "v100", ["V100-16GB"] * 8, 80, 1000000),
+    ("unige", "private-lab-gpu", None, ["H100-NVL-94GB"], 62, 750 * 1024),
+    ("dsai", "h100", None, ["H100-SXM5-80GB"] * 4, 124, 12000 * 124),  # MaxMemPerCPU
+    ("aris", "compute", None, [], 128, 507904),
+]
+
+
+@pytest.mark.parametrize(("cluster", "name", "constraint", "cards", "cores", "ram_mib"), PLANNED)
+def test_hardware_of_real_partitions(cluster, name, constraint, cards, cores, ram_mib):
+    answer = of(cluster, name, constraint=constraint)
+    hardware = answer.hardware
+    assert [gpu.spec_name for gpu in hardware.gpus] == cards
+    assert [gpu.index for gpu in hardware.gpus] == list(range(len(cards)))
+    assert (hardware.host.num_cores, hardware.host.ram_bytes) == (cores, ram_mib * MIB)
+    assert (hardware.num_nodes, hardware.num_cpu_devices, hardware.source) == (1, 1, f"partition {name}")
+    assert "whole nodes" in hardware.notes[0]
+    assert not (hardware.links or hardware.libraries or hardware.host.disks)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "name", "words"),
+    [
+        ("fake_nodes", "pretend", ("pretend", "gpu:8", "--hardware 8x", "srun --partition=pretend", "--gres=gpu:8")),
+        ("goethe", "gpu2", ("gpu2", "gpu:2", "--hardware 2x")),
+        ("tum", "gtx_1080_submit", ("gpu:gtx_1080", "no card of the catalogue", "--gres=gpu:gtx_1080:8")),
+        ("parallelcluster", "compute-gpu", ("gpu:rtxproserver6000",)),
+    ],
+)
+def test_a_card_that_nothing_names_is_asked_for(cluster, name, words):
+    with pytest.raises(InputError) as raised:
+        of(cluster, name)
+    told = str(raised.value)
+    assert all(word in told for word in words), told
+    assert len(told.splitlines()) <= 3
+
+
+def test_a_spec_states_the_card_of_untyped_gres():
+    answer = of("fake_nodes", "pretend", num_nodes=2, spec="8xA100-SXM4-80GB")
+    assert [gpu.spec_name for gpu in answer.hardware.gpus] == ["A100-SXM4-80GB"] * 8
+    assert (answer.hardware.num_nodes, answer.hardware.host.num_cores) == (2, 96)
+    assert "the card is that of --hardware 8xA100-SXM4-80GB" in answer.hardware.notes
+
+
+def test_a_spec_states_gpus_that_slurm_does_not_list():
+    hardware = of("goethe", "gpu", spec="4xA40").hardware
+    assert len(hardware.gpus) == 4
+    assert any("Slurm lists no GPU" in note for note in hardware.notes)
+
+
+def test_ranks_of_cpu_nodes_are_stated_as_well():
+    assert of("fake_nodes", "cpu", num_nodes=2, spec="2xCPU").hardware.num_devices == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "words"),
+    [
+        ("pretend", "4xA100-SXM4-80GB", ("4 GPUs", "8", "gpu:8")),
+        ("gpu", "8xH100-SXM5-80GB", ("H100-SXM5-80GB", "A100-SXM4-80GB or A100-PCIe-80GB", "gpu:a100:8")),
+        ("gpu", "8xA100-SXM4-40GB", ("A100-SXM4-40GB", "A100-SXM4-80GB")),  # the feature says 80
+        ("gpu", "2x8xA100-SXM4-80GB", ("2 nodes", "--nodes 1")),
+        ("mig", "1xA100-SXM4-40GB", ("A100-SXM4-40GB", "A100 MIG 3g.20gb")),
+        ("gpu", "8xCPU", ("0 GPUs", "8")),
+    ],
+)
+def test_a_spec_that_disagrees_with_slurm_is_refused_with_both(name, spec, words):
+    with pytest.raises(InputError) as raised:
+        of("fake_nodes", name, spec=spec)
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+def test_a_probed_node_gives_what_slurm_does_not_say_and_not_what_was_of_its_job():
+    hardware = of("fake_nodes", "gpu", num_nodes=3, spec=probed()).hardware
+    assert len(hardware.links) == 7 and hardware.rates.matmul_flops_per_s == 250 * 10**12
+    assert (hardware.libraries, hardware.host.disks[0].path) == ({"torch": "2.13.0"}, "/scratch")
+    assert {(gpu.uuid, gpu.free_bytes) for gpu in hardware.gpus} == {(None, None)}
+    assert (hardware.host.num_cores, hardware.host.ram_bytes) == (128, (1031000 - 4096) * MIB)
+    assert hardware.host.ram_available_bytes is None
+    assert any("hw.json" in note for note in hardware.notes)
+    assert not any("assumed from the catalogue" in note for note in hardware.notes)
+
+
+def test_a_probed_node_with_other_cards_is_refused():
+    with pytest.raises(InputError, match=r"7 GPUs a node, partition gpu has 8"):
+        of("fake_nodes", "gpu", spec=probed(7))
+    with pytest.raises(InputError, match=r"H200.*partition gpu has A100-SXM4-80GB"):
+        of("fake_nodes", "gpu", spec=probed(8, "NVIDIA H200", "H200"))
+
+
+def test_a_card_without_a_row_is_taken_from_a_probe_whose_name_agrees():
+    named = probed(8, "NVIDIA GeForce GTX 1080", None)
+    assert of("tum", "gtx_1080_submit", spec=named).hardware.gpus[0].name == "NVIDIA GeForce GTX 1080"
+    with pytest.raises(InputError, match="TITAN"):
+        of("tum", "gtx_1080_submit", spec=probed(8, "NVIDIA TITAN RTX", None))
+
+
+def test_what_is_assumed_is_named():
+    notes = of("fake_nodes", "gpu", num_nodes=2).hardware.notes
+    (fits,) = [note for note in notes if note.startswith("gpu:a100 fits")]
+    assert "A100-SXM4-80GB, A100-PCIe-80GB: the first is assumed; --hardware 8xA100-PCIe-80GB states another" in fits
+    (links,) = [note for note in notes if note.startswith("assumed from the catalogue")]
+    assert "NVLink 279 GiB/s" in links and "186 GiB/s a node" in links and "no NVMe" in links
+    (others,) = [note for note in notes if note.startswith("the partition also has")]
+    assert "3 nodes of 4 x A100-SXM4-40GB" in others and "--gres=gpu:a100:8 keeps to the first" in others
+    (hidden,) = [note for note in of("nchc", "dev").hardware.notes if "not shown" in note]
+    assert hidden.startswith("127 of its nodes")
+    assert any("1 of these 2 nodes are in service" in note for note in of("tum", "rtx_3090_submit").hardware.notes)
+    assert any("7 x gpu:a100_1g.5gb" in note for note in of("fake_nodes", "mig").hardware.notes)
+
+
+def test_more_nodes_than_there_are_or_than_a_job_may_have_are_refused():
+    with pytest.raises(InputError, match=r"--nodes 5: partition gpu gives a job 4 .*\n.*3 nodes of 4 x A100-SXM4-40GB"):
+        of("fake_nodes", "gpu", num_nodes=5)
+    with pytest.raises(InputError, match=r"--nodes 4: partition h100 gives a job 3 \(its MaxNodes\)"):
+        of("dsai", "h100", num_nodes=4)
+    with pytest.raises(InputError, match=r"--nodes 1: .* takes jobs of 2 or more"):
+        of("fake_nodes", "gpu", partition=replace(partition_of("fake_nodes", "gpu"), min_nodes=2))
+    assert of("dsai", "h100", num_nodes=3).num_allowed_nodes == 3
+
+
+def test_a_quality_of_service_bounds_nodes_and_time():
+    limits = (QosLimit(name="p_dev", max_time_s=3600, max_tres={"gres/gpu": 32}),)
+    answer = of("nchc", "dev", num_nodes=4, limits=limits)
+    assert (answer.num_allowed_nodes, answer.time_limit_s) == (4, 3600)
+    with pytest.raises(InputError, match=r"gives a job 4 \(QOS p_dev: 32 GPUs a job\)"):
+        of("nchc", "dev", num_nodes=5, limits=limits)
+    assert of("nchc", "dev").time_limit_s == 4 * 3600
+    nodes = (QosLimit(name="p_dev", max_tres={"node": 2}),)
+    assert of("nchc", "dev", limits=nodes).num_allowed_nodes == 2
+
+
+@pytest.mark.parametrize("state", [state for state in PartitionState if state is not PartitionState.UP])
+def test_a_partition_that_starts_no_jobs_is_refused(state):
+    partition = replace(partition_of("fake_nodes", "gpu"), state=state)
+    with pytest.raises(EnvironmentFaultError, match=f"partition gpu is {state}"):
+        of("fake_nodes", "gpu", partition=partition)
+
+
+def test_a_partition_without_a_node_in_service_is_refused():
+    partition = partition_of("tum", "rtx_3090_submit")
+    drained = [replace(node, is_in_service=False) for node in nodes_of("tum").values()]
+    with pytest.raises(EnvironmentFaultError, match=r"all of its 2 nodes of 8 x RTX-3090 .* down or drained"):
+        hardware_of(partition, choose_group(partition, drained), num_nodes=1)
+    empty = replace(partition, num_nodes=0)
+    with pytest.raises(EnvironmentFaultError, match="has no nodes"):
+        hardware_of(empty, choose_group(empty, ()), num_nodes=1)
+
+
+@pytest.mark.parametrize(
+    ("share", "gpus", "cores", "ram_mib"),
+    [
+        (NodeShare(), 8, 128, 1026904),
+        (NodeShare(gpus=2), 2, 32, 256726),
+        (NodeShare(gpus=2, cores=64), 2, 64, 256726),
+        (NodeShare(gpus=4, ram_bytes=100 * GIB), 4, 64, 100 * 1024),
+        (NodeShare(cores=16), 8, 16, 1026904),
+    ],
+)
+def test_some_gpus_of_a_node_come_with_their_share_of_it(share, gpus, cores, ram_mib):
+    hardware = of("fake_nodes", "gpu", share=share, spec=probed()).hardware
+    assert (len(hardware.gpus), hardware.host.num_cores) == (gpus, cores)
+    assert hardware.host.ram_bytes == pytest.approx(ram_mib * MIB, abs=MIB)
+    assert len(hardware.links) == gpus - 1
+    assert ("whole nodes" in hardware.notes[0]) is share.is_whole
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [
+        (NodeShare(gpus=9), "slurm.gpus is 9; the nodes have 8"),
+        (NodeShare(cores=129), "slurm.cores is 129; jobs get at most 128"),
+        (NodeShare(ram_bytes=2048 * GIB), "slurm.memory is 2 TiB; jobs get at most 1003 GiB"),
+    ],
+)
+def test_more_than_a_node_has_is_refused(share, words):
+    with pytest.raises(InputError, match=words):
+        of("fake_nodes", "gpu", share=share)

@@ -1,0 +1,68 @@
+"""Slurm's commands as they answer, fail and stay silent; and one real cluster."""
+
+import pytest
+from slurm_texts import install_slurm, slurm_text
+
+from slurm.queries import ask_slurm, read_associations, read_nodes, read_partitions, read_qos_limits
+from trainer.spec.errors import EnvironmentFaultError
+
+
+def program(folder, name, script):
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+    return {"PATH": f"{folder}:/usr/bin:/bin"}
+
+
+def test_a_cluster_answers(tmp_path):
+    environment = install_slurm(tmp_path, "fake_nodes")
+    assert [one.name for one in read_partitions(environment)][:3] == ["debug", "low", "gpu"]
+    assert {node.name for node in read_nodes(environment)} >= {"n1", "a7", "m1", "p16"}
+    with pytest.raises(EnvironmentFaultError, match=r"sacctmgr .*: You are not running a supported accounting_storage"):
+        read_associations("me", environment)
+
+
+def test_commands_are_run_in_plain_english_and_user_text_reaches_no_shell(tmp_path):
+    environment = program(tmp_path, "sacctmgr", 'for word; do echo "<$word>"; done; echo "$LC_ALL"')
+    text = ask_slurm(("sacctmgr", "a b", "$(touch x)", "; rm y"), environment={**environment, "LC_ALL": "de_DE.UTF-8"})
+    assert text == "<a b>\n<$(touch x)>\n<; rm y>\nC\n"
+
+
+def test_associations_are_those_of_this_cluster(tmp_path):
+    program(tmp_path, "scontrol", 'echo "ClusterName             = alpha"')
+    environment = program(tmp_path, "sacctmgr", 'echo "$*" > "${0%/*}/asked"; echo "theory||normal|normal"')
+    (association,) = read_associations("me", environment)
+    assert association.account == "theory"
+    assert (tmp_path / "asked").read_text() == (
+        "-nP show assoc user=me cluster=alpha format=account,partition,qos,defaultqos\n"
+    )
+    assert read_qos_limits((), environment) == ()
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (f"echo '{slurm_text('fake_nodes', 'no_controller.txt').strip()}' >&2; exit 1", "controller does not answer"),
+        ("echo 'scontrol: error: x'; exit 1", "scontrol -o show partition: scontrol: error: x"),
+        ("exit 3", "ended with exit code 3"),
+    ],
+)
+def test_failures_name_the_command(tmp_path, script, words):
+    environment = program(tmp_path, "scontrol", script)
+    with pytest.raises(EnvironmentFaultError) as raised:
+        read_partitions(environment)
+    assert words in str(raised.value) and "scontrol -o show partition" in str(raised.value)
+
+
+def test_a_command_that_is_missing_or_no_program_is_said(tmp_path):
+    with pytest.raises(EnvironmentFaultError, match=r"scontrol is not on PATH.*\n.*--hardware"):
+        read_partitions({"PATH": str(tmp_path)})
+    (tmp_path / "scontrol").write_text("#!/nonexistent\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    with pytest.raises(EnvironmentFaultError, match="scontrol"):
+        read_partitions({"PATH": str(tmp_path)})
+
+
+def test_a_silent_command_is_given_up(tmp_path):
+    environment = program(tmp_path, "scontrol", "exec sleep 60")
+    with pytest.raises(EnvironmentFaultError, match=r"scontrol show node: no answer within 0\.2 s"):
+        ask_slurm(("scontrol", "show", "node"), environment=environment, timeout_s=0.2)

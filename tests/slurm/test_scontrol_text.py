@@ -1,0 +1,188 @@
+"""What Slurm of a dozen clusters, 18.08 to 25.05, prints of its partitions and nodes."""
+
+import pytest
+from slurm_texts import CLUSTERS, nodes_of, partition_of, slurm_text
+
+from slurm.cluster import Gres, PartitionState, Preemption
+from slurm.scontrol_text import parse_config, parse_gres, parse_nodes, parse_partitions, parse_tres
+from trainer.spec.units import GIB, MIB
+
+PARSED = [
+    # cluster, node, cores, MiB of RAM, GPUs as (type, count), in service
+    ("lrz", "dgx-001", 252, 965632, ((None, 8),), True),
+    ("lrz", "hgx-019", 88, 515600, (("3g.40gb", 4), ("2g.20gb", 4), ("1g.10gb", 8)), True),
+    ("lrz", "gpu-001", 18, 337920, ((None, 2),), True),
+    ("lrz", "cpu-001", 38, 335872, (), True),
+    ("tum", "n01", 96, 1001519, (("a100", 4),), True),
+    ("tum", "n06", 80, 742673, (("rtx_3090", 8),), False),
+    ("nchc", "hgpn01", 104, 1900000, (("H100", 8),), True),
+    ("slac", "ml-gpu01", 48, 191552, (("geforce_rtx_2080_ti", 10),), True),
+    ("goethe", "gpu31-021", 256, 1900000 - 2048, ((None, 2),), True),
+    ("goethe", "gpu35-001", 64, 500000 - 2048, (), True),
+    ("slinky", "esc8000a-1", 11, 245760, (("a40", 1),), True),
+    ("hltcoe", "rack5n06", 96, 750000, (("a100", 4),), True),
+    ("hltcoe", "rack10n01", 80, 1000000, (("v100", 8),), True),
+    ("parallelcluster", "gpu-st-ml-1", 32, 249036, (("rtxproserver6000", 1),), True),
+    ("fake_nodes", "n1", 96, 1000000, ((None, 8),), True),
+    ("fake_nodes", "a1", 128, 1031000 - 4096, (("a100", 8),), True),  # powered down: it boots for a job
+    ("fake_nodes", "m1", 64, 500000, (("a100_3g.20gb", 4), ("a100_1g.5gb", 7)), True),
+    ("fake_nodes", "p01", 62, 256000, (), True),  # two cores are kept for the system
+]
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_every_captured_cluster_parses_and_says_where_it_is_from(cluster):
+    nodes, partitions = nodes_of(cluster), parse_partitions(slurm_text(cluster, "scontrol_partition.txt"))
+    assert nodes or partitions
+    assert len(nodes) == slurm_text(cluster, "scontrol_node.txt").count("NodeName=")
+    assert len(partitions) == slurm_text(cluster, "scontrol_partition.txt").count("PartitionName=")
+    assert all(node.partitions and node.ram_bytes for node in nodes.values())
+    assert all(partition.nodes and partition.num_nodes for partition in partitions)
+    source = slurm_text(cluster, "source.md")
+    assert "https://" in source or "Slurm 22.05.8" in source or "GitHub" in source
+
+
+def test_there_are_many_clusters_and_all_kinds_of_them():
+    nodes = [node for cluster in CLUSTERS for node in nodes_of(cluster).values()]
+    kinds = {one.kind for node in nodes for one in node.gpus}
+    assert len(CLUSTERS) >= 6 and None in kinds and "a100" in kinds and "3g.40gb" in kinds
+    assert {(node.version or "")[:2] for node in nodes} >= {"18", "19", "22", "23", "24", "25"}
+    assert {len(nodes_of(cluster)) > 1 for cluster in CLUSTERS} == {True, False}
+
+
+@pytest.mark.parametrize(("cluster", "name", "cores", "ram_mib", "gpus", "in_service"), PARSED)
+def test_nodes(cluster, name, cores, ram_mib, gpus, in_service):
+    node = nodes_of(cluster)[name]
+    assert (node.num_cores, node.ram_bytes) == (cores, ram_mib * MIB)
+    assert tuple((one.kind, one.count) for one in node.gpus) == gpus
+    assert node.is_in_service is in_service
+
+
+def test_features_and_partitions_of_a_node():
+    node = nodes_of("hltcoe")["rack5n06"]
+    assert (node.features, node.partitions, node.version) == (("a100", "intel", "40gb"), ("gpu",), "23.11.6")
+    assert nodes_of("nchc")["hgpn01"].features == ()
+    assert nodes_of("tum")["n01"].partitions == ("a100_submit", "a100_interactive")
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ("IDLE", True),
+        ("MIXED+PLANNED", True),
+        ("ALLOCATED", True),
+        ("IDLE+CLOUD+POWERED_DOWN", True),
+        ("IDLE+DYNAMIC_NORM", True),
+        ("idle~", True),
+        ("DOWN*", False),
+        ("DOWN*+DRAIN", False),
+        ("IDLE*", False),  # it does not answer
+        ("IDLE+DRAIN", False),
+        ("MIXED+DRAINING", False),
+        ("DOWN+NOT_RESPONDING", False),
+        ("INVAL", False),
+        ("FUTURE", False),
+        ("UNKNOWN*", False),
+    ],
+)
+def test_which_states_take_jobs(state, expected):
+    (node,) = parse_nodes(f"NodeName=n1 CPUTot=8 RealMemory=1000 State={state} Partitions=a")
+    assert node.is_in_service is expected
+
+
+def test_free_text_neither_ends_a_record_nor_changes_a_field():
+    line = (
+        "NodeName=n1 CPUTot=8 RealMemory=1000 State=IDLE+DRAIN Partitions=gpu Gres=gpu:a100:4 "
+        "OS=Linux 5.15.0 #1 SMP Tue Nov 14 Reason=NHC: Gres=gpu:a100:3 found, State=IDLE wanted [root@2026-01-01]"
+    )
+    (node,) = parse_nodes(line)
+    assert [one.count for one in node.gpus] == [4]
+    assert not node.is_in_service
+
+
+def test_one_line_and_several_lines_are_the_same():
+    lines = slurm_text("lrz", "scontrol_node.txt")
+    records = ["NodeName=" + part for part in lines.split("NodeName=")[1:]]
+    one_line = "\n".join(" ".join(record.split()) for record in records)
+    assert parse_nodes(one_line) == parse_nodes(lines)
+
+
+def test_gpus_that_are_only_accounted_for_count_as_well():
+    line = "NodeName=n1 CPUTot=8 RealMemory=9 Gres=(null) State=IDLE CfgTRES=cpu=8,mem=9M,gres/gpu=4,gres/gpu:a40=4"
+    (node,) = parse_nodes(line)
+    assert node.gpus == (Gres(name="gpu", kind="a40", count=4),)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, ()),
+        ("gpu:8", (("gpu", None, 8),)),
+        ("gpu", (("gpu", None, 1),)),
+        ("gpu:a100:8", (("gpu", "a100", 8),)),
+        ("gpu:a100:8(S:0-1)", (("gpu", "a100", 8),)),
+        ("gpu:a40:1(S:0,2,4,6,8,10)", (("gpu", "a40", 1),)),
+        ("gpu:a100_1g.5gb:7(S:0)", (("gpu", "a100_1g.5gb", 7),)),
+        ("gpu:tesla:2,shard:8", (("gpu", "tesla", 2), ("shard", None, 8))),
+        ("gpu:a100:4,mps:a100:400", (("gpu", "a100", 4), ("mps", "a100", 400))),
+        ("gpu:titan_x", (("gpu", "titan_x", 1),)),
+        ("gpu:nvidia_h100_nvl:1(S:2),VramPerGpu:no_consume:94G", (
+            ("gpu", "nvidia_h100_nvl", 1), ("VramPerGpu", None, 94 * GIB),
+        )),
+        ("pfsdir:scratch:1,gpfs:ess:1", (("pfsdir", "scratch", 1), ("gpfs", "ess", 1))),
+        ("gpu:0", ()),
+    ],
+)  # fmt: skip
+def test_gres(text, expected):
+    assert tuple((one.name, one.kind, one.count) for one in parse_gres(text)) == expected
+
+
+def test_tres():
+    assert parse_tres("cpu=1984,mem=24752000M,node=16,billing=24320,gres/gpu=64,gres/gpu:h100=64") == {
+        "cpu": 1984, "mem": 24752000 * MIB, "node": 16, "billing": 24320, "gres/gpu": 64, "gres/gpu:h100": 64
+    }  # fmt: skip
+    assert parse_tres("cpu=4,mem=1.5T") == {"cpu": 4, "mem": 3 * 512 * GIB}
+    assert parse_tres(None) == parse_tres("N/A") == {}
+
+
+def test_limits_of_partitions():
+    h100 = partition_of("dsai", "h100")
+    assert (h100.max_nodes, h100.max_time_s, h100.default_time_s) == (3, 3 * 86400, None)
+    assert (h100.max_cpus_per_node, h100.max_ram_per_cpu_bytes, h100.num_nodes) == (128, 12000 * MIB, 16)
+    assert (h100.preemption, h100.is_exclusive, h100.is_oversubscribed) == (Preemption.REQUEUE, False, False)
+    assert h100.billing_weights == {"CPU": "10", "Mem": "0.83G", "GRES/gpu": "380"}
+    compute = partition_of("aris", "compute")
+    assert (compute.max_ram_per_node_bytes, compute.max_nodes, compute.is_default) == (507904 * MIB, None, True)
+    own = partition_of("unige", "private-lab-gpu")
+    assert (own.allowed_groups, own.allowed_accounts, own.default_time_s) == (("private_lab",), None, 60)
+    dev, eight = partition_of("nchc", "dev"), partition_of("nchc", "8gpus")
+    assert (dev.max_time_s, dev.qos, dev.denied_accounts, dev.preemption) == (4 * 3600, "p_dev", ("proj1",), "OFF")
+    assert eight.default_ram_per_gpu_bytes == 200 * GIB
+
+
+def test_states_and_access_of_the_fake_cluster():
+    assert partition_of("fake_nodes", "debug").is_default
+    assert partition_of("fake_nodes", "debug").max_time_s is None
+    assert partition_of("fake_nodes", "closed").state is PartitionState.DOWN
+    assert partition_of("fake_nodes", "cpu").is_exclusive
+    assert partition_of("fake_nodes", "low").grace_time_s == 20
+    team = partition_of("fake_nodes", "team")
+    assert (team.allowed_accounts, team.allowed_qos) == (("theory", "vision"), ("long",))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"), [("FORCE", True), ("FORCE:4", True), ("FORCE:1", False), ("YES:4", False), ("NO", False)]
+)
+def test_only_forced_sharing_takes_a_node_from_a_job_that_asked_for_all_of_it(words, expected):
+    (partition,) = parse_partitions(f"PartitionName=a TotalNodes=1 Nodes=n1 OverSubscribe={words} State=UP")
+    assert partition.is_oversubscribed is expected
+
+
+def test_words_of_a_later_version_are_taken_for_the_worst():
+    (partition,) = parse_partitions("PartitionName=a TotalNodes=1 Nodes=n1 State=PAUSED PreemptMode=MIGRATE")
+    assert (partition.state, partition.preemption) == (PartitionState.INACTIVE, Preemption.CANCEL)
+
+
+def test_config():
+    text = "Configuration data as of 2026-11-22T17:34:00\nClusterName       = test\nKillWait          = 5 sec\n"
+    assert parse_config(text) == {"ClusterName": "test", "KillWait": "5 sec"}
