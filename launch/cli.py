@@ -160,6 +160,26 @@ def _train(options: argparse.Namespace) -> ExitCode:
     return outcome.exit_code
 
 
+def _submit(options: argparse.Namespace) -> ExitCode:
+    from launch.command_line import SUBMIT_SETTINGS
+    from launch.submit_command import SubmitOptions, run_submit
+
+    return run_submit(
+        SubmitOptions(
+            job=options.job,
+            overrides=options.overrides,
+            settings={setting: getattr(options, setting) for setting, _, _ in SUBMIT_SETTINGS.values()},
+            spec=options.hardware,
+            sweeps=options.sweep,
+            run_dir=options.run_dir,
+            dry_run=options.dry_run,
+            as_json=options.json,
+        ),
+        Console(),
+        Console(sys.stderr),
+    )
+
+
 def _report(options: argparse.Namespace) -> ExitCode:
     from launch.report_text import read_run_report, render_report
     from trainer.spec import codec
@@ -246,6 +266,7 @@ _COMMANDS = {
     "plan": _plan,
     "estimate": _estimate,
     "train": _train,
+    "submit": _submit,
     "report": _report,
     "export": _export,
     "import": _import,

@@ -9,7 +9,6 @@ from pathlib import Path
 from trainer.spec.errors import InputError
 
 LATER_COMMANDS = {
-    "submit": "0.6",
     "status": "0.6",
     "logs": "0.6",
     "cancel": "0.6",
@@ -22,6 +21,19 @@ LATER_COMMANDS = {
 }
 LATER_OPTIONS = {
     "report": {"html": "0.7"},
+}
+SUBMIT_SETTINGS = {  # options of submit, by name: the setting that each is, and its words
+    "partition": ("slurm.partition", "P", "default: the cluster's"),
+    "nodes": ("slurm.nodes", "N", "default: 1"),
+    "gpus-per-node": ("slurm.gpus", "N", "default: all that a node has"),
+    "time": ("slurm.time", "T", "of one job; default: what is predicted, with a margin"),
+    "account": ("slurm.account", "A", "whom the job is charged to"),
+    "qos": ("slurm.qos", "Q", "quality of service"),
+    "constraint": ("slurm.constraint", "C", "features that nodes must have"),
+    "reservation": ("slurm.reservation", "R", "nodes that were set aside"),
+    "mail": ("slurm.mail", "ADDRESS", "told when the job ends"),
+    "container-image": ("slurm.container", "IMAGE", "docker://NAME, a .sqsh or a .sif file"),
+    "chain": ("slurm.chain", "N", "so many jobs, each going on where the one before it stopped"),
 }
 
 
@@ -72,6 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_data(commands.add_parser("data", help="prepare the data, show the first example as the model sees it"))
     _add_estimate(commands.add_parser("estimate", help="memory and speed of cases that pin everything"))
     _add_train(commands.add_parser("train", help="plan, train, evaluate, export, report"))
+    _add_submit(commands.add_parser("submit", help="plan for a Slurm partition, write train.sbatch, submit it"))
     _add_report(commands.add_parser("report", help="predicted beside measured"))
     _add_export(commands.add_parser("export", help="write a folder that others load, from a run"))
     _add_import(commands.add_parser("import", help="make a foreign checkpoint a folder to train from"))
@@ -145,6 +158,21 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node-rank", type=int, metavar="I", help="which of them this one is, from 0")
     parser.add_argument("--head", metavar="HOST[:PORT]", help="the machine of rank 0, as the others reach it")
     parser.add_argument("--json", action="store_true", help="the report on stdout, everything else on stderr")
+
+
+def _add_submit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", type=Path, help="job file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. train.lr=1e-4")
+    for name, (setting, metavar, says) in SUBMIT_SETTINGS.items():
+        kind = _positive if metavar == "N" else str
+        parser.add_argument(f"--{name}", type=kind, dest=setting, metavar=metavar, help=says)
+    parser.add_argument("--hardware", metavar="FILE|SPEC", help="states what Slurm does not say of the nodes")
+    parser.add_argument("--run-dir", type=Path, help="default: runs/<name>-<UTC time>")
+    parser.add_argument(
+        "--sweep", action="append", default=[], metavar="key=a,b", help="one run a value, as one array; repeatable"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the script; nothing is written or submitted")
+    parser.add_argument("--json", action="store_true", help="the answer as JSON on stdout, everything else on stderr")
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:

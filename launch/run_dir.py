@@ -29,22 +29,36 @@ def output_base(output: str | None, name: str) -> Path:
 
 def make_run_dir(base: Path, *, now: datetime) -> Path:
     """A new directory `<base>-<UTC time>`; two runs of one second get different names."""
-    stamped = base.with_name(f"{base.name}-{now.strftime(_STAMP)}")
-    for number in range(1, 100):
-        path = stamped if number == 1 else stamped.with_name(f"{stamped.name}-{number}")
+    for path in _names(base, now):
         if _make(path):
             return path
-    raise EnvironmentFaultError(f"{stamped}: a hundred runs of this second exist already")
+    raise EnvironmentFaultError(f"{next(_names(base, now))}: a hundred runs of this second exist already")
+
+
+def free_run_dir(base: Path, *, now: datetime) -> Path:
+    """The name that `make_run_dir` would take, for `use_run_dir` later."""
+    return next((path for path in _names(base, now) if not path.exists()), base)
 
 
 def use_run_dir(path: Path) -> Path:
     """`path` as a new run directory; one that holds anything is refused."""
+    refuse_used(path)
+    _make(path, may_exist=True)
+    return path
+
+
+def refuse_used(path: Path) -> None:
+    """InputError where something is there that is no empty directory."""
     if path.exists() and not path.is_dir():
         raise InputError(f"--run-dir {path}: is a file, not a directory")
     if path.is_dir() and any(entry.name not in _NOT_USE for entry in path.iterdir()):
         raise InputError(f"--run-dir {path}: is used already; add --resume to go on with it, or name another directory")
-    _make(path, may_exist=True)
-    return path
+
+
+def _names(base: Path, now: datetime) -> Iterator[Path]:
+    stamped = base.with_name(f"{base.name}-{now.strftime(_STAMP)}")
+    yield stamped
+    yield from (stamped.with_name(f"{stamped.name}-{number}") for number in range(2, 100))
 
 
 def find_run_dir(base: Path) -> Path:

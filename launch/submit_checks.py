@@ -1,0 +1,76 @@
+"""What is asked before a job waits in a queue for hours: does it find what it reads, and room for what it writes?"""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from launch.disk_check import needed_disk_bytes
+from launch.hub_files import hub_cache
+from launch.plan_job import PlanInputs
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.job import NodeNetwork
+from trainer.spec.plan import Plan
+from trainer.spec.units import format_bytes
+
+FILES_A_RUN = 100  # its records and logs, an export
+FILES_A_RANK = 20  # logs of attempts, and of each checkpoint a shard
+
+
+def check_network(inputs: PlanInputs, plan: Plan, *, job_name: str) -> str | None:
+    """A line on what the job will download, None where there is nothing; InputError where its nodes reach no hub."""
+    network = inputs.resolved.job.slurm.network
+    missing = list(_not_here(inputs, plan))
+    if not missing:
+        return None
+    what = " and ".join(missing)
+    if network is NodeNetwork.NONE:
+        raise InputError(
+            f"{what}: not on this machine, and compute nodes have no network (slurm.network: none);\n"
+            f"get it first: shardwise fetch {job_name}"
+        )
+    if network is NodeNetwork.DIRECT:
+        return f"the job downloads {what}"
+    return (
+        f"the job downloads {what}; where compute nodes have no network, cancel it and run first: "
+        f"shardwise fetch {job_name}"
+    )
+
+
+def check_room(plans: Sequence[Plan], run_dir: Path) -> None:
+    """EnvironmentFaultError with both numbers where the run directory's file system lacks bytes or inodes."""
+    folder = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    if not os.access(folder, os.W_OK):
+        raise EnvironmentFaultError(f"{folder}: no permission to write; name another place with output or --run-dir")
+    there = os.statvfs(folder)
+    needed = sum(map(needed_disk_bytes, plans))
+    free = there.f_bavail * there.f_frsize
+    if free < needed:
+        raise EnvironmentFaultError(
+            f"{run_dir}: checkpoints and the exported model need {format_bytes(needed)}, "
+            f"{format_bytes(free)} are free; make room, or name another file system with output or --run-dir"
+        )
+    files = sum(FILES_A_RUN + plan.chosen.num_ranks * FILES_A_RANK for plan in plans)
+    if there.f_files > 0 and there.f_favail < files:
+        raise EnvironmentFaultError(
+            f"{run_dir}: a run makes up to {files} files, this file system takes {there.f_favail} more; "
+            "remove some, or name another with output or --run-dir"
+        )
+
+
+def _not_here(inputs: PlanInputs, plan: Plan) -> Iterator[str]:
+    if inputs.model.needs_download:
+        yield f"the weights of {inputs.model.repository}"
+    listed = (*inputs.request.files, *inputs.request.eval_files)
+    remote = {
+        file.hub.partition("@")[0].removeprefix("hf://datasets/") for file in listed if file.is_remote and file.hub
+    }
+    if remote:
+        yield f"the data of {', '.join(sorted(remote))}"
+    kernel = next((each.flash_kernel for each in (plan.chosen, *plan.fallbacks) if each.flash_kernel), None)
+    if kernel is not None and not _has_kernel(kernel, inputs.hub_home):
+        yield f"the kernel {kernel}"
+
+
+def _has_kernel(kernel: str, hub_home: Path | None) -> bool:
+    repository, _, commit = kernel.partition("@")
+    return (hub_cache(hub_home) / f"models--{repository.replace('/', '--')}" / "snapshots" / commit).is_dir()

@@ -1,0 +1,181 @@
+"""The shell part of `train.sbatch`: what runs on the first node of a job. Pure.
+
+One supervisor for the whole job runs as a background child, so that the shell hears signals while it waits. USR1 comes
+ahead of the time limit and of a preemption, TERM when Slurm ends the job; either reaches the supervisor as USR1, on
+which the ranks save one step and it ends with 75. Then the job has to go on:
+
+    the next job of a chain waits     nothing is to be done: it starts when this one ends
+    Slurm queues a job again          scontrol requeue, which ends this script with TERM
+    it refuses (--no-requeue)         a new job that starts when this one ends
+    Slurm is ending the job itself    a person's scancel is the end; a time limit or a preemption is not. The state is
+                                      COMPLETING for all of them, but the job's output names the reason. scontrol
+                                      requeue would bring a cancelled job back
+"""
+
+import shlex
+from collections.abc import Sequence
+
+from slurm.container import Container, Runtime, srun_words
+from trainer.spec.submission import CHAIN_FILE, JOBS_FILE
+
+_RECORD = f"""\
+# Who ran here: time, job, how often it was restarted, nodes.
+printf '%s %s %s %s\\n' "$(date -u +%Y-%m-%dT%H:%M:%SZ)" "$job" "${{SLURM_RESTART_COUNT:-0}}" "$SLURM_JOB_NODELIST" \\
+    >>"$run_dir/{JOBS_FILE}"
+"""
+
+_SIGNALS = """\
+# Slurm says stop with USR1, ahead of the time limit or of a preemption, and with TERM when it ends the job. The
+# supervisor is told by USR1: every rank saves the same step, and it ends with 75.
+supervisor='' was_told='' heard=''
+tell() {
+    heard=yes was_told=yes
+    [ -z "$supervisor" ] || kill -USR1 "$supervisor" 2>/dev/null || :
+}
+trap tell USR1 TERM
+"""
+
+_START = """\
+# One supervisor for the whole job; it starts the ranks on every node.
+shardwise train "$run_dir/job.yaml" --run-dir "$run_dir" --resume &
+supervisor=$!
+"""
+
+_WAIT = """\
+[ -z "$was_told" ] || kill -USR1 "$$" # told before there was anyone to tell
+code=127
+while :; do # a signal ends wait early
+    heard=''
+    if wait "$supervisor"; then
+        code=0
+    else
+        seen=$?
+        [ "$seen" = 127 ] || code=$seen # 127 where it had ended already: the wait before has its code
+    fi
+    [ -n "$heard" ] || break
+done
+# Ended by USR1 itself: that came before shardwise listened, and nothing was begun.
+[ "$code$was_told" != 138yes ] || code=75
+[ "$code" = 75 ] || exit "$code"
+"""
+
+_GO_ON = f"""\
+# Stopped early and saved: the run goes on in the next job of its chain, in this one queued again, or in a new one.
+trap '' USR1
+trap - TERM
+next=$(sed -n "/^$job\\$/{{n;p;}}" "$run_dir/{CHAIN_FILE}" 2>/dev/null || :)
+if [ -n "$next" ] && [ -n "$(squeue --noheader --jobs="$next" --format=%i 2>/dev/null || :)" ]; then
+    echo "job $next goes on with this run"
+    exit 0
+fi
+# Of a job that Slurm is ending it gives the reason in the job's output; there is none for scancel, and requeueing would
+# bring a cancelled job back.
+running=$(squeue --noheader --jobs="$job" --states=RUNNING --format=%i 2>/dev/null) || running=unknown
+if [ -z "$running" ] && ! tail -n 200 "/proc/$$/fd/1" 2>/dev/null | grep -q "JOB $SLURM_JOB_ID ON .* DUE TO "; then
+    echo "cancelled; to go on with this run: sbatch $script"
+    exit "$code"
+fi
+if answer=$(scontrol requeue "$job" 2>&1); then
+    sleep 300 # Slurm ends this script
+    exit "$code"
+fi
+case $answer in
+*pending*) exit "$code" ;; # Slurm has queued it again itself
+esac
+echo "$answer; a new job goes on with this run"
+"""
+
+_FOLLOW_UP = """\
+for name in "${!SLURM_@}"; do # what this job was told is not for the next
+    [ "$name" = SLURM_CONF ] || unset "$name"
+done
+"""
+
+_INSIDE = """\
+# The same command on every node, inside the container, where there is no Slurm: node 0 supervises, the others call it.
+# USR1 is ignored there until shardwise listens, so it is said again every ten seconds.
+# shellcheck disable=SC2016 # for the shell inside
+inside='trap "" USR1
+exec shardwise train "$1/job.yaml" --run-dir "$1" --resume \\
+    --nodes "$SLURM_JOB_NUM_NODES" --node-rank "$SLURM_NODEID" --head "$2"'
+head=${SLURMD_NODENAME:-$(hostname)}:$((20000 + SLURM_JOB_ID % 10000))
+"""
+
+_AFTER_START = """\
+supervisor=$!
+repeating=''
+repeat() { while sleep 10 && kill -USR1 "$supervisor" 2>/dev/null; do :; done; }
+trap 'tell; [ -n "$repeating" ] || { repeating=yes; repeat & }' USR1 TERM
+"""
+
+_FIND_APPTAINER = """\
+apptainer=$(command -v apptainer || command -v singularity) || {
+    echo "neither apptainer nor singularity is on $(hostname); name their module in slurm.modules" >&2
+    exit 4
+}
+"""
+
+
+def script_body(
+    *,
+    run_dir: str,
+    workdir: str,
+    script: str,
+    program_dir: str,
+    is_array: bool,
+    modules: Sequence[str] = (),
+    container: Container | None = None,
+    is_offline: bool = False,
+    scratch: str | None = None,
+) -> str:
+    """Everything below the `#SBATCH` lines."""
+    surroundings = _surroundings(None if container else program_dir, modules, is_offline=is_offline, scratch=scratch)
+    start = _START if container is None else _container_start(container, workdir)
+    parts = [_names(run_dir, script, is_array=is_array), _RECORD, _SIGNALS, surroundings, start, _WAIT, _GO_ON]
+    array = '--array="$point" ' if is_array else ""
+    last = f'{_FOLLOW_UP}sbatch {array}--dependency="afterany:$job" "$script"\n'
+    return "\n".join([*filter(None, parts), last])
+
+
+def _names(run_dir: str, script: str, *, is_array: bool) -> str:
+    lines = ["set -eu", "", f"script={shlex.quote(script)}"]
+    if not is_array:
+        return "\n".join([*lines, f"run_dir={shlex.quote(run_dir)}", "job=$SLURM_JOB_ID", ""])
+    return "\n".join(
+        [
+            *lines,
+            "point=$SLURM_ARRAY_TASK_ID",
+            f'run_dir={shlex.quote(run_dir)}/point-"$point"',
+            "job=${SLURM_ARRAY_JOB_ID}_$point # the plain id of the last point is that of the whole array",
+            "",
+        ]
+    )
+
+
+def _surroundings(program_dir: str | None, modules: Sequence[str], *, is_offline: bool, scratch: str | None) -> str:
+    lines = []
+    if modules:
+        lines += ["set +u # module reads what is not set", f"module load {shlex.join(modules)}", "set -u"]
+    if program_dir is not None:
+        lines += [f'export PATH={shlex.quote(program_dir)}:"$PATH"']
+    if is_offline:
+        lines += ["# Compute nodes have no network (slurm.network).", "export HF_HUB_OFFLINE=1 WANDB_MODE=offline"]
+    if scratch is not None:
+        caches = " ".join(
+            f"{name}={shlex.quote(f'{scratch}/{folder}')}"
+            for name, folder in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor"))
+        )
+        lines += ["# Kernels compiled at run time stay on the node's own disk (folders.scratch).", f"export {caches}"]
+    return "\n".join([*lines, ""]) if lines else ""
+
+
+def _container_start(container: Container, workdir: str) -> str:
+    options, before = srun_words(container, workdir=workdir)
+    srun = [
+        'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --input=none',
+        '--cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none --mem=0',
+        *filter(None, (" ".join(options), " ".join(before))),
+        'sh -c "$inside" shardwise "$run_dir" "$head" &',
+    ]
+    find = _FIND_APPTAINER if container.runtime is Runtime.APPTAINER else ""
+    return find + _INSIDE + " \\\n    ".join(srun) + "\n" + _AFTER_START

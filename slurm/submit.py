@@ -1,0 +1,223 @@
+"""Gives a script to sbatch: first as a question, then for real; what Slurm refuses comes with what would do."""
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from slurm.partition_hardware import PartitionHardware
+from slurm.quantities import format_duration
+from slurm.sbatch import BatchJob, sbatch_options
+from trainer.spec.errors import EnvironmentFaultError, InputError
+
+LIMIT_S = 120.0  # a busy controller answers late, and a second job must not be submitted by impatience
+_KEPT_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
+_OTHER_NAMES = {"time": "TIMELIMIT", "array": "ARRAY_INX", "mem": "MEM_PER_NODE", "no-requeue": "NO_REQUEUE"}
+_CLASHING = ("SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU", "SBATCH_WAIT", "SBATCH_ARRAY_INX")
+_PREFIX = re.compile(r"^(sbatch: |srun: )?(error: |fatal: )?(allocation failure: |Batch job submission failed: )?")
+
+
+def check_script(text: str, job: BatchJob, found: PartitionHardware | None, *, environment: Mapping[str, str]) -> str:
+    """What Slurm says of a script without taking it: `Job 7 to start at ...`; InputError where it refuses."""
+    done = _run_sbatch(["--test-only"], job, environment, script=text)
+    if done.returncode != 0:
+        raise InputError(explain_refusal(done.stderr or done.stdout, job, found))
+    lines = [line.removeprefix("sbatch: ") for line in done.stderr.splitlines() if " to start at " in line]
+    return lines[0] if lines else "Slurm would take it"
+
+
+def submit_script(
+    script: Path,
+    job: BatchJob,
+    found: PartitionHardware | None,
+    *,
+    after: str | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> str:
+    """The id of the job; `after` is that of a job whose end it waits for. InputError where Slurm refuses it."""
+    words = ["--parsable", *([f"--dependency=afterany:{after}"] if after is not None else []), str(script)]
+    done = _run_sbatch(words, job, environment)
+    job_id = done.stdout.strip().splitlines()[-1].partition(";")[0] if done.stdout.strip() else ""
+    if done.returncode != 0 or not job_id.isdigit():
+        raise InputError(explain_refusal(done.stderr or done.stdout, job, found))
+    return job_id
+
+
+def cancel_jobs(job_ids: Sequence[str], *, environment: Mapping[str, str] = os.environ) -> None:
+    """Takes back what was submitted."""
+    if job_ids:
+        _call(("scancel", *job_ids), environment)
+
+
+def knows_pyxis(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether srun has the options of the container plugin."""
+    try:
+        return "--container-image" in _call(("srun", "--help"), environment).stdout
+    except EnvironmentFaultError:
+        return False
+
+
+def submit_environment(environment: Mapping[str, str], job: BatchJob) -> dict[str, str]:
+    """`environment` without what would overrule the script or belongs to a job this one is submitted from.
+
+    A variable of sbatch (SBATCH_PARTITION) goes before the script's own option; one for what the script leaves out, as
+    sites set for accounts, stays.
+    """
+    stated = {option[2:].partition("=")[0] for option in sbatch_options(job)}
+    overruling = {f"SBATCH_{_OTHER_NAMES.get(name, name.replace('-', '_').upper())}" for name in stated}
+    overruling |= {"SBATCH_REQUEUE", "SBATCH_NO_REQUEUE", *_CLASHING}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in overruling and (not name.startswith("SLURM_") or name in _KEPT_SLURM)
+    }
+
+
+def explain_refusal(said: str, job: BatchJob, found: PartitionHardware | None) -> str:
+    """Slurm's own words and what would do, in at most three lines. Pure."""
+    lines = [_PREFIX.sub("", line).strip() for line in said.splitlines() if line.strip()]
+    words = next(
+        (line for line in reversed(lines) if _hint(line) is not None), lines[0] if lines else "no reason given"
+    )
+    hint = _hint(words)
+    advice = hint.advice(job, found) if hint is not None else _asked(job)
+    return f"Slurm refuses this job: {words}\n{advice}"
+
+
+class _Hint(NamedTuple):
+    """What helps against a refusal that holds `said`."""
+
+    said: str
+    advice: Callable[[BatchJob, PartitionHardware | None], str]
+
+
+def _hint(words: str) -> _Hint | None:
+    return next((hint for hint in _HINTS if hint.said.lower() in words.lower()), None)
+
+
+def _partition(job: BatchJob, _found: PartitionHardware | None) -> str:
+    return f"--partition {job.partition or 'NAME'}: `sinfo --summarize` lists the partitions that you may use"
+
+
+def _account(job: BatchJob, found: PartitionHardware | None) -> str:
+    accounts = found.access.accounts if found is not None and found.access is not None else ()
+    yours = f"you may charge {', '.join(accounts)}" if accounts else "`sacctmgr show assoc user=$USER` lists yours"
+    return f"{_stated('account', job.account)}; {yours}: --account NAME"
+
+
+def _qos(job: BatchJob, found: PartitionHardware | None) -> str:
+    qos = found.access.qos if found is not None and found.access is not None else ()
+    yours = f"you may use {', '.join(qos)}" if qos else "`sacctmgr show assoc user=$USER format=qos` lists yours"
+    return f"{_stated('qos', job.qos)}; {yours}: --qos NAME"
+
+
+def _nodes(job: BatchJob, found: PartitionHardware | None) -> str:
+    has = f"; partition {found.partition.name} has {found.group.words}" if found is not None else ""
+    return f"{_asked(job)}{has}\nask for less with --nodes, --gpus-per-node, slurm.cores or slurm.memory"
+
+
+def _time(job: BatchJob, found: PartitionHardware | None) -> str:
+    asked = "no time limit was asked for" if job.time_limit_s is None else f"asked: {format_duration(job.time_limit_s)}"
+    limit = found.time_limit_s if found is not None else None
+    most = (
+        f"; {found.partition.name} allows {format_duration(limit)}" if found is not None and limit is not None else ""
+    )
+    return f"{asked}{most}; a shorter --time does: a run that is not done goes on in a further job"
+
+
+def _feature(job: BatchJob, found: PartitionHardware | None) -> str:
+    has = f"its nodes have {', '.join(found.group.features)}" if found is not None and found.group.features else ""
+    return f"{_stated('constraint', job.constraint)}; {has or '`sinfo -o %N,%f` lists the features of nodes'}"
+
+
+def _reservation(job: BatchJob, _found: PartitionHardware | None) -> str:
+    return f"{_stated('reservation', job.reservation)}; `scontrol show reservation` lists those there are, and for whom"
+
+
+def _limits(job: BatchJob, found: PartitionHardware | None) -> str:
+    qos = found.access.words if found is not None and found.access is not None else ""
+    granted = qos or "`sacctmgr show qos` lists what each grants"
+    return f"{_asked(job)}\n{granted}; fewer --nodes or a shorter --time may do"
+
+
+def _option(_job: BatchJob, _found: PartitionHardware | None) -> str:
+    return "what stands in slurm.extra is passed to sbatch as it is; `sbatch --help` lists its options"
+
+
+def _points(job: BatchJob, _found: PartitionHardware | None) -> str:
+    return (
+        f"the sweep has {job.num_points} points; `scontrol show config` says how many an array may have (MaxArraySize)"
+    )
+
+
+_HINTS = (
+    _Hint("partition specified", _partition),
+    _Hint("Invalid partition name", _partition),
+    _Hint("group not permitted to use this partition", _partition),
+    _Hint("partition not available", _partition),
+    _Hint("Invalid account", _account),
+    _Hint("Invalid qos", _qos),
+    _Hint("requested time limit is invalid", _time),
+    _Hint("Invalid --time", _time),
+    _Hint("Invalid feature", _feature),
+    _Hint("reservation is invalid", _reservation),
+    _Hint("Access/permission denied", _reservation),
+    _Hint("Job violates accounting/QOS policy", _limits),
+    _Hint("node configuration is not available", _nodes),
+    _Hint("Node count specification invalid", _nodes),
+    _Hint("More processors requested than permitted", _nodes),
+    _Hint("Memory required by task is not available", _nodes),
+    _Hint("Invalid generic resource", _nodes),
+    _Hint("Invalid job array specification", _points),
+    _Hint("unrecognized option", _option),
+    _Hint("invalid option", _option),
+    _Hint("Invalid directive", _option),
+)
+
+
+def _stated(name: str, value: str | None) -> str:
+    return f"no --{name} was asked for" if value is None else f"asked: --{name}={value}"
+
+
+def _asked(job: BatchJob) -> str:
+    kept = ("nodes", "gpus-per-node", "gres", "cpus-per-task", "mem", "exclusive", "time", "partition", "constraint")
+    options = [option for option in sbatch_options(job) if option[2:].partition("=")[0] in kept]
+    return "asked: " + " ".join(options)
+
+
+def _run_sbatch(
+    words: Sequence[str], job: BatchJob, environment: Mapping[str, str], *, script: str = ""
+) -> "subprocess.CompletedProcess[str]":
+    done = _call(("sbatch", *words), submit_environment(environment, job), folder=job.workdir, stdin=script)
+    if "Unable to contact slurm controller" in done.stderr:
+        raise EnvironmentFaultError("the controller of this cluster does not answer (`scontrol ping`); try again later")
+    return done
+
+
+def _call(
+    argv: Sequence[str], environment: Mapping[str, str], *, folder: str | None = None, stdin: str = ""
+) -> "subprocess.CompletedProcess[str]":
+    try:
+        return subprocess.run(
+            argv,
+            env=dict(environment),
+            cwd=folder,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=LIMIT_S,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise EnvironmentFaultError(
+            f"{argv[0]} is not here: submit on a login node of the cluster, or train on this machine: shardwise train"
+        ) from None
+    except OSError as error:
+        raise EnvironmentFaultError(f"{argv[0]} cannot be started: {error.strerror}") from error
+    except subprocess.TimeoutExpired:
+        raise EnvironmentFaultError(
+            f"{argv[0]} said nothing for {LIMIT_S:.0f} s; before trying again, see with squeue whether the job is there"
+        ) from None
