@@ -43,6 +43,8 @@ from trainer.spec.plan import Candidate, Plan
 from trainer.spec.report import AttemptRecord, Ending, Fault, Report
 from trainer.spec.units import format_bytes, format_seconds
 
+MOST_MARGIN_S = 45.0
+
 
 class RunOutcome(NamedTuple):
     """How a run ended, and the report where there is one."""
@@ -50,6 +52,18 @@ class RunOutcome(NamedTuple):
     exit_code: ExitCode
     report: Report | None
     run_dir: Path | None = None
+
+
+class Deadline(NamedTuple):
+    """When a scheduler ends the job."""
+
+    moment_s: float  # on the monotonic clock
+    margin_s: float  # for processes to end, beside the last step and the last save
+
+    @classmethod
+    def in_seconds(cls, left_s: float) -> "Deadline":
+        """So many seconds from now; of a short job the margin is short as well."""
+        return cls(time.monotonic() + left_s, min(MOST_MARGIN_S, left_s / 10))
 
 
 class Surroundings(NamedTuple):
@@ -63,7 +77,7 @@ class Surroundings(NamedTuple):
     environment: Mapping[str, str]
     limits: WatchLimits
     cluster: Cluster | None  # the machines, where there are several
-    deadline: float | None  # of a scheduler, on the monotonic clock
+    deadline: Deadline | None
 
 
 def prepare_attempt(plan: Plan, candidate: Candidate, *, run_dir: Path, resume: bool) -> Path:
@@ -98,11 +112,11 @@ def run_attempts(
     environment: Mapping[str, str] = os.environ,
     limits: WatchLimits = WatchLimits(),  # noqa: B008  # it never changes
     cluster: Cluster | None = None,
-    deadline: float | None = None,
+    deadline: Deadline | None = None,
 ) -> RunOutcome:
     """Runs the chosen candidate, then what follows from how each attempt ended, until one ends in order.
 
-    Ahead of `deadline`, on the monotonic clock, the run stops with a checkpoint as if USR1 had come.
+    Ahead of `deadline` the run stops with a checkpoint as if USR1 had come.
     EnvironmentFaultError where an attempt cannot be started at all.
     """
     around = Surroundings(plan, run_dir, extensions_dir, console, stop, environment, limits, cluster, deadline)
@@ -192,11 +206,12 @@ def _stop_in_time(around: Surroundings, watchdog: Watchdog) -> None:
     """Asks for a stop when a step and a save are all that the time limit leaves room for."""
     if around.deadline is None or around.stop.kind is not None:
         return
-    left_s = around.deadline - time.monotonic()
-    if left_s < watchdog.stop_lead_s:
+    left_s = around.deadline.moment_s - time.monotonic()
+    needed_s = around.deadline.margin_s + watchdog.stop_s
+    if left_s < needed_s:
         around.console.line(
-            f"the time limit is {format_seconds(max(left_s, 0.0))} away, a step and a save take up to "
-            f"{format_seconds(watchdog.stop_lead_s)}: stopping with a checkpoint"
+            f"the time limit is {format_seconds(max(left_s, 0.0))} away, a step, a save and an end take up to "
+            f"{format_seconds(needed_s)}: stopping with a checkpoint"
         )
         around.stop.note(signal.SIGUSR1, None)
 

@@ -12,7 +12,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -106,10 +105,9 @@ class Machines:
             machines = {f"node {number}": probe for number, probe in enumerate(probes)}
         return combined_hardware(machines)
 
-    def deadline(self) -> float | None:
-        """When Slurm ends this job, on the monotonic clock; None without a limit."""
-        left = None if self._allocation is None else read_seconds_left(self._allocation.job_id)
-        return None if left is None else time.monotonic() + left
+    def seconds_left(self) -> int | None:
+        """Until Slurm ends this job; None without a limit."""
+        return None if self._allocation is None else read_seconds_left(self._allocation.job_id)
 
     @contextlib.contextmanager
     def serving(self, run_dir: Path, *, cache: Path, on_line: Callable[[str], None]) -> Iterator[Cluster | None]:

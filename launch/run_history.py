@@ -4,6 +4,7 @@ A node that dies takes the supervisor with it; the scheduler starts the job agai
 dies again. So attempts are counted over all starts of a run.
 """
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.heartbeat import read_heartbeat
 from trainer.spec.plan import Plan
 from trainer.spec.report import AttemptRecord, Ending, Fault, Report
+
+MAX_IDLE = 10
 
 
 def earlier_history(run_dir: Path) -> list[AttemptRecord]:
@@ -28,11 +31,20 @@ def earlier_history(run_dir: Path) -> list[AttemptRecord]:
 
 
 def refuse_endless_restarts(run_dir: Path) -> None:
-    """EnvironmentFaultError where a scheduler would start a run again that ends at the same step each time."""
+    """EnvironmentFaultError where a scheduler would start a run again that ends at the same step each time.
+
+    By its own fault three times; stopped from outside before it did a step, ten times.
+    """
     history = earlier_history(run_dir)
-    if not history or history[-1].fault is None:
+    if not history:
         return
     last = history[-1]
+    idle = sum(1 for _ in itertools.takewhile(lambda record: record.step == last.step, reversed(history)))
+    if idle > MAX_IDLE:
+        raise EnvironmentFaultError(
+            f"{run_dir}: {MAX_IDLE} jobs in a row were stopped before they did a step, all at step {last.step}\n"
+            "give them more time (slurm.time), or another partition"
+        )
     if num_at_step(history, last.step) >= MAX_SAME_STEP:
         raise EnvironmentFaultError(
             f"{run_dir}: {MAX_SAME_STEP} attempts in a row ended at step {last.step}, so it is not started again: "

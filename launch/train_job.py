@@ -15,7 +15,7 @@ import msgspec
 
 from launch import folders
 from launch import run_dir as run_dirs
-from launch.attempts import RunOutcome, prepare_attempt, run_attempts, stop_code
+from launch.attempts import Deadline, RunOutcome, prepare_attempt, run_attempts, stop_code
 from launch.calibration_store import append_calibration, record_of_run
 from launch.cluster import Machines, machines_of, membership, serve
 from launch.cluster_hardware import describe_difference
@@ -337,6 +337,7 @@ def _run(
     console.line(f"run directory: {run_dir}")
     if machines.was_restarted:
         refuse_endless_restarts(run_dir)
+    left_s = machines.seconds_left()
     with machines.serving(run_dir, cache=cache, on_line=console.line) as cluster:
         outcome = run_attempts(
             plan,
@@ -347,7 +348,7 @@ def _run(
             stop=stop,
             environment=environment,
             cluster=cluster,
-            deadline=machines.deadline(),
+            deadline=None if left_s is None else Deadline.in_seconds(left_s),
         )
     if outcome.report is not None:
         console.line()

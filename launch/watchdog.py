@@ -31,7 +31,6 @@ _NUM_WARM_STEPS = 2  # that allocate, compile and fill caches
 _NUM_STEPS_KEPT = 50
 _DISK_BYTES_PER_S = 50e6  # of a slow shared file system
 _STATE_BYTES_PER_PARAMETER = 16  # weights, gradients and both moments in fp32
-_LEAD_S = 45.0  # between the order to stop and the end of the processes, beside the step and the save
 _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waiting for a disk or a driver", "Z": "dead"}
 
 
@@ -110,14 +109,14 @@ class Watchdog:
         return max((rank.last.step for rank in self._ranks.values() if rank.last is not None), default=0)
 
     @property
-    def stop_lead_s(self) -> float:
-        """Seconds that a stop with a checkpoint may take from now: the longest step and the longest save, with room.
+    def stop_s(self) -> float:
+        """Seconds that a stop with a checkpoint may take: the longest step and the longest save, twice over.
 
         The first save comes at step 1 and is read back, so something is known from then on.
         """
         steps = [step_s for rank in self._ranks.values() for step_s in rank.steps_s]
         saves = [rank.longest_save_s for rank in self._ranks.values()]
-        return _LEAD_S + 2 * max(steps, default=0.0) + 2 * max(saves, default=0.0)
+        return 2 * max(steps, default=0.0) + 2 * max(saves, default=0.0)
 
     @property
     def has_ended(self) -> bool:

@@ -70,6 +70,18 @@ def test_an_orderly_end_breaks_the_row():
     assert (num_at_step(history, 5), num_at_step(history[:2], 5), num_at_step(history, 4)) == (1, 2, 0)
 
 
+def test_jobs_that_are_stopped_before_a_step_each_time_are_not_started_for_ever(tmp_path):
+    def write(num: int) -> None:
+        records = tuple(record(number, step=7, fault=None) for number in range(1, num + 1))
+        codec.write(tmp_path / "report.json", make_report(history=records))
+
+    write(10)
+    refuse_endless_restarts(tmp_path)
+    write(11)
+    with pytest.raises(EnvironmentFaultError, match=r"10 jobs in a row were stopped.*at step 7\n.*slurm.time"):
+        refuse_endless_restarts(tmp_path)
+
+
 def test_a_new_run_has_no_history(tmp_path):
     assert earlier_history(tmp_path) == []
     refuse_endless_restarts(tmp_path)
