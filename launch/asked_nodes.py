@@ -62,6 +62,11 @@ def sbatch_option(extra: Sequence[str], long: str, short: str) -> str | None:
 
 
 def _is_login_node(environment: Mapping[str, str]) -> bool:
+    from launch.probe_host import read_host
+
+    slurm = read_host(environment=environment).slurm
+    if slurm is None or not slurm.has_sbatch or slurm.job_id is not None:
+        return False  # and no GPU is asked
     from launch.probe import read_hardware
     from slurm.allocation import is_login_node
 
