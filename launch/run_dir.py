@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
+from launch.run_holder import LOCK, holder_line, parse_holder
 from trainer.spec.errors import EnvironmentFaultError, InputError
 
 _STAMP = "%Y%m%d-%H%M%S"
-_NOT_USE = (".lock", ".nodes.json")  # of a run that is about to begin
+_NOT_USE = (LOCK, ".nodes.json")  # of a run that is about to begin
 _STAMPED = re.compile(r"-\d{8}-\d{6}(-\d+)?$")
 
 
@@ -107,7 +108,7 @@ def next_attempt(run_dir: Path) -> int:
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
     """Holds the run directory; another live holder is an error that names its process."""
-    path = run_dir / ".lock"
+    path = run_dir / LOCK
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
@@ -116,12 +117,13 @@ def locked(run_dir: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
+            holder = parse_holder(os.read(descriptor, 512))
+            words = "an unknown process" if holder is None else holder.words
             raise EnvironmentFaultError(
-                f"{run_dir}: is in use by process {holder}; wait for it, or stop it with: kill -INT {holder}"
+                f"{run_dir}: is in use by {words}; wait for it, or stop it with: shardwise cancel {run_dir}"
             ) from None
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
+        os.write(descriptor, holder_line())
         yield
     finally:
         os.close(descriptor)

@@ -1,6 +1,7 @@
 """Run directories are never shared, overwritten or guessed."""
 
 import os
+import socket
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -97,7 +98,7 @@ def test_a_directory_in_use_names_its_holder(tmp_path: Path):
     finally:
         holder.communicate()
     with run_dir.locked(tmp_path):
-        assert (tmp_path / ".lock").read_text() == f"{os.getpid()}\n"
+        assert (tmp_path / ".lock").read_text() == f"{os.getpid()} {socket.gethostname()}\n"
 
 
 @pytest.mark.skipif(not Path("/proc/1").exists(), reason="needs /proc")
