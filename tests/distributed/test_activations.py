@@ -23,12 +23,16 @@ MODEL = {**TINY_LLAMA, "num_hidden_layers": NUM_BLOCKS, "attention_dropout": 0.3
 
 
 class Case(NamedTuple):
-    """One attempt of two ranks."""
+    """One attempt of two ranks, of four under hybrid sharding."""
 
     sharding: Sharding
     checkpointing: Checkpointing = Checkpointing.NONE
     moves: bool = False
     compiles: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        return 4 if self.sharding is Sharding.HSDP else 2
 
     @property
     def name(self) -> str:
@@ -59,6 +63,7 @@ COMPILED_TORCH = [
     Case(Sharding.FSDP_GRAD_OP, NONE, compiles=True),
 ]
 COMPILED_DEEPSPEED = [Case(Sharding.ZERO1, FULL, compiles=True), Case(Sharding.ZERO2, NONE, compiles=True)]
+COMPILED_HYBRID = [Case(Sharding.HSDP, FULL, compiles=True)]
 FACTS = {
     Checkpointing.FULL: "recomputed: 4 of 4 blocks",
     Checkpointing.EVERY_N: "recomputed: 2 of 4 blocks",
@@ -71,10 +76,10 @@ def plan_of(case: Case, cache_dir: Path):
     return rank_plan(
         cache_dir,
         case.sharding,
-        num_ranks=2,
+        num_ranks=case.num_ranks,
         num_steps=NUM_STEPS,
         accumulation=2,
-        micro_batch=2,
+        micro_batch=4 // case.num_ranks,
         model_config={**MODEL, "attention_dropout": 0.0} if case.compiles else MODEL,
         checkpointing=case.checkpointing,
         checkpoint_every_n=2 if case.checkpointing is Checkpointing.EVERY_N else None,
@@ -128,14 +133,16 @@ def test_every_rank_saw_what_was_recomputed_and_moved(case, runs):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("cases", [COMPILED_TORCH, COMPILED_DEEPSPEED], ids=["torch", "deepspeed"])
+@pytest.mark.parametrize(
+    "cases", [COMPILED_TORCH, COMPILED_DEEPSPEED, COMPILED_HYBRID], ids=["torch", "deepspeed", "hybrid"]
+)
 def test_compiled_blocks_train_alike_under_every_engine(cases, tmp_path, cache_dir, run_ranks, read_course):
     """Against eager blocks of the same engine; widths vary, so two graphs serve all blocks."""
     eager = [case._replace(compiles=False) for case in cases]
     run_dirs = {case: tmp_path / case.name for case in (*cases, *eager)}
     plans = [write_attempt(run_dirs[case], plan_of(case._replace(compiles=True), cache_dir)) for case in cases]
     plans += [write_attempt(run_dirs[case], without_compile(case, cache_dir)) for case in eager]
-    run_ranks(plans, 2)
+    run_ranks(plans, cases[0].num_ranks)
     for case, plain in zip(cases, eager, strict=True):
         course, expected = read_course(run_dirs[case]), read_course(run_dirs[plain])
         assert course.losses == pytest.approx(expected.losses, abs=1e-5), case.name

@@ -27,11 +27,11 @@ FP16, BF16, FP8 = Precision.FP16_MIXED, Precision.BF16_MIXED, Precision.FP8
 TOLERANCE = 2e-2
 NUM_STEPS = 10
 NUM_LINEARS = 14  # two blocks of seven
-EVAL_FORWARDS = 3  # 24 rows over two ranks of four
+EVAL_FORWARDS = 3  # 24 rows over two ranks of four, or four of two
 
 
 class Case(NamedTuple):
-    """One attempt of two ranks."""
+    """One attempt of two ranks, of four under hybrid sharding."""
 
     sharding: Sharding
     precision: Precision
@@ -45,6 +45,10 @@ class Case(NamedTuple):
     def name(self) -> str:
         words = (self.sharding, self.precision, self.accumulation, self.optimizer, self.recipe, self.checkpointing)
         return "-".join(map(str, words)) + ("-overflow" if self.overflows else "")
+
+    @property
+    def num_ranks(self) -> int:
+        return 4 if self.sharding is Sharding.HSDP else 2
 
     @property
     def train_forwards(self) -> int:
@@ -66,6 +70,8 @@ FP8_CASES = [
     Case(Sharding.ZERO2, FP8, recipe=Fp8Recipe.DELAYED),
     Case(Sharding.ZERO3, FP8, recipe=Fp8Recipe.CURRENT, checkpointing=Checkpointing.FULL),
 ]
+HYBRID_OVERFLOW = Case(Sharding.HSDP, FP16, overflows=True)
+HYBRID_FP8 = Case(Sharding.HSDP, FP8, recipe=Fp8Recipe.CURRENT, checkpointing=Checkpointing.FULL)
 HAS_FP16_UNITS = bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 ZERO_CASES = [Case(Sharding.ZERO2, FP16), Case(Sharding.ZERO3, FP16)] if HAS_FP16_UNITS else []
 ZERO_OVERFLOWS = [case._replace(overflows=True) for case in ZERO_CASES]
@@ -101,16 +107,16 @@ class Run(NamedTuple):
 
 
 def run_cases(cases, folder: Path, cache_dir: Path, start_ranks) -> dict[str, Run]:
-    """Every case in one group of two ranks, which find the stand-in where Transformer Engine would be."""
+    """Every case in one group of ranks, which find the stand-in where Transformer Engine would be."""
     arguments = []
     for case in cases:
         plan = rank_plan(
             cache_dir,
             case.sharding,
-            num_ranks=2,
+            num_ranks=case.num_ranks,
             num_steps=NUM_STEPS,
             precision=case.precision,
-            micro_batch=4 // case.accumulation,
+            micro_batch=8 // (case.num_ranks * case.accumulation),
             accumulation=case.accumulation,
             checkpointing=case.checkpointing,
             optimizer=case.optimizer,
@@ -120,7 +126,7 @@ def run_cases(cases, folder: Path, cache_dir: Path, start_ranks) -> dict[str, Ru
         arguments.append(f"{path}:overflow" if case.overflows else str(path))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(FAKE_TE), os.environ.get("PYTHONPATH", "")]))
-        start_ranks([str(WORKER), *arguments], 2)
+        start_ranks([str(WORKER), *arguments], cases[0].num_ranks)
     return {case.name: Run(folder / case.name) for case in cases}
 
 
@@ -136,22 +142,33 @@ def deepspeed_runs(tmp_path_factory, cache_dir, start_ranks) -> dict[str, Run]:
     return run_cases(cases, tmp_path_factory.mktemp("deepspeed"), cache_dir, start_ranks)
 
 
+@pytest.fixture(scope="module")
+def hybrid_runs(tmp_path_factory, cache_dir, start_ranks) -> dict[str, Run]:
+    return run_cases([HYBRID_OVERFLOW, HYBRID_FP8], tmp_path_factory.mktemp("hybrid"), cache_dir, start_ranks)
+
+
 @pytest.fixture
 def run(case: Case, request: pytest.FixtureRequest) -> Run:
-    runs = request.getfixturevalue("deepspeed_runs" if case.sharding.uses_deepspeed else "torch_runs")
+    engine = "deepspeed" if case.sharding.uses_deepspeed else "hybrid" if case.sharding is Sharding.HSDP else "torch"
+    runs = request.getfixturevalue(f"{engine}_runs")
     return runs[case.name]
 
 
 def each(cases):
-    return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
+    """Four ranks take long on two cores."""
+    marked = [
+        pytest.param(case, id=case.name, marks=[pytest.mark.long] if case.sharding is Sharding.HSDP else [])
+        for case in cases
+    ]
+    return pytest.mark.parametrize("case", marked)
 
 
-@each([*FP16_CASES, *ZERO_CASES, *FP8_CASES])
+@each([*FP16_CASES, *ZERO_CASES, *FP8_CASES, HYBRID_FP8])
 def test_ten_steps_follow_plain_pytorch_in_fp32(case, run, reference):
     assert run.losses == pytest.approx(reference.losses, abs=TOLERANCE)
     assert run.losses != pytest.approx(reference.losses, abs=1e-6), "sixteen bits round"
     assert run.weights.keys() == reference.weights.keys(), "what is exported is named as in the plain model"
-    assert {rank: run.engaged(rank).precision for rank in (0, 1)} == {0: case.precision, 1: case.precision}
+    assert {run.engaged(rank).precision for rank in range(case.num_ranks)} == {case.precision}
 
 
 @each(FP16_CASES)
@@ -182,13 +199,16 @@ def test_what_deepspeed_skips_is_told(case, run):
     assert run.losses[-1] < run.losses[0] - 0.5, "it trains on"
 
 
-@each(OVERFLOWS)
-def test_an_overflow_on_one_rank_skips_the_step_on_both(case, run, torch_runs):
-    """The element that is infinite on rank 1 is, summed up, in rank 0's half of the embeddings under FSDP2."""
+@each([*OVERFLOWS, HYBRID_OVERFLOW])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(case, run, torch_runs):
+    """The element that is infinite on rank 1 is, summed up, in rank 0's half of the embeddings under FSDP2.
+
+    Under hybrid sharding it is in that of rank 2 as well.
+    """
     assert [bool(line.get("skipped")) for line in run.lines] == [True] + [False] * (NUM_STEPS - 1)
     assert [line["loss_scale"] for line in run.lines] == [INIT_SCALE] + [INIT_SCALE / 2] * (NUM_STEPS - 1)
     assert run.lines[0].get("grad_norm") is None and run.lines[1]["grad_norm"] > 0
-    for rank in (0, 1):
+    for rank in range(case.num_ranks):
         facts = run.engaged(rank).facts
         assert (facts["loss scale"], facts["skipped steps"]) == ("32768", "1")
     plain = torch_runs[FP32_CASE.name]
@@ -203,10 +223,10 @@ def test_a_skipped_step_is_skipped_alike_by_every_engine(torch_runs):
     assert losses[2] == pytest.approx(losses[0], abs=TOLERANCE)
 
 
-@each(FP8_CASES)
+@each([*FP8_CASES, HYBRID_FP8])
 def test_every_forward_multiplies_in_fp8_recomputation_too(case, run):
     recomputed = case.train_forwards if case.checkpointing is Checkpointing.FULL else 0
-    for rank in (0, 1):
+    for rank in range(case.num_ranks):
         counts = run.seen(rank)["te"]
         assert counts.pop("fp8 products with gradients") == NUM_LINEARS * (case.train_forwards + recomputed)
         assert counts.pop("fp8 products without") == NUM_LINEARS * EVAL_FORWARDS * case.accumulation
@@ -218,7 +238,7 @@ def test_every_forward_multiplies_in_fp8_recomputation_too(case, run):
         assert counts == {}
 
 
-@each(FP8_CASES)
+@each([*FP8_CASES, HYBRID_FP8])
 def test_the_report_says_what_was_converted_and_what_ran(case, run):
     facts = run.engaged(0).facts
     mark = " (experimental)" if case.recipe is Fp8Recipe.MXFP8 else ""

@@ -107,12 +107,12 @@ def points() -> Iterator[Point]:
 def is_sound(point: Point) -> bool:
     """Updates inside the backward pass need the whole gradient there: one rank, one micro batch.
 
-    What selective recomputation keeps stays on the device. A gradient of one row alone, times as many ranks and micro
-    batches, is too large for the first loss scale of fp16, and the step would be skipped.
+    What selective recomputation keeps stays on the device. Where each of four ranks has few rows, gradients of whole
+    weights are too large for the first loss scale of fp16, and a step would be skipped.
     """
     if point.activation_offload and point.checkpointing is Checkpointing.SELECTIVE:
         return False
-    if point.precision is Precision.FP16_MIXED and point.num_ranks * point.accumulation > 4:
+    if point.precision is Precision.FP16_MIXED and point.num_ranks > 2 and not point.method.freezes_base:
         return False
     if point.optimizer in IN_BACKWARD and (point.accumulation > 1 or point.optimizer_in_backward):
         return False
