@@ -180,6 +180,33 @@ def _submit(options: argparse.Namespace) -> ExitCode:
     )
 
 
+def _status(options: argparse.Namespace) -> ExitCode:
+    from launch.status_command import StatusOptions, run_status
+
+    return run_status(StatusOptions(run=options.run, as_json=options.json), Console())
+
+
+def _logs(options: argparse.Namespace) -> ExitCode:
+    from launch.logs_command import LogsOptions, run_logs
+
+    return run_logs(
+        LogsOptions(
+            run=options.run,
+            rank=options.rank,
+            attempt=options.attempt,
+            follow=options.follow,
+            num_lines=options.lines,
+        ),
+        Console(),
+    )
+
+
+def _cancel(options: argparse.Namespace) -> ExitCode:
+    from launch.cancel_command import CancelOptions, run_cancel
+
+    return run_cancel(CancelOptions(run=options.run, now=options.now), Console())
+
+
 def _report(options: argparse.Namespace) -> ExitCode:
     from launch.report_text import read_run_report, render_report
     from trainer.spec import codec
@@ -267,6 +294,9 @@ _COMMANDS = {
     "estimate": _estimate,
     "train": _train,
     "submit": _submit,
+    "status": _status,
+    "logs": _logs,
+    "cancel": _cancel,
     "report": _report,
     "export": _export,
     "import": _import,

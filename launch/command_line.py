@@ -9,9 +9,6 @@ from pathlib import Path
 from trainer.spec.errors import InputError
 
 LATER_COMMANDS = {
-    "status": "0.6",
-    "logs": "0.6",
-    "cancel": "0.6",
     "fetch": "0.6",
     "ladder": "0.7",
     "profile": "0.7",
@@ -85,6 +82,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_estimate(commands.add_parser("estimate", help="memory and speed of cases that pin everything"))
     _add_train(commands.add_parser("train", help="plan, train, evaluate, export, report"))
     _add_submit(commands.add_parser("submit", help="plan for a Slurm partition, write train.sbatch, submit it"))
+    _add_status(commands.add_parser("status", help="how runs stand: queue, step, loss, speed, time left"))
+    _add_logs(commands.add_parser("logs", help="what a run said last, and with -f what it says from now on"))
+    _add_cancel(commands.add_parser("cancel", help="have a run save a checkpoint and end, with all of its jobs"))
     _add_report(commands.add_parser("report", help="predicted beside measured"))
     _add_export(commands.add_parser("export", help="write a folder that others load, from a run"))
     _add_import(commands.add_parser("import", help="make a foreign checkpoint a folder to train from"))
@@ -175,6 +175,24 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the answer as JSON on stdout, everything else on stderr")
 
 
+def _add_status(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", nargs="?", metavar="RUN|JOBID", help="default: your runs in ./runs and in the queue")
+    parser.add_argument("--json", action="store_true")
+
+
+def _add_logs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", nargs="?", metavar="RUN|JOBID", help="default: the newest run in ./runs")
+    parser.add_argument("--rank", type=_count, metavar="N", help="the log of this rank")
+    parser.add_argument("--attempt", type=_positive, metavar="N", help="default: the newest")
+    parser.add_argument("-f", "--follow", action="store_true", help="until the run ends, or Ctrl-C")
+    parser.add_argument("-n", "--lines", type=_count, default=50, metavar="N", help="default: 50")
+
+
+def _add_cancel(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN|JOBID", help="a run, a sweep, or a job of one")
+    parser.add_argument("--now", action="store_true", help="at once, without a checkpoint")
+
+
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
     parser.add_argument("--html", type=Path, help=argparse.SUPPRESS)
@@ -257,6 +275,12 @@ def _temperature(text: str) -> float:
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a temperature, a number of 0 or more")
     return number
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
 
 
 def _positive(text: str) -> int:
