@@ -71,7 +71,11 @@ def _find(name: str | None, partitions: tuple[Partition, ...]) -> Partition:
 def _read_access(partition: Partition, environment: Mapping[str, str]) -> tuple[Access | None, str]:
     """What the user may use, or why that is not known."""
     try:
-        associations = read_associations(getpass.getuser(), environment)
+        user = getpass.getuser()
+    except (KeyError, OSError):  # of a container
+        return None, "which accounts and QOS you may use is not known (this user has no name)"
+    try:
+        associations = read_associations(user, environment)
     except EnvironmentFaultError as error:
         first = str(error).splitlines()[0]
         reason = (first.partition(": ")[2] or first).partition(";")[0].rstrip(".")

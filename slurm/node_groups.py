@@ -70,12 +70,14 @@ class Choice(Value, frozen=True, kw_only=True):
         return self.group.num_nodes + (self.num_hidden if self.group.names and not self.others else 0)
 
     @property
-    def constraint(self) -> str | None:
-        """A feature that selects the group; None where its GRES does, or nothing has to.
+    def is_told_by_gres(self) -> bool:
+        """Whether no node of another group has what is asked of this one."""
+        return not any(_would_serve(other, self.group) for other in self.others)
 
-        None as well where no feature tells it from the others.
-        """
-        if not any(_would_serve(other, self.group) for other in self.others):
+    @property
+    def constraint(self) -> str | None:
+        """A feature that selects the group; None where its GRES does, and where no feature tells it from the others."""
+        if self.is_told_by_gres:
             return None
         elsewhere = {feature for other in self.others for feature in other.features}
         own = [feature for feature in self.group.features if feature not in elsewhere]

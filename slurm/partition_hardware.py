@@ -5,20 +5,16 @@ was probed on such a node, else from the catalogue. Whole nodes are planned for:
 and gets the RAM of a node less what Slurm keeps for itself, bounded by the partition's limits.
 """
 
-from collections.abc import Iterator
-
 from msgspec.structs import replace
 
 from slurm.access import Access
-from slurm.cluster import Partition, PartitionState, Preemption, QosLimit
+from slurm.cluster import Partition, PartitionState, QosLimit
 from slurm.gpu_cards import card_name, gpus_of_row
 from slurm.node_groups import Choice, NodeGroup
 from slurm.node_share import NodeShare, share_of_node
-from slurm.quantities import format_duration
-from trainer.planning.gpu_specs import GPU_SPECS
+from slurm.partition_notes import partition_notes, probe_line
 from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.hardware import Gpu, Hardware, Host, MeasuredRates
-from trainer.spec.units import format_bytes
+from trainer.spec.hardware import Gpu, Hardware, Host, Link, MeasuredRates
 from trainer.spec.value import Value
 
 WHOLE_NODES = NodeShare()
@@ -53,7 +49,7 @@ def hardware_of(
     partition starts no jobs.
     """
     _check_state(partition, choice)
-    allowed, why = allowed_nodes(partition, choice, limits)
+    allowed, why = _allowed_nodes(partition, choice, limits, share.gpus or choice.group.gpus_used)
     _check_count(partition, choice, num_nodes, allowed, why)
     gpus = _gpus(partition, choice.group, stated)
     if stated is not None:
@@ -67,14 +63,11 @@ def hardware_of(
         host=_host(cores, ram, probed),
         num_nodes=num_nodes,
         num_cpu_devices=stated.num_cpu_devices if stated is not None and not gpus else 1,
-        links=tuple(link for link in probed.links if max(link.a, link.b) < used) if probed else (),
+        links=_links(probed, used) if probed else (),
         libraries=probed.libraries if probed else {},
         unfit_libraries=probed.unfit_libraries if probed else {},
-        notes=(
-            *_node_notes(partition, choice, share, _asked_words(used, cores, ram)),
-            *_card_notes(choice.group, gpus, stated=stated),
-            *_assumed_notes(choice.group, gpus, probed=probed),
-            *_other_notes(partition, choice),
+        notes=partition_notes(
+            partition, choice, gpus, asked=None if share.is_whole else (cores, ram), stated=stated, probed=probed
         ),
         rates=probed.rates if probed else MeasuredRates(),
         source=f"partition {partition.name}",
@@ -90,17 +83,18 @@ def hardware_of(
     )
 
 
-def allowed_nodes(partition: Partition, choice: Choice, limits: tuple[QosLimit, ...] = ()) -> tuple[int, str]:
+def _allowed_nodes(
+    partition: Partition, choice: Choice, limits: tuple[QosLimit, ...], gpus_of_node: int
+) -> tuple[int, str]:
     """The nodes that one job may have, and what says so."""
-    group = choice.group
-    most = [(choice.num_nodes, f"it has {group.words}")]
+    most = [(choice.num_nodes, f"it has {choice.group.words}")]
     if partition.max_nodes is not None:
         most.append((partition.max_nodes, "its MaxNodes"))
     for limit in limits:
         most += [(limit.max_tres["node"], f"QOS {limit.name}")] if "node" in limit.max_tres else []
-        if "gres/gpu" in limit.max_tres and group.gpus_used:
+        if "gres/gpu" in limit.max_tres and gpus_of_node:
             gpus = limit.max_tres["gres/gpu"]
-            most.append((gpus // group.gpus_used, f"QOS {limit.name}: {gpus} GPUs a job"))
+            most.append((gpus // gpus_of_node, f"QOS {limit.name}: {gpus} GPUs a job"))
     return min(most, key=lambda pair: pair[0])
 
 
@@ -132,6 +126,11 @@ def _gpus(partition: Partition, group: NodeGroup, stated: Hardware | None) -> tu
     """The GPUs of a node: those that were stated, else those of the catalogue."""
     if stated is not None:
         return tuple(_elsewhere(gpu, number) for number, gpu in enumerate(stated.gpus))
+    if not group.num_gpus and not group.names:
+        raise InputError(
+            f"partition {partition.name}: Slurm shows none of its nodes (powered down) and counts no GPUs of them\n"
+            "--hardware says what they have, such as 8xA100-SXM4-80GB, or 1xCPU for none"
+        )
     if not group.num_gpus:
         return ()
     if group.card is None:
@@ -139,6 +138,16 @@ def _gpus(partition: Partition, group: NodeGroup, stated: Hardware | None) -> tu
     if group.is_mig:
         return (group.card.gpu,)
     return gpus_of_row(group.card.gpu.name, group.num_gpus)
+
+
+def _links(probed: Hardware, num_gpus: int) -> tuple[Link, ...]:
+    """The links between the first GPUs of a probed node, which are counted from 0 here."""
+    numbers = {gpu.index: number for number, gpu in enumerate(probed.gpus[:num_gpus])}
+    return tuple(
+        replace(link, a=numbers[link.a], b=numbers[link.b])
+        for link in probed.links
+        if {link.a, link.b} <= numbers.keys()
+    )
 
 
 def _elsewhere(gpu: Gpu, number: int) -> Gpu:
@@ -152,7 +161,7 @@ def _which_card(partition: Partition, group: NodeGroup) -> str:
     return (
         f"partition {partition.name}: Slurm {told}; say it with\n"
         f"--hardware {group.num_gpus}xA100-SXM4-80GB, or whatever they are, or with --hardware hw.json, made by\n"
-        f"srun --partition={partition.name} --nodes=1 --exclusive --gres={group.gres} shardwise probe -o hw.json"
+        f"{probe_line(partition, group)}"
     )
 
 
@@ -208,76 +217,6 @@ def _host(cores: int, ram: int | None, probed: Hardware | None) -> Host:
         pinned_limit_bytes=_least(ram, probed.host.pinned_limit_bytes),
         slurm=None,
     )
-
-
-def _node_notes(partition: Partition, choice: Choice, share: NodeShare, asked: str) -> Iterator[str]:
-    """Which nodes they are, and what a job has of each."""
-    group = choice.group
-    forced = " (not kept to it: OverSubscribe=FORCE)" if partition.is_oversubscribed else ""
-    has = f"a job is taken to have whole nodes{forced}" if share.is_whole else f"a job asks for {asked} of each"
-    yield f"partition {partition.name}: {group.words}; {has}"
-    if choice.num_hidden:
-        yield f"{choice.num_hidden} of its nodes are not shown by Slurm (powered down) and are taken to be alike"
-    if group.num_in_service < group.num_nodes:
-        yield f"{group.num_in_service} of these {group.num_nodes} nodes are in service now"
-
-
-def _asked_words(gpus: int, cores: int, ram: int | None) -> str:
-    words = [f"{gpus} GPU{'s' if gpus > 1 else ''}"] if gpus else []
-    words += [f"{cores} cores"] + ([f"{format_bytes(ram)} RAM"] if ram is not None else [])
-    return ", ".join(words)
-
-
-def _other_notes(partition: Partition, choice: Choice) -> Iterator[str]:
-    """What else is in the partition, and how to keep to the nodes that are planned for."""
-    if choice.others:
-        others = "; ".join(other.words for other in choice.others)
-        how = f"--constraint={choice.constraint} keeps to the first" if choice.constraint else _type_words(choice)
-        yield f"the partition also has {others}; {how}"
-    for other in choice.group.other_gpus:
-        yield f"not used: {other.count} x gpu:{other.kind} on the same nodes"
-    if partition.preemption is not Preemption.OFF and partition.grace_time_s:
-        yield f"jobs may make way for others here, {format_duration(partition.grace_time_s)} after a warning"
-
-
-def _type_words(choice: Choice) -> str:
-    would_be_given = any(other.gres == choice.group.gres for other in choice.others)
-    return "no feature tells them apart" if would_be_given else f"--gres={choice.group.gres} keeps to the first"
-
-
-def _card_notes(group: NodeGroup, gpus: tuple[Gpu, ...], *, stated: Hardware | None) -> list[str]:
-    if stated is not None:
-        said = f"the card is that of --hardware {stated.source.removeprefix('catalogue ')}"
-        return [said if group.num_gpus else f"{said}; Slurm lists no GPU here"] if gpus else []
-    if not gpus:
-        return ["Slurm lists no GPU here; where the nodes have some, --hardware 4xNAME states them"]
-    assert group.card is not None
-    if group.is_mig:
-        return [
-            f"{group.num_gpus} slices a node ({group.card.told_by}), of which a job uses one; its memory follows from "
-            "its profile"
-        ]
-    others = [row for row in group.card.fits if row != gpus[0].name]
-    if others:
-        return [
-            f"{group.card.told_by} fits {', '.join((gpus[0].name, *others))}: the first is assumed; "
-            f"--hardware {group.num_gpus}x{others[0]} states another"
-        ]
-    return [f"{group.card.told_by} is taken for {gpus[0].name}"]
-
-
-def _assumed_notes(group: NodeGroup, gpus: tuple[Gpu, ...], *, probed: Hardware | None) -> list[str]:
-    if probed is not None:
-        return [f"links, disks, rates and libraries are those that {probed.source} has of one node"]
-    row = GPU_SPECS.get(gpus[0].spec_name or "") if gpus else None
-    if row is None:
-        return []
-    link = f"NVLink {format_bytes(row.nvlink_bytes_per_s)}/s" if row.nvlink_bytes_per_s else "PCIe alone"
-    return [
-        f"assumed from the catalogue, since Slurm does not say: {link} between GPUs, a network of "
-        f"{format_bytes(row.network_bytes_per_s)}/s a node, no NVMe; `srun --nodes=1 --exclusive --gres={group.gres} "
-        "shardwise probe --measure -o hw.json` measures them for --hardware hw.json"
-    ]
 
 
 def _least(*limits: int | None) -> int | None:

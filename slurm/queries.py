@@ -14,6 +14,7 @@ from slurm.scontrol_text import parse_config, parse_nodes, parse_partitions
 from trainer.spec.errors import EnvironmentFaultError
 
 TIMEOUT_S = 20.0
+ACCOUNTING_TIMEOUT_S = 5.0  # of what a plan can do without
 _NO_CONTROLLER = ("Unable to contact slurm controller", "Zero Bytes were transmitted", "Socket timed out")
 
 
@@ -32,7 +33,8 @@ def read_associations(user: str, environment: Mapping[str, str] = os.environ) ->
     config = parse_config(ask_slurm(("scontrol", "show", "config"), environment=environment))
     where = [f"user={user}"] + ([f"cluster={config['ClusterName']}"] if config.get("ClusterName") else [])
     columns = f"format={','.join(ASSOCIATION_FIELDS)}"
-    return parse_associations(ask_slurm(("sacctmgr", "-nP", "show", "assoc", *where, columns), environment=environment))
+    argv = ("sacctmgr", "-nP", "show", "assoc", *where, columns)
+    return parse_associations(ask_slurm(argv, environment=environment, timeout_s=ACCOUNTING_TIMEOUT_S))
 
 
 def read_qos_limits(names: Sequence[str], environment: Mapping[str, str] = os.environ) -> tuple[QosLimit, ...]:
@@ -41,7 +43,7 @@ def read_qos_limits(names: Sequence[str], environment: Mapping[str, str] = os.en
         return ()
     columns = f"format={','.join(QOS_FIELDS)}"
     argv = ("sacctmgr", "-nP", "show", "qos", f"name={','.join(names)}", columns)
-    return parse_qos_limits(ask_slurm(argv, environment=environment))
+    return parse_qos_limits(ask_slurm(argv, environment=environment, timeout_s=ACCOUNTING_TIMEOUT_S))
 
 
 def ask_slurm(argv: Sequence[str], *, environment: Mapping[str, str] = os.environ, timeout_s: float = TIMEOUT_S) -> str:

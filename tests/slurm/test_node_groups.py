@@ -82,6 +82,13 @@ def test_a_type_that_others_do_not_have_needs_no_feature():
     assert choice.constraint is None
 
 
+def test_what_no_feature_and_no_type_tells_apart_is_not_claimed_to_be():
+    """Four of the same card would be given on a node with eight of them."""
+    nodes = [node(f"s{number}", count=4) for number in range(3)] + [node("l1")]
+    choice = choose_group(Partition(name="gpu", num_nodes=4), nodes)
+    assert (choice.group.gres, choice.is_told_by_gres, choice.constraint) == ("gpu:a100:4", False, None)
+
+
 def test_whole_cards_come_before_slices_and_the_largest_slice_before_others():
     mixed = replace(
         node(), gres=(Gres(name="gpu", kind="a100_1g.5gb", count=7), Gres(name="gpu", kind="a100", count=2))

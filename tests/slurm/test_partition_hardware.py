@@ -77,7 +77,6 @@ PLANNED = [
     ("hltcoe", "gpu", "v100", ["V100-16GB"] * 8, 80, 1000000),
     ("unige", "private-lab-gpu", None, ["H100-NVL-94GB"], 62, 750 * 1024),
     ("dsai", "h100", None, ["H100-SXM5-80GB"] * 4, 124, 12000 * 124),  # MaxMemPerCPU
-    ("aris", "compute", None, [], 128, 507904),
 ]
 
 
@@ -117,9 +116,18 @@ def test_a_spec_states_the_card_of_untyped_gres():
     assert "the card is that of --hardware 8xA100-SXM4-80GB" in answer.hardware.notes
 
 
+def test_nodes_that_slurm_neither_shows_nor_counts_gpus_of_are_asked_for():
+    with pytest.raises(InputError, match=r"partition compute: Slurm shows none of its nodes .*\n--hardware .* 1xCPU"):
+        of("aris", "compute")
+    hardware = of("aris", "compute", num_nodes=48, spec="1xCPU").hardware
+    assert (hardware.gpus, hardware.host.num_cores, hardware.host.ram_bytes) == ((), 128, 507904 * MIB)
+    assert len(of("aris", "compute", spec="4xA100-SXM4-40GB").hardware.gpus) == 4
+
+
 def test_a_spec_states_gpus_that_slurm_does_not_list():
     hardware = of("goethe", "gpu", spec="4xA40").hardware
     assert len(hardware.gpus) == 4
+    assert any("`srun --partition=gpu --nodes=1 --exclusive shardwise probe" in note for note in hardware.notes)
     assert any("Slurm lists no GPU" in note for note in hardware.notes)
 
 
@@ -149,10 +157,19 @@ def test_a_probed_node_gives_what_slurm_does_not_say_and_not_what_was_of_its_job
     assert len(hardware.links) == 7 and hardware.rates.matmul_flops_per_s == 250 * 10**12
     assert (hardware.libraries, hardware.host.disks[0].path) == ({"torch": "2.13.0"}, "/scratch")
     assert {(gpu.uuid, gpu.free_bytes) for gpu in hardware.gpus} == {(None, None)}
+    assert [gpu.index for gpu in hardware.gpus] == list(range(8))
     assert (hardware.host.num_cores, hardware.host.ram_bytes) == (128, (1031000 - 4096) * MIB)
     assert hardware.host.ram_available_bytes is None
     assert any("hw.json" in note for note in hardware.notes)
     assert not any("assumed from the catalogue" in note for note in hardware.notes)
+
+
+def test_links_follow_the_cards_that_are_counted_anew():
+    node = probed(8)
+    gpus = tuple(replace(gpu, index=gpu.index + 4) for gpu in node.gpus)
+    links = tuple(replace(link, a=link.a + 4, b=link.b + 4) for link in node.links)
+    hardware = of("fake_nodes", "gpu", spec=replace(node, gpus=gpus, links=links)).hardware
+    assert [(link.a, link.b) for link in hardware.links] == [(0, b) for b in range(1, 8)]
 
 
 def test_a_probed_node_with_other_cards_is_refused():
@@ -200,6 +217,7 @@ def test_a_quality_of_service_bounds_nodes_and_time():
     with pytest.raises(InputError, match=r"gives a job 4 \(QOS p_dev: 32 GPUs a job\)"):
         of("nchc", "dev", num_nodes=5, limits=limits)
     assert of("nchc", "dev").time_limit_s == 4 * 3600
+    assert of("nchc", "dev", limits=limits, share=NodeShare(gpus=1)).num_allowed_nodes == 32
     nodes = (QosLimit(name="p_dev", max_tres={"node": 2}),)
     assert of("nchc", "dev", limits=nodes).num_allowed_nodes == 2
 
