@@ -63,6 +63,11 @@ def hybrid_plan(cache_dir: Path, **settings: Any) -> Plan:
     return rank_plan(cache_dir, Sharding.HSDP, num_ranks=NUM_RANKS, **{"micro_batch": 2, "accumulation": 1} | settings)
 
 
+def rehearsed(plan: Plan) -> Plan:
+    """With a checkpoint after the first step that every rank, of either copy, holds against its memory."""
+    return replace(plan, schedule=replace(plan.schedule, rehearses_save=True))
+
+
 def plan_of_shares(cache_dir: Path) -> Plan:
     """Four steps, of which the third is measured."""
     plan = hybrid_plan(
@@ -84,6 +89,7 @@ def runs(tmp_path_factory, cache_dir, run_ranks) -> Path:
     """A folder of run directories, all trained in one group of four ranks."""
     folder = tmp_path_factory.mktemp("hybrid")
     plans = {name: hybrid_plan(cache_dir, **settings) for name, settings in TRAINED.items()}
+    plans["1x2"] = rehearsed(plans["1x2"])
     plans["shares"] = plan_of_shares(cache_dir)
     plans["best"] = plan_of_early_stop(cache_dir)
     going_back = hybrid_plan(cache_dir, num_steps=NUM_STEPS, checkpoint_every_steps=SAVED_STEP, loss=LossHead.EAGER)
@@ -178,3 +184,8 @@ def test_ranks_share_the_writing_with_those_that_hold_the_same(runs):
     sizes = [file.size_bytes for file in files.values()]
     assert len(sizes) == NUM_RANKS
     assert max(sizes) < 1.1 * sum(sizes) / NUM_RANKS
+
+
+def test_both_copies_are_what_was_written(runs):
+    """Each rank held the rehearsal against its memory, of which half was written by the other machine."""
+    assert (runs / "1x2" / "checkpoints" / "step-00000001" / "MANIFEST.json").is_file()

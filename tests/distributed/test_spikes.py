@@ -38,7 +38,7 @@ Case = tuple[Sharding, Offload, Precision]
 
 
 class Run(NamedTuple):
-    """What two ranks came to."""
+    """What the ranks came to."""
 
     steps: list[list[dict]]  # of each rank
     weights: dict[str, torch.Tensor]
@@ -63,6 +63,7 @@ MORE_CASES: tuple[Case, ...] = (
     (Sharding.ZERO3, Offload.NVME_OPTIMIZER, FP32),
     (Sharding.ZERO3, Offload.NVME_ALL, FP32),
 )
+HYBRID_CASES: tuple[Case, ...] = ((Sharding.HSDP, Offload.NONE, FP32), (Sharding.HSDP, Offload.NONE, BF16))
 HAS_FP16_UNITS = bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())  # which DeepSpeed asks for
 FP16_SHARDINGS = (Sharding.DDP, Sharding.FSDP) + ((Sharding.ZERO2, Sharding.ZERO3) if HAS_FP16_UNITS else ())
 FP16_CASES: tuple[Case, ...] = tuple((each, Offload.NONE, Precision.FP16_MIXED) for each in FP16_SHARDINGS)
@@ -72,6 +73,10 @@ def name_of(case: Case) -> str:
     return "+".join(case)
 
 
+def num_ranks_of(case: Case) -> int:
+    return 4 if case in HYBRID_CASES else 2
+
+
 def model_of(case: Case) -> dict[str, Any]:
     return MODEL if case[1].uses_nvme else TINY_LLAMA
 
@@ -79,7 +84,8 @@ def model_of(case: Case) -> dict[str, Any]:
 def plan_of(case: Case, cache_dir: Path, folder: Path) -> Plan:
     sharding, offload, precision = case
     plan = rank_plan(
-        cache_dir, sharding, offload, num_ranks=2, micro_batch=2, accumulation=2, precision=precision,
+        cache_dir, sharding, offload, num_ranks=num_ranks_of(case), micro_batch=4 // num_ranks_of(case),
+        accumulation=2, precision=precision,
         model_config=model_of(case),
         limits=Limits(nvme=NvmeLimit(path=str(folder / name_of(case) / "nvme"))),
     )  # fmt: skip
@@ -92,7 +98,7 @@ def plan_of(case: Case, cache_dir: Path, folder: Path) -> Plan:
 
 @pytest.fixture(scope="module")
 def steps_of(tmp_path_factory, cache_dir, start_ranks) -> Callable[[Case], Run]:
-    """What a case came to; all cases of a list are trained in one group of two ranks, when the first is asked for."""
+    """What a case came to; all cases of a list are trained in one group of ranks, when the first is asked for."""
     folder = tmp_path_factory.mktemp("spikes")
 
     def train(cases: tuple[Case, ...]) -> None:
@@ -102,13 +108,14 @@ def steps_of(tmp_path_factory, cache_dir, start_ranks) -> Callable[[Case], Run]:
         plans = {name_of(case): plan_of(case, cache_dir, folder) for case in cases}
         for plan in plans.values():
             check_nvme(plan)
-        start_ranks([str(WORKER), *(str(write_attempt(folder / name, plan)) for name, plan in plans.items())], 2)
+        attempts = [str(write_attempt(folder / name, plan)) for name, plan in plans.items()]
+        start_ranks([str(WORKER), *attempts], num_ranks_of(cases[0]))
 
     def read(case: Case) -> Run:
         if not (folder / name_of(case)).exists():
-            train(next(cases for cases in (CASES, MORE_CASES, FP16_CASES) if case in cases))
+            train(next(cases for cases in (CASES, MORE_CASES, HYBRID_CASES, FP16_CASES) if case in cases))
         attempt = folder / name_of(case) / "attempts" / "1"
-        steps = [json.loads((attempt / f"steps-{rank}.json").read_text()) for rank in (0, 1)]
+        steps = [json.loads((attempt / f"steps-{rank}.json").read_text()) for rank in range(num_ranks_of(case))]
         return Run(steps, load_file(attempt / "weights.safetensors"))
 
     return read
@@ -130,17 +137,26 @@ def each(more_cases):
     return pytest.mark.parametrize("case", [*CASES, *more], ids=name_of)
 
 
-@each(MORE_CASES)
+@each(MORE_CASES + HYBRID_CASES)
 def test_every_rank_skips_the_same_steps_for_the_same_reason(case, steps_of):
-    first, second = steps_of(case).steps
-    for steps in (first, second):
+    first, *others = steps_of(case).steps
+    for steps in (first, *others):
         assert [step["was_skipped"] for step in steps] == [number in SKIPPED for number in range(1, NUM_STEPS + 1)]
         assert tuple(steps[number - 1]["fault"] for number in SKIPPED) == FAULTS
-    assert [step["loss"] for step in first] == [step["loss"] for step in second]
-    assert [step["grad_norm"] for step in first] == [step["grad_norm"] for step in second]
+    for steps in others:
+        assert [step["loss"] for step in first] == [step["loss"] for step in steps]
+        assert [step["grad_norm"] for step in first] == [step["grad_norm"] for step in steps]
 
 
-@each(MORE_CASES + FP16_CASES)
+@pytest.mark.long
+@pytest.mark.parametrize("case", HYBRID_CASES, ids=name_of)
+def test_every_machine_has_the_same_copy_to_the_bit(case, steps_of):
+    digests = [[step["digests"] for step in steps] for steps in steps_of(case).steps]
+    assert digests[0] == digests[2] and digests[1] == digests[3]
+    assert digests[0] != digests[1], "two shards"
+
+
+@each(MORE_CASES + HYBRID_CASES + FP16_CASES)
 def test_a_step_that_is_not_taken_changes_no_bit_of_weights_moments_and_counts(case, steps_of):
     for steps in steps_of(case).steps:
         for number, step in enumerate(steps, start=1):
@@ -148,7 +164,7 @@ def test_a_step_that_is_not_taken_changes_no_bit_of_weights_moments_and_counts(c
             assert (before == after) == (number in SKIPPED), f"step {number}"
 
 
-@each(MORE_CASES + FP16_CASES)
+@each(MORE_CASES + HYBRID_CASES + FP16_CASES)
 def test_the_other_steps_are_those_of_a_run_without_it(case, steps_of, expected):
     run, is_fp32 = steps_of(case), case[2] is FP32
     losses, weights = expected(case)
