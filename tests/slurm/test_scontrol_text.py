@@ -58,6 +58,20 @@ def test_nodes(cluster, name, cores, ram_mib, gpus, in_service):
     assert node.is_in_service is in_service
 
 
+@pytest.mark.parametrize(
+    ("fields", "cores"),
+    [
+        ("CPUTot=32", 32),
+        ("CPUTot=32 CoreSpecCount=2 ThreadsPerCore=2", 28),  # before 22.05
+        ("CPUEfctv=30 CPUTot=32 CPUSpecList=30-31", 30),
+        ("CPUTot=0", 1),
+    ],
+)
+def test_cores_that_are_kept_for_the_system_are_not_for_jobs(fields, cores):
+    (node,) = parse_nodes(f"NodeName=n1 {fields} RealMemory=1000 State=IDLE Partitions=a")
+    assert node.num_cores == cores
+
+
 def test_features_and_partitions_of_a_node():
     node = nodes_of("hltcoe")["rack5n06"]
     assert (node.features, node.partitions, node.version) == (("a100", "intel", "40gb"), ("gpu",), "23.11.6")
