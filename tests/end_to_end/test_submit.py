@@ -1,0 +1,183 @@
+"""`shardwise submit` on a login node of a real Slurm: the script, the run directory, the queue, and every refusal."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from slurm_cluster import SlurmCluster
+from workplace_factory import Workplace
+
+from trainer.spec import codec
+from trainer.spec.hardware import Hardware
+from trainer.spec.submission import Submission
+
+HELD = "slurm.extra=[--hold]"
+
+
+@pytest.fixture
+def login(workplace: Workplace, slurm: SlurmCluster) -> Workplace:
+    """A workplace on the cluster's login node."""
+    names = ("PATH", "SLURM_CONF")
+    return workplace._replace(
+        environment={**workplace.environment, **{name: slurm.environment[name] for name in names}}
+    )
+
+
+def refused(place: Workplace, *words: str) -> str:
+    answer = place.run("submit", "job.yaml", *words, check=False)
+    assert answer.returncode in (2, 4), answer.stdout + answer.stderr
+    assert not (place.folder / "runs").exists(), "nothing is left behind"
+    return answer.stderr.removeprefix("shardwise: ")
+
+
+def test_a_dry_run_prints_a_script_that_slurm_takes_and_leaves_nothing(login: Workplace, slurm: SlurmCluster):
+    words = ("--dry-run", "--partition", "h100", "--nodes", "4", "--constraint", "ib", "slurm.account=proj42")
+    answer = login.run("submit", "job.yaml", *words)
+    assert "using 384 processors on nodes c[1-4] in partition h100" in answer.stderr
+    lines = answer.stdout.splitlines()
+    expected = (
+        "--job-name=tiny", "--partition=h100", "--account=proj42", "--constraint=ib", "--nodes=4", "--exclusive",
+        "--gpus-per-node=h100:8", "--mem=0", "--time=00:20:00", "--signal=B:USR1@120",
+    )  # fmt: skip
+    assert lines[0] == "#!/bin/bash" and "4 nodes of 8 x H100" in lines[1]
+    assert all(f"#SBATCH {option}" in lines for option in expected)
+    assert not (login.folder / "runs").exists()
+    assert not slurm.run("squeue", "--noheader").stdout
+
+
+def test_a_submission_is_a_run_directory_and_a_job(login: Workplace, slurm: SlurmCluster):
+    answer = login.run("submit", "job.yaml", HELD, "--nodes", "2", "--hardware", "2xCPU", "--time", "1:00:00")
+    run_dir = login.only_run()
+    written = {path.name for path in run_dir.iterdir()}
+    assert written == {"job.yaml", "hardware.json", "submission.json", "train.sbatch"}
+    submission = codec.read(run_dir / "submission.json", Submission)
+    (job_id,) = submission.job_ids
+    assert f"submitted job {job_id} to partition cpu: 2 nodes of 2 ranks" in answer.stdout
+    assert f"  shardwise status '{run_dir}'" in answer.stdout
+    hardware = codec.read(run_dir / "hardware.json", Hardware)
+    assert hardware == submission.hardware and (hardware.num_nodes, hardware.num_cpu_devices) == (2, 2)
+    assert (submission.partition, submission.time_limit_s) == ("cpu", 3600)
+    assert yaml.safe_load((run_dir / "job.yaml").read_text())["slurm"]["time"] == "1:00:00"
+    shown = slurm.job(job_id).text
+    assert "JobName=tiny " in shown and f"Command={run_dir}/train.sbatch " in shown
+    assert f"WorkDir={login.folder} " in shown and "TimeLimit=01:00:00" in shown and "NumNodes=2-2" in shown
+    plain = slurm.run("sbatch", "--test-only", run_dir / "train.sbatch")
+    assert "on nodes n[1-2]" in plain.stderr, "plain sbatch takes it again"
+
+
+def test_a_flag_goes_over_the_job_file_and_a_persons_defaults(login: Workplace):
+    (login.folder / "home" / ".config" / "shardwise").mkdir(parents=True)
+    (login.folder / "home" / ".config" / "shardwise" / "config.yaml").write_text(
+        "slurm: {account: person, qos: person, mail: a@person.org, modules: [cuda]}\n"
+    )
+    login.write_job(slurm={"account": "job", "qos": "job"})
+    script = login.run("submit", "job.yaml", "--dry-run", "--account", "flag: {a}").stdout
+    for option in ('--account="flag: {a}"', "--qos=job", "--mail-user=a@person.org"):
+        assert f"#SBATCH {option}\n" in script
+    assert "module load cuda" in script
+
+
+def test_a_part_of_a_node_is_asked_for_as_it_is_planned(login: Workplace):
+    words = ("--partition", "h100", "--gpus-per-node", "2", "--dry-run")
+    script = login.run("submit", "job.yaml", *words).stdout
+    assert "#SBATCH --gpus-per-node=h100:2\n" in script and "2 x H100" in script
+    assert "#SBATCH --cpus-per-task=24\n" in script and "#SBATCH --mem=250000M\n" in script
+    assert "--exclusive" not in script
+    script = login.run("submit", "job.yaml", *words, "slurm.cores=4", "slurm.memory=64GiB").stdout
+    assert "#SBATCH --cpus-per-task=4\n" in script and "#SBATCH --mem=65536M\n" in script
+
+
+def test_a_sweep_is_one_array_with_a_folder_for_each_point(login: Workplace, slurm: SlurmCluster):
+    words = ("--sweep", "train.lr=1e-4,3e-4", "--sweep", "train.seed=0,1", HELD, "--json", "--run-dir", "sweep")
+    answer = json.loads(login.run("submit", "job.yaml", *words).stdout)
+    (array,) = answer["job_ids"]
+    assert [point["job_id"] for point in answer["points"]] == [f"{array}_{number}" for number in (1, 2, 3, 4)]
+    third = Path(answer["points"][2]["run_dir"])
+    assert third == login.folder / "sweep" / "point-3"
+    job = yaml.safe_load((third / "job.yaml").read_text())
+    assert (job["train"]["lr"], job["train"]["seed"]) == (3e-4, 0)
+    submission = codec.read(third / "submission.json", Submission)
+    assert submission.job_ids == (f"{array}_3",) and submission.overrides == ("train.lr=3e-4", "train.seed=0")
+    assert not (third / "train.sbatch").exists() and (login.folder / "sweep" / "train.sbatch").exists()
+    assert "ArrayTaskId=1-4 " in slurm.run("scontrol", "-o", "show", "job", array).stdout
+
+
+def test_a_chain_is_jobs_that_wait_for_each_other(login: Workplace, slurm: SlurmCluster):
+    login.run("submit", "job.yaml", "--chain", "3", HELD)
+    run_dir = login.only_run()
+    ids = codec.read(run_dir / "submission.json", Submission).job_ids
+    assert (run_dir / "chain.txt").read_text().split() == list(ids) and len(ids) == 3
+    assert [f"Dependency=afterany:{ids[0]}" in slurm.job(ids[1]).text, f":{ids[1]}" in slurm.job(ids[2]).text] == [
+        True
+    ] * 2
+    assert "Dependency=(null)" in slurm.job(ids[0]).text
+
+
+def test_slurms_refusal_leaves_nothing(login: Workplace, slurm: SlurmCluster):
+    assert "asked: --reservation=foo" in refused(login, "--reservation", "foo")
+    assert not slurm.run("squeue", "--noheader").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--partition", "nope"), "Slurm shows no such partition"),
+        (("--partition", "h100", "--nodes", "9"), "gives a job 4"),
+        (("--partition", "h100", "--time", "3-0"), "2-00:00:00 at most"),
+        (("--partition", "gpu"), "does not tell which GPUs its gpu:8 are"),
+        (("--sweep", "train.lr=1,2", "--chain", "2"), "exclude each other"),
+        (("--sweep", "train.lr"), "expected key=a,b"),
+        (("slurm.comment=a\nb",), "can hold no such character"),
+        (("--qos", "a\nb"), "can hold no such character"),
+        (("slurm.extra=[--array=1-9]",), "sets --array itself"),
+        (("slurm.container=/nowhere/image.sif",), "is no file here"),
+        (("slurm.container=org/image",), "no --container-image on this cluster"),
+        (("log.notify=https://example.org/hook",), "comes with shardwise"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(login: Workplace, words, says):
+    assert says in refused(login, *words)
+
+
+def test_what_is_not_here_is_refused_where_nodes_have_no_network(login: Workplace):
+    login.write_job(model={"name": "qwen2.5-0.5b", "config": None, "tokenizer": None})
+    words = ("--partition", "h100", "slurm.network=none")
+    message = refused(login, *words)
+    assert "the weights of Qwen/Qwen2.5-0.5B" in message and "shardwise fetch job.yaml" in message
+    answer = login.run("submit", "job.yaml", "--partition", "h100", "--dry-run")
+    assert "the job downloads the weights of" in answer.stderr and "HF_HUB_OFFLINE" not in answer.stdout
+
+
+def test_a_file_system_without_room_is_refused(login: Workplace, small_disk: Path):
+    message = refused(login, "--run-dir", str(small_disk / "run"))
+    assert "256 KiB are free" in message and not list(small_disk.iterdir())
+
+
+def test_a_file_system_without_inodes_is_refused(login: Workplace, small_disk: Path):
+    subprocess.run(["mount", "-o", "remount,size=1g,nr_inodes=50", small_disk], check=True)
+    assert "this file system takes 49 more" in refused(login, "--run-dir", str(small_disk / "run"))
+
+
+def test_a_used_run_directory_is_refused(login: Workplace):
+    (login.folder / "mine").mkdir()
+    (login.folder / "mine" / "notes.txt").write_text("mine")
+    assert "is used already" in refused(login, "--run-dir", "mine")
+    assert (login.folder / "mine" / "notes.txt").exists()
+
+
+def test_away_from_a_cluster_a_script_is_printed_for_stated_nodes(workplace: Workplace):
+    environment = {**workplace.environment, "PATH": "/nonexistent"}
+    away = workplace._replace(environment=environment)
+    assert "sbatch is not here" in refused(away)
+    script = away.run("submit", "job.yaml", "--dry-run", "--hardware", "4x8xH100-SXM5-80GB").stdout
+    assert "#SBATCH --nodes=4\n" in script and "#SBATCH --gpus-per-node=8\n" in script
+
+
+def test_no_secret_of_the_login_node_is_written(login: Workplace):
+    secret = "hf_" + "s3cret" * 5
+    environment = {**login.environment, "HF_TOKEN": secret, "WANDB_API_KEY": secret}
+    login._replace(environment=environment).run("submit", "job.yaml", HELD)
+    for path in login.only_run().rglob("*"):
+        assert secret not in path.read_text(), path

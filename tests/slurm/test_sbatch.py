@@ -1,0 +1,216 @@
+"""The text of `train.sbatch`: options as asked, values that arrive as they are, and shell that shellcheck passes."""
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from slurm_jobs import batch_job
+
+from slurm.container import Container, Runtime, container_of, srun_words
+from slurm.sbatch import BatchJob, render_script, sbatch_options, sbatch_word, warning_s
+from trainer.spec.errors import InputError
+from trainer.spec.units import GIB
+
+RUN_DIR = Path("/home/me/runs/tiny-20261122-180000")
+IMAGE = "docker://nvcr.io/nvidia/pytorch:25.10-py3"
+
+
+def options(**changes: object) -> list[str]:
+    return sbatch_options(batch_job(RUN_DIR, **changes))
+
+
+def test_a_whole_job_in_its_options():
+    whole = batch_job(
+        RUN_DIR,
+        num_nodes=4,
+        gres="gpu:h100:8",
+        takes_whole_nodes=True,
+        time_limit_s=36 * 3600,
+        warning_s=300,
+        partition="h100",
+        account="proj42",
+        qos="long",
+        constraint="ib&h100",
+        reservation="week 48",
+        mail="me@example.org",
+        comment="a run",
+        extra=("--nice=100", "-C a|b", "--licenses fs:1", "--contiguous"),
+    )
+    assert sbatch_options(whole) == [
+        "--job-name=tiny", "--partition=h100", "--account=proj42", "--qos=long", "--constraint=ib&h100",
+        "--reservation=week 48", "--comment=a run", "--mail-user=me@example.org", "--mail-type=END,FAIL,REQUEUE",
+        "--nodes=4", "--ntasks-per-node=1", "--gpus-per-node=h100:8", "--exclusive", "--mem=0", "--time=1-12:00:00",
+        "--signal=B:USR1@300", "--requeue", "--chdir=/home/me/runs", f"--output={RUN_DIR}/slurm-%j.out",
+        "--open-mode=append", "--nice=100", "-Ca|b", "--licenses=fs:1", "--contiguous",
+    ]  # fmt: skip
+
+
+def test_what_is_not_asked_for_is_left_to_the_site():
+    stated = {option.partition("=")[0] for option in options()}
+    assert stated == {
+        "--job-name", "--nodes", "--ntasks-per-node", "--signal", "--requeue", "--chdir", "--output", "--open-mode",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"gres": "gpu:8"}, "--gpus-per-node=8"),
+        ({"gres": "gpu:1g.10gb:1", "asks_gres": True}, "--gres=gpu:1g.10gb:1"),
+        ({"num_cores": 12}, "--cpus-per-task=12"),
+        ({"memory_bytes": 3 * GIB + 1}, "--mem=3073M"),
+        ({"requeue": False}, "--no-requeue"),
+        ({"num_points": 3}, "--array=1-3"),
+        ({"num_points": 3}, f"--output={RUN_DIR}/point-%a/slurm-%A_%a.out"),
+    ],
+)
+def test_an_option_for_each_setting(changes, expected):
+    assert expected in options(**changes)
+
+
+def test_a_percent_sign_in_the_path_of_the_run_is_no_pattern():
+    assert "--output=/r/100%%j/slurm-%j.out" in sbatch_options(batch_job(Path("/r/100%j")))
+
+
+@pytest.mark.parametrize(
+    ("step_s", "save_s", "time_limit_s", "expected"),
+    [(1, 1, 86400, 122), (0.1, 0.1, 86400, 120), (200, 400, 86400, 720), (200, 400, 600, 300), (1e6, 1, None, 65535)],
+)
+def test_the_warning_leaves_time_for_a_step_and_a_save_and_half_of_the_job(step_s, save_s, time_limit_s, expected):
+    assert warning_s(step_s=step_s, save_s=save_s, time_limit_s=time_limit_s) == expected
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("--comment=plain-1.0", "--comment=plain-1.0"),
+        ("--comment=a b", '--comment="a b"'),
+        ("--comment=#1", '--comment="#1"'),
+        ('--comment=say "a\\b"', '--comment="say \\"a\\\\b\\""'),
+        ("-Ca|b", '-C"a|b"'),
+        ("--exclusive", "--exclusive"),
+    ],
+)
+def test_a_line_of_sbatch_quotes_what_it_would_cut(option, expected):
+    assert sbatch_word(option) == expected
+
+
+@pytest.mark.parametrize("character", ["\n", "\r", "\0", "\t", "\x1b", "\x7f", "\x85", "\ud800"])
+@pytest.mark.parametrize(
+    "setting", ["name", "partition", "account", "comment", "mail", "constraint", "workdir", "run_dir"]
+)
+def test_a_control_character_is_refused_in_every_setting(setting, character):
+    text = f"/a{character}--wrap=b"
+    job = batch_job(text, workdir="/a") if setting == "run_dir" else batch_job(RUN_DIR, **{setting: text})
+    with pytest.raises(InputError, match="can hold no such character"):
+        render_script(job)
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ("touch x", "is not an option"),
+        ("--nice=1\n#SBATCH --wrap=x", "can hold no such character"),
+        ("--array=1-9", "sets --array itself"),
+        ("-a1-9", "sets --array itself"),
+        ("--output=x", "sets --output itself"),
+        ("--wrap=x", "sets --wrap itself"),
+    ],
+)
+def test_an_extra_option_that_is_none_or_not_ones_own_is_refused(extra, says):
+    with pytest.raises(InputError, match=says):
+        render_script(batch_job(RUN_DIR, extra=(extra,)))
+
+
+def test_a_run_directory_that_slurm_cannot_write_to_is_refused():
+    with pytest.raises(InputError, match="backslash"):
+        render_script(batch_job(Path("/a\\b")))
+
+
+def variants() -> dict[str, BatchJob]:
+    odd = Path('/tmp/it\'s a "dir"; é #1 & more')  # no `$`: shellcheck would have it expanded
+    container = container_of(IMAGE, folders=["/data", "/home/me", "/home/me/runs"], has_pyxis=True)
+    file = container_of("/images/my image.sif", folders=["/data"], has_pyxis=True)
+    return {
+        "plain": batch_job(RUN_DIR),
+        "odd paths": batch_job(odd, name="a\u2028b", words="x\ny", workdir=str(odd), program_dir=str(odd)),
+        "array": batch_job(RUN_DIR, num_points=2),
+        "modules": batch_job(RUN_DIR, modules=("cuda/12.4", "a b"), is_offline=True, scratch="/local/my scratch"),
+        "pyxis": batch_job(RUN_DIR, container=container),
+        "apptainer": batch_job(RUN_DIR, container=file, modules=("apptainer",)),
+    }
+
+
+@pytest.mark.parametrize("name", variants())
+def test_shellcheck_has_nothing_to_say(name: str, tmp_path: Path):
+    if shutil.which("shellcheck") is None:
+        lacking = "shellcheck is missing: sudo apt-get install --no-install-recommends shellcheck"
+        (pytest.fail if os.environ.get("SHARDWISE_CI") == "1" else pytest.skip)(lacking)
+    script = tmp_path / "train.sbatch"
+    script.write_text(render_script(variants()[name]))
+    answer = subprocess.run(["shellcheck", "--norc", script], capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stdout
+
+
+@pytest.mark.parametrize("name", variants())
+def test_bash_reads_the_script(name: str, tmp_path: Path):
+    script = tmp_path / "train.sbatch"
+    script.write_text(render_script(variants()[name]))
+    assert subprocess.run(["bash", "-n", script], capture_output=True, check=False).returncode == 0
+
+
+def test_the_script_says_what_it_sets():
+    text = render_script(variants()["modules"])
+    assert text.startswith("#!/bin/bash -l\n")
+    assert "module load cuda/12.4 'a b'" in text
+    assert "export HF_HUB_OFFLINE=1 WANDB_MODE=offline" in text
+    assert "TRITON_CACHE_DIR='/local/my scratch/triton'" in text
+    plain = render_script(variants()["plain"])
+    assert not any(word in plain for word in ("module", "OFFLINE", "TRITON", "srun"))
+
+
+@pytest.mark.parametrize(
+    ("image", "has_pyxis", "expected"),
+    [
+        ("docker://nvcr.io/nvidia/pytorch:25.10", True, (Runtime.PYXIS, "nvcr.io#nvidia/pytorch:25.10")),
+        ("docker://ubuntu:24.04", True, (Runtime.PYXIS, "ubuntu:24.04")),
+        ("docker://org/image", True, (Runtime.PYXIS, "org/image")),
+        ("nvcr.io#nvidia/pytorch:25.10", True, (Runtime.PYXIS, "nvcr.io#nvidia/pytorch:25.10")),
+        ("/images/a.sqsh", True, (Runtime.PYXIS, "/images/a.sqsh")),
+        ("/images/a.sif", True, (Runtime.APPTAINER, "/images/a.sif")),
+        ("docker://ubuntu:24.04", False, (Runtime.APPTAINER, "docker://ubuntu:24.04")),
+    ],
+)
+def test_an_image_decides_what_starts_it(image, has_pyxis, expected):
+    container = container_of(image, folders=[], has_pyxis=has_pyxis)
+    assert (container.runtime, container.image) == expected
+
+
+def test_an_image_that_nothing_here_starts_is_refused():
+    with pytest.raises(InputError, match="no --container-image"):
+        container_of("/images/a.sqsh", folders=[], has_pyxis=False)
+
+
+@pytest.mark.parametrize("folder", ["/a:b", "/a,b"])
+def test_a_folder_that_a_mount_cannot_name_is_refused(folder):
+    with pytest.raises(InputError, match="colon or a comma"):
+        container_of("a.sif", folders=[folder], has_pyxis=False)
+
+
+def test_a_container_sees_each_folder_once_and_its_words_are_quoted():
+    folders = ["/home/me/runs", "/home/me", "/data/it's", "/home/me"]
+    pyxis = container_of(IMAGE, folders=folders, has_pyxis=True)
+    assert pyxis.folders == ("/data/it's", "/home/me")
+    found, before = srun_words(pyxis, workdir="/home/me/a b")
+    assert before == [] and shlex.split(" ".join(found)) == [
+        "--container-image=nvcr.io#nvidia/pytorch:25.10-py3",
+        "--container-workdir=/home/me/a b",
+        "--container-mounts=/data/it's:/data/it's,/home/me:/home/me",
+    ]
+    file = Container(runtime=Runtime.APPTAINER, image="/a b.sif", folders=("/home/me",))
+    assert shlex.split(" ".join(srun_words(file, workdir="/home/me")[1])) == [
+        "$apptainer", "exec", "--nv", "--bind", "/home/me:/home/me", "--pwd", "/home/me", "/a b.sif",
+    ]  # fmt: skip

@@ -1,0 +1,143 @@
+"""Slurm's refusals in words that help, and what of the environment goes along with a submission."""
+
+from pathlib import Path
+
+import pytest
+from slurm_cluster import SlurmCluster
+from slurm_jobs import batch_job
+
+from slurm.access import Access
+from slurm.cluster import Partition
+from slurm.node_groups import NodeGroup
+from slurm.partition_hardware import PartitionHardware
+from slurm.sbatch import render_script
+from slurm.submit import check_script, explain_refusal, submit_environment, submit_script
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.hardware import Hardware, Host
+
+RUN_DIR = Path("/home/me/runs/tiny")
+
+
+def found(access: Access | None = None) -> PartitionHardware:
+    return PartitionHardware(
+        hardware=Hardware(gpus=(), host=Host(cpu_name=None, num_cores=96, ram_bytes=None, ram_available_bytes=None)),
+        partition=Partition(name="h100", num_nodes=4),
+        group=NodeGroup(
+            names=("c1",), num_nodes=4, num_in_service=4, num_cores=96, ram_bytes=None, num_gpus=8, gpu_type="h100",
+            features=("h100", "ib"),
+        ),
+        num_allowed_nodes=4,
+        time_limit_s=2 * 86400,
+        access=access,
+    )  # fmt: skip
+
+
+REFUSED_HERE = [
+    ({"partition": "nope"}, ("nope", "sinfo --summarize")),
+    ({"constraint": "xyz"}, ("feature", "asked: --constraint=xyz; its nodes have h100, ib")),
+    ({"gres": "gpu:h100:9"}, ("not available", "--gpus-per-node=h100:9", "partition h100 has 4 nodes of 8 x gpu:h100")),
+    ({"gres": "gpu:a100:8"}, ("not available", "--gpus-per-node=a100:8")),
+    ({"num_nodes": 5}, ("Node count", "--nodes=5")),
+    ({"num_cores": 97}, ("not available", "--cpus-per-task=97")),
+    ({"memory_bytes": 2**50}, ("not available", "--mem=1073741824M")),
+    ({"time_limit_s": 3 * 86400}, ("time limit", "asked: 3-00:00:00; h100 allows 2-00:00:00")),
+    ({"reservation": "foo"}, ("reservation", "asked: --reservation=foo; `scontrol show reservation`")),
+    ({"extra": ("--foo=1",)}, ("--foo", "slurm.extra")),
+    ({"extra": ("--gres=foo:1",)}, ("generic resource", "ask for less")),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), REFUSED_HERE)
+def test_what_this_slurm_refuses_comes_with_what_would_do(slurm: SlurmCluster, tmp_path: Path, changes, says):
+    job = batch_job(tmp_path / "run", **{"partition": "h100", **changes})
+    with pytest.raises(InputError) as refused:
+        check_script(render_script(job), job, found(), environment=slurm.environment)
+    message = str(refused.value)
+    assert message.startswith("Slurm refuses this job: ") and message.count("\n") <= 2
+    assert all(words in message for words in says), message
+    assert not (tmp_path / "run").exists()
+
+
+# As the slurmctld of clusters with accounting answer (src/common/slurm_errno.c), some with words of their own before.
+REFUSED_ELSEWHERE = [
+    (
+        "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified\n",
+        "no --account was asked for; you may charge theory, vision: --account NAME",
+    ),
+    ("allocation failure: Invalid qos specification\n", "no --qos was asked for; you may use long, normal: --qos NAME"),
+    (
+        "sbatch: error: QOSMaxNodePerJobLimit\nsbatch: error: Batch job submission failed: Job violates "
+        "accounting/QOS policy (job submit limit, user's size and/or time limits)\n",
+        "you may use it with accounts theory, vision; QOS long, normal; fewer --nodes or a shorter --time may do",
+    ),
+    ("sbatch: error: job_submit.lua: name your project with --account\n", "asked: --nodes=1 --time=01:00:00"),
+    ("", "no reason given"),
+]
+
+
+@pytest.mark.parametrize(("said", "expected"), REFUSED_ELSEWHERE)
+def test_what_other_clusters_refuse_comes_with_what_would_do(said, expected):
+    access = Access(accounts=("theory", "vision"), qos=("long", "normal"))
+    assert expected in explain_refusal(said, batch_job(RUN_DIR, time_limit_s=3600), found(access))
+
+
+def test_slurms_own_words_are_kept():
+    message = explain_refusal("sbatch: error: job_submit.lua: no project\n", batch_job(RUN_DIR), None)
+    assert message.startswith("Slurm refuses this job: job_submit.lua: no project\n")
+
+
+def test_a_script_that_slurm_would_take_says_when_and_where(slurm: SlurmCluster, tmp_path: Path):
+    job = batch_job(
+        tmp_path / "run", partition="h100", num_nodes=4, gres="gpu:h100:8", takes_whole_nodes=True, time_limit_s=86400
+    )
+    answer = check_script(render_script(job), job, None, environment=slurm.environment)
+    assert "using 384 processors on nodes c[1-4]" in answer
+
+
+def test_a_controller_that_is_gone_is_no_fault_of_the_job(slurm: SlurmCluster, tmp_path: Path):
+    config = tmp_path / "slurm.conf"
+    text = (slurm.folder / "slurm.conf").read_text()
+    config.write_text(text.replace("SlurmctldPort=6817", "SlurmctldPort=6999").replace("Timeout=5", "Timeout=1"))
+    job = batch_job(tmp_path / "run")
+    with pytest.raises(EnvironmentFaultError, match="controller of this cluster does not answer"):
+        check_script(render_script(job), job, None, environment={**slurm.environment, "SLURM_CONF": str(config)})
+
+
+def test_without_sbatch_it_is_said_where_there_is_one(tmp_path: Path):
+    job = batch_job(tmp_path / "run")
+    with pytest.raises(EnvironmentFaultError, match="login node"):
+        check_script("", job, None, environment={"PATH": str(tmp_path)})
+
+
+def test_what_would_overrule_the_script_stays_behind():
+    """And a variable for what the script leaves to the site goes along."""
+    outside = {
+        "SBATCH_PARTITION": "other", "SBATCH_TIMELIMIT": "1", "SBATCH_ACCOUNT": "proj", "SBATCH_NO_REQUEUE": "1",
+        "SBATCH_MEM_PER_CPU": "1G", "SLURM_JOB_ID": "7", "SLURM_CONF": "/c", "HF_TOKEN": "t", "PATH": "/bin",
+    }  # fmt: skip
+    job = batch_job(RUN_DIR, partition="h100", time_limit_s=3600)
+    assert set(submit_environment(outside, job)) == {"SBATCH_ACCOUNT", "SLURM_CONF", "HF_TOKEN", "PATH"}
+    assert "SBATCH_ACCOUNT" not in submit_environment(outside, batch_job(RUN_DIR, account="mine"))
+
+
+def test_the_script_overrules_the_environment(slurm: SlurmCluster, tmp_path: Path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    job = batch_job(run_dir, partition="low", time_limit_s=600, extra=("--hold",))
+    (run_dir / "train.sbatch").write_text(render_script(job))
+    outside = {**slurm.environment, "SBATCH_PARTITION": "gpu", "SBATCH_TIMELIMIT": "1", "SBATCH_SIGNAL": "TERM"}
+    shown = slurm.job(submit_script(run_dir / "train.sbatch", job, None, environment=outside)).text
+    assert " Partition=low " in shown and " TimeLimit=00:10:00 " in shown
+
+
+def test_no_secret_is_in_the_script_or_in_what_slurm_shows(slurm: SlurmCluster, tmp_path: Path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    job = batch_job(run_dir, extra=("--hold",))
+    (run_dir / "train.sbatch").write_text(render_script(job))
+    secret = "hf_abcdefghijklmnopqrstuvwxyz"
+    environment = {**slurm.environment, "HF_TOKEN": secret}
+    job_id = submit_script(run_dir / "train.sbatch", job, None, environment=environment)
+    written = slurm.run("scontrol", "write", "batch_script", job_id, "-").stdout
+    assert "#SBATCH --hold" in written and secret not in written
+    assert secret not in slurm.job(job_id).text
