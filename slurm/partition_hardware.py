@@ -49,6 +49,9 @@ def hardware_of(
     partition starts no jobs.
     """
     _check_state(partition, choice)
+    if stated is not None and not choice.group.names and not choice.group.num_gpus:
+        # Powered down, and not accounted for: what they have is asked for as it is stated.
+        choice = replace(choice, group=replace(choice.group, num_gpus=len(stated.gpus)))
     allowed, why = _allowed_nodes(partition, choice, limits, share.gpus or choice.group.gpus_used)
     _check_count(partition, choice, num_nodes, allowed, why)
     gpus = _gpus(partition, choice.group, stated)

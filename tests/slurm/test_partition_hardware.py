@@ -121,7 +121,8 @@ def test_nodes_that_slurm_neither_shows_nor_counts_gpus_of_are_asked_for():
         of("aris", "compute")
     hardware = of("aris", "compute", num_nodes=48, spec="1xCPU").hardware
     assert (hardware.gpus, hardware.host.num_cores, hardware.host.ram_bytes) == ((), 128, 507904 * MIB)
-    assert len(of("aris", "compute", spec="4xA100-SXM4-40GB").hardware.gpus) == 4
+    stated = of("aris", "compute", spec="4xA100-SXM4-40GB")
+    assert (len(stated.hardware.gpus), stated.group.gres) == (4, "gpu:4")
 
 
 def test_a_spec_states_gpus_that_slurm_does_not_list():
