@@ -109,10 +109,8 @@ def test_a_chain_is_jobs_that_wait_for_each_other(login: Workplace, slurm: Slurm
     run_dir = login.only_run()
     ids = codec.read(run_dir / "submission.json", Submission).job_ids
     assert (run_dir / "chain.txt").read_text().split() == list(ids) and len(ids) == 3
-    assert [f"Dependency=afterany:{ids[0]}" in slurm.job(ids[1]).text, f":{ids[1]}" in slurm.job(ids[2]).text] == [
-        True
-    ] * 2
-    assert "Dependency=(null)" in slurm.job(ids[0]).text
+    awaited = ("Dependency=(null)", f"Dependency=afterany:{ids[0]}", f"Dependency=afterany:{ids[1]}")
+    assert all(words in slurm.job(job_id).text for job_id, words in zip(ids, awaited, strict=True))
 
 
 def test_slurms_refusal_leaves_nothing(login: Workplace, slurm: SlurmCluster):
