@@ -177,10 +177,10 @@ def test_autocast_of_another_type_than_planned_is_named():
             check_engagement(accelerator, model, optimizer, chosen)
 
 
-@pytest.fixture
-def four_ranks() -> Iterator[None]:
+@contextmanager
+def group_of(num_ranks: int) -> Iterator[None]:
     """A process group of which only this rank exists."""
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
     yield
     dist.destroy_process_group()
 
@@ -193,13 +193,36 @@ def four_ranks() -> Iterator[None]:
         ([[0, 2], [1, 3]], Sharding.HSDP, ((2, 2), (Replicate(), Shard(0))), (0, 2)),
     ],
 )
-def test_the_ranks_of_a_copy_are_read_off_its_shards(four_ranks, ranks, sharding, mesh, copy):
+def test_the_ranks_of_a_copy_are_read_off_its_shards(ranks, sharding, mesh, copy):
     """The last would send every gather between machines."""
     block, root = torch.nn.Linear(8, 8), torch.nn.Sequential()
     root.append(block)
-    device_mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("copies", "shards")[-torch.tensor(ranks).ndim :])
-    for module in (block, root):
-        fully_shard(module, mesh=device_mesh, reshard_after_forward=True)
-    assert sharding_of(root) is sharding
-    assert meshes(root) == {mesh}
-    assert ranks_of_copy(root) == [copy]
+    with group_of(4):
+        device_mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("copies", "shards")[-torch.tensor(ranks).ndim :])
+        for module in (block, root):
+            fully_shard(module, mesh=device_mesh, reshard_after_forward=True)
+        assert sharding_of(root) is sharding
+        assert meshes(root) == {mesh}
+        assert ranks_of_copy(root) == [copy]
+
+
+def test_the_mesh_of_a_plan_has_machines_outside_and_their_ranks_inside(monkeypatch):
+    """Three ranks on each of two machines, whatever Accelerate's YAML says."""
+    launch = {
+        "WORLD_SIZE": 6,
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 1,
+        "OMP_NUM_THREADS": 1,
+    }
+    yaml = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": 3}
+    for name, value in {**launch, **yaml}.items():
+        monkeypatch.setenv(name, str(value))
+    with group_of(6):
+        accelerator = build_accelerator(rank_plan(Path("nowhere"), Sharding.HSDP, num_ranks=6), ds_config=None)
+        mesh = accelerator.torch_device_mesh
+        assert mesh["dp_replicate", "dp_shard"].mesh.tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert accelerator.parallelism_config.fsdp_dim_names[0] == "dp_replicate"
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
