@@ -123,7 +123,7 @@ case $target in
     test-long)
         install_dev
         shift
-        [ -z "${SHARDWISE_OUTCOME:-}" ] || set -- --outcome "benchmarks/results/test-long-$(date -u +%Y-%m-%d).json" "$@"
+        [ -z "${SHARDWISE_OUTCOME:-}" ] || set -- "--outcome=benchmarks/results/test-long-$(date -u +%Y-%m-%d).json" "$@"
         exec "$bin/python" -m pytest -m long "$@"
         ;;
     check)
