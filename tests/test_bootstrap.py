@@ -100,7 +100,7 @@ def installed(project: Path) -> Path:
     ("environment", "keeps"),
     [
         ({}, r"pytest -m long"),
-        ({"SHARDWISE_OUTCOME": "1"}, r"pytest -m long --outcome \S+/test-long-20\d\d-\d\d-\d\d.json"),
+        ({"SHARDWISE_OUTCOME": "1"}, r"pytest -m long --outcome=\S+/test-long-20\d\d-\d\d-\d\d.json"),
     ],
 )
 def test_the_outcome_of_the_long_tests_is_kept_where_it_is_asked_for(project: Path, environment, keeps):

@@ -1,0 +1,189 @@
+"""Training on a real Slurm: submitted, interrupted in every way there is, and with the losses of one process."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slurm_cluster import SlurmCluster
+from workplace_factory import Workplace, make_workplace, read_metrics
+
+from trainer.spec import codec
+from trainer.spec.report import Ending, Fault, Report
+
+STEPS = 8
+LONG_STEPS = 110
+LIMIT_S = 240
+SLOW = """
+import time
+
+def on_step(step, metrics):
+    time.sleep(0.6)
+"""
+RARELY = {"checkpoint": {"every": "5 steps"}, "eval": {"every": "1000 steps"}}
+
+
+class Submitted:
+    """A job in the queue and its run directory."""
+
+    def __init__(self, slurm: SlurmCluster, place: Workplace, *words: str) -> None:
+        self.slurm, self.run_dir = slurm, place.folder / "run"
+        on_login_node = Workplace(place.folder, {**place.environment, **slurm.environment, "HOME": str(place.folder)})
+        answer = on_login_node.run("submit", "job.yaml", "--run-dir", self.run_dir, "--json", *words)
+        (self.job,) = json.loads(answer.stdout)["job_ids"]
+
+    @property
+    def report(self) -> Report:
+        return codec.read(self.run_dir / "report.json", Report)
+
+    @property
+    def output(self) -> str:
+        return (self.run_dir / f"slurm-{self.job}.out").read_text()
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Every line of metrics, in the order of training."""
+        metrics = self.run_dir / "metrics.jsonl"
+        whole = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
+        return [json.loads(line) for line in whole if line.endswith("\n")]
+
+    def wait_for_step(self, step: int) -> int:
+        """The number of the attempt that has come so far."""
+
+        def has_come() -> bool:
+            return any(line["step"] >= step for line in self.lines())
+
+        self._wait(has_come, f"step {step}")
+        return int(self.lines()[-1]["attempt"])
+
+    def wait_for_attempt_after(self, attempt: int, *, steps: int = 2) -> int:
+        """Until a later attempt has done some steps; its number."""
+
+        def has_come() -> bool:
+            return len([line for line in self.lines() if line["attempt"] > attempt]) >= steps
+
+        self._wait(has_come, f"{steps} steps after attempt {attempt}")
+        return int(self.lines()[-1]["attempt"])
+
+    def finish(self) -> Report:
+        try:
+            self.slurm.wait_for(self.job, "COMPLETED", timeout_s=LIMIT_S)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.output}") from error
+        return self.report
+
+    def losses(self) -> list[float]:
+        metrics = read_metrics(self.run_dir)
+        assert sorted(metrics) == list(range(1, len(metrics) + 1))
+        return [metrics[step]["loss"] for step in sorted(metrics)]
+
+    def kill_rank(self, attempt: int, rank: int) -> None:
+        record = json.loads((self.run_dir / "attempts" / str(attempt) / "pids" / f"rank-{rank}.json").read_text())
+        os.kill(record["pid"], signal.SIGKILL)
+
+    def _wait(self, claim: Callable[[], bool], words: str) -> None:
+        try:
+            self.slurm.wait_until(claim, words, LIMIT_S)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.slurm.job(self.job).text}\n{self.output}") from error
+
+
+def losses_of_one_process(folder: Path, steps: int) -> list[float]:
+    place = make_workplace(folder)
+    place.write_job(train={"steps": steps}, **RARELY)
+    place.run("train", "job.yaml")
+    metrics = read_metrics(place.only_run())
+    return [metrics[step]["loss"] for step in sorted(metrics)]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Workplace:
+    return make_workplace(tmp_path / "work place")  # with a space in every path
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """What one process learns from the same rows; a shorter run learns the same."""
+    return losses_of_one_process(tmp_path_factory.mktemp("alone") / "place", LONG_STEPS)
+
+
+@pytest.mark.parametrize("sharding", ["fsdp", "zero3"])
+def test_two_nodes_of_two_ranks_learn_what_one_process_does(slurm: SlurmCluster, place: Workplace, sharding, tmp_path):
+    place.write_job(train={"steps": STEPS}, pin={"sharding": sharding}, **RARELY)
+    run = Submitted(slurm, place, "--nodes", "2", "--partition", "cpu", "--hardware", "2x2xCPU", "--time", "10")
+    report = run.finish()
+    assert report.ending is Ending.FINISHED and report.engaged is not None and report.engaged.world_size == 4
+    assert run.losses() == pytest.approx(losses_of_one_process(tmp_path / "alone", STEPS), abs=1e-5)
+    assert "n1: ranks 0 to 1 meet at 10." in run.output and "n2: ranks 2 to 3 meet at 10." in run.output
+    logs = {path.name for path in (run.run_dir / "attempts" / "1" / "logs").iterdir()}
+    assert {"launcher.log", "launcher-1.log", "agents.log", *(f"rank-{rank}.log" for rank in range(4))} <= logs
+
+
+def test_a_run_goes_on_through_every_interruption_with_the_losses_of_one_process(slurm, place, alone):
+    """A rank is killed, the time is up, USR1, preemption, a node without power: each restart learns on, no step twice.
+
+    The first restart is the supervisor's own, the others are Slurm's.
+    """
+    (place.folder / "slow.py").write_text(SLOW)
+    place.write_job(train={"steps": LONG_STEPS}, pin={"sharding": "fsdp"}, extensions="slow.py", **RARELY)
+    run = Submitted(slurm, place, "--nodes", "2", "--partition", "low", "--time", "2")
+    attempt = run.wait_for_step(3)
+    run.kill_rank(attempt, 1)
+    attempt = run.wait_for_attempt_after(attempt)
+
+    slurm.wait_for(run.job, "RUNNING", restarts=1, timeout_s=LIMIT_S)  # within two minutes the time is nearly up
+    attempt = run.wait_for_attempt_after(attempt)
+    slurm.run("scancel", "--batch", "--signal=USR1", run.job)
+    attempt = run.wait_for_attempt_after(attempt)
+
+    urgent = slurm.submit("--partition=cpu", "--nodes=4", "--exclusive", "--wrap=sleep 1")
+    slurm.wait_for(urgent, "COMPLETED", timeout_s=LIMIT_S)
+    attempt = run.wait_for_attempt_after(attempt)
+
+    nodes = slurm.run("scontrol", "show", "hostnames", slurm.job(run.job).nodes).stdout.split()
+    slurm.kill_node(nodes[1])
+    run.wait_for_attempt_after(attempt)
+    report = run.finish()
+    assert report.ending is Ending.FINISHED and report.step == LONG_STEPS
+    assert run.losses() == pytest.approx(alone, abs=1e-5)
+
+    assert [record.fault for record in report.history if record.fault] == [Fault.KILLED] * 2, report.history
+    assert slurm.job(run.job).restarts >= 4
+    first_steps = {line["attempt"]: line["step"] for line in reversed(run.lines())}
+    for before, record in pairwise(report.history):
+        begins_at = first_steps.get(record.number, before.step + 1)  # stopped before it did a step
+        if before.fault is None:
+            assert before.ending is Ending.PREEMPTED and begins_at == before.step + 1
+        else:
+            assert begins_at == (record.resumed_from_step or 0) + 1 <= before.step + 1
+
+
+def test_a_run_that_is_cancelled_is_not_queued_again(slurm, place):
+    (place.folder / "slow.py").write_text(SLOW)
+    place.write_job(train={"steps": LONG_STEPS}, extensions="slow.py", **RARELY)
+    run = Submitted(slurm, place, "--nodes", "1", "--partition", "cpu", "--time", "5")
+    run.wait_for_step(3)
+    slurm.run("scancel", run.job)
+    job = slurm.wait_for(run.job, "CANCELLED", timeout_s=LIMIT_S)
+    slurm.wait_until(lambda: (run.run_dir / "report.json").is_file(), "a report")
+    assert job.restarts == 0 and run.report.ending is Ending.PREEMPTED and run.report.checkpoint is not None
+
+
+@pytest.mark.long
+def test_ten_preemptions_in_a_row(slurm, place, tmp_path):
+    steps = 120
+    (place.folder / "slow.py").write_text(SLOW)
+    place.write_job(train={"steps": steps}, pin={"sharding": "zero2"}, extensions="slow.py", **RARELY)
+    run = Submitted(slurm, place, "--nodes", "2", "--partition", "low", "--time", "10")
+    attempt = run.wait_for_step(2)
+    for _ in range(10):
+        urgent = slurm.submit("--partition=cpu", "--nodes=4", "--exclusive", "--wrap=sleep 1")
+        slurm.wait_for(urgent, "COMPLETED", timeout_s=LIMIT_S)
+        attempt = run.wait_for_attempt_after(attempt, steps=1)
+    report = run.finish()
+    assert report.ending is Ending.FINISHED and slurm.job(run.job).restarts == 10
+    assert run.losses() == pytest.approx(losses_of_one_process(tmp_path / "alone", steps), abs=1e-5)
+    assert [line["step"] for line in run.lines()] == list(range(1, steps + 1)), "a step was done twice, or left out"
