@@ -31,6 +31,7 @@ from launch.local_ranks import LocalRanks, Ranks
 from launch.nvme_folder import check_nvme, held_folder, nvme_folder
 from launch.operators import remove_stale_locks
 from launch.progress import MetricsTail, Progress
+from launch.recorded_environment import write_environment
 from launch.retries import MAX_SAME_STEP, Decision, Tried, decide
 from launch.run_history import earlier_history, num_at_step
 from launch.staging import copy_staged
@@ -197,6 +198,7 @@ def _started(around: Surroundings, plan: Plan, attempt_dir: Path) -> Iterator[Ra
     check_nvme(plan)
     cores = plan.hardware.host.num_cores or 1
     environment = launch_environment(around.environment, plan, extensions_dir=around.extensions_dir, cores=cores)
+    write_environment(attempt_dir, environment)
     argv = launch_command(attempt_dir, log_dir=attempt_dir / "logs", python=sys.executable)
     with held_folder(nvme_folder(plan, around.run_dir, int(attempt_dir.name))):
         yield LocalRanks(argv, attempt_dir=attempt_dir, environment=environment)

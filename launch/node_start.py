@@ -22,6 +22,7 @@ from launch.node_channel import Start
 from launch.nvme_folder import check_nvme, held_folder, nvme_folder
 from launch.operators import build_needed, remove_stale_locks
 from launch.probe_host import interface_of, read_host
+from launch.recorded_environment import write_environment
 from launch.staging import copy_staged
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError
@@ -78,6 +79,7 @@ def start_on_node(
     argv = launch_command(attempt_dir, log_dir=attempt_dir / "logs", python=sys.executable, node_rank=node_rank)
     variables = launch_environment(environment, plan, extensions_dir=extensions, cores=host.num_cores or 1)
     interfaces = interface_settings(environment, start, _INTERFACE_SETTINGS[plan.device_kind])
+    write_environment(attempt_dir, variables | interfaces, node_rank=node_rank)
     mine, way = _ranks_of(plan, node_rank), " ".join(f"{name}={value}" for name, value in interfaces.items())
     on_progress(f"ranks {mine.start} to {mine.stop - 1} meet at {start.head}:{start.port}{' by ' + way if way else ''}")
     with contextlib.ExitStack() as stack:

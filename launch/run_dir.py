@@ -1,7 +1,8 @@
 """Names, makes and locks run directories.
 
     <output>-<UTC time>/   job.yaml  hardware.json  plan.json (never rewritten)  metrics.jsonl  report.json
-        attempts/N/        plan.json  accelerate.yaml  ds_config.json  status.json  pids/  logs/  report.json
+        attempts/N/        plan.json  accelerate.yaml  ds_config.json  environment.json  status.json  pids/  logs/
+                           report.json; of several machines accelerate-1.yaml, environment-1.json ... as well
         checkpoints/  export/
 
 A directory belongs to one supervisor at a time: it holds an advisory lock on `.lock` while it lives.

@@ -110,7 +110,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses_of_one_process(tmp_path_factory.mktemp("alone") / "place", LONG_STEPS)
 
 
-@pytest.mark.parametrize("sharding", ["fsdp", "zero3"])
+@pytest.mark.parametrize("sharding", ["fsdp", "zero3", pytest.param("hsdp", marks=pytest.mark.long)])
 def test_two_nodes_of_two_ranks_learn_what_one_process_does(slurm: SlurmCluster, place: Workplace, sharding, tmp_path):
     place.write_job(train={"steps": STEPS}, pin={"sharding": sharding}, **RARELY)
     run = Submitted(slurm, place, "--nodes", "2", "--partition", "cpu", "--hardware", "2x2xCPU", "--time", "10")
@@ -122,10 +122,11 @@ def test_two_nodes_of_two_ranks_learn_what_one_process_does(slurm: SlurmCluster,
     assert {"launcher.log", "launcher-1.log", "agents.log", *(f"rank-{rank}.log" for rank in range(4))} <= logs
 
 
-def test_a_run_goes_on_through_every_interruption_with_the_losses_of_one_process(slurm, place, alone):
-    """A rank is killed, the time is up, USR1, preemption, a node without power: each restart learns on, no step twice.
+@pytest.mark.parametrize("time", [1, *(pytest.param(time, marks=pytest.mark.long) for time in range(2, 11))])
+def test_a_run_goes_on_through_every_interruption_with_the_losses_of_one_process(slurm, place, alone, time):
+    """A rank is killed, the time is up, USR1 twice, preemption, a node without power: each restart learns on.
 
-    The first restart is the supervisor's own, the others are Slurm's.
+    The first restart is the supervisor's own, the others are Slurm's. No step counts twice.
     """
     (place.folder / "slow.py").write_text(SLOW)
     place.write_job(train={"steps": LONG_STEPS}, pin={"sharding": "fsdp"}, extensions="slow.py", **RARELY)
@@ -139,19 +140,23 @@ def test_a_run_goes_on_through_every_interruption_with_the_losses_of_one_process
     slurm.run("scancel", "--batch", "--signal=USR1", run.job)
     attempt = run.wait_for_attempt_after(attempt)
 
-    urgent = slurm.submit("--partition=cpu", "--nodes=4", "--exclusive", "--wrap=sleep 1")
+    urgent = slurm.submit("--partition=cpu", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
     slurm.wait_for(urgent, "COMPLETED", timeout_s=LIMIT_S)
     attempt = run.wait_for_attempt_after(attempt)
 
     nodes = slurm.run("scontrol", "show", "hostnames", slurm.job(run.job).nodes).stdout.split()
     slurm.kill_node(nodes[1])
     run.wait_for_attempt_after(attempt)
+    slurm.run("scancel", "--batch", "--signal=USR1", run.job)
+    slurm.wait_for(run.job, "PENDING", timeout_s=LIMIT_S)
+    slurm.wait_for(run.job, "RUNNING", timeout_s=LIMIT_S)
+    slurm.run("scancel", "--batch", "--signal=USR1", run.job)  # now while libraries are imported, or before
     report = run.finish()
     assert report.ending is Ending.FINISHED and report.step == LONG_STEPS
     assert run.losses() == pytest.approx(alone, abs=1e-5)
 
     assert [record.fault for record in report.history if record.fault] == [Fault.KILLED] * 2, report.history
-    assert slurm.job(run.job).restarts >= 4
+    assert slurm.job(run.job).restarts >= 6
     first_steps = {line["attempt"]: line["step"] for line in reversed(run.lines())}
     for before, record in pairwise(report.history):
         begins_at = first_steps.get(record.number, before.step + 1)  # stopped before it did a step
@@ -180,7 +185,7 @@ def test_ten_preemptions_in_a_row(slurm, place, tmp_path):
     run = Submitted(slurm, place, "--nodes", "2", "--partition", "low", "--time", "10")
     attempt = run.wait_for_step(2)
     for _ in range(10):
-        urgent = slurm.submit("--partition=cpu", "--nodes=4", "--exclusive", "--wrap=sleep 1")
+        urgent = slurm.submit("--partition=cpu", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
         slurm.wait_for(urgent, "COMPLETED", timeout_s=LIMIT_S)
         attempt = run.wait_for_attempt_after(attempt, steps=1)
     report = run.finish()
