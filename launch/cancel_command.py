@@ -41,7 +41,8 @@ def run_cancel(options: CancelOptions, console: Console, *, environment: Mapping
         witness = witness_of(files, queue, asks_ended=False, environment=environment)
         judged = judge(files, witness, now_s=time.time())
         if judged.state.is_alive or judged.state is RunState.UNKNOWN:
-            mark_cancelled(files.run_dir, now=datetime.now(UTC))
+            queued = (job.job_id for job in witness.jobs or ())
+            mark_cancelled(files.run_dir, now=datetime.now(UTC), job_ids=[*dict.fromkeys((*files.job_ids, *queued))])
             alive.append(files)
         else:
             console.line(f"{files.run_dir}: nothing to cancel: {judged.words}")

@@ -1,13 +1,15 @@
 """The mark of a run that a person cancelled: the file `cancelled` in its directory.
 
 A stop with a checkpoint usually means "go on later": a scheduler queues the job again, the next job of a chain takes
-over. The mark says that nothing goes on: whoever supervises the run, or is started for it by a scheduler, ends it as
-after Ctrl-C. A person's own `train --resume` takes the mark away.
+over. The mark says that nothing goes on: whoever supervises the run ends it as after Ctrl-C, and a job that was
+cancelled with it ends at once when it starts. It names these jobs, so that a person who submits the script again, or
+resumes the run by hand, is not refused: such a start takes the mark away.
 """
 
 import getpass
 import os
 import socket
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -25,22 +27,41 @@ def is_cancelled(run_dir: Path) -> bool:
 def read_mark(run_dir: Path) -> str | None:
     """When and by whom the run was cancelled, in words; None where it was not."""
     try:
-        return " ".join((run_dir / MARK).read_text(errors="replace").split()) or "cancelled"
+        return (run_dir / MARK).read_text(errors="replace").partition("\n")[0] or "cancelled"
     except OSError:
         return None
 
 
-def mark_cancelled(run_dir: Path, *, now: datetime) -> None:
-    """Leaves the mark; EnvironmentFaultError where it cannot be written."""
+def mark_cancelled(run_dir: Path, *, now: datetime, job_ids: Sequence[str] = ()) -> None:
+    """Leaves the mark for these jobs of Slurm; EnvironmentFaultError where it cannot be written."""
+    lines = [f"cancelled {now:%Y-%m-%dT%H:%M:%SZ} by {_who()}", " ".join(["jobs", *job_ids])]
     try:
-        write_bytes(run_dir / MARK, f"cancelled {now:%Y-%m-%dT%H:%M:%SZ} by {_who()}\n".encode())
+        write_bytes(run_dir / MARK, "".join(f"{line}\n" for line in lines).encode())
     except OSError as error:
         raise EnvironmentFaultError(f"{run_dir}: cannot be written: {error.strerror}") from error
+
+
+def must_end_at_start(run_dir: Path, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether what starts here is a job that was cancelled; anything else that starts takes the mark away."""
+    try:
+        words = (run_dir / MARK).read_text(errors="replace").split()
+    except OSError:
+        return False
+    if "jobs" in words and own_job(environment) in words[words.index("jobs") + 1 :]:
+        return True
+    clear_mark(run_dir)
+    return False
 
 
 def clear_mark(run_dir: Path) -> None:
     """Takes the mark away where there is one."""
     (run_dir / MARK).unlink(missing_ok=True)
+
+
+def own_job(environment: Mapping[str, str]) -> str | None:
+    """The id of the job this program runs in, of an array ID_INDEX; None outside of one."""
+    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID") or None
 
 
 def _who() -> str:

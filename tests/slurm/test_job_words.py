@@ -1,0 +1,70 @@
+"""Why a job waits and how one ended is said in words that tell what to do."""
+
+import pytest
+
+from slurm.job_text import EndedJob, QueuedJob
+from slurm.job_words import ended_words, queued_words, reason_words
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("Priority", "higher priority"),
+        ("Resources", "once enough is free"),
+        ("QOSMaxJobsPerUserLimit", "so many of your jobs may run at once"),
+        ("AssocMaxJobsLimit", "so many of your jobs may run at once"),
+        ("DependencyNeverSatisfied", "never starts: cancel it"),
+        ("BeginTime", "queued again"),
+        ("ReqNodeNotAvail, UnavailableNodes:gpu-q-[2-47]", "down, drained or reserved"),
+        ("QOSMaxGRESPerUser", "your jobs together are at your limit"),
+        ("MaxGRESPerAccount", "your jobs together are at your limit"),
+        ("QOSMaxCpuPerUserLimit", "your jobs together are at your limit"),
+        ("QOSMaxWallDurationPerJobLimit", "asks for more time"),
+        ("AssocMaxWallDurationPerJobLimit", "asks for more time"),
+        ("QOSMaxNodePerJobLimit", "more than one job may have"),
+        ("QOSGrpGRES", "everybody's jobs of this QOS"),
+        ("AssocGrpGRES", "everybody's jobs of your account"),
+        ("launch failed requeued held", "scontrol release"),
+        ("JobHeldUser", "scontrol release"),
+        (None, "not looked at it yet"),
+    ],
+)
+def test_a_reason_is_explained(reason, words):
+    assert words in (reason_words(reason) or "")
+
+
+def test_an_unknown_reason_is_shown_as_it_is():
+    assert reason_words("SomethingNew") is None
+    job = QueuedJob(job_id="12", state="PENDING", reason="SomethingNew")
+    assert queued_words(job) == "job 12: PENDING (SomethingNew)"
+
+
+def test_a_job_that_waits_says_when_it_is_expected():
+    job = QueuedJob(job_id="12", state="PENDING", reason="Priority", start="2026-11-22T18:11:00")
+    assert queued_words(job) == (
+        "job 12: PENDING (Priority): jobs of higher priority come first; expected to start 2026-11-22T18:11:00"
+    )
+
+
+def test_a_job_that_runs_says_where_and_how_long_it_may():
+    job = QueuedJob(job_id="12", state="RUNNING", start="2026-11-22T18:11:00", nodes="n[1-2]", seconds_left=7200)
+    assert queued_words(job) == "job 12: RUNNING since 2026-11-22T18:11:00 on n[1-2], 2 h 00 min of its time left"
+    assert "no time limit" in queued_words(QueuedJob(job_id="12", state="RUNNING"))
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (EndedJob(job_id="12", state="COMPLETED", exit_code=0), "job 12 ended"),
+        (
+            EndedJob(job_id="12", state="FAILED", exit_code=3, end="2026-11-22T18:11:00"),
+            "job 12 failed with exit code 3 (no strategy fits these nodes) at 2026-11-22T18:11:00",
+        ),
+        (EndedJob(job_id="12", state="FAILED", exit_code=127), "job 12 failed with exit code 127"),
+        (EndedJob(job_id="12", state="FAILED", exit_code=0, end_signal=9), "job 12 failed by signal 9"),
+        (EndedJob(job_id="12", state="TIMEOUT", exit_code=0, end_signal=15), "job 12 was ended by its time limit"),
+        (EndedJob(job_id="12", state="REVOKED"), "job 12 is REVOKED"),
+    ],
+)
+def test_an_end_is_explained(job, words):
+    assert ended_words(job) == words
