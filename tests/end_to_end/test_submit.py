@@ -118,6 +118,22 @@ def test_slurms_refusal_leaves_nothing(login: Workplace, slurm: SlurmCluster):
     assert not slurm.run("squeue", "--noheader").stdout
 
 
+def test_a_limit_that_only_the_real_submission_meets_leaves_nothing(login: Workplace, slurm: SlurmCluster):
+    """As a QOS of few jobs a user does: `--test-only` does not count."""
+    program = login.folder / "bin" / "sbatch"
+    program.parent.mkdir()
+    (real,) = slurm.run("sh", "-c", "command -v sbatch").stdout.split()
+    said = "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit)"
+    program.write_text(f'#!/bin/sh\n[ "$1" = --test-only ] && exec {real} "$@"\necho "{said}" >&2\nexit 1\n')
+    program.chmod(0o755)
+    path = f"{program.parent}:{login.environment['PATH']}"
+    limited = login._replace(environment={**login.environment, "PATH": path})
+    assert "fewer --nodes or a shorter --time" in refused(limited)
+    (login.folder / "mine").mkdir()
+    assert "job submit limit" in refused(limited, "--run-dir", "mine")
+    assert not list((login.folder / "mine").iterdir())
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -101,7 +101,8 @@ def test_the_points_of_an_array_run_in_their_folders(slurm: SlurmCluster, tmp_pa
         assert next_job(slurm, run_dir / f"point-{point}", 1) == f"{array}_{point}"
     following = next_job(slurm, run_dir / "point-3", 2)
     assert following.endswith("_3") and slurm.wait_for(following, "COMPLETED")
-    assert [len(read_events(run_dir / f"point-{point}")) for point in (1, 2, 3)] == [1, 1, 2]
+    slurm.wait_until(lambda: not slurm.run("squeue", "--noheader").stdout, "the queue is empty")
+    assert [len(read_starts(run_dir / f"point-{point}")) for point in (1, 2, 3)] == [1, 1, 2]
     assert "point-3" in (run_dir / "point-3" / "events").read_text()
 
 
