@@ -124,7 +124,7 @@ def test_a_status_holds_what_a_person_wants_to_know(run_dir):
     assert (status.step, status.num_steps, status.loss, status.tokens_per_s) == (3, 100, 4.97, 1234.0)
     assert (status.lr, status.memory_peak_bytes, status.seconds_left) == (3e-4, 7 * 2**20, 194.0)
     assert (status.num_attempts, status.num_ranks, status.phase) == (1, 1, "training")
-    assert status.silent_s is not None and status.silent_s < 60 and status.ended_job is None
+    assert status.silent_s is not None and status.ended_job is None
     ended = EndedJob(job_id="12", state="COMPLETED")
     write_report(run_dir, Ending.FINISHED)
     status = status_of(read_run(run_dir), Witness(jobs=(), ended=ended), now_s=time.time(), last_line=None, logs=())

@@ -1,0 +1,54 @@
+"""A stand-in for `shardwise train` in a batch script: makes the files of a run, step by step, and nothing else.
+
+It ends when `finish` stands in the run directory, and at USR1 as `train` does: with 75, of a cancelled run with 130.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from run_factory import metrics_row, write_attempt, write_report
+
+from launch.run_dir import locked, next_attempt
+from launch.run_mark import is_cancelled, must_end_at_start
+from launch.supervisor import StopRequest
+from trainer.spec.report import Ending
+
+STEP_S = 0.05
+
+
+def program() -> str:
+    """The text of a program that is `main` here."""
+    repository = Path(__file__).parents[2]
+    folders = [str(repository), str(repository / "tests" / "factories")]
+    lines = [f"#!{sys.executable}", "import sys", f"sys.path[:0] = {folders!r}", "import stand_in_run"]
+    return "\n".join([*lines, "sys.exit(stand_in_run.main())", ""])
+
+
+def main() -> int:
+    run_dir = Path(sys.argv[4])
+    stop = StopRequest()
+    with stop.listening(), locked(run_dir):
+        if must_end_at_start(run_dir):
+            say("this run was cancelled")
+            return 130
+        attempt = next_attempt(run_dir)
+        folder = write_attempt(run_dir, attempt)
+        step = 0
+        say(f"attempt {attempt} runs")
+        while stop.kind is None and not (run_dir / "finish").exists():
+            step += 1
+            with (run_dir / "metrics.jsonl").open("a") as stream:
+                stream.write(json.dumps(metrics_row(step, attempt)) + "\n")
+            (folder / "status.json").write_text(json.dumps({"phase": "training", "step": step}))
+            time.sleep(STEP_S)
+        ending = Ending.FINISHED if stop.kind is None else Ending.STOPPED if is_cancelled(run_dir) else Ending.PREEMPTED
+        write_report(run_dir, ending, attempt=attempt, step=step)
+        say(f"attempt {attempt} ended: {ending}")
+    return {Ending.FINISHED: 0, Ending.STOPPED: 130, Ending.PREEMPTED: 75}[ending]
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
