@@ -131,7 +131,7 @@ def script_body(
     """Everything below the `#SBATCH` lines."""
     surroundings = _surroundings(None if container else program_dir, modules, is_offline=is_offline, scratch=scratch)
     start = _START if container is None else _container_start(container, workdir)
-    parts = [_names(run_dir, script, is_array=is_array), _RECORD, _SIGNALS, surroundings, start, _WAIT, _GO_ON]
+    parts = [_names(run_dir, script, is_array=is_array), _SIGNALS, _RECORD, surroundings, start, _WAIT, _GO_ON]
     array = '--array="$point" ' if is_array else ""
     last = f'{_FOLLOW_UP}sbatch {array}--dependency="afterany:$job" "$script"\n'
     return "\n".join([*filter(None, parts), last])

@@ -14,6 +14,7 @@ from workplace_factory import Workplace, make_workplace, read_metrics
 
 from trainer.spec import codec
 from trainer.spec.report import Ending, Fault, Report
+from trainer.spec.submission import JOBS_FILE
 
 STEPS = 8
 LONG_STEPS = 110
@@ -74,6 +75,9 @@ class Submitted:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.output}") from error
         return self.report
+
+    def num_starts(self) -> int:
+        return (self.run_dir / JOBS_FILE).read_text().count("\n")
 
     def losses(self) -> list[float]:
         metrics = read_metrics(self.run_dir)
@@ -147,10 +151,10 @@ def test_a_run_goes_on_through_every_interruption_with_the_losses_of_one_process
     nodes = slurm.run("scontrol", "show", "hostnames", slurm.job(run.job).nodes).stdout.split()
     slurm.kill_node(nodes[1])
     run.wait_for_attempt_after(attempt)
+    num_starts = run.num_starts()
     slurm.run("scancel", "--batch", "--signal=USR1", run.job)
-    slurm.wait_for(run.job, "PENDING", timeout_s=LIMIT_S)
-    slurm.wait_for(run.job, "RUNNING", timeout_s=LIMIT_S)
-    slurm.run("scancel", "--batch", "--signal=USR1", run.job)  # now while libraries are imported, or before
+    slurm.wait_until(lambda: run.num_starts() > num_starts, "the script has begun again", LIMIT_S)
+    slurm.run("scancel", "--batch", "--signal=USR1", run.job)  # now before a library is imported
     report = run.finish()
     assert report.ending is Ending.FINISHED and report.step == LONG_STEPS
     assert run.losses() == pytest.approx(alone, abs=1e-5)
