@@ -71,10 +71,8 @@ def verdict_of(cell: Cell) -> Verdict:
     broken = first_broken(INCOMPATIBILITIES, cell.on(device_named(f"{'1x' if is_alone else '2x8x'}{cell.gpu}")))
     if broken is not None:
         return Verdict("refused", broken.name)
-    cpu = device_named("1xCPU" if is_alone else "2xCPU")
-    if cell.sharding is Sharding.HSDP:
-        cpu = replace(cpu, num_nodes=2)
-    plain_cpu = replace(cell.on(cpu), cpu_flags=frozenset())
+    cpu = {Sharding.NONE: "1xCPU", Sharding.HSDP: "2x2xCPU"}.get(cell.sharding, "2xCPU")
+    plain_cpu = replace(cell.on(device_named(cpu)), cpu_flags=frozenset())
     on_cpu = first_broken(INCOMPATIBILITIES, plain_cpu, reach=Reach.OURS)
     proofs = PROOFS if on_cpu is None else GPU_PROOFS
     proof = next((proof for proof in proofs if proof.shows(cell)), None)

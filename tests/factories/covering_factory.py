@@ -11,7 +11,7 @@ from random import Random
 from typing import NamedTuple
 
 from msgspec.structs import replace
-from planning_factory import job_of, machine, situation_for
+from planning_factory import job_of, situation_for
 
 from trainer.planning.catalogue import CATALOGUE
 from trainer.planning.rules import may_run
@@ -80,13 +80,11 @@ def rows() -> tuple[tuple[Strategy, Method], ...]:
 
 def is_row_allowed(strategy: Strategy, method: Method) -> bool:
     """Whether no rule forbids the row on a CPU once it is pinned and everything is allowed."""
-    hardware = machine("1xCPU" if strategy.sharding is Sharding.NONE else "2xCPU")
-    if strategy.sharding is Sharding.HSDP:
-        hardware = replace(hardware, num_nodes=2)
+    spec = {Sharding.NONE: "1xCPU", Sharding.HSDP: "2x2xCPU"}.get(strategy.sharding, "2xCPU")
     pin = {axis: getattr(strategy, axis) for axis in ("sharding", "offload", "optimizer", "precision")}
     job = job_of(allow=tuple(Allowance), pin=pin, seq_len=512, tokens_per_step=8192)
     job = replace(job, limits=replace(job.limits, nvme=NvmeLimit(path="/nvme")))
-    situation = situation_for("tiny", hardware, method=method, job=job)
+    situation = situation_for("tiny", spec, method=method, job=job)
     return may_run(situation, strategy)
 
 
