@@ -1,6 +1,6 @@
 """Every pair of values of any two axes, run for real on CPU: each point trains like the plain run of the same update.
 
-The points are a covering set of what the planner's rules let a CPU run (`covering_factory`): 110 of 35,000. A point is
+The points are a covering set of what the planner's rules let a CPU run (`covering_factory`): 116 of 34,000. A point is
 held against a run of one process in fp32, with nothing recomputed, moved or cut, of the same optimizer and method.
 Plain AdamW itself is held against PyTorch without any of our code in `test_engines`.
 """

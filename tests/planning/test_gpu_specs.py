@@ -118,12 +118,18 @@ def test_a_cpu_spec_shares_this_machine() -> None:
     assert (hardware.num_devices, hardware.host) == (2, CPU_HOST)
 
 
+def test_cpu_ranks_of_several_machines_have_machines_like_this_one() -> None:
+    hardware = hardware_from_spec("3x2xCPU", local_host=lambda: CPU_HOST)
+    assert (hardware.num_nodes, hardware.num_devices_per_node, hardware.num_devices) == (3, 2, 6)
+    assert (hardware.device_kind, hardware.host) == (DeviceKind.CPU, CPU_HOST)
+
+
 def test_a_bare_name_is_one_card() -> None:
     assert hardware_from_spec("H200", local_host=lambda: CPU_HOST).num_devices == 1
     assert hardware_from_spec("RTX-4090", local_host=lambda: CPU_HOST).num_devices == 1
 
 
-@pytest.mark.parametrize("text", ["", "8x", "0xH200", "1x0xH200", "8xH300", "-1xH200", "2x2xCPU", "1x2x3xH200"])
+@pytest.mark.parametrize("text", ["", "8x", "0xH200", "1x0xH200", "8xH300", "-1xH200", "0x2xCPU", "1x2x3xH200"])
 def test_a_wrong_spec_says_what_one_looks_like(text: str) -> None:
     with pytest.raises(InputError) as caught:
         hardware_from_spec(text, local_host=lambda: CPU_HOST)
