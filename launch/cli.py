@@ -180,6 +180,14 @@ def _submit(options: argparse.Namespace) -> ExitCode:
     )
 
 
+def _fetch(options: argparse.Namespace) -> ExitCode:
+    from launch.fetch_command import FetchOptions, run_fetch
+
+    return run_fetch(
+        FetchOptions(job=options.job, overrides=options.overrides, prepare=not options.no_prepare), Console()
+    )
+
+
 def _status(options: argparse.Namespace) -> ExitCode:
     from launch.status_command import StatusOptions, run_status
 
@@ -294,6 +302,7 @@ _COMMANDS = {
     "estimate": _estimate,
     "train": _train,
     "submit": _submit,
+    "fetch": _fetch,
     "status": _status,
     "logs": _logs,
     "cancel": _cancel,

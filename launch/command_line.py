@@ -9,7 +9,6 @@ from pathlib import Path
 from trainer.spec.errors import InputError
 
 LATER_COMMANDS = {
-    "fetch": "0.6",
     "ladder": "0.7",
     "profile": "0.7",
     "watch": "0.7",
@@ -82,6 +81,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_estimate(commands.add_parser("estimate", help="memory and speed of cases that pin everything"))
     _add_train(commands.add_parser("train", help="plan, train, evaluate, export, report"))
     _add_submit(commands.add_parser("submit", help="plan for a Slurm partition, write train.sbatch, submit it"))
+    _add_fetch(
+        commands.add_parser("fetch", help="get everything that a job needs from a network: weights, data, tokens")
+    )
     _add_status(commands.add_parser("status", help="how runs stand: queue, step, loss, speed, time left"))
     _add_logs(commands.add_parser("logs", help="what a run said last, and with -f what it says from now on"))
     _add_cancel(commands.add_parser("cancel", help="have a run save a checkpoint and end, with all of its jobs"))
@@ -173,6 +175,12 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the script; nothing is written or submitted")
     parser.add_argument("--json", action="store_true", help="the answer as JSON on stdout, everything else on stderr")
+
+
+def _add_fetch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", type=Path, help="job file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. data.streaming=false")
+    parser.add_argument("--no-prepare", action="store_true", help="do not make the token cache")
 
 
 def _add_status(parser: argparse.ArgumentParser) -> None:

@@ -96,6 +96,13 @@ def list_files(request: PrepareRequest) -> PrepareRequest:
     )
 
 
+def is_of_hub(source: str) -> bool:
+    """Whether a source is looked for on the hub, as nothing on this machine is called so."""
+    if source == PYTHON_STDLIB or Path(source).expanduser().exists():
+        return False
+    return not _names_file(source) and is_dataset_id(source)
+
+
 def source_bytes(listed: PrepareRequest) -> int:
     """Bytes of the listed training files as they are when decompressed, each as often as its weight draws it."""
     return round(sum(file.size_bytes * _content_per_byte(file.path) * file.weight for file in listed.files))
@@ -157,9 +164,12 @@ def _refuse_part(part: Part, what: str) -> None:
 
 def _refuse_missing_file(source: str, path: Path, *, setting: str) -> None:
     """InputError for what can be no data set of the hub."""
-    is_name_of_file = content_suffix(source) in TEXT_SUFFIXES | ROW_SUFFIXES or compression(source) is not None
-    if is_name_of_file or not is_dataset_id(source):
+    if _names_file(source) or not is_dataset_id(source):
         raise InputError(f"{setting}: {source} was not found: there is no {path}")
+
+
+def _names_file(source: str) -> bool:
+    return content_suffix(source) in TEXT_SUFFIXES | ROW_SUFFIXES or compression(source) is not None
 
 
 def _list_stream(source: str, part: Part, *, setting: str, cache: Path) -> _Listed:

@@ -11,10 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import IO
 
-from launch.hub_files import is_offline
+from launch.hub_files import hub_cache, is_offline
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.plan import Plan
 
@@ -33,15 +34,38 @@ def fetch_flash_kernel(
 
     EnvironmentFaultError, with the next step, where it cannot be had. Ends early once `should_stop` says so.
     """
-    kernel = next((each.flash_kernel for each in (plan.chosen, *plan.fallbacks) if each.flash_kernel), None)
-    if kernel is None:
-        return
+    kernel = kernel_of(plan)
+    problem = None if kernel is None else load_kernel(kernel, on_progress, should_stop, python)
+    if problem is not None:
+        raise EnvironmentFaultError(problem)
+
+
+def kernel_of(plan: Plan) -> str | None:
+    """The kernel that the plan, or one of its fallbacks, runs."""
+    return next((each.flash_kernel for each in (plan.chosen, *plan.fallbacks) if each.flash_kernel), None)
+
+
+def load_kernel(
+    kernel: str,
+    on_progress: Callable[[str], None],
+    should_stop: Callable[[], bool] = lambda: False,
+    python: str = sys.executable,
+) -> str | None:
+    """Fetches a kernel where the cache has it not, and loads it once; why it cannot be loaded, in words."""
     problem = _load(kernel, python, OFFLINE, should_stop)
     if problem is not None and not is_offline() and not should_stop():
         on_progress(f"fetching {kernel}, once for this machine")
         problem = _load(kernel, python, {}, should_stop)
-    if problem is not None:
-        raise EnvironmentFaultError(problem)
+    return problem
+
+
+def has_kernel(kernel: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the cache has a build of the kernel; whether it fits this machine is for torch to say."""
+    named = environment.get("HF_KERNELS_CACHE") or environment.get("KERNELS_CACHE")
+    cache = Path(named).expanduser() if named else hub_cache(None, environment)
+    repository, _, commit = kernel.partition("@")
+    builds = cache / f"kernels--{repository.replace('/', '--')}" / "snapshots" / commit / "build"
+    return builds.is_dir() and any(builds.iterdir())
 
 
 def _load(kernel: str, python: str, settings: dict[str, str], should_stop: Callable[[], bool]) -> str | None:

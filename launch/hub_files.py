@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 from trainer.spec.errors import EnvironmentFaultError, InputError
 
@@ -79,6 +80,26 @@ def download_snapshot(repository: str, *, revision: str | None, cache: Path, set
             ignore_patterns=list(_LEFT_OUT),
         )
     return Path(folder)
+
+
+class RepositoryFiles(NamedTuple):
+    """Files of a revision on the hub."""
+
+    commit: str
+    sizes: dict[str, int]  # bytes, by path
+
+
+def list_snapshot(repository: str, *, revision: str | None, cache: Path, setting: str) -> RepositoryFiles:
+    """What `download_snapshot` with weights would have in the cache; raises as it does."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import filter_repo_objects
+
+    with hub_errors_explained(repository, revision=revision, cache=cache, setting=setting, what="a model"):
+        described = HfApi().model_info(repository, revision=revision, timeout=ANSWER_TIMEOUT_S, files_metadata=True)
+    sizes = {sibling.rfilename: sibling.size or 0 for sibling in described.siblings or ()}
+    wanted = filter_repo_objects(sizes, allow_patterns=[*_SMALL_FILES, *_WEIGHT_FILES], ignore_patterns=list(_LEFT_OUT))
+    assert described.sha is not None, "the hub answers with a commit"
+    return RepositoryFiles(described.sha, {name: sizes[name] for name in wanted})
 
 
 def is_snapshot(folder: Path) -> bool:

@@ -1,11 +1,12 @@
 """What is asked before a job waits in a queue for hours: does it find what it reads, and room for what it writes?"""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from launch.disk_check import needed_disk_bytes
-from launch.hub_files import hub_cache
+from launch.flash_kernel import kernel_of
+from launch.missing_files import missing_for
 from launch.plan_job import PlanInputs
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.job import NodeNetwork
@@ -19,7 +20,7 @@ FILES_A_RANK = 20  # logs of attempts, and of each checkpoint a shard
 def check_network(inputs: PlanInputs, plan: Plan, *, job_name: str) -> str | None:
     """A line on what the job will download, None where there is nothing; InputError where its nodes reach no hub."""
     network = inputs.resolved.job.slurm.network
-    missing = list(_not_here(inputs, plan))
+    missing = missing_for(inputs, kernel=kernel_of(plan))
     if not missing:
         return None
     what = " and ".join(missing)
@@ -55,22 +56,3 @@ def check_room(plans: Sequence[Plan], run_dir: Path) -> None:
             f"{run_dir}: a run makes up to {files} files, this file system takes {there.f_favail} more; "
             "remove some, or name another with output or --run-dir"
         )
-
-
-def _not_here(inputs: PlanInputs, plan: Plan) -> Iterator[str]:
-    if inputs.model.needs_download:
-        yield f"the weights of {inputs.model.repository}"
-    listed = (*inputs.request.files, *inputs.request.eval_files)
-    remote = {
-        file.hub.partition("@")[0].removeprefix("hf://datasets/") for file in listed if file.is_remote and file.hub
-    }
-    if remote:
-        yield f"the data of {', '.join(sorted(remote))}"
-    kernel = next((each.flash_kernel for each in (plan.chosen, *plan.fallbacks) if each.flash_kernel), None)
-    if kernel is not None and not _has_kernel(kernel, inputs.hub_home):
-        yield f"the kernel {kernel}"
-
-
-def _has_kernel(kernel: str, hub_home: Path | None) -> bool:
-    repository, _, commit = kernel.partition("@")
-    return (hub_cache(hub_home) / f"models--{repository.replace('/', '--')}" / "snapshots" / commit).is_dir()

@@ -213,6 +213,7 @@ def test_the_options_of_every_command_are_frozen():
         "submit": ["--account", "--chain", "--constraint", "--container-image", "--dry-run", "--gpus-per-node",
                    "--hardware", "--help", "--json", "--mail", "--nodes", "--partition", "--qos", "--reservation",
                    "--run-dir", "--sweep", "--time"],
+        "fetch": ["--help", "--no-prepare"],
         "status": ["--help", "--json"],
         "logs": ["--attempt", "--follow", "--help", "--lines", "--rank"],
         "cancel": ["--help", "--now"],

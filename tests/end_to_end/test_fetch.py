@@ -1,0 +1,141 @@
+"""What `shardwise fetch` brings is enough to train without a network; what is here is asked of nobody."""
+
+import array
+import json
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hub_server import COMMIT, Hub, serving
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from workplace_factory import SENTENCES, TINY_CONFIG, Workplace
+
+NUM_FILES = 3
+ROWS = [{"text": f"{SENTENCES[number % 4]} {number}"} for number in range(240)]
+
+
+def weights() -> bytes:
+    """model.safetensors of the tiny Llama, drawn at random."""
+    width, inner, layers = (
+        TINY_CONFIG["hidden_size"],
+        TINY_CONFIG["intermediate_size"],
+        TINY_CONFIG["num_hidden_layers"],
+    )
+    key = width * TINY_CONFIG["num_key_value_heads"] // TINY_CONFIG["num_attention_heads"]
+    shapes: dict[str, Sequence[int]] = {"model.embed_tokens.weight": (320, width), "model.norm.weight": (width,)}
+    for layer in range(layers):
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        shapes |= {f"{attention}.q_proj.weight": (width, width), f"{attention}.o_proj.weight": (width, width)}
+        shapes |= {f"{attention}.{name}_proj.weight": (key, width) for name in "kv"}
+        shapes |= {f"{mlp}.{name}_proj.weight": (inner, width) for name in ("gate", "up")}
+        shapes |= {f"{mlp}.down_proj.weight": (width, inner)}
+        shapes |= {f"model.layers.{layer}.{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
+    draw, header, content = random.Random(7), {}, b""
+    for name, shape in shapes.items():
+        size = shape[0] * (shape[1] if len(shape) > 1 else 1)
+        numbers = array.array("f", (1.0 if len(shape) == 1 else draw.gauss(0, 0.05) for _ in range(size)))
+        begin, content = len(content), content + numbers.tobytes()
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, len(content)]}
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + content
+
+
+def tokenizer() -> bytes:
+    """Every byte is a token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<eos>"])
+    return made.to_str().encode()
+
+
+def rows_file(number: int) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in ROWS[number::NUM_FILES]).encode()
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    model = {
+        "config.json": json.dumps(TINY_CONFIG).encode(),
+        "tokenizer.json": tokenizer(),
+        "tokenizer_config.json": json.dumps(
+            {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+        ).encode(),
+        "model.safetensors": weights(),
+        "pytorch_model.bin": b"never fetched",
+    }
+    rows = {f"data/train-{number:05d}-of-0000{NUM_FILES}.jsonl": rows_file(number) for number in range(NUM_FILES)}
+    with serving(Hub(files={"org/model": model, "org/rows": rows})) as served:
+        yield served
+
+
+@pytest.fixture
+def online(workplace: Workplace, hub: Hub) -> Workplace:
+    kept = {name: value for name, value in workplace.environment.items() if "PROXY" not in name.upper()}
+    kept = {name: value for name, value in kept.items() if not name.startswith("HF_")}
+    place = Workplace(workplace.folder, kept | {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"})
+    place.write_job(
+        model={"name": "org/model", "config": None, "tokenizer": None},
+        data={"train": "org/rows", "eval": "10%"},
+        train={"steps": 2},
+        checkpoint={"every": "100 steps"},
+    )
+    return place
+
+
+def offline(place: Workplace) -> Workplace:
+    """The same without a network: the hub's address leads nowhere."""
+    nowhere = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    return Workplace(place.folder, place.environment | nowhere)
+
+
+def test_after_fetch_a_job_of_the_hub_trains_without_a_network(online: Workplace, hub: Hub):
+    cache = online.folder / "home" / ".cache" / "huggingface" / "hub"
+    lines = online.run("fetch", "job.yaml").stdout.splitlines()
+    size = sum(map(len, (rows_file(number) for number in range(NUM_FILES))))
+    assert any(
+        line.startswith("the weights of org/model: ") and line.endswith(f"1 file into {cache}") for line in lines
+    )
+    assert f"the data of org/rows (data.train): {size / 1024:.3g} KiB in 3 files into {cache}" in lines
+    assert any(line.startswith("the prepared data: prepared now, ") for line in lines)
+    assert lines[-1] == "without a network: HF_HUB_OFFLINE=1 shardwise train job.yaml"
+    assert not list(cache.rglob("pytorch_model.bin"))
+
+    asked = len(hub.requests)
+    lines = online.run("fetch", "job.yaml", "--no-prepare").stdout.splitlines()
+    assert lines[:2] == [
+        f"the weights of org/model: here already, in {cache}",
+        f"the data of org/rows (data.train): here already, in {cache}",
+    ]
+    assert "nothing had to be fetched" in lines and len(hub.requests) == asked
+
+    output = offline(online).run("train", "job.yaml").stdout
+    assert "finished at step 2 of 2" in output and f"org/rows@{COMMIT}" in output
+
+
+def test_a_stream_is_fetched_whole(online: Workplace, hub: Hub):
+    cache = online.folder / "home" / ".cache" / "huggingface" / "hub"
+    lines = online.run("fetch", "job.yaml", "data.streaming=true", "--no-prepare").stdout.splitlines()
+    assert any(line.startswith("the data of org/rows") and " in 3 files into " in line for line in lines)
+    assert len(list(cache.rglob("train-*.jsonl"))) == NUM_FILES
+
+
+def test_a_download_that_was_broken_off_is_gone_on_with(online: Workplace, hub: Hub):
+    online.run("fetch", "job.yaml", "--no-prepare")
+    (broken,) = (online.folder / "home").rglob("snapshots/*/model.safetensors")
+    broken.unlink()
+    lines = online.run("fetch", "job.yaml", "--no-prepare").stdout.splitlines()
+    assert " in 1 file into " in lines[0] and "here already" in lines[1]
+    assert broken.is_file()
+
+
+def test_without_a_hub_the_next_step_is_said(online: Workplace):
+    answer = offline(online).run("fetch", "job.yaml", check=False)
+    assert answer.returncode == 4
+    assert "org/model is neither a folder here nor in" in answer.stderr and "HF_HUB_OFFLINE is set" in answer.stderr
+
+
+def test_a_job_that_is_all_here_needs_nothing(workplace: Workplace):
+    lines = offline(workplace).run("fetch", "job.yaml", "--no-prepare").stdout.splitlines()
+    assert lines == ["nothing had to be fetched", "without a network: HF_HUB_OFFLINE=1 shardwise train job.yaml"]
