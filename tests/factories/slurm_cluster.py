@@ -57,7 +57,12 @@ def lacks_slurm() -> str | None:
     missing = [name for name in _PROGRAMS if shutil.which(name, path=_search_path()) is None]
     if missing:
         return f"a real Slurm needs {', '.join(missing)}: {INSTALLED_BY}"
-    return None if os.geteuid() == 0 else "a real Slurm with a network for each node needs root"
+    if os.geteuid() != 0:
+        return "a real Slurm with a network for each node needs root"
+    spaces = subprocess.run(
+        ["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True, check=False
+    )
+    return None if spaces.returncode == 0 else f"a real Slurm needs namespaces of its own: {spaces.stderr.strip()}"
 
 
 @contextmanager

@@ -70,6 +70,37 @@ def test_a_cancelled_job_saves_and_is_not_brought_back(slurm: SlurmCluster, tmp_
     assert not slurm.run("squeue", "--noheader").stdout
 
 
+def without_warning(script: Path) -> Path:
+    """The same without --signal: the first that the job hears is TERM, at its end."""
+    lines = script.read_text().splitlines(keepends=True)
+    script.write_text("".join(line for line in lines if "--signal=" not in line))
+    return script
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["requeue", "cancel"])
+def test_a_job_that_makes_way_without_a_warning_goes_on_once(slurm: SlurmCluster, tmp_path: Path, mode: str):
+    run_dir = tmp_path / "run"
+    slurm.run("scontrol", "update", "partitionname=low", f"preemptmode={mode}")
+    try:
+        job = slurm.submit("--nodes=4", without_warning(write_run(batch_job(run_dir, partition="low"), "told", "0")))
+        wait_for_events(slurm, run_dir, FRESH)
+        slurm.submit("--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+        slurm.wait_for(job, "COMPLETED", restarts=1, timeout_s=90)
+    finally:
+        slurm.run("scontrol", "update", "partitionname=low", "preemptmode=requeue")
+    assert read_events(run_dir) == [FRESH, "told", AGAIN]
+    assert not slurm.run("squeue", "--noheader").stdout, "no second job was submitted"
+
+
+@pytest.mark.long
+def test_a_job_that_meets_its_limit_without_a_warning_goes_on(slurm: SlurmCluster, tmp_path: Path):
+    run_dir = tmp_path / "run"
+    job = slurm.submit(without_warning(write_run(batch_job(run_dir, time_limit_s=60), "told", "0")))
+    slurm.wait_for(job, "COMPLETED", restarts=1, timeout_s=180)
+    assert read_events(run_dir) == [FRESH, "told", AGAIN]
+
+
 @pytest.mark.parametrize("code", [2, 5])
 def test_every_other_code_is_that_of_the_job(slurm: SlurmCluster, tmp_path: Path, code: int):
     job = slurm.submit(write_run(batch_job(tmp_path / "run"), str(code)))
