@@ -20,11 +20,13 @@ from trainer.spec.job_fields import BY_PATH
 from trainer.spec.job_file import Layer, job_tree, read_layers
 from trainer.spec.job_kinds import shown
 from trainer.spec.nearest import close_matches
+from trainer.spec.submission import FILE_NAME as SUBMISSION_NAME
 from trainer.spec.value import Value
 
 PERSONAL_SETTINGS = ("price_per_gpu_hour", "log.wandb", "log.notify", "slurm")
 FOLDERS = ("cache", "huggingface", "scratch")
 COMMAND_LINE = "command line"
+_STAMP = re.compile(r"-\d{8}-\d{6}(-\d+)?$")  # of a run directory
 DEFAULT = "default"
 
 
@@ -177,7 +179,12 @@ def _override_value(path: str, value_text: str) -> object:
 
 
 def _name_of_job(path: Path | None) -> str:
+    """The file's name; of the job.yaml of a submitted run, which every run has, the run's, without its time."""
     stem = "job" if path is None else path.stem
+    if path is not None and (path.parent / SUBMISSION_NAME).is_file():
+        folder = path.absolute().parent
+        is_point = (folder.parent / SUBMISSION_NAME).is_file()
+        stem = _STAMP.sub("", folder.parent.name) + f"-{folder.name}" if is_point else _STAMP.sub("", folder.name)
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "job"
 
 

@@ -303,3 +303,23 @@ def test_reading_a_job_imports_nothing_heavy():
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("folders", "name"),
+    [
+        (("tiny-20261122-173000",), "tiny"),
+        (("tiny-20261122-173000-2",), "tiny"),
+        (("my run",), "my-run"),
+        (("sweep-20261122-173000", "point-3"), "sweep-point-3"),
+    ],
+)
+def test_a_submitted_run_keeps_its_name(tmp_path, folders, name):
+    folder = tmp_path
+    for each in folders:
+        folder = folder / each
+        folder.mkdir()
+        (folder / "submission.json").touch()
+    (folder / "job.yaml").write_text("model: {name: a/b}\ndata: {train: d}\n")
+    resolved = read_job_layers(folder / "job.yaml", [], config_home=tmp_path / "none", site_config=None)
+    assert resolved.name == name
