@@ -34,6 +34,7 @@ from launch.progress import MetricsTail, Progress
 from launch.recorded_environment import write_environment
 from launch.retries import MAX_SAME_STEP, Decision, Tried, decide
 from launch.run_history import earlier_history, num_at_step
+from launch.run_mark import is_cancelled
 from launch.staging import copy_staged
 from launch.supervisor import StopKind, StopRequest, watch_attempt
 from launch.watchdog import Watchdog, WatchLimits
@@ -294,7 +295,7 @@ def _told(end: AttemptEnd, decision: Decision, stop: StopRequest, run_dir: Path)
     ending = Ending.OUT_OF_MEMORY if decision.is_out_of_fallbacks else report.ending
     is_stopped = ending in (Ending.STOPPED, Ending.PREEMPTED) or decision.candidate is not None or stop.is_urgent
     if stop.kind is not None and is_stopped and ending is not Ending.FINISHED:
-        ending = Ending.PREEMPTED if stop.kind is StopKind.REQUEUE else Ending.STOPPED
+        ending = Ending.PREEMPTED if stop_code(stop, run_dir) is ExitCode.REQUEUE else Ending.STOPPED
     code = {
         Ending.FINISHED: ExitCode.DONE,
         Ending.STOPPED: ExitCode.INTERRUPTED,
@@ -307,9 +308,10 @@ def _told(end: AttemptEnd, decision: Decision, stop: StopRequest, run_dir: Path)
     return msgspec.structs.replace(report, ending=ending, exit_code=int(code), checkpoint=report.checkpoint or newest)
 
 
-def stop_code(stop: StopRequest) -> ExitCode:
-    """The exit code of a run that was stopped by request."""
-    return ExitCode.REQUEUE if stop.kind is StopKind.REQUEUE else ExitCode.INTERRUPTED
+def stop_code(stop: StopRequest, run_dir: Path | None = None) -> ExitCode:
+    """The exit code of a run that was stopped by request; nothing goes on with one that a person cancelled."""
+    is_for_good = stop.kind is not StopKind.REQUEUE or (run_dir is not None and is_cancelled(run_dir))
+    return ExitCode.INTERRUPTED if is_for_good else ExitCode.REQUEUE
 
 
 def _write_report(run_dir: Path, report: Report) -> None:

@@ -41,6 +41,7 @@ from launch.probe import read_hardware
 from launch.report_text import render_report
 from launch.resume_run import finished_report, plan_to_resume, refuse_other_run
 from launch.run_history import refuse_endless_restarts
+from launch.run_mark import must_end_at_start
 from launch.staging import with_stages
 from launch.supervisor import StoppedEarlyError, StopRequest
 from launch.torch_fit import check_torch
@@ -106,7 +107,7 @@ def train(options: TrainOptions, console: Console, *, environment: Mapping[str, 
                 run_place = _find_run_dir(options, prepared.plan)
         except StoppedEarlyError:
             console.line("stopped before the first step: nothing was trained")
-            return RunOutcome(stop_code(stop), None)
+            return RunOutcome(stop_code(stop, options.run_dir), None)
         outcome = _train(options, prepared, run_place, console, stop, environment, machines)
         ending = "" if outcome.report is None else f": {outcome.report.ending} at step {outcome.report.step}"
         machines.end(outcome.exit_code, f"the run ended{ending}")
@@ -124,6 +125,9 @@ def _train(
 ) -> RunOutcome:
     plan, (run_dir, earlier) = prepared.plan, place
     with run_dirs.locked(run_dir):
+        if must_end_at_start(run_dir, environment):
+            console.line(f"{run_dir} was cancelled, and this job with it; to go on with the run: --resume")
+            return RunOutcome(ExitCode.INTERRUPTED, None, run_dir)
         if earlier is None:
             plan = keep_model_code(keep_extension(plan, run_dir), run_dir)
             _write_run(run_dir, plan, prepared.resolved)
@@ -333,7 +337,7 @@ def _run(
     )
     if stop.kind is not None:
         console.line(f"stopped before the first step: nothing was trained ({run_dir})")
-        return RunOutcome(stop_code(stop), None, run_dir)
+        return RunOutcome(stop_code(stop, run_dir), None, run_dir)
     console.line(f"run directory: {run_dir}")
     if machines.was_restarted:
         refuse_endless_restarts(run_dir)

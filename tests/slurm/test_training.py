@@ -33,8 +33,9 @@ class Submitted:
 
     def __init__(self, slurm: SlurmCluster, place: Workplace, *words: str) -> None:
         self.slurm, self.run_dir = slurm, place.folder / "run"
-        on_login_node = Workplace(place.folder, {**place.environment, **slurm.environment, "HOME": str(place.folder)})
-        answer = on_login_node.run("submit", "job.yaml", "--run-dir", self.run_dir, "--json", *words)
+        own = {**place.environment, **slurm.environment, "HOME": str(place.folder)}
+        self.on_login_node = Workplace(place.folder, own)
+        answer = self.on_login_node.run("submit", "job.yaml", "--run-dir", self.run_dir, "--json", *words)
         (self.job,) = json.loads(answer.stdout)["job_ids"]
 
     @property
@@ -170,15 +171,25 @@ def test_a_run_goes_on_through_every_interruption_with_the_losses_of_one_process
             assert begins_at == (record.resumed_from_step or 0) + 1 <= before.step + 1
 
 
-def test_a_run_that_is_cancelled_is_not_queued_again(slurm, place):
+@pytest.mark.parametrize(
+    ("command", "state", "ending"),
+    [
+        ("scancel", "CANCELLED", Ending.PREEMPTED),  # Slurm does not say who ends a job
+        ("shardwise cancel", "FAILED", Ending.STOPPED),
+    ],
+)
+def test_a_run_that_is_cancelled_saves_and_is_not_queued_again(slurm, place, command, state, ending):
     (place.folder / "slow.py").write_text(SLOW)
     place.write_job(train={"steps": LONG_STEPS}, extensions="slow.py", **RARELY)
     run = Submitted(slurm, place, "--nodes", "1", "--partition", "cpu", "--time", "5")
     run.wait_for_step(3)
-    slurm.run("scancel", run.job)
-    job = slurm.wait_for(run.job, "CANCELLED", timeout_s=LIMIT_S)
+    if command == "scancel":
+        slurm.run("scancel", run.job)
+    else:
+        run.on_login_node.run("cancel", run.run_dir)
+    job = slurm.wait_for(run.job, state, timeout_s=LIMIT_S)
     slurm.wait_until(lambda: (run.run_dir / "report.json").is_file(), "a report")
-    assert job.restarts == 0 and run.report.ending is Ending.PREEMPTED and run.report.checkpoint is not None
+    assert job.restarts == 0 and run.report.ending is ending and run.report.checkpoint is not None
 
 
 @pytest.mark.long
