@@ -128,6 +128,7 @@ def status_of(
     peaks = [line["memory_peak_bytes"] for line in files.rows if line.get("memory_peak_bytes")]
     num_steps = plan.schedule.num_steps if plan is not None else report.num_steps if report is not None else None
     is_running = judged.state is RunState.RUNNING
+    may_be_alive = judged.state.is_alive or judged.state is RunState.UNKNOWN
     return RunStatus(
         run_dir=str(files.run_dir),
         state=judged.state,
@@ -136,7 +137,7 @@ def status_of(
         overrides=files.submission.overrides if files.submission is not None else (),
         jobs=witness.jobs or (),
         ended_job=None if judged.state.is_alive else witness.ended,
-        phase=files.phase if judged.state.is_alive or judged.state is RunState.UNKNOWN else None,
+        phase=files.phase if may_be_alive and not files.has_told_its_end else None,
         step=files.step,
         num_steps=num_steps,
         loss=row.get("loss"),

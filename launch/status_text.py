@@ -29,7 +29,8 @@ def render_status(status: RunStatus, *, base: Path) -> str:
     head = f"{shown_path(status.run_dir, base)}: {status.state.value.replace('_', ' ')}"
     of = f" of {status.num_steps}" if status.num_steps is not None else ""
     at = f", step {status.step}{of}" if status.step is not None else ""
-    lines = [f"{head}{at}"] + ([f"  {status.words}"] if status.state is not RunState.FINISHED else [])
+    is_said = status.state is RunState.FINISHED or status.words in {f"job {job.job_id} runs" for job in status.jobs}
+    lines = [f"{head}{at}"] + ([] if is_said else [f"  {status.words}"])
     lines += [f"  {' '.join(status.overrides)}"] if status.overrides else []
     lines += [f"  {status.cancelled}"] if status.cancelled else []
     lines += [f"  {queued_words(job)}" for job in status.jobs]
