@@ -78,12 +78,3 @@ def _least_cores(text: str) -> int | None:
 
 def _number(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdigit() else None
-
-
-def seconds_of_time(text: str) -> int | None:
-    """Seconds in `D-HH:MM:SS`, `HH:MM:SS` or `MM:SS`, as squeue writes them; None for UNLIMITED and INVALID."""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

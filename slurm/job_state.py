@@ -1,30 +1,18 @@
-"""What Slurm says of a job that runs, and what it is told: short questions to the controller, each with a limit."""
+"""What Slurm says of a job that runs."""
 
 import os
-import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping
 
-from slurm.allocation import seconds_of_time
+from slurm.quantities import parse_duration
+from slurm.queries import ask_slurm
+from trainer.spec.errors import EnvironmentFaultError
 
-_LIMIT_S = 20.0
 
-
-def read_seconds_left(job_id: str) -> int | None:
+def read_seconds_left(job_id: str, environment: Mapping[str, str] = os.environ) -> int | None:
     """Seconds until the job's time limit; None without one, and where the controller does not answer."""
-    answer = _ask(["squeue", "--noheader", f"--jobs={job_id}", "--format=%L"])
-    return None if answer is None else seconds_of_time(answer.splitlines()[0] if answer.strip() else "")
-
-
-def _ask(argv: Sequence[str]) -> str | None:
+    argv = ("squeue", "--noheader", f"--jobs={job_id}", "--format=%L")
     try:
-        done = subprocess.run(
-            argv,
-            capture_output=True,
-            text=True,
-            timeout=_LIMIT_S,
-            check=False,
-            env={**os.environ, "LC_ALL": "C"},
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
+        answer = ask_slurm(argv, environment=environment)
+    except EnvironmentFaultError:
+        return None  # the batch script still hears of the limit by a signal
+    return parse_duration(answer.strip())

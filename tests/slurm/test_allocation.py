@@ -8,7 +8,6 @@ from slurm.allocation import (
     Allocation,
     find_allocation,
     is_login_node,
-    seconds_of_time,
     srun_argv,
     submit_line,
 )
@@ -67,11 +66,3 @@ def test_a_step_of_every_node_has_all_that_the_job_has():
     inside = find_allocation(JOB | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"})
     assert inside is not None
     assert "--overlap" in srun_argv(inside, ["prog"]) and "--label" in srun_argv(inside, ["prog"], labels=True)
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("1-02:03:04", 93784), ("02:03:04", 7384), ("59:59", 3599), ("0:01", 1), ("UNLIMITED", None), ("INVALID", None)],
-)
-def test_time_as_squeue_writes_it(text, seconds):
-    assert seconds_of_time(text) == seconds
