@@ -6,7 +6,7 @@ Pure. Times are the local ones that Slurm prints; what it does not know is None.
 import re
 from collections.abc import Iterator
 
-from slurm.allocation import seconds_of_time
+from slurm.quantities import parse_duration
 from trainer.spec.value import Value
 
 # %o, the script's path, may hold anything but a line break, so it comes last.
@@ -61,7 +61,7 @@ def parse_queue(text: str) -> tuple[QueuedJob, ...]:
             job_id=row[0],
             state=row[1],
             start=_known(row[2]),
-            seconds_left=seconds_of_time(row[3]),
+            seconds_left=parse_duration(row[3]),
             num_nodes=int(row[4]) if row[4].isdigit() else None,
             partition=_known(row[5]),
             submitted=_known(row[6]),
