@@ -196,13 +196,15 @@ def _connect(
         except InputError:
             content = None
         if content is not None:
-            port = head.port or content.port
-            try:
-                connection = socket.create_connection((head.host, port), timeout=10.0)
-            except OSError as error:
-                problem = f"{head.host} port {port} cannot be reached: {error.strerror or error}"
-            else:
-                return _greeted(connection, content, node_rank, hardware)
+            port, problems = head.port or content.port, []
+            for host in _hosts(head, content):
+                try:
+                    connection = socket.create_connection((host, port), timeout=10.0)
+                except OSError as error:
+                    problems.append(f"{host} port {port} cannot be reached: {error.strerror or error}")
+                else:
+                    return _greeted(connection, content, node_rank, hardware)
+            problem = problems[0]
         if time.monotonic() > end:
             raise EnvironmentFaultError(
                 f"{socket.gethostname()}: {problem}\n"
@@ -210,6 +212,12 @@ def _connect(
             )
         time.sleep(RETRY_S)
     return None
+
+
+def _hosts(head: Head, content: NodesFile) -> list[str]:
+    """Where the supervisor may be called: a node's name in Slurm need not mean anything to the resolver."""
+    srun = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")  # of the machine on which srun runs, which is the supervisor's
+    return [*dict.fromkeys((head.host, *((content.host, srun) if srun else ())))]
 
 
 def _greeted(connection: socket.socket, content: NodesFile, node_rank: int, hardware: Hardware | None) -> Channel:

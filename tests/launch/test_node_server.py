@@ -1,7 +1,10 @@
 """The supervisor and its agents: who may join, what arrives, and who is missed; real sockets on this machine."""
 
+import os
 import socket
 import stat
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -182,6 +185,18 @@ def test_an_agent_names_the_port_it_cannot_reach(tmp_path):
         run_agent(tmp_path, head=Head("127.0.0.1"), node_rank=1, stop=StopRequest(), on_line=print, wait_s=0)
 
 
+def test_a_node_whose_name_means_nothing_is_called_by_the_address_of_srun(server, tmp_path):
+    name = "node-without-an-address.invalid"
+    code = AGENT.replace("127.0.0.1", name)
+    environment = {**os.environ, "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=environment)
+    try:
+        poll_until(server, lambda: 1 in server.nodes)
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_an_agent_that_is_stopped_before_there_is_a_supervisor_ends(tmp_path):
     stop = StopRequest()
     stop.kind = StopKind.INTERRUPT
@@ -218,9 +233,6 @@ sys.exit(int(code))
 
 @pytest.fixture
 def agent(server, tmp_path):
-    import subprocess
-    import sys
-
     process = subprocess.Popen([sys.executable, "-c", AGENT, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     poll_until(server, lambda: 1 in server.nodes)
     yield process
