@@ -45,7 +45,7 @@ COVERING = (
     Move(ZERO2, ZERO2, "bf16"), Move(ZERO3, ZERO3, "bf16"), Move(FSDP, FSDP, "bf16"), Move(ZERO2_HOST, FSDP, "bf16"),
     Move(ZERO3, ZERO3, "pure-bf16"),
     Move(SINGLE, SINGLE, "fp16"), Move(SINGLE, FSDP, "fp16"),
-    Move(SINGLE, HSDP), Move(HSDP, ZERO3), Move(ZERO3, HSDP, "lora"), Move(HSDP, FSDP, "lora"),
+    Move(SINGLE, HSDP), Move(HSDP, ZERO3), Move(ZERO3, HSDP, "lora"),
 )  # fmt: skip
 REST = [
     *(
