@@ -7,8 +7,6 @@ step learns from. The report of the run tells of every attempt.
 
 import contextlib
 import os
-import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -17,16 +15,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import yaml
 
 from launch import run_dir as run_dirs
-from launch.accelerate_config import accelerate_config
 from launch.attempt_end import AttemptEnd
+from launch.attempt_files import prepare_attempt
 from launch.checkpoint_fit import newest_facts, obstacle_to_resume
 from launch.cluster_ranks import Cluster, ClusterRanks
 from launch.command import launch_command, launch_environment
 from launch.console import Console
-from launch.deepspeed_config import deepspeed_config
+from launch.deadline import Deadline
 from launch.local_ranks import LocalRanks, Ranks
 from launch.nvme_folder import check_nvme, held_folder, nvme_folder
 from launch.operators import remove_stale_locks
@@ -43,9 +40,7 @@ from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.plan import Candidate, Plan
 from trainer.spec.report import AttemptRecord, Ending, Fault, Report
-from trainer.spec.units import format_bytes, format_seconds
-
-MOST_MARGIN_S = 45.0
+from trainer.spec.units import format_bytes
 
 
 class RunOutcome(NamedTuple):
@@ -54,18 +49,6 @@ class RunOutcome(NamedTuple):
     exit_code: ExitCode
     report: Report | None
     run_dir: Path | None = None
-
-
-class Deadline(NamedTuple):
-    """When a scheduler ends the job."""
-
-    moment_s: float  # on the monotonic clock
-    margin_s: float  # for processes to end, beside the last step and the last save
-
-    @classmethod
-    def in_seconds(cls, left_s: float) -> "Deadline":
-        """So many seconds from now; of a short job the margin is short as well."""
-        return cls(time.monotonic() + left_s, min(MOST_MARGIN_S, left_s / 10))
 
 
 class Surroundings(NamedTuple):
@@ -80,27 +63,6 @@ class Surroundings(NamedTuple):
     limits: WatchLimits
     cluster: Cluster | None  # the machines, where there are several
     deadline: Deadline | None
-
-
-def prepare_attempt(plan: Plan, candidate: Candidate, *, run_dir: Path, resume: bool) -> Path:
-    """Writes the next `attempts/N/` with everything its ranks read; returns it."""
-    number = run_dirs.next_attempt(run_dir)
-    attempt_dir = run_dir / "attempts" / str(number)
-    try:
-        (attempt_dir / "logs").mkdir(parents=True)
-        attempt_plan = msgspec.structs.replace(plan, candidates=(candidate,), resume=resume)
-        codec.write(attempt_dir / "plan.json", attempt_plan)
-        if candidate.strategy.sharding.uses_deepspeed:
-            folder = nvme_folder(attempt_plan, run_dir, number)
-            config = deepspeed_config(attempt_plan, nvme_path=None if folder is None else str(folder))
-            filled = msgspec.json.format(msgspec.json.encode(config), indent=1)
-            codec.write_bytes(attempt_dir / "ds_config.json", filled + b"\n")
-        head = socket.gethostname() if attempt_plan.num_machines > 1 else None  # each agent writes what holds then
-        settings = accelerate_config(attempt_plan, attempt_dir=attempt_dir, head=head)
-        codec.write_bytes(attempt_dir / "accelerate.yaml", yaml.safe_dump(settings, sort_keys=False).encode())
-    except OSError as error:
-        raise EnvironmentFaultError(f"{attempt_dir}: cannot be written: {error.strerror}") from error
-    return attempt_dir
 
 
 def run_attempts(
@@ -175,7 +137,8 @@ def _run_one(around: Surroundings, attempt_dir: Path) -> AttemptEnd:
 
     def tick() -> None:
         progress.tick()
-        _stop_in_time(around, watchdog)
+        if around.deadline is not None:
+            around.deadline.stop_in_time(around.stop, watchdog, around.console)
 
     with contextlib.ExitStack() as held:
         held.callback(progress.close)
@@ -203,20 +166,6 @@ def _started(around: Surroundings, plan: Plan, attempt_dir: Path) -> Iterator[Ra
     argv = launch_command(attempt_dir, log_dir=attempt_dir / "logs", python=sys.executable)
     with held_folder(nvme_folder(plan, around.run_dir, int(attempt_dir.name))):
         yield LocalRanks(argv, attempt_dir=attempt_dir, environment=environment)
-
-
-def _stop_in_time(around: Surroundings, watchdog: Watchdog) -> None:
-    """Asks for a stop when a step and a save are all that the time limit leaves room for."""
-    if around.deadline is None or around.stop.kind is not None:
-        return
-    left_s = around.deadline.moment_s - time.monotonic()
-    needed_s = around.deadline.margin_s + watchdog.stop_s
-    if left_s < needed_s:
-        around.console.line(
-            f"the time limit is {format_seconds(max(left_s, 0.0))} away, a step, a save and an end take up to "
-            f"{format_seconds(needed_s)}: stopping with a checkpoint"
-        )
-        around.stop.note(signal.SIGUSR1, None)
 
 
 def _after(course: _Course, end: AttemptEnd, number: int, around: Surroundings) -> Decision:

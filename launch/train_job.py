@@ -15,11 +15,13 @@ import msgspec
 
 from launch import folders
 from launch import run_dir as run_dirs
-from launch.attempts import Deadline, RunOutcome, prepare_attempt, run_attempts, stop_code
+from launch.attempt_files import prepare_attempt
+from launch.attempts import RunOutcome, run_attempts, stop_code
 from launch.calibration_store import append_calibration, record_of_run
 from launch.cluster import Machines, machines_of, membership, serve
 from launch.cluster_hardware import describe_difference
 from launch.console import Console
+from launch.deadline import Deadline
 from launch.disk_check import check_disk
 from launch.extension_file import keep_extension
 from launch.flash_kernel import fetch_flash_kernel

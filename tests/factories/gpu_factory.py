@@ -18,7 +18,7 @@ import numpy as np
 from engine_plan_factory import engine_plan
 from operator_cache import folder_with_operators
 
-from launch.attempts import prepare_attempt
+from launch.attempt_files import prepare_attempt
 from launch.command import launch_command, launch_environment
 from trainer.planning.device import device_of
 from trainer.planning.memory import estimate_memory

@@ -20,7 +20,7 @@ from gpu_factory import (
 )
 from planning_factory import job_of, machine, situation_for
 
-from launch.attempts import prepare_attempt
+from launch.attempt_files import prepare_attempt
 from launch.command import launch_command, launch_environment
 from trainer.planning.rules import obstacle_to, refuse
 from trainer.spec import codec

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 from engine_plan_factory import engine_plan
 
-from launch.attempts import prepare_attempt, run_attempts
+from launch.attempt_files import prepare_attempt
+from launch.attempts import run_attempts
 from launch.console import Console
 from launch.disk_check import check_disk
 from launch.nvme_folder import check_locked_memory, check_nvme, held_folder, nvme_folder, remove_stale_folders
