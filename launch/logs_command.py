@@ -39,21 +39,33 @@ def run_logs(
     """Shows the end of the log that tells most, or of the one that is asked for; Ctrl-C ends following in order."""
     word = options.run or _newest()
     files = one_run(find_runs(word, environment), word)
-    path = main_log(files, rank=options.rank, attempt=options.attempt)
-    if path is None and not options.follow:
-        console.line(f"{files.run_dir}: nothing was written yet{_why(files, environment)}")
+    try:
+        return _show_and_follow(files, options, console, environment, _EndOfRun(environment, ask_s), look_s)
+    except KeyboardInterrupt:
+        if not options.follow:
+            raise
+        console.line()
         return ExitCode.DONE
+
+
+def _show_and_follow(
+    files: RunFiles,
+    options: LogsOptions,
+    console: Console,
+    environment: Mapping[str, str],
+    end: "_EndOfRun",
+    look_s: float,
+) -> ExitCode:
+    path = main_log(files, rank=options.rank, attempt=options.attempt)
     if path is not None:
         _show(path, options.num_lines, console)
-    if not options.follow:
-        if options.rank is None:
-            for side in side_logs(files, attempt=options.attempt):
-                _show(side, min(NUM_LAST_WORDS, options.num_lines), console)
-        return ExitCode.DONE
-    try:
-        _follow(files.run_dir, path, options, console, _EndOfRun(environment, ask_s), look_s)
-    except KeyboardInterrupt:
-        console.line()
+    if options.follow:
+        _follow(files.run_dir, path, options, console, end, look_s)
+    elif path is None:
+        console.line(f"{files.run_dir}: nothing was written yet{_why(files, environment)}")
+    elif options.rank is None:
+        for side in side_logs(files, attempt=options.attempt):
+            _show(side, min(NUM_LAST_WORDS, options.num_lines), console)
     return ExitCode.DONE
 
 
