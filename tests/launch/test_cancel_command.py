@@ -46,7 +46,10 @@ def supervised(run_dir: Path, *, num_interrupts: int = 1) -> Iterator["subproces
     )
     with process:
         assert process.stdout is not None and process.stdout.readline() == "runs\n"
-        yield process
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_the_supervisor_of_this_machine_is_asked_to_save_and_end(tmp_path: Path):
@@ -61,8 +64,7 @@ def test_now_is_a_second_interrupt(tmp_path: Path):
     write_attempt(tmp_path, steps=[1])
     with supervised(tmp_path, num_interrupts=2) as process:
         assert "asked to end at once" in cancel(tmp_path, now=True)
-        assert process.stdout is not None and process.stdout.readline() == "interrupt\n"
-    assert process.returncode == 0
+        assert process.wait(20) == 0
 
 
 def test_a_supervisor_of_another_machine_is_named_with_what_to_do_there(tmp_path: Path):
