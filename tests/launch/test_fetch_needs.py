@@ -71,6 +71,8 @@ def test_what_is_missing_is_said_in_words(tmp_path: Path, monkeypatch):
         model=replace(inputs.model, needs_download=True, repository="org/model"),
         request=replace(inputs.request, files=(remote, *inputs.request.files), eval_files=(remote,)),
     )
+    scored = inputs._replace(request=replace(inputs.request, eval_files=(remote,)))
+    assert missing_for(scored) == ("the data of org/rows",)
     environment = {"KERNELS_CACHE": str(tmp_path / "kernels")}
     assert missing_for(lacking, kernel=KERNEL, environment=environment) == (
         "the weights of org/model",

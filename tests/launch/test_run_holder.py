@@ -47,8 +47,9 @@ def test_a_process_that_only_has_the_number_holds_nothing(tmp_path: Path):
 
 
 def test_a_holder_of_another_machine_is_named_with_it(tmp_path: Path):
-    write_holder(tmp_path, os.getpid(), "elsewhere")
-    assert holder_here(tmp_path) is None
+    with locked(tmp_path):
+        write_holder(tmp_path, os.getpid(), "elsewhere")  # where another process has this number
+        assert holder_here(tmp_path) is None
     assert last_holder(tmp_path).words == f"process {os.getpid()} on elsewhere"
 
 
