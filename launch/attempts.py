@@ -137,6 +137,8 @@ def _run_one(around: Surroundings, attempt_dir: Path) -> AttemptEnd:
 
     def tick() -> None:
         progress.tick()
+        if around.stop.kind is None and is_cancelled(around.run_dir):  # on another machine, perhaps
+            around.stop.kind = StopKind.INTERRUPT
         if around.deadline is not None:
             around.deadline.stop_in_time(around.stop, watchdog, around.console)
 

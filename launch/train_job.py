@@ -98,6 +98,8 @@ def train(options: TrainOptions, console: Console, *, environment: Mapping[str, 
     _check_trial(options)
     stop = StopRequest()
     place = membership(nodes=options.nodes, node_rank=options.node_rank, head=options.head, run_dir=options.run_dir)
+    if options.run_dir is not None and must_end_at_start(options.run_dir, environment):
+        return _cancelled(options.run_dir, console)
     if place is not None and place.node_rank > 0:
         with stop.listening():
             return RunOutcome(serve(place, stop, on_line=console.line), None)
@@ -128,8 +130,7 @@ def _train(
     plan, (run_dir, earlier) = prepared.plan, place
     with run_dirs.locked(run_dir):
         if must_end_at_start(run_dir, environment):
-            console.line(f"{run_dir} was cancelled, and this job with it; to go on with the run: --resume")
-            return RunOutcome(ExitCode.INTERRUPTED, None, run_dir)
+            return _cancelled(run_dir, console)
         if earlier is None:
             plan = keep_model_code(keep_extension(plan, run_dir), run_dir)
             _write_run(run_dir, plan, prepared.resolved)
@@ -149,6 +150,11 @@ def _train(
         return _run(
             plan, run_dir, console, stop, environment, machines, cache=prepared.cache, resume=earlier is not None
         )
+
+
+def _cancelled(run_dir: Path, console: Console) -> RunOutcome:
+    console.line(f"{run_dir} was cancelled, and this job with it; to go on with the run: --resume")
+    return RunOutcome(ExitCode.INTERRUPTED, None, run_dir)
 
 
 def _check_trial(options: TrainOptions) -> None:

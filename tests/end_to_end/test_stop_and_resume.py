@@ -6,12 +6,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from workplace_factory import Workplace, make_workplace, read_metrics
 
 from launch.process_record import ProcessRecord, descendants, read_records, record_of
+from launch.run_mark import is_cancelled, mark_cancelled
 from trainer.spec import codec
 from trainer.spec.plan import Plan
 from trainer.spec.report import Ending, Fault, Report
@@ -73,6 +75,18 @@ def test_a_stopped_run_resumes_with_the_losses_of_an_uninterrupted_one(long_job,
     straight.write_job(train={"steps": STEPS}, checkpoint={"every": "1000 steps"}, eval={"every": "1000 steps"})
     straight.run("train", "job.yaml")
     assert losses(run_dir) == losses(straight.only_run()), "not bitwise equal"
+
+
+def test_a_run_that_is_cancelled_from_another_machine_ends_by_its_mark(long_job):
+    """The mark alone: whoever cancels there cannot signal a process here."""
+    process = start_and_wait(long_job, steps=3)
+    mark_cancelled(long_job.only_run(), now=datetime.now(UTC))
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 130, output
+    stopped = codec.read(long_job.only_run() / "report.json", Report)
+    assert stopped.ending is Ending.STOPPED and stopped.checkpoint is not None
+    long_job.run("train", "job.yaml", "--resume", "train.steps=1000", "--dry-run")
+    assert not is_cancelled(long_job.only_run()), "a person goes on with it"
 
 
 def everything_below(process: subprocess.Popen[str]) -> list[ProcessRecord]:
