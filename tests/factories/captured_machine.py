@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 CAPTURED = Path(__file__).parents[1] / "captured"
-MACHINES = tuple(sorted(folder.name for folder in CAPTURED.iterdir() if not folder.name.startswith("slurm_")))
+MACHINES = tuple(sorted(folder.name for folder in CAPTURED.iterdir() if "slurm" not in folder.name))
 GPU_MACHINES = tuple(name for name in MACHINES if (CAPTURED / name / "query-gpu.csv").exists())
 _KERNEL_FILES = {
     "meminfo": "proc/meminfo",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from slurm.job_text import EndedJob, QueuedJob, parse_accounting, parse_jobs, parse_queue
 
-CAPTURED = Path(__file__).parents[1] / "captured" / "slurm_jobs"
+CAPTURED = Path(__file__).parents[1] / "captured" / "jobs_of_slurm"
 
 
 def captured(name: str) -> str:
