@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.retries import MAX_SAME_STEP
+from launch.run_files import tail_rows
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.heartbeat import read_heartbeat
+from trainer.spec.heartbeat import heartbeat_path, read_heartbeat
 from trainer.spec.plan import Plan
 from trainer.spec.report import AttemptRecord, Ending, Fault, Report
 
 MAX_IDLE = 10
+_MOST_BYTES = 64 << 20  # of metrics.jsonl: a hundred thousand steps
 
 
 def earlier_history(run_dir: Path) -> list[AttemptRecord]:
@@ -78,11 +80,26 @@ def _made_record(attempt_dir: Path) -> AttemptRecord | None:
         num_ranks=candidate.num_ranks,
         micro_batch=candidate.micro_batch,
         accumulation=candidate.accumulation,
-        resumed_from_step=None,
+        resumed_from_step=_first_step(attempt_dir.parent.parent, int(attempt_dir.name)),
         step=max(beat.step for beat in beats),
         ending=Ending.FAILED,
         fault=Fault.KILLED,
         cause="the process that started the ranks was killed",
-        duration_s=0.0,
+        duration_s=_seconds_seen(attempt_dir, candidate.num_ranks),
         predicted_peak_bytes=candidate.memory.peak_allocated_bytes,
     )
+
+
+def _first_step(run_dir: Path, attempt: int) -> int | None:
+    """The step that an attempt went on from, as its first line of metrics tells; None: from the beginning, or none."""
+    for line in tail_rows(run_dir / "metrics.jsonl", limit=_MOST_BYTES):
+        if line.get("attempt") == attempt and "step" in line:
+            return int(line["step"]) - 1 or None
+    return None
+
+
+def _seconds_seen(attempt_dir: Path, num_ranks: int) -> float:
+    """From the plan to the last sign of life."""
+    signs = [path for rank in range(num_ranks) if (path := heartbeat_path(attempt_dir, rank)).is_file()]
+    newest = max(path.stat().st_mtime for path in signs)
+    return max(0.0, newest - (attempt_dir / "plan.json").stat().st_mtime)

@@ -1,5 +1,6 @@
 """Attempts are counted over every start of a run, also those whose supervisor was killed with them."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,13 @@ def test_what_the_report_does_not_tell_is_made_from_signs_of_life(tmp_path):
     for number, step in ((1, 9), (2, 5)):
         killed(tmp_path, number, step=step)
     (tmp_path / "attempts" / "3").mkdir()  # it had not begun
+    lines = [
+        {"step": step, "attempt": attempt} for attempt, steps in ((1, (1, 2, 3)), (2, (3, 4, 5))) for step in steps
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 6, "att')
     history = earlier_history(tmp_path)
     assert [(each.number, each.step, each.fault) for each in history] == [(1, 3, Fault.KILLED), (2, 5, Fault.KILLED)]
+    assert history[1].resumed_from_step == 2 and 0 <= history[1].duration_s < 60
 
 
 def test_a_run_that_dies_at_one_step_each_time_is_not_started_again(tmp_path):
