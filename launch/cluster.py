@@ -97,7 +97,7 @@ class Machines:
 
             mine = read_hardware()
             others = sorted(self._server.nodes.items())
-            named = {node.hello.host: node.hello.hardware for _, node in others if node.hello.hardware is not None}
+            named = {node.words: node.hello.hardware for _, node in others if node.hello.hardware is not None}
             machines = {socket.gethostname(): mine, **named}
         else:
             assert self._allocation is not None

@@ -104,11 +104,12 @@ class ClusterRanks:
     def __init__(self, cluster: Cluster, *, attempt_dir: Path, stop: StopRequest) -> None:
         """Starts the agents that are not there, then the attempt; one that does not come is `lost`."""
         self._server, self._stop, self._is_slurm = cluster.server, stop, cluster.is_slurm
-        self._attempt_dir = attempt_dir
+        self._attempt_dir = attempt_dir.absolute()
         self._ended: dict[int, Ended] = {}
         self._has_failed = False
         self._stacks: dict[int, dict[int, Stack]] = {}
-        self._lost: str | None
+        self._lost: str | None = None
+        self._running: set[int] = set()  # machines that were told to start and have not said that they ended
         self._is_over = False
         self._server.gone.clear()
         self._step = cluster.start_step(attempt_dir)
@@ -119,8 +120,9 @@ class ClusterRanks:
                 self._step.check_nodes()
             if self._lost is None:
                 head, port = meeting_place(self._server.nodes), free_port()
-                folder = str(attempt_dir.absolute())
+                folder = str(self._attempt_dir)
                 self._server.send(Start(attempt_dir=folder, head=head, port=port, cache=str(cluster.cache)))
+                self._running = {*self._server.nodes}
         except BaseException:
             self.end()
             raise
@@ -156,7 +158,7 @@ class ClusterRanks:
         self._is_over = True
         self._server.send(End())
         deadline = time.monotonic() + 2 * DUMP_S + 10
-        while any(rank not in self._ended for rank in self._server.nodes) and time.monotonic() < deadline:
+        while self._running & self._server.nodes.keys() and time.monotonic() < deadline:
             self._hear(may_refuse=False)
             time.sleep(_POLL_S)
         self._server.dismiss(0, only=None if self._is_slurm else 0)  # machines of people stay for the next attempt
@@ -186,8 +188,11 @@ class ClusterRanks:
     def _hear(self, *, may_refuse: bool = True) -> None:
         self._server.poll()
         for node, message in self._server.take():
+            if isinstance(message, Ended | Failed) and message.attempt_dir != str(self._attempt_dir):
+                continue  # of an attempt that is over
             if isinstance(message, Ended):
                 self._ended[node.rank] = message
+                self._running.discard(node.rank)
             elif isinstance(message, Failed):
                 self._has_failed = True
             elif isinstance(message, Stacks):
@@ -198,8 +203,10 @@ class ClusterRanks:
                 number = signal.SIGINT if message.is_interrupt else signal.SIGUSR1
                 if self._stop.kind is None:
                     self._stop.note(number, None)
-            elif isinstance(message, Refused) and may_refuse:
-                raise _as_error(f"{node.hello.host}: {message.words}", message.exit_code)
+            elif isinstance(message, Refused):
+                self._running.discard(node.rank)
+                if may_refuse:
+                    raise _as_error(f"{node.hello.host}: {message.words}", message.exit_code)
         if self._server.gone and self._lost is None:
             self._lost = self._server.gone[0]
 

@@ -166,14 +166,19 @@ class _Agent:
             ranks.tell()
         if not self._has_told_of_failure and ranks.has_failed():
             self._has_told_of_failure = True
-            self._channel.send(Failed())
+            self._channel.send(Failed(attempt_dir=str(self._attempt.attempt_dir)))
 
     def _finish(self, return_code: int | None) -> None:
         attempt = self._attempt
         assert attempt is not None
         self.end_attempt()
         self._channel.send(
-            Ended(return_code=return_code, num_oom_kills=attempt.ranks.num_oom_kills, files=attempt.files())
+            Ended(
+                attempt_dir=str(attempt.attempt_dir),
+                return_code=return_code,
+                num_oom_kills=attempt.ranks.num_oom_kills,
+                files=attempt.files(),
+            )
         )
 
 

@@ -92,13 +92,16 @@ class Stacks(Value, frozen=True, kw_only=True, tag="stacks"):
     stacks: tuple[StackOf, ...]
 
 
-class Failed(Value, frozen=True, tag="failed"):
+class Failed(Value, frozen=True, kw_only=True, tag="failed"):
     """A rank of this machine reported a failure, or is gone without a report."""
+
+    attempt_dir: str  # as Start named it: an agent may speak late of an attempt that is over
 
 
 class Ended(Value, frozen=True, kw_only=True, tag="ended"):
     """The launcher ended, and nothing of the attempt is alive on this machine."""
 
+    attempt_dir: str  # as Start named it
     return_code: int | None  # None: the agent ended it
     num_oom_kills: int | None
     files: tuple[str, ...]  # in the attempt's folder, written on this machine

@@ -78,7 +78,7 @@ def test_machines_join_by_what_the_run_directory_tells_the_user_alone(server, ca
     [
         b"GET / HTTP/1.1\r\n\r\n",
         b'{"type":"tell"}\n',
-        b'{"type":"ended","return_code":0,"num_oom_kills":null,"files":["../../x"]}\n',
+        b'{"type":"ended","attempt_dir":"/a","return_code":0,"num_oom_kills":null,"files":["../../x"]}\n',
         b"x" * (MAX_LINE_BYTES + 2),
         b"\xff\xfe\n",
     ],
