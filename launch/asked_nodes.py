@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
-from trainer.spec.job import Job
+from trainer.spec.job import Job, SlurmJob
 
 if TYPE_CHECKING:  # read where a partition is asked for
     from slurm.partition_hardware import PartitionHardware
@@ -37,7 +37,7 @@ def read_asked_nodes(
         nodes=asked.num_nodes or job.slurm.nodes or 1,
         spec=spec,
         constraint=asked.constraint or job.slurm.constraint or sbatch_option(job.slurm.extra, "--constraint", "-C"),
-        qos=job.slurm.qos,
+        **charge_of(job.slurm, environment),
         share=share_of_job(job.slurm),
         environment=environment,
     )
@@ -46,6 +46,14 @@ def read_asked_nodes(
     which = "the cluster's default" if name is None else "which the job file names (slurm.partition)"
     said = f"planned for partition {found.partition.name}, {which}"
     return replace(found, hardware=replace(found.hardware, notes=(said, *found.hardware.notes)))
+
+
+def charge_of(slurm: SlurmJob, environment: Mapping[str, str]) -> dict[str, str | None]:
+    """`account` and `qos` as sbatch will read them: of the job file, of slurm.extra, of the environment."""
+    return {
+        "account": slurm.account or sbatch_option(slurm.extra, "--account", "-A") or environment.get("SBATCH_ACCOUNT"),
+        "qos": slurm.qos or sbatch_option(slurm.extra, "--qos", "-q") or environment.get("SBATCH_QOS"),
+    }
 
 
 def sbatch_option(extra: Sequence[str], long: str, short: str) -> str | None:

@@ -9,11 +9,12 @@ from msgspec.structs import replace
 
 from launch.probe import read_libraries
 from slurm.access import Access, access_to
-from slurm.cluster import Partition, QosLimit
+from slurm.cluster import JobLimits, Partition
+from slurm.job_limits import in_order
 from slurm.node_groups import choose_group
 from slurm.node_share import NodeShare
 from slurm.partition_hardware import WHOLE_NODES, PartitionHardware, hardware_of
-from slurm.queries import read_associations, read_nodes, read_partitions, read_qos_limits
+from slurm.queries import read_associations, read_config, read_nodes, read_partitions, read_qos_limits
 from trainer.planning.gpu_specs import hardware_from_spec
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, InputError
@@ -31,6 +32,7 @@ def read_partition_hardware(
     nodes: int,
     spec: str | None = None,
     constraint: str | None = None,
+    account: str | None = None,
     qos: str | None = None,
     share: NodeShare = WHOLE_NODES,
     environment: Mapping[str, str] = os.environ,
@@ -45,8 +47,9 @@ def read_partition_hardware(
     stated = None if spec is None else _stated(spec)
     num_gpus = len(stated.gpus) if stated is not None and stated.gpus else None
     choice = choose_group(found, read_nodes(environment), constraint=constraint, num_gpus=num_gpus)
-    access, unknown = _read_access(found, environment)
-    limits = _read_limits(found, qos or (access.default_qos if access else None), environment)
+    config = _read_config(environment)
+    access, unknown = _read_access(found, config, account, qos, environment)
+    limits = _read_limits(found, config, access, qos, environment)
     answer = hardware_of(found, choice, num_nodes=nodes, stated=stated, access=access, limits=limits, share=share)
     said = access.words if access is not None else unknown
     hardware = replace(answer.hardware, notes=(*answer.hardware.notes, said))
@@ -68,28 +71,60 @@ def _find(name: str | None, partitions: tuple[Partition, ...]) -> Partition:
     raise InputError(f"--partition {name}: Slurm shows no such partition; {hint}\nit shows {shown or 'none'}")
 
 
-def _read_access(partition: Partition, environment: Mapping[str, str]) -> tuple[Access | None, str]:
+def _read_config(environment: Mapping[str, str]) -> dict[str, str]:
+    try:
+        return read_config(environment)
+    except EnvironmentFaultError:
+        return {}
+
+
+def _enforced(config: Mapping[str, str]) -> set[str]:
+    """What the controller holds jobs to: associations, limits, qos, safe."""
+    return {*config.get("AccountingStorageEnforce", "").lower().split(",")}
+
+
+def _read_access(
+    partition: Partition,
+    config: Mapping[str, str],
+    account: str | None,
+    qos: str | None,
+    environment: Mapping[str, str],
+) -> tuple[Access | None, str]:
     """What the user may use, or why that is not known."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # of a container
         return None, "which accounts and QOS you may use is not known (this user has no name)"
     try:
-        associations = read_associations(user, environment)
+        associations = read_associations(user, config.get("ClusterName"), environment)
     except EnvironmentFaultError as error:
         first = str(error).splitlines()[0]
         reason = (first.partition(": ")[2] or first).partition(";")[0].rstrip(".")
         only = f"; it takes accounts {', '.join(partition.allowed_accounts)}" if partition.allowed_accounts else ""
         return None, f"which accounts and QOS you may use is not known ({reason}){only}"
-    return access_to(partition, associations), ""
+    if not _enforced(config) & {"associations", "limits", "qos", "safe", "wckeys", "all"}:
+        return None, "Slurm holds nobody to accounts here (AccountingStorageEnforce)"
+    return access_to(partition, associations, account=account, qos=qos), ""
 
 
-def _read_limits(partition: Partition, qos: str | None, environment: Mapping[str, str]) -> tuple[QosLimit, ...]:
-    """Of the partition's own QOS and of the job's; none where the cluster keeps none."""
-    try:
-        return read_qos_limits([name for name in (partition.qos, qos) if name], environment)
-    except EnvironmentFaultError:
+def _read_limits(
+    partition: Partition,
+    config: Mapping[str, str],
+    access: Access | None,
+    qos: str | None,
+    environment: Mapping[str, str],
+) -> tuple[JobLimits, ...]:
+    """Of the partition's own QOS, of the job's and of its account; none where the cluster holds jobs to none."""
+    if not _enforced(config) & {"limits", "safe", "all"}:
         return ()
+    job_qos = qos or (access.job_qos if access is not None else None)
+    try:
+        found = read_qos_limits([name for name in (partition.qos, job_qos) if name], environment)
+    except EnvironmentFaultError:
+        found = {}
+    return in_order(
+        found.get(partition.qos or ""), found.get(job_qos or ""), access.limits if access is not None else None
+    )
 
 
 def _stated(spec: str) -> Hardware:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from launch import folders
-from launch.asked_nodes import sbatch_option
+from launch.asked_nodes import charge_of, sbatch_option
 from launch.hub_files import hub_cache
 from launch.job_layers import ResolvedJob, read_job_layers
 from launch.partition_hardware import read_partition_hardware
@@ -100,7 +100,9 @@ def read_target(
 def batch_job(target: Target, run_dir: Path, *, num_points: int | None, environment: Mapping[str, str]) -> BatchJob:
     """What sbatch is asked for."""
     slurm, found, first = target.slurm, target.found, target.points[0].plan
-    share, time_s = share_of_job(slurm), time_limit_s(target)
+    share = share_of_job(slurm) if found is None else found.share
+    time_s = time_limit_s(target)
+    access = None if found is None else found.access
     gpus = len(target.hardware.gpus)
     kind = f"{found.group.gpu_type}:" if found is not None and found.group.gpu_type else ""
     has_gres = gpus > 0 and (found is None or found.group.num_gpus > 0)
@@ -122,8 +124,8 @@ def batch_job(target: Target, run_dir: Path, *, num_points: int | None, environm
         time_limit_s=time_s,
         warning_s=warning_s(step_s=first.chosen.speed.step_s, save_s=save_s, time_limit_s=time_s),
         partition=slurm.partition,
-        account=slurm.account,
-        qos=slurm.qos,
+        account=access.account if access is not None and access.states_account else slurm.account,
+        qos=access.job_qos if access is not None and access.states_qos else slurm.qos,
         constraint=_constraint(slurm, found),
         reservation=slurm.reservation,
         mail=slurm.mail,
@@ -181,10 +183,12 @@ def _read_nodes(
         nodes=num_nodes,
         spec=spec,
         constraint=slurm.constraint or sbatch_option(slurm.extra, "--constraint", "-C"),
-        qos=slurm.qos,
+        **charge_of(slurm, environment),
         share=share_of_job(slurm),
         environment=environment,
     )
+    if found.access is not None and found.access.refusal is not None:
+        raise InputError(f"Slurm would not run this job: {found.access.refusal}")
     return found, found.hardware
 
 

@@ -1,99 +1,201 @@
-"""What a user may use of a partition: accounts, qualities of service, and the limits these set. Pure.
+"""What a user may use of a partition: accounts and qualities of service, and the limits these set. Pure.
 
-From `sacctmgr -nP show assoc` and `show qos`, whose columns stand in ASSOCIATION_FIELDS and QOS_FIELDS. A cluster
-without accounting answers neither; then nothing is known, which is not the same as nothing being allowed.
+From `sacctmgr -nP show user NAME withassoc` and `show qos`, whose columns stand in ASSOCIATION_FIELDS and QOS_FIELDS.
+A cluster without accounting answers neither; then nothing is known, which is not the same as nothing being allowed.
+
+A controller with EnforcePartLimits=NO, which is Slurm's default, takes a job of an account that the partition does not
+take, `sbatch --test-only` too, and leaves it pending for good: so this is asked before a job is submitted.
 """
 
 from collections.abc import Sequence
 
-from slurm.cluster import Association, Partition, QosLimit
+from msgspec.structs import replace
+
+from slurm.cluster import Association, JobLimits, Partition
 from slurm.quantities import parse_duration
 from slurm.scontrol_text import parse_tres
 from trainer.spec.value import Value
 
-ASSOCIATION_FIELDS = ("account", "partition", "qos", "defaultqos")
-QOS_FIELDS = ("name", "maxwall", "maxtres")
+ASSOCIATION_FIELDS = (
+    "defaultaccount",
+    "account",
+    "partition",
+    "qos",
+    "defaultqos",
+    "maxwall",
+    "maxtres",
+    "grptres",
+)
+QOS_FIELDS = ("name", "maxwall", "maxtres", "maxtrespu", "maxtrespa", "grptres", "flags")
+_FALLBACK_QOS = "normal"  # of an association with several and no default
 
 
 class Access(Value, frozen=True, kw_only=True):
     """How a user may use a partition."""
 
     accounts: tuple[str, ...]
-    qos: tuple[str, ...]
-    default_qos: str | None = None
-    refusal: str | None = None  # why the partition is not open to this user
+    qos: tuple[str, ...]  # with any of the accounts
+    account: str | None = None  # that a job would be charged to
+    job_qos: str | None = None  # under which it would run
+    states_account: bool = False  # Slurm's own default would not do
+    states_qos: bool = False
+    limits: JobLimits | None = None  # of the association
+    refusal: str | None = None  # why the partition is not open to this user, or not without naming more
 
     @property
     def words(self) -> str:
-        """`you may use it as account theory or vision, with QOS normal or long`."""
+        """`you may use it with accounts theory, vision; QOS normal, long`."""
         if self.refusal is not None:
             return self.refusal
-        accounts = f"account{'s' if len(self.accounts) > 1 else ''} {', '.join(self.accounts)}"
-        return f"you may use it with {accounts}" + (f"; QOS {', '.join(self.qos)}" if self.qos else "")
+        return f"you may use it with {_accounts(self.accounts)}" + (f"; QOS {', '.join(self.qos)}" if self.qos else "")
 
 
 def parse_associations(text: str) -> tuple[Association, ...]:
-    """The rows of `sacctmgr -nP show assoc format=...`."""
+    """The rows of `sacctmgr -nP show user NAME withassoc format=...`; none for a user without an account."""
     rows = (line.split("|") for line in text.splitlines() if line.strip())
     return tuple(
         Association(
-            account=row[0],
-            partition=row[1] or None,
-            qos=tuple(name for name in row[2].split(",") if name),
-            default_qos=row[3] or None,
+            account=account,
+            is_default=account == default_account,
+            partition=partition or None,
+            qos=tuple(name for name in qos.split(",") if name),
+            default_qos=default_qos or None,
+            limits=JobLimits(
+                source=f"account {account}",
+                max_time_s=parse_duration(max_wall),
+                per_job=parse_tres(max_tres),
+                together=parse_tres(group_tres),
+            ),
         )
-        for row in rows
-        if len(row) >= len(ASSOCIATION_FIELDS)
+        for default_account, account, partition, qos, default_qos, max_wall, max_tres, group_tres, *_ in (
+            row for row in rows if len(row) >= len(ASSOCIATION_FIELDS)
+        )
+        if account
     )
 
 
-def parse_qos_limits(text: str) -> tuple[QosLimit, ...]:
-    """The rows of `sacctmgr -nP show qos format=...`."""
+def parse_qos_limits(text: str) -> dict[str, JobLimits]:
+    """The rows of `sacctmgr -nP show qos format=...`, by name."""
     rows = (line.split("|") for line in text.splitlines() if line.strip())
-    return tuple(
-        QosLimit(name=row[0], max_time_s=parse_duration(row[1]), max_tres=parse_tres(row[2]))
-        for row in rows
-        if len(row) >= len(QOS_FIELDS)
-    )
+    return {
+        name: JobLimits(
+            source=f"QOS {name}",
+            max_time_s=parse_duration(max_wall),
+            per_job=parse_tres(per_job),
+            per_user=parse_tres(per_user),
+            per_account=parse_tres(per_account),
+            together=parse_tres(together),
+            is_over_partition="OverPartQOS" in flags.split(","),
+        )
+        for name, max_wall, per_job, per_user, per_account, together, flags, *_ in (
+            row for row in rows if len(row) >= len(QOS_FIELDS)
+        )
+    }
 
 
-def access_to(partition: Partition, associations: Sequence[Association]) -> Access:
-    """What of these associations the partition takes."""
+def access_to(
+    partition: Partition, associations: Sequence[Association], *, account: str | None = None, qos: str | None = None
+) -> Access:
+    """What of these associations the partition takes; `account` and `qos` are what a job asks for, None for nothing."""
     here = [one for one in associations if one.partition in (None, partition.name)]
-    own = sorted({one.account for one in here})
-    accounts = [
-        name
-        for name in own
-        if name not in partition.denied_accounts
-        and (partition.allowed_accounts is None or name in partition.allowed_accounts)
-    ]
-    granted = [one for one in here if one.account in accounts]
-    all_qos = sorted({name for one in granted for name in one.qos})
-    qos = [
-        name
-        for name in all_qos
-        if name not in partition.denied_qos and (partition.allowed_qos is None or name in partition.allowed_qos)
-    ]
-    defaults = [one.default_qos for one in granted if one.default_qos in qos]
-    return Access(
-        accounts=tuple(accounts),
-        qos=tuple(qos),
-        default_qos=defaults[0] if defaults else None,
-        refusal=_refusal(partition, own, accounts, all_qos, qos),
+    granted = [one for one in here if _takes_account(partition, one.account)]
+    every_qos = _taken_qos(partition, granted)
+    access = Access(accounts=_names(granted), qos=every_qos)
+    refusal = _closed(partition, here, granted, every_qos)
+    if refusal is not None:
+        return replace(access, refusal=refusal)
+
+    default = next((one.account for one in associations if one.is_default), None)
+    charged = account or (default if default in access.accounts or len(access.accounts) > 1 else access.accounts[0])
+    if charged is None or charged not in access.accounts:
+        return replace(access, refusal=_no_account(partition, associations, access.accounts, account, default))
+    access = replace(access, account=charged, states_account=account is None and charged != default)
+
+    # an association with this partition goes before one with all
+    own = min((one for one in granted if one.account == charged), key=lambda one: one.partition is None)
+    choices = _taken_qos(partition, [own])
+    job_qos = qos or _default_qos(own)
+    if own.qos and job_qos not in choices and (qos is not None or len(choices) != 1):
+        return replace(access, refusal=_no_qos(partition, own, choices, qos))
+    used = job_qos if job_qos in choices or not own.qos else choices[0]
+    return replace(access, job_qos=used, states_qos=qos is None and used != _default_qos(own), limits=own.limits)
+
+
+def _takes_account(partition: Partition, account: str) -> bool:
+    if partition.allowed_accounts is not None:
+        return account in partition.allowed_accounts
+    return account not in partition.denied_accounts
+
+
+def _taken_qos(partition: Partition, associations: Sequence[Association]) -> tuple[str, ...]:
+    names = sorted({name for one in associations for name in one.qos})
+    if partition.allowed_qos is not None:
+        return tuple(name for name in names if name in partition.allowed_qos)
+    return tuple(name for name in names if name not in partition.denied_qos)
+
+
+def _names(associations: Sequence[Association]) -> tuple[str, ...]:
+    return tuple(sorted({one.account for one in associations}))
+
+
+def _accounts(names: Sequence[str]) -> str:
+    return f"account{'s' if len(names) > 1 else ''} {', '.join(names)}"
+
+
+def _default_qos(own: Association) -> str | None:
+    """What Slurm takes where a job asks for none; None where it refuses that."""
+    if own.default_qos is not None or len(own.qos) == 1:
+        return own.default_qos or own.qos[0]
+    return _FALLBACK_QOS if _FALLBACK_QOS in own.qos else None
+
+
+def _closed(
+    partition: Partition, here: Sequence[Association], granted: Sequence[Association], every_qos: Sequence[str]
+) -> str | None:
+    """Why nothing that this user has opens the partition."""
+    if not here:
+        return f"you have no account for partition {partition.name}"
+    if not granted:
+        own = _names(here)
+        denied = [] if partition.allowed_accounts is not None else own
+        taken = f"denies {_accounts(denied)}" if denied else f"takes {_accounts(partition.allowed_accounts or ())}"
+        return f"partition {partition.name} {taken}; you have {_accounts(own)}"
+    if not every_qos and any(one.qos for one in granted):
+        return _closed_qos(partition, sorted({name for one in granted for name in one.qos}))
+    return None
+
+
+def _closed_qos(partition: Partition, own: Sequence[str]) -> str:
+    denied = [] if partition.allowed_qos is not None else own
+    taken = f"denies QOS {', '.join(denied)}" if denied else f"takes QOS {', '.join(partition.allowed_qos or ())}"
+    return f"partition {partition.name} {taken}; yours are {', '.join(own)}"
+
+
+def _no_account(
+    partition: Partition,
+    associations: Sequence[Association],
+    accounts: Sequence[str],
+    asked: str | None,
+    default: str | None,
+) -> str:
+    choices = f"--account names one of {', '.join(accounts)}"
+    if asked is not None and asked not in _names(associations):
+        return f"you have no account {asked}; {choices}"
+    name = asked or default
+    if name is None:
+        return f"you have no default account; {choices}"
+    return (
+        f"partition {partition.name} does not take {'your default ' if asked is None else ''}account {name}; {choices}"
     )
 
 
-def _refusal(
-    partition: Partition, own: Sequence[str], accounts: Sequence[str], all_qos: Sequence[str], qos: Sequence[str]
-) -> str | None:
-    if not own:
-        return f"you have no account for partition {partition.name}"
-    if not accounts:
-        denied = [name for name in own if name in partition.denied_accounts]
-        taken = f"denies {', '.join(denied)}" if denied else f"takes {', '.join(partition.allowed_accounts or ())}"
-        return f"partition {partition.name} {taken}; your accounts are {', '.join(own)}"
-    if all_qos and not qos:
-        denied = [name for name in all_qos if name in partition.denied_qos]
-        taken = f"denies QOS {', '.join(denied)}" if denied else f"takes QOS {', '.join(partition.allowed_qos or ())}"
-        return f"partition {partition.name} {taken}; yours are {', '.join(all_qos)}"
-    return None
+def _no_qos(partition: Partition, own: Association, choices: Sequence[str], asked: str | None) -> str:
+    if not choices:
+        return _closed_qos(partition, own.qos)
+    named = f"--qos names one of {', '.join(choices)}"
+    if asked is not None and asked not in own.qos:
+        return f"account {own.account} has no QOS {asked}; {named}"
+    name = asked or _default_qos(own)
+    if name is None:
+        return f"account {own.account} has no default QOS; {named}"
+    return f"partition {partition.name} does not take {'the default ' if asked is None else ''}QOS {name}; {named}"

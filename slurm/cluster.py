@@ -85,18 +85,24 @@ class Partition(Value, frozen=True, kw_only=True):
     billing_weights: dict[str, str] = {}
 
 
+class JobLimits(Value, frozen=True, kw_only=True):
+    """What a quality of service, or an association, lets jobs have at most: amounts by TRES, memory in bytes."""
+
+    source: str  # `QOS long`, `account vision`
+    max_time_s: int | None = None
+    per_job: dict[str, int] = {}
+    per_user: dict[str, int] = {}
+    per_account: dict[str, int] = {}
+    together: dict[str, int] = {}  # of everybody's jobs
+    is_over_partition: bool = False  # goes before the partition's own QOS
+
+
 class Association(Value, frozen=True, kw_only=True):
     """An account that a user may charge, and with which qualities of service."""
 
     account: str
+    is_default: bool = False  # what a job that names no account is charged to
     partition: str | None = None  # None: any
     qos: tuple[str, ...] = ()
     default_qos: str | None = None
-
-
-class QosLimit(Value, frozen=True, kw_only=True):
-    """What a quality of service grants one job at most."""
-
-    name: str
-    max_time_s: int | None = None
-    max_tres: dict[str, int] = {}
+    limits: JobLimits

@@ -38,6 +38,8 @@ _REASONS = {
     "launch failed requeued held": "a node could not start it, and it is held: scontrol release JOBID lets it go",
 }
 _FAMILIES = (
+    (r"Job's.account.not.permitted.*", "its account is not for this partition, so it never starts: cancel it"),
+    (r"Job's.QOS.not.permitted.*", "its QOS is not for this partition, so it never starts: cancel it"),
     (r"QOSMaxJobsPerUser.*|AssocMaxJobs.*|MaxJobsPerAccount", "so many of your jobs may run at once"),
     (r"(QOS|Assoc)MaxWall.*", "asks for more time than your limit"),
     (r"QOSGrp.*", "everybody's jobs of this QOS together are at its limit"),

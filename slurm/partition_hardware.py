@@ -8,8 +8,9 @@ and gets the RAM of a node less what Slurm keeps for itself, bounded by the part
 from msgspec.structs import replace
 
 from slurm.access import Access
-from slurm.cluster import Partition, PartitionState, QosLimit
+from slurm.cluster import JobLimits, Partition, PartitionState
 from slurm.gpu_cards import card_name, gpus_of_row
+from slurm.job_limits import allowed_nodes, bounds_of, share_within, time_limit_of
 from slurm.node_groups import Choice, NodeGroup
 from slurm.node_share import NodeShare, share_of_node
 from slurm.partition_notes import partition_notes, probe_line
@@ -28,6 +29,7 @@ class PartitionHardware(Value, frozen=True, kw_only=True):
     group: NodeGroup
     constraint: str | None = None  # a feature to ask for, so that no nodes of another kind are given
     num_allowed_nodes: int  # that one job may have
+    share: NodeShare = WHOLE_NODES  # of each node: what the job asks for, or the most that its limits leave
     time_limit_s: int | None = None
     access: Access | None = None  # None: the cluster does not say
 
@@ -39,20 +41,21 @@ def hardware_of(
     num_nodes: int,
     stated: Hardware | None = None,
     access: Access | None = None,
-    limits: tuple[QosLimit, ...] = (),
+    limits: tuple[JobLimits, ...] = (),
     share: NodeShare = WHOLE_NODES,
 ) -> PartitionHardware:
     """The hardware of `num_nodes` nodes of the chosen group, or of a share of each.
 
-    `stated` is what `--hardware` names: a probed node, or a SPEC. InputError where it disagrees with Slurm, where
-    nothing names the card, and for more nodes than there are or than one job may have; EnvironmentFaultError where the
-    partition starts no jobs.
+    `stated` is what `--hardware` names: a probed node, or a SPEC; `limits` are those on the job, those first that go
+    before the others. Where these do not leave a job one whole node, it gets a share of one. InputError where `stated`
+    disagrees with Slurm, where nothing names the card, and for more nodes than there are or than one job may have;
+    EnvironmentFaultError where the partition starts no jobs.
     """
     _check_state(partition, choice)
     if stated is not None and not choice.group.names and not choice.group.num_gpus:
         # Powered down, and not accounted for: what they have is asked for as it is stated.
         choice = replace(choice, group=replace(choice.group, num_gpus=len(stated.gpus)))
-    allowed, why = _allowed_nodes(partition, choice, limits, share.gpus or choice.group.gpus_used)
+    share, said, allowed, why = _within_limits(partition, choice, limits, share)
     _check_count(partition, choice, num_nodes, allowed, why)
     gpus = _gpus(partition, choice.group, stated)
     if stated is not None:
@@ -70,7 +73,13 @@ def hardware_of(
         libraries=probed.libraries if probed else {},
         unfit_libraries=probed.unfit_libraries if probed else {},
         notes=partition_notes(
-            partition, choice, gpus, asked=None if share.is_whole else (cores, ram), stated=stated, probed=probed
+            partition,
+            choice,
+            gpus,
+            asked=None if share.is_whole else (cores, ram),
+            limited_by=said,
+            stated=stated,
+            probed=probed,
         ),
         rates=probed.rates if probed else MeasuredRates(),
         source=f"partition {partition.name}",
@@ -81,24 +90,34 @@ def hardware_of(
         group=choice.group,
         constraint=choice.constraint,
         num_allowed_nodes=allowed,
-        time_limit_s=_least(partition.max_time_s, *(limit.max_time_s for limit in limits)),
+        share=share,
+        time_limit_s=_least(partition.max_time_s, time_limit_of(limits)),
         access=access,
     )
 
 
-def _allowed_nodes(
-    partition: Partition, choice: Choice, limits: tuple[QosLimit, ...], gpus_of_node: int
-) -> tuple[int, str]:
-    """The nodes that one job may have, and what says so."""
-    most = [(choice.num_nodes, f"it has {choice.group.words}")]
-    if partition.max_nodes is not None:
-        most.append((partition.max_nodes, "its MaxNodes"))
-    for limit in limits:
-        most += [(limit.max_tres["node"], f"QOS {limit.name}")] if "node" in limit.max_tres else []
-        if "gres/gpu" in limit.max_tres and gpus_of_node:
-            gpus = limit.max_tres["gres/gpu"]
-            most.append((gpus // gpus_of_node, f"QOS {limit.name}: {gpus} GPUs a job"))
-    return min(most, key=lambda pair: pair[0])
+def _within_limits(
+    partition: Partition, choice: Choice, limits: tuple[JobLimits, ...], share: NodeShare
+) -> tuple[NodeShare, str | None, int, str]:
+    """What a job has of each node and which limits make it less, the nodes that it may have, and what says so."""
+    bounds, gpus = bounds_of(limits), choice.group.gpus_used
+    cores, ram = _granted(partition, choice.group)
+
+    def allowed(share: NodeShare) -> tuple[int, str]:
+        used, own_cores, own_ram = share_of_node(share, num_gpus=gpus, num_cores=cores, ram_bytes=ram)
+        most = [(choice.num_nodes, f"it has {choice.group.words}")]
+        if partition.max_nodes is not None:
+            most.append((partition.max_nodes, "its MaxNodes"))
+        bounded = allowed_nodes(bounds, gpus=used, gpu_type=choice.group.gpu_type, cores=own_cores, ram_bytes=own_ram)
+        return min([*most, *([bounded] if bounded is not None else [])], key=lambda pair: pair[0])
+
+    count, why = allowed(share)
+    if count > 0:
+        return share, None, count, why
+    less = share_within(bounds, share, gpus=gpus, gpu_type=choice.group.gpu_type, cores=cores, ram_bytes=ram)
+    if less is None:
+        return share, None, count, why
+    return *less, *allowed(less[0])
 
 
 def _check_state(partition: Partition, choice: Choice) -> None:

@@ -17,15 +17,19 @@ def partition_notes(
     gpus: tuple[Gpu, ...],
     *,
     asked: tuple[int, int | None] | None,
+    limited_by: str | None = None,
     stated: Hardware | None,
     probed: Hardware | None,
 ) -> tuple[str, ...]:
     """Which nodes they are, what was assumed of them and what else the partition has.
 
-    `asked` are the cores and the RAM of a job that does not take whole nodes; `stated` is what --hardware names, and
+    `asked` are the cores and the RAM of a job that does not take whole nodes, `limited_by` what keeps it from that
+    where it did not ask for less itself; `stated` is what --hardware names, and
     `probed` the same where it is a file.
     """
     words = None if asked is None else _asked_words(len(gpus), *asked)
+    if limited_by is not None:
+        words = f"{words}, the most that it may have ({limited_by}),"
     return (
         *_node_notes(partition, choice, words),
         *_card_notes(choice.group, gpus, stated=stated),

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from slurm.access import ASSOCIATION_FIELDS, QOS_FIELDS, parse_associations, parse_qos_limits
-from slurm.cluster import Association, Node, Partition, QosLimit
+from slurm.cluster import Association, JobLimits, Node, Partition
 from slurm.scontrol_text import parse_config, parse_nodes, parse_partitions
 from trainer.spec.errors import EnvironmentFaultError
 
@@ -28,19 +28,25 @@ def read_nodes(environment: Mapping[str, str] = os.environ) -> tuple[Node, ...]:
     return parse_nodes(ask_slurm(("scontrol", "-o", "show", "node"), environment=environment))
 
 
-def read_associations(user: str, environment: Mapping[str, str] = os.environ) -> tuple[Association, ...]:
+def read_config(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The controller's configuration by name."""
+    return parse_config(ask_slurm(("scontrol", "show", "config"), environment=environment))
+
+
+def read_associations(
+    user: str, cluster: str | None, environment: Mapping[str, str] = os.environ
+) -> tuple[Association, ...]:
     """The accounts of a user on this cluster; EnvironmentFaultError where the cluster keeps no accounts."""
-    config = parse_config(ask_slurm(("scontrol", "show", "config"), environment=environment))
-    where = [f"user={user}"] + ([f"cluster={config['ClusterName']}"] if config.get("ClusterName") else [])
+    where = [f"name={user}"] + ([f"cluster={cluster}"] if cluster else [])
     columns = f"format={','.join(ASSOCIATION_FIELDS)}"
-    argv = ("sacctmgr", "-nP", "show", "assoc", *where, columns)
+    argv = ("sacctmgr", "-nP", "show", "user", *where, "withassoc", columns)
     return parse_associations(ask_slurm(argv, environment=environment, timeout_s=ACCOUNTING_TIMEOUT_S))
 
 
-def read_qos_limits(names: Sequence[str], environment: Mapping[str, str] = os.environ) -> tuple[QosLimit, ...]:
-    """The limits of qualities of service; EnvironmentFaultError where the cluster keeps none."""
+def read_qos_limits(names: Sequence[str], environment: Mapping[str, str] = os.environ) -> dict[str, JobLimits]:
+    """The limits of qualities of service by name; EnvironmentFaultError where the cluster keeps none."""
     if not names:
-        return ()
+        return {}
     columns = f"format={','.join(QOS_FIELDS)}"
     argv = ("sacctmgr", "-nP", "show", "qos", f"name={','.join(names)}", columns)
     return parse_qos_limits(ask_slurm(argv, environment=environment, timeout_s=ACCOUNTING_TIMEOUT_S))

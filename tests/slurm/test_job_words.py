@@ -11,6 +11,10 @@ from slurm.job_words import ended_words, queued_words, reason_words
     [
         ("Priority", "higher priority"),
         ("Resources", "once enough is free"),
+        ("Job's_account_not_permitted_to_use_this_partition_(staff_allows_staff_not_vision)", "account is not for"),
+        ("Job's account not permitted to use this partition (a allows b,c not d)", "so it never starts: cancel it"),
+        ("Job's_QOS_not_permitted_to_use_this_partition_(long_allows_long_not_normal)", "QOS is not for this"),
+        ("QOSMaxNodePerJobLimit", "asks for more than one job may have"),
         ("QOSMaxJobsPerUserLimit", "so many of your jobs may run at once"),
         ("AssocMaxJobsLimit", "so many of your jobs may run at once"),
         ("DependencyNeverSatisfied", "never starts: cancel it"),

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 from slurm_texts import nodes_of, partition_of
 
-from slurm.cluster import PartitionState, QosLimit
+from slurm.cluster import JobLimits, PartitionState
 from slurm.node_groups import choose_group
 from slurm.node_share import NodeShare
 from slurm.partition_hardware import hardware_of
@@ -212,15 +212,33 @@ def test_more_nodes_than_there_are_or_than_a_job_may_have_are_refused():
 
 
 def test_a_quality_of_service_bounds_nodes_and_time():
-    limits = (QosLimit(name="p_dev", max_time_s=3600, max_tres={"gres/gpu": 32}),)
+    limits = (JobLimits(source="QOS p_dev", max_time_s=3600, per_job={"gres/gpu": 32}),)
     answer = of("nchc", "dev", num_nodes=4, limits=limits)
     assert (answer.num_allowed_nodes, answer.time_limit_s) == (4, 3600)
     with pytest.raises(InputError, match=r"gives a job 4 \(QOS p_dev: 32 GPUs a job\)"):
         of("nchc", "dev", num_nodes=5, limits=limits)
     assert of("nchc", "dev").time_limit_s == 4 * 3600
     assert of("nchc", "dev", limits=limits, share=NodeShare(gpus=1)).num_allowed_nodes == 32
-    nodes = (QosLimit(name="p_dev", max_tres={"node": 2}),)
+    nodes = (JobLimits(source="QOS p_dev", per_job={"node": 2}),)
     assert of("nchc", "dev", limits=nodes).num_allowed_nodes == 2
+
+
+def test_a_job_that_may_not_have_a_whole_node_gets_a_share_of_one():
+    students = JobLimits(source="QOS students", per_user={"gres/gpu": 2})
+    whole = of("fake_nodes", "gpu")
+    answer = of("fake_nodes", "gpu", limits=(students,))
+    assert len(answer.hardware.gpus) == 2 and answer.share == NodeShare(gpus=2) and answer.num_allowed_nodes == 1
+    assert answer.hardware.host.num_cores == whole.hardware.host.num_cores // 4
+    (note,) = [note for note in answer.hardware.notes if "QOS students" in note]
+    assert "2 GPUs" in note and "the most that it may have (QOS students: 2 GPUs a user)" in note
+    with pytest.raises(InputError, match=r"--nodes 2: partition gpu gives a job 1 \(QOS students: 2 GPUs a user\)"):
+        of("fake_nodes", "gpu", num_nodes=2, limits=(students,))
+    few_cores = replace(students, per_job={"cpu": 8})
+    assert of("fake_nodes", "gpu", limits=(few_cores,)).share == NodeShare(gpus=2, cores=8)
+    with pytest.raises(InputError, match=r"gives a job 0 \(QOS none: 0 GPUs a job\)"):
+        of("fake_nodes", "gpu", limits=(JobLimits(source="QOS none", per_job={"gres/gpu": 0}),))
+    with pytest.raises(InputError, match=r"gives a job 0 \(QOS students: 2 GPUs a user\)"):  # what is asked stays
+        of("fake_nodes", "gpu", limits=(students,), share=NodeShare(gpus=4))
 
 
 @pytest.mark.parametrize("state", [state for state in PartitionState if state is not PartitionState.UP])

@@ -3,7 +3,7 @@
 import pytest
 from slurm_texts import install_slurm, slurm_text
 
-from slurm.queries import ask_slurm, read_associations, read_nodes, read_partitions, read_qos_limits
+from slurm.queries import ask_slurm, read_associations, read_config, read_nodes, read_partitions, read_qos_limits
 from trainer.spec.errors import EnvironmentFaultError
 
 
@@ -18,7 +18,7 @@ def test_a_cluster_answers(tmp_path):
     assert [one.name for one in read_partitions(environment)][:3] == ["debug", "low", "gpu"]
     assert {node.name for node in read_nodes(environment)} >= {"n1", "a7", "m1", "p16"}
     with pytest.raises(EnvironmentFaultError, match=r"sacctmgr .*: You are not running a supported accounting_storage"):
-        read_associations("me", environment)
+        read_associations("me", "fake_nodes", environment)
 
 
 def test_commands_are_run_in_plain_english_and_user_text_reaches_no_shell(tmp_path):
@@ -27,15 +27,20 @@ def test_commands_are_run_in_plain_english_and_user_text_reaches_no_shell(tmp_pa
     assert text == "<a b>\n<$(touch x)>\n<; rm y>\nC\n"
 
 
-def test_associations_are_those_of_this_cluster(tmp_path):
-    program(tmp_path, "scontrol", 'echo "ClusterName             = alpha"')
-    environment = program(tmp_path, "sacctmgr", 'echo "$*" > "${0%/*}/asked"; echo "theory||normal|normal"')
-    (association,) = read_associations("me", environment)
-    assert association.account == "theory"
-    assert (tmp_path / "asked").read_text() == (
-        "-nP show assoc user=me cluster=alpha format=account,partition,qos,defaultqos\n"
-    )
-    assert read_qos_limits((), environment) == ()
+def test_a_cluster_with_accounting_answers(tmp_path):
+    environment = install_slurm(tmp_path, "aurora")
+    config = read_config(environment)
+    assert config["AccountingStorageEnforce"] == "associations,limits,qos"
+    vision, theory, guests = read_associations("alice", config["ClusterName"], environment)
+    assert (vision.account, vision.is_default, vision.default_qos) == ("vision", True, "normal")
+    assert vision.qos == ("debug", "long", "normal") and vision.limits.max_time_s == 3 * 86400
+    assert (theory.is_default, theory.default_qos) == (False, None) and guests.partition == "cpu"
+    assert read_associations("carol", "aurora", environment) == ()
+    found = read_qos_limits(("long", "partgpu"), environment)
+    assert found["long"].per_job == {"gres/gpu": 16, "node": 2} and found["long"].per_user == {"gres/gpu": 8}
+    assert found["partgpu"].per_user == {"gres/gpu": 12} and found.keys() == {"long", "partgpu"}
+    assert read_qos_limits(("scavenge",), environment)["scavenge"].is_over_partition
+    assert read_qos_limits((), environment) == {}
 
 
 @pytest.mark.parametrize(

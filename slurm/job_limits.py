@@ -1,0 +1,109 @@
+"""What of the limits on a job holds, and what nodes or which share of one they leave. Pure.
+
+For each kind of limit Slurm takes the first that is set, in this order: the partition's QOS, the job's QOS, the
+association (https://slurm.schedmd.com/resource_limits.html); a QOS with OverPartQOS goes before the partition's. A job
+of more than all of a user's jobs may have together never starts, so these bound a job too.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from msgspec.structs import replace
+
+from slurm.cluster import JobLimits
+from slurm.node_share import NodeShare
+from trainer.spec.units import format_bytes
+from trainer.spec.value import Value
+
+_GPU = "gres/gpu"
+
+
+class Bound(Value, frozen=True, kw_only=True):
+    """An amount of a TRES that one job cannot exceed."""
+
+    tres: str
+    amount: int
+    words: str  # `QOS long: 8 GPUs a user`
+
+
+def in_order(
+    partition_qos: JobLimits | None, job_qos: JobLimits | None, association: JobLimits | None
+) -> tuple[JobLimits, ...]:
+    """The limits on a job, those first that go before the others."""
+    first, second = partition_qos, job_qos
+    if job_qos is not None and job_qos.is_over_partition:
+        first, second = job_qos, partition_qos
+    return tuple(one for one in (first, second, association) if one is not None)
+
+
+def time_limit_of(limits: Sequence[JobLimits]) -> int | None:
+    """Seconds that they leave a job; None where none is set."""
+    return next((one.max_time_s for one in limits if one.max_time_s is not None), None)
+
+
+def bounds_of(limits: Sequence[JobLimits]) -> tuple[Bound, ...]:
+    """What bounds one job, each TRES and kind by the first that sets it."""
+    kinds = (
+        ("a job", [one.per_job for one in limits]),
+        ("a user", [one.per_user for one in limits]),
+        ("an account", [one.per_account for one in limits]),
+        ("for all together", [one.together for one in limits]),
+    )
+    return tuple(bound for whose, amounts in kinds for bound in _first_set(limits, amounts, whose))
+
+
+def allowed_nodes(
+    bounds: Sequence[Bound], *, gpus: int, gpu_type: str | None, cores: int, ram_bytes: int | None
+) -> tuple[int, str] | None:
+    """The nodes of so much each that a job may have at most, and what says so; None where nothing bounds them."""
+    typed = {f"{_GPU}:{gpu_type}": gpus} if gpu_type else {}
+    needed = {"node": 1, _GPU: gpus, **typed, "cpu": cores, "mem": ram_bytes or 0}
+    counts = [(bound.amount // needed[bound.tres], bound.words) for bound in bounds if needed.get(bound.tres)]
+    return min(counts, key=lambda pair: pair[0], default=None)
+
+
+def share_within(
+    bounds: Sequence[Bound], share: NodeShare, *, gpus: int, gpu_type: str | None, cores: int, ram_bytes: int | None
+) -> tuple[NodeShare, str] | None:
+    """The share of one node that the bounds leave of so much, and what says so.
+
+    None where they take nothing away, and where they leave nothing. What the job asks for itself stays.
+    """
+    said = []
+    most = _least(bounds, _GPU, f"{_GPU}:{gpu_type}")
+    if most is not None and share.gpus is None and most.amount < gpus:
+        share = replace(share, gpus=most.amount)
+        said.append(most.words)
+    part = 1.0 if share.gpus is None or not gpus else share.gpus / gpus
+    most = _least(bounds, "cpu")
+    if most is not None and share.cores is None and most.amount < int(cores * part):
+        share = replace(share, cores=most.amount)
+        said.append(most.words)
+    most = _least(bounds, "mem")
+    if most is not None and share.ram_bytes is None and most.amount < int((ram_bytes or 0) * part):
+        share = replace(share, ram_bytes=most.amount)
+        said.append(most.words)
+    return (share, "; ".join(said)) if said and 0 not in (share.gpus, share.cores, share.ram_bytes) else None
+
+
+def _least(bounds: Sequence[Bound], *tres: str) -> Bound | None:
+    return min((bound for bound in bounds if bound.tres in tres), key=lambda bound: bound.amount, default=None)
+
+
+def _first_set(limits: Sequence[JobLimits], amounts: Sequence[Mapping[str, int]], whose: str) -> Iterator[Bound]:
+    seen: set[str] = set()
+    for one, granted in zip(limits, amounts, strict=True):
+        for tres, amount in granted.items():
+            if tres not in seen:
+                seen.add(tres)
+                yield Bound(tres=tres, amount=amount, words=f"{one.source}: {_amount_words(tres, amount)} {whose}")
+
+
+def _amount_words(tres: str, amount: int) -> str:
+    if tres == "mem":
+        return f"{format_bytes(amount)} RAM"
+    kind = tres.removeprefix(_GPU).removeprefix(":")
+    nouns = {"cpu": "core", "node": "node"}
+    noun = f"{kind} GPU".strip() if tres.startswith(_GPU) else nouns.get(tres)
+    if noun is None:
+        return f"{amount} {tres}"
+    return f"{amount} {noun}" + ("" if amount == 1 else "s")

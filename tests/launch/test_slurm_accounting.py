@@ -1,0 +1,136 @@
+"""What a cluster with accounts grants: of a plan on a login node, and of what `shardwise submit` asks for."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from slurm_texts import install_slurm
+
+from launch.cli import main
+from launch.partition_hardware import read_partition_hardware
+from trainer.spec.errors import ExitCode
+
+JOB = """\
+model: {{name: llama-3.2-1b}}
+data: {{train: {data}, eval: none}}
+train: {{seq_len: 1024, tokens_per_step: 65536, tokens: 20M}}
+slurm: {slurm}
+"""
+TAKES = "#!/bin/sh\necho 'sbatch: Job 7 to start at 2026-11-22T21:11:00 using 64 processors on nodes a1' >&2\n"
+
+Submit = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def login_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, str]]:
+    """Makes this a login node of the captured cluster with accounts, and the user one of its users."""
+    environment = install_slurm(tmp_path, "aurora")
+    (tmp_path / "sbatch").write_text(TAKES)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in ("SHARDWISE_CACHE", "SHARDWISE_SITE_CONFIG", "XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def login(user: str) -> dict[str, str]:
+        for name, value in {**environment, "LOGNAME": user}.items():
+            monkeypatch.setenv(name, value)
+        return environment
+
+    return login
+
+
+@pytest.fixture
+def submit(tmp_path: Path, login_as, capsys: pytest.CaptureFixture[str]) -> Submit:
+    """`shardwise submit job.yaml --dry-run WORDS` of a user: exit code, script, and what else was said."""
+    (tmp_path / "rows.txt").write_text("a row of text\n" * 1000)
+
+    def typed(user: str, *words: str, slurm: str = "{}") -> tuple[int, str, str]:
+        login_as(user)
+        (tmp_path / "job.yaml").write_text(JOB.format(data=tmp_path / "rows.txt", slurm=slurm))
+        code = main(["submit", str(tmp_path / "job.yaml"), "--dry-run", *words])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return typed
+
+
+def options(script: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+
+
+def test_the_limits_are_those_of_the_qos_a_job_runs_under(login_as) -> None:
+    environment = login_as("alice")
+    of = read_partition_hardware
+    normal = of("gpu", nodes=1, environment=environment)
+    assert (normal.num_allowed_nodes, normal.time_limit_s) == (3, 3 * 86400)  # 12 GPUs a user; the account's MaxWall
+    long = of("gpu", nodes=1, qos="long", environment=environment)
+    assert (long.num_allowed_nodes, long.time_limit_s) == (2, 5 * 86400)
+    debug = of("gpu", nodes=1, qos="debug", environment=environment)
+    assert (debug.num_allowed_nodes, debug.time_limit_s, len(debug.hardware.gpus)) == (1, 1800, 2)
+    assert "you may use it with accounts theory, vision; QOS debug, long, normal" in normal.hardware.notes
+
+
+def test_a_plan_is_made_of_a_partition_that_is_closed_and_says_so(login_as) -> None:
+    environment = login_as("carol")
+    answer = read_partition_hardware("staff", nodes=1, environment=environment)
+    assert answer.hardware.notes[-1] == "you have no account for partition staff"
+    assert answer.num_allowed_nodes == 4
+
+
+def test_limits_that_nobody_is_held_to_do_not_count(login_as, tmp_path: Path) -> None:
+    environment = login_as("alice")
+    program = (tmp_path / "scontrol").read_text()
+    config = "AccountingStorageEnforce = none\\nClusterName = aurora"
+    (tmp_path / "scontrol").write_text(
+        program.replace('case "$*" in', f'case "$*" in\n"show config") printf "{config}\\n"; exit ;;', 1)
+    )
+    answer = read_partition_hardware("staff", nodes=4, environment=environment)
+    assert answer.access is None and answer.hardware.notes[-1].startswith("Slurm holds nobody to accounts here")
+    assert read_partition_hardware("gpu", nodes=4, environment=environment).time_limit_s == 7 * 86400
+
+
+@pytest.mark.parametrize(
+    ("user", "words", "said"),
+    [
+        ("alice", ("--partition", "staff"), "partition staff takes account staff; you have accounts theory, vision"),
+        ("alice", ("--partition", "gpu", "--account", "guests"), "partition gpu does not take account guests"),
+        ("alice", ("--partition", "gpu", "--qos", "scavenge"), "account vision has no QOS scavenge; --qos names one"),
+        ("alice", ("--partition", "gpu", "slurm.extra=[-A guests]"), "partition gpu does not take account guests"),
+        ("alice", ("--partition", "theory", "--account", "theory"), "account theory has no default QOS; --qos names"),
+        ("carol", ("--partition", "gpu"), "you have no account for partition gpu"),
+        ("alice", ("--partition", "gpu", "--qos", "long", "--nodes", "3"), "gives a job 2 (QOS long: 2 nodes a job)"),
+        ("alice", ("--partition", "gpu", "--qos", "debug", "--time", "2:00:00"), "a job may take 00:30:00 at most"),
+    ],
+)  # fmt: skip
+def test_what_would_wait_for_good_is_refused(submit: Submit, user: str, words: tuple[str, ...], said: str) -> None:
+    code, out, err = submit(user, *words)
+    assert code == ExitCode.INPUT and said in err and out == ""
+
+
+@pytest.mark.parametrize(
+    ("user", "words", "stated"),
+    [
+        ("alice", ("--partition", "gpu"), []),
+        ("alice", ("--partition", "gpu", "--account", "theory", "--qos", "debug"), ["--account=theory", "--qos=debug"]),
+        ("alice", ("--partition", "long"), ["--qos=long"]),  # the default would not do
+        ("alice", ("--partition", "theory", "--qos", "long"), ["--account=theory", "--qos=long"]),
+        ("bob", ("--partition", "gpu"), ["--account=vision"]),
+        ("bob", ("--partition", "staff"), []),
+    ],
+)
+def test_an_account_and_a_qos_are_stated_where_the_default_would_not_do(
+    submit: Submit, user: str, words: tuple[str, ...], stated: list[str]
+) -> None:
+    code, script, _ = submit(user, *words)
+    assert code == ExitCode.DONE
+    assert [option for option in options(script) if option.startswith(("--account", "--qos"))] == stated
+
+
+def test_a_job_asks_for_no_more_than_its_limits_leave_it(submit: Submit) -> None:
+    code, script, _ = submit("bob", "--partition", "gpu")  # 2 GPUs and 24 cores a job
+    asked = options(script)
+    assert code == ExitCode.DONE and "--exclusive" not in asked
+    assert {"--gpus-per-node=a100:2", "--cpus-per-task=24", "--mem=250000M"} <= set(asked)
+    assert " on 2 x A100" in script.splitlines()[1]
+    code, script, _ = submit("alice", "--partition", "gpu")
+    assert {"--gpus-per-node=a100:4", "--exclusive"} <= set(options(script))
