@@ -5,13 +5,11 @@ type, and the optimizer's state), and the exported model (4 bytes a parameter, o
 and logs are small beside them. State offloaded to NVMe is asked of its own disk (`nvme_folder`).
 """
 
-import shutil
 from pathlib import Path
 
+from launch.disk_room import check_room
 from launch.nvme_folder import check_nvme
-from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.plan import Plan
-from trainer.spec.units import format_bytes
 
 EXPORT_BYTES_PER_PARAMETER = 4
 
@@ -24,12 +22,11 @@ def needed_disk_bytes(plan: Plan) -> int:
 
 
 def check_disk(plan: Plan, run_dir: Path) -> None:
-    """EnvironmentFaultError with both numbers where the run would fill a disk."""
+    """EnvironmentFaultError with both numbers where the run would fill a disk, or a quota on it."""
     check_nvme(plan)
-    folder = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists())
-    needed, free = needed_disk_bytes(plan), shutil.disk_usage(folder).free
-    if free < needed:
-        raise EnvironmentFaultError(
-            f"{run_dir}: checkpoints and the exported model need {format_bytes(needed)}, "
-            f"{format_bytes(free)} are free; make room, or name another disk with output or --run-dir"
-        )
+    check_room(
+        run_dir,
+        num_bytes=needed_disk_bytes(plan),
+        what="checkpoints and the exported model need",
+        mend="make room, or name another disk with output or --run-dir",
+    )

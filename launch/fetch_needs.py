@@ -3,17 +3,16 @@
 Asked of the hub before anything large is downloaded; what is here whole is asked of nobody.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from launch import disk_room
 from launch.data_files import is_of_hub
 from launch.dataset_hub import list_dataset
 from launch.dataset_splits import Part
 from launch.hub_files import hub_cache, list_snapshot
 from launch.model_files import ModelFiles
-from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.job import DataSource, Job
 from trainer.spec.units import format_bytes
 
@@ -83,17 +82,14 @@ def data_need(source: Source, hub_home: Path | None) -> Need:
 
 
 def check_room(folder: Path, *, num_bytes: int, num_files: int, what: str) -> None:
-    """EnvironmentFaultError with both numbers where a file system lacks bytes or inodes."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    system = os.statvfs(there)
-    free = system.f_bavail * system.f_frsize
-    mend = "make room, or name another with folders.huggingface and folders.cache in config.yaml"
-    if free < num_bytes:
-        raise EnvironmentFaultError(
-            f"{folder}: {what} needs {format_bytes(num_bytes)}, {format_bytes(free)} are free; {mend}"
-        )
-    if system.f_files > 0 and system.f_favail < num_files:  # some file systems count no inodes
-        raise EnvironmentFaultError(f"{folder}: {what} needs {num_files} inodes, {system.f_favail} are free; {mend}")
+    """EnvironmentFaultError with both numbers where a cache's file system, or a quota, leaves too little."""
+    disk_room.check_room(
+        folder,
+        num_bytes=num_bytes,
+        num_files=num_files,
+        what=f"{what} needs",
+        mend="make room, or name another with folders.huggingface and folders.cache in config.yaml",
+    )
 
 
 def check_room_of(needs: Sequence[Need]) -> None:

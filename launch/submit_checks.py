@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from launch import disk_room
 from launch.disk_check import needed_disk_bytes
 from launch.flash_kernel import kernel_of
 from launch.missing_files import missing_for
@@ -11,7 +12,6 @@ from launch.plan_job import PlanInputs
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.job import NodeNetwork
 from trainer.spec.plan import Plan
-from trainer.spec.units import format_bytes
 
 FILES_A_RUN = 100  # its records and logs, an export
 FILES_A_RANK = 20  # logs of attempts, and of each checkpoint a shard
@@ -38,21 +38,14 @@ def check_network(inputs: PlanInputs, plan: Plan, *, job_name: str) -> str | Non
 
 
 def check_room(plans: Sequence[Plan], run_dir: Path) -> None:
-    """EnvironmentFaultError with both numbers where the run directory's file system lacks bytes or inodes."""
+    """EnvironmentFaultError with both numbers where the run directory's disk, or a quota, lacks bytes or inodes."""
     folder = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     if not os.access(folder, os.W_OK):
         raise EnvironmentFaultError(f"{folder}: no permission to write; name another place with output or --run-dir")
-    there = os.statvfs(folder)
-    needed = sum(map(needed_disk_bytes, plans))
-    free = there.f_bavail * there.f_frsize
-    if free < needed:
-        raise EnvironmentFaultError(
-            f"{run_dir}: checkpoints and the exported model need {format_bytes(needed)}, "
-            f"{format_bytes(free)} are free; make room, or name another file system with output or --run-dir"
-        )
-    files = sum(FILES_A_RUN + plan.chosen.num_ranks * FILES_A_RANK for plan in plans)
-    if there.f_files > 0 and there.f_favail < files:
-        raise EnvironmentFaultError(
-            f"{run_dir}: a run makes up to {files} files, this file system takes {there.f_favail} more; "
-            "remove some, or name another with output or --run-dir"
-        )
+    disk_room.check_room(
+        run_dir,
+        num_bytes=sum(map(needed_disk_bytes, plans)),
+        num_files=sum(FILES_A_RUN + plan.chosen.num_ranks * FILES_A_RANK for plan in plans),
+        what="checkpoints and the exported model need",
+        mend="make room, or name another file system with output or --run-dir",
+    )
