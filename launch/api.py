@@ -7,7 +7,7 @@ import msgspec
 
 from launch.console import Console
 from launch.plan_job import plan_inputs, profile_data, read_inputs
-from launch.train_job import TrainOptions
+from launch.prepare_run import TrainOptions
 from launch.train_job import train as run_training
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.plan import MemoryEstimate, Plan, SpeedEstimate

@@ -128,7 +128,8 @@ def _estimate(options: argparse.Namespace) -> ExitCode:
 
 
 def _train(options: argparse.Namespace) -> ExitCode:
-    from launch.train_job import TrainOptions, next_commands, train
+    from launch.prepare_run import TrainOptions
+    from launch.train_job import next_commands, train
     from trainer.spec import codec
 
     console = Console(sys.stderr if options.json else None)
