@@ -75,7 +75,8 @@ def machines(slurm: SlurmCluster, workplace: Workplace) -> Iterator[Machines]:
         process.wait()
 
 
-def test_two_machines_train_one_run_through_a_stop_and_the_loss_of_one(machines: Machines, tmp_path: Path):
+@pytest.mark.parametrize("time", [1, *(pytest.param(time, marks=pytest.mark.long) for time in range(2, 11))])
+def test_two_machines_train_one_run_through_a_stop_and_the_loss_of_one(machines: Machines, tmp_path: Path, time: int):
     """With the losses of one process, every step counted once."""
     for rank in (0, 1):
         machines.start(rank)
