@@ -7,6 +7,7 @@ estimate    cases a second and memory of `shardwise estimate`, for a few and for
 accuracy    the predictions beside published measurements, and what other tools answer to the same (`accuracy.py`)
 tokenising  chats a second from a file to prepared rows, beside `datasets.map` (`tokenising.py`)
 checkpoints MB a second of saving and loading, beside torch's distributed checkpoint and Accelerate (`checkpoints.py`)
+metrics     what measuring a step costs, beside a step of 50 ms (`metrics_cost.py`)
 trainers    tokens a second of a step, beside a bare loop, transformers' Trainer and TRL's (`trainers.py`)
 
 A benchmark whose figures are asked for something says so in the column `verdict`; one MISSED ends the run with 1.
@@ -29,6 +30,7 @@ from pathlib import Path
 
 from accuracy import run_accuracy, text_table
 from checkpoints import bench_checkpoints
+from metrics_cost import bench_metrics
 from tokenising import bench_tokenising
 from trainers import bench_trainers
 
@@ -152,6 +154,7 @@ BENCHMARKS: dict[str, Callable[..., bool]] = {
     "accuracy": run_accuracy,
     "checkpoints": partial(run_table, "checkpoints", bench_checkpoints),
     "tokenising": partial(run_table, "tokenising", bench_tokenising),
+    "metrics": partial(run_table, "metrics", bench_metrics),
     "trainers": partial(run_table, "trainers", bench_trainers),
 }
 

@@ -18,6 +18,7 @@ from gpu_factory import GPU_CASES
 from launch.command_line import build_parser
 from launch.job_yaml import read_yaml
 from trainer.planning.catalogue import ENGINE_CONFIGS
+from trainer.runtime.metrics import StepMetrics
 from trainer.spec.errors import ExitCode
 from trainer.spec.job_file import read_job
 from trainer.spec.strategy import Sharding
@@ -56,6 +57,11 @@ def test_every_configuration_file_is_explained(config):
 @pytest.mark.parametrize("code", ExitCode)
 def test_every_exit_code_is_in_the_readme(code):
     assert re.search(rf"^\| {int(code)} \|", README, re.MULTILINE)
+
+
+def test_every_figure_of_a_step_is_explained_and_no_other():
+    rows = re.findall(r"^\| (`.*?) \|", (REPOSITORY / "docs" / "metrics.md").read_text(), re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(StepMetrics.__struct_fields__)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))

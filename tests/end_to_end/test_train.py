@@ -20,6 +20,7 @@ FILES = (
 METRICS = {
     "step", "epoch", "tokens", "loss", "lr", "grad_norm", "step_s", "data_s", "forward_s", "backward_s", "optimizer_s",
     "tokens_per_s", "tokens_per_s_per_gpu", "memory_allocated_bytes", "memory_peak_bytes", "host_rss_bytes",
+    "model_tflops_per_s_per_gpu", "padding_share",
 }  # fmt: skip
 
 
@@ -41,6 +42,42 @@ def test_each_step_is_one_line_with_the_promised_names(trained):
     assert metrics[8].keys() >= METRICS
     assert metrics[8]["loss"] < metrics[1]["loss"]
     assert metrics[8]["tokens"] <= 8 * 256
+
+
+def test_where_the_time_of_a_step_went_adds_up(trained):
+    _, run_dir, _ = trained()
+    metrics = read_metrics(run_dir)
+    for row in metrics.values():
+        parts = [row[f"{phase}_s"] for phase in ("data", "forward", "backward", "optimizer")]
+        assert min(parts) >= 0 and 0.5 * row["step_s"] < sum(parts) <= row["step_s"] * 1.001
+        assert 0 <= row["padding_share"] < 1 and "wait_s" not in row, "a lone rank waits for nobody"
+    saved = [step for step, row in metrics.items() if "checkpoint_s" in row]
+    assert set(saved) >= {2, 4, 7}, "after the first step, and after every third"
+    report = codec.read(run_dir / "report.json", Report)
+    parts, speed = report.measured.speed.parts, report.measured.speed
+    assert list(parts) == ["data", "forward", "backward", "optimizer", "wait"] and speed.step_s is not None
+    assert max(parts.values()) < speed.step_s
+
+
+def test_memory_is_told_by_phase(trained):
+    _, run_dir, _ = trained()
+    measured, predicted = (
+        getattr(codec.read(run_dir / "report.json", Report), side).memory for side in ("measured", "predicted")
+    )
+    assert list(measured.peaks) == ["forward", "backward", "optimizer"] and not predicted.peaks
+    assert max(measured.peaks.values()) == measured.peak_allocated_bytes
+    assert [point.at_s for point in measured.timeline] == sorted(point.at_s for point in measured.timeline)
+    assert max(point.allocated_bytes for point in measured.timeline) == measured.peak_allocated_bytes
+
+
+def test_several_ranks_tell_how_long_they_waited_and_lines_come_as_often_as_asked(workplace):
+    workplace.write_job(train={"steps": 7}, eval={"every": "1000 steps"}, log={"every": "3 steps"})
+    answer = workplace.run("plan", "job.yaml", "pin.sharding=ddp", "--hardware", "2xCPU", "--json")
+    (workplace.folder / "two.json").write_text(answer.stdout)
+    workplace.run("train", "two.json", "--run-dir", "run")
+    metrics = read_metrics(workplace.folder / "run")
+    assert sorted(metrics) == [1, 3, 6, 7], "the first, every third, the last"
+    assert all(row["wait_s"] > 0 for row in metrics.values())
 
 
 def test_the_terminal_tells_the_plan_the_course_and_the_next_commands(trained):

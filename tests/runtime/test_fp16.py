@@ -11,6 +11,7 @@ from accelerate.state import AcceleratorState, GradientState
 from rank_factory import SEED, rank_plan, write_rows
 
 from trainer.runtime.accelerator import build_accelerator
+from trainer.runtime.clock import Clock
 from trainer.runtime.data import TokenRows, step_micro_batches
 from trainer.runtime.evaluation import evaluate
 from trainer.runtime.mixed_precision import (
@@ -24,7 +25,7 @@ from trainer.runtime.mixed_precision import (
 )
 from trainer.runtime.model import build_model
 from trainer.runtime.optimizers import build_optimizer
-from trainer.runtime.step import Clock, StepResult, run_step
+from trainer.runtime.step import StepResult, run_step
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.plan import Plan

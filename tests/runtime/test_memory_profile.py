@@ -10,6 +10,7 @@ import torch
 from galore_torch.galore_projector import GaLoreProjector
 from torch import nn
 
+from trainer.runtime.clock import Clock
 from trainer.runtime.memory_profile import (
     ACTIVATIONS,
     GRADIENTS,
@@ -99,6 +100,31 @@ def test_the_peak_of_a_step_is_what_it_held_at_once():
     assert 4_000_000 <= figures.parts[ACTIVATIONS] < 4_000_000 + 64 * 1024
     assert figures.peak_allocated_bytes == sum(figures.parts.values())
     assert figures.peak_reserved_bytes is None and figures.device_bytes is None
+
+
+def test_the_peak_of_each_phase_is_told_beside_that_of_the_step():
+    model, optimizer = trained_linear()
+    profile, clock = MemoryProfile(model, optimizer, CPU), Clock(CPU)
+    with clock.measure("data"):
+        torch.empty(10_000_000)  # before the step, and no part of it
+    with profile.step(clock):
+        with clock.measure("forward"):
+            loss = model(torch.ones(8, SIZE)).sum()
+            scratch = torch.empty(1_000_000)
+            del scratch
+        with clock.measure("backward"):
+            loss.backward()
+        with clock.measure("optimizer"):
+            later = torch.empty(2_000_000)
+            del later
+    figures = profile.figures()
+    steady = 3 * WEIGHT_BYTES + 4
+    assert list(figures.peaks) == ["forward", "backward", "optimizer"]
+    assert steady + 4_000_000 <= figures.peaks["forward"] < steady + 4_000_000 + WEIGHT_BYTES
+    assert steady + WEIGHT_BYTES <= figures.peaks["backward"] < steady + 2 * WEIGHT_BYTES + 64 * 1024
+    assert figures.peaks["optimizer"] == max(figures.peaks.values()) == figures.peak_allocated_bytes
+    assert max(point.allocated_bytes for point in figures.timeline) == figures.peak_allocated_bytes
+    assert {point.phase for point in figures.timeline} - {""} == {"forward", "backward", "optimizer"}
 
 
 def test_a_gradient_that_comes_after_the_peak_is_no_part_of_it():

@@ -11,10 +11,11 @@ from engine_plan_factory import TINY_LLAMA
 from rank_factory import SEED, rank_plan, write_rows
 
 from trainer.runtime.accelerator import build_accelerator
+from trainer.runtime.clock import Clock
 from trainer.runtime.data import TokenRows, step_micro_batches
 from trainer.runtime.model import build_model
 from trainer.runtime.optimizers import build_optimizer
-from trainer.runtime.step import Clock, StepResult, run_step, seed_dropout
+from trainer.runtime.step import StepResult, run_step, seed_dropout
 from trainer.spec.errors import InputError
 from trainer.spec.hardware import Hardware, Host
 from trainer.spec.plan import Plan

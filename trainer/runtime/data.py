@@ -25,7 +25,14 @@ from torch import Tensor
 
 from trainer.runtime.token_rows import IGNORED_LABEL, TokenRows, padded_width
 
-__all__ = ["IGNORED_LABEL", "MicroBatch", "TokenRows", "eval_micro_batches", "step_micro_batches"]
+__all__ = [
+    "IGNORED_LABEL",
+    "MicroBatch",
+    "TokenRows",
+    "eval_micro_batches",
+    "padding_share",
+    "step_micro_batches",
+]
 
 
 class MicroBatch(NamedTuple):
@@ -40,6 +47,7 @@ class MicroBatch(NamedTuple):
     num_targets: int  # labels that count; none is in the first column
     position_ids: Tensor | None = None  # int64 [B, S], from 0 in each document; None where a row is one document
     num_pairs: int = 0  # that are no dummies; 0 where rows are no pairs
+    num_tokens: int = 0  # positions that are neither padding nor of a dummy
 
     @property
     def num_terms(self) -> int:
@@ -119,4 +127,11 @@ def _micro_batch(rows: TokenRows, examples: Sequence[int | None]) -> MicroBatch:
             has_boundaries = True
     num_pairs = sum(example is not None for example in examples) if layout.rows_per_example == 2 else 0
     num_targets = int((labels != IGNORED_LABEL).sum())
-    return MicroBatch(input_ids, labels, num_targets, position_ids if has_boundaries else None, num_pairs)
+    positions = position_ids if has_boundaries else None
+    return MicroBatch(input_ids, labels, num_targets, positions, num_pairs, sum(lengths))
+
+
+def padding_share(micro_batches: Sequence[MicroBatch]) -> float:
+    """Of all positions that a rank puts through the model in a step."""
+    positions = sum(batch.input_ids.numel() for batch in micro_batches)
+    return 1 - sum(batch.num_tokens for batch in micro_batches) / positions

@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 
 import msgspec
-import torch
 from msgspec.structs import replace
 
-from trainer.runtime.data import MicroBatch, step_micro_batches
+from trainer.runtime.clock import Clock
+from trainer.runtime.data import MicroBatch, padding_share, step_micro_batches
 from trainer.runtime.engagement import facts_after_step
 from trainer.runtime.evaluation import evaluate, evaluations_without_gain
 from trainer.runtime.fp8 import check_fp8_ran, timed_facts
-from trainer.runtime.memory_profile import MemoryProfile, anonymous_bytes
+from trainer.runtime.machine_counters import CardWatch
+from trainer.runtime.memory_profile import MemoryProfile
 from trainer.runtime.metrics import MetricsFile, StepMetrics
 from trainer.runtime.model import plain_model
 from trainer.runtime.objectives import Objectives, build_objectives
@@ -31,8 +32,9 @@ from trainer.runtime.sample import can_sample, continue_prompt, prompt_of
 from trainer.runtime.saving import export_model, keep_best, load_best, save_state
 from trainer.runtime.session import Session, build_session
 from trainer.runtime.spikes import find_fault, step_of_rows
-from trainer.runtime.state import SKIPPED_STEPS, RunState, model_flops_share
-from trainer.runtime.step import Clock, StepResult, run_step
+from trainer.runtime.state import SKIPPED_STEPS, RunState
+from trainer.runtime.step import run_step
+from trainer.runtime.step_metrics import DoneStep, StepObserver
 from trainer.runtime.stream_rows import POLL_S, StepRows
 from trainer.spec.errors import InputError
 from trainer.spec.extension import Hook
@@ -69,32 +71,50 @@ def _train(session: Session, objectives: Objectives, wants_stop: Callable[[], bo
 def _run_steps(session: Session, objectives: Objectives, wants_stop: Callable[[], bool]) -> Ending:
     schedule, state = session.plan.schedule, session.state
     saves, watch = PeriodicSaves(session), StepWatch(session)
-    with MetricsFile(session.paths.run_dir / "metrics.jsonl", is_writer=session.is_first) as metrics:
+    with (
+        MetricsFile(session.paths.run_dir / "metrics.jsonl", is_writer=session.is_first) as metrics,
+        CardWatch(session.accelerator.device).watching() as card,
+    ):
+        observer = StepObserver(session, card)
         while state.step < schedule.num_steps and not _has_stalled(session):
-            if not _goes_on(session, wants_stop):
+            if not _goes_on(session, wants_stop, observer):
                 if not session.plan.is_trial:
                     save_state(session, "the stop")
                 return Ending.STOPPED
-            line = _one_step(session, objectives)
+            done = _one_step(session, objectives, observer)
             goes_back = must_go_back(session)
             is_eval_due = not goes_back and _is_due(state.step, schedule.eval_every_steps)
             evaluation = _evaluate(session, objectives) if is_eval_due else None
-            figures = line(evaluation)
-            metrics.append(figures)
+            figures = observer.line(done, evaluation)
+            if _is_told(session, figures):
+                metrics.append(figures)
             watch.tell(figures)
             if goes_back:
                 go_back(session)
                 continue
-            saves.after_step()
+            with observer.saving():
+                saves.after_step()
             if evaluation is not None and _is_new_best(session):
                 keep_best(session)
     return Ending.FINISHED
 
 
-def _goes_on(session: Session, wants_stop: Callable[[], bool]) -> bool:
+def _is_told(session: Session, figures: StepMetrics) -> bool:
+    """Whether a step has a line under `log.every`: also the first and the last, one with a score, and a skipped one."""
+    every, first = session.plan.job.log.every.steps or 1, (session.state.resumed_from_step or 0) + 1
+    is_edge = figures.step in (first, session.plan.schedule.num_steps)
+    return is_edge or figures.step % every == 0 or bool(figures.skipped) or figures.eval_loss is not None
+
+
+def _goes_on(session: Session, wants_stop: Callable[[], bool], observer: StepObserver) -> bool:
     """Whether nobody asks for a stop, also while all wait for a window of a stream; all ranks agree."""
     stream, step = session.stream, _place_of_rows(session, session.state.step + 1)
-    while session.ranks.all_agree(not wants_stop()):
+
+    def agrees() -> bool:
+        with observer.waiting():
+            return session.ranks.all_agree(not wants_stop())
+
+    while agrees():
         is_there = stream is None or not stream.is_next_window(step)
         if is_there or session.ranks.all_agree(stream is not None and stream.is_ready(step)):
             return True
@@ -142,8 +162,8 @@ def _is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def _one_step(session: Session, objectives: Objectives) -> Callable[[Evaluation | None], StepMetrics]:
-    """Runs one step and notes what it measured; returns what makes its metrics line, evaluation included."""
+def _one_step(session: Session, objectives: Objectives, observer: StepObserver) -> DoneStep:
+    """Runs one step and notes what it measured."""
     plan, state, device = session.plan, session.state, session.accelerator.device
     step = state.step + 1
     clock = Clock(device, on_phase=lambda phase: session.writer.beat(phase, step=step - 1))
@@ -151,7 +171,7 @@ def _one_step(session: Session, objectives: Objectives) -> Callable[[Evaluation 
     with clock.measure("data"):
         micro_batches, num_terms = _micro_batches(session, step)
     lr = learning_rate(plan.schedule, plan.job.train, step)
-    with _maybe_profiled(session, step) as is_profiled:
+    with _maybe_profiled(session, step, clock) as is_profiled:
         result = run_step(
             session.accelerator,
             session.model,
@@ -175,12 +195,13 @@ def _one_step(session: Session, objectives: Objectives) -> Callable[[Evaluation 
     note_step(state, result, step=step, rows=rows)
     if not is_profiled and step - (state.resumed_from_step or 0) > SKIPPED_STEPS:
         state.steady_steps.append((step_s, result.num_targets))
+        state.steady_parts.append(observer.parts(clock))
     session.writer.write_status("training", step=step)
     if state.engaged is not None and not state.engaged.facts and not result.was_skipped:
         check_fp8_ran(plain_model(session.model))
         seen = facts_after_step(session.model, session.optimizer, session.scaler)
         state.engaged = replace(state.engaged, facts=seen | timed_facts(session.plan))
-    return lambda evaluation: _metrics(session, result, clock, lr=lr, step_s=step_s, rows=rows, evaluation=evaluation)
+    return DoneStep(result, clock, lr, step_s, padding_share(micro_batches), rows, _epoch(session))
 
 
 def _micro_batches(session: Session, step: int) -> tuple[Sequence[MicroBatch], int]:
@@ -219,58 +240,16 @@ def _row_numbers(session: Session, step: int) -> tuple[int, ...]:
 
 
 @contextmanager
-def _maybe_profiled(session: Session, step: int) -> Iterator[bool]:
+def _maybe_profiled(session: Session, step: int, clock: Clock) -> Iterator[bool]:
     """Measures the memory of the first steady step, once; of the last one where a run is shorter than that."""
     first = session.state.resumed_from_step or 0
     if step != min(first + SKIPPED_STEPS + 1, session.plan.schedule.num_steps):
         yield False
         return
     profile = MemoryProfile(session.model, session.optimizer, session.accelerator.device)
-    with profile.step():
+    with profile.step(clock):
         yield True
     session.state.memory = profile.figures()
-
-
-def _metrics(
-    session: Session,
-    result: StepResult,
-    clock: Clock,
-    *,
-    lr: float,
-    step_s: float,
-    rows: tuple[int, ...],
-    evaluation: Evaluation | None,
-) -> StepMetrics:
-    plan, state, device = session.plan, session.state, session.accelerator.device
-    rate = result.num_targets / step_s
-    per_device = rate / session.accelerator.num_processes
-    is_cuda, measured = device.type == "cuda", state.memory  # a CPU has no counters: those of the profiled step
-    return StepMetrics(
-        step=state.step,
-        attempt=session.paths.attempt,
-        epoch=_epoch(session),
-        tokens=state.tokens_seen,
-        loss=result.loss,
-        lr=lr,
-        grad_norm=result.grad_norm,
-        step_s=step_s,
-        data_s=clock.seconds("data"),
-        forward_s=clock.seconds("forward"),
-        backward_s=clock.seconds("backward"),
-        optimizer_s=clock.seconds("optimizer"),
-        tokens_per_s=rate,
-        tokens_per_s_per_gpu=per_device,
-        host_rss_bytes=anonymous_bytes(),
-        mfu=model_flops_share(plan, per_device),
-        memory_allocated_bytes=torch.cuda.memory_allocated(device) if is_cuda else measured.steady_allocated_bytes,
-        memory_reserved_bytes=torch.cuda.memory_reserved(device) if is_cuda else None,
-        memory_peak_bytes=torch.cuda.max_memory_allocated(device) if is_cuda else measured.peak_allocated_bytes,
-        **_scores(evaluation),
-        **{name: value for name, value in result.figures.items() if name in StepMetrics.__struct_fields__},
-        loss_scale=result.loss_scale,
-        skipped=True if result.was_skipped else None,
-        skipped_rows=rows if result.was_skipped and rows else None,
-    )
 
 
 def _epoch(session: Session) -> float | None:
@@ -279,17 +258,6 @@ def _epoch(session: Session) -> float | None:
     if plan.data.is_stream:
         return None
     return (_place_of_rows(session, state.step) + 1) * plan.schedule.sequences_per_step / plan.data.num_rows
-
-
-def _scores(evaluation: Evaluation | None) -> dict[str, float | None]:
-    if evaluation is None:
-        return {}
-    return {
-        "eval_loss": evaluation.loss,
-        "eval_accuracy": evaluation.accuracy,
-        "eval_reward_accuracy": evaluation.reward_accuracy,
-        "eval_reward_margin": evaluation.reward_margin,
-    }
 
 
 def _evaluate(session: Session, objectives: Objectives) -> Evaluation | None:

@@ -24,12 +24,14 @@ from torch._C._autograd import DeviceType  # torch.autograd has it under no publ
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
+from trainer.runtime.clock import Clock
 from trainer.runtime.engine_state import partitions
+from trainer.runtime.memory_timeline import Curve, timeline_of_spans
 from trainer.runtime.model import is_deepspeed
 from trainer.runtime.optimizers import unwrapped
 from trainer.runtime.optimizers.facts import projectors
 from trainer.spec.hardware import DeviceKind
-from trainer.spec.report import MemoryFigures
+from trainer.spec.report import MemoryFigures, MemoryPoint
 from trainer.spec.units import MIB
 
 CPU_OVERHEAD_BYTES = 64 * MIB  # a capped process may hold beside its tensors: thread stacks, modules, allocator slack
@@ -46,10 +48,14 @@ class MemoryProfile:
         self._steady_bytes: int | None = None
         self._peak_bytes: int | None = None
         self._parts: dict[str, int] = {}
+        self._peaks: dict[str, int] = {}
+        self._timeline: tuple[MemoryPoint, ...] = ()
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Measures the block, which has to be one whole optimizer step."""
+    def step(self, clock: Clock | None = None) -> Iterator[None]:
+        """Measures the block, which has to be one whole optimizer step, by the phases that `clock` takes of it."""
+        clock = clock or Clock(self._device)
+        num_spans = len(clock.spans)
         held = held_bytes(self._model, self._optimizer)
         arrivals: list[tuple[int, int]] = []
         with _noting_gradients(self._model, arrivals):
@@ -57,15 +63,19 @@ class MemoryProfile:
                 torch.cuda.reset_peak_memory_stats(self._device)
                 self._steady_bytes = torch.cuda.memory_allocated(self._device)
                 yield
-                self._peak_bytes = torch.cuda.max_memory_allocated(self._device)
+                self._peak_bytes = max(torch.cuda.max_memory_allocated(self._device), clock.highest_bytes or 0)
+                self._peaks, self._timeline = dict(clock.peaks), timeline_of_spans(clock.spans[num_spans:])
                 gradients = sum(num_bytes for _, num_bytes in arrivals)
             else:
                 self._steady_bytes = sum(held.values()) + _engine_buffers(self._model)
                 with _room_for_a_profile():
                     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
                         yield
-                    rise, peak_ns = highest_rise(_memory_events(profiler))
+                    events = sorted(_memory_events(profiler), key=lambda event: event[0])
+                    rise, peak_ns = highest_rise(events)
                 self._peak_bytes = self._steady_bytes + rise
+                curve = Curve(events, self._steady_bytes, clock.spans[num_spans:])
+                self._peaks, self._timeline = curve.peaks(), curve.timeline()
                 gradients = sum(num_bytes for moment_ns, num_bytes in arrivals if moment_ns <= peak_ns)
         self._parts = self._split(held, gradients)
 
@@ -79,6 +89,8 @@ class MemoryProfile:
             device_bytes=_device_bytes(self._device) if is_cuda else None,
             host_bytes=anonymous_bytes(),
             parts=self._parts,
+            peaks=self._peaks,
+            timeline=self._timeline,
         )
 
     def _split(self, held: dict[str, int], gradients: int) -> dict[str, int]:

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from msgspec.structs import fields
+
 from trainer.spec.value import Value
 
 
@@ -31,10 +33,25 @@ class StepMetrics(Value, frozen=True, kw_only=True):
     tokens_per_s: float
     tokens_per_s_per_gpu: float
     host_rss_bytes: int
-    mfu: float | None = None
+    mfu: float | None = None  # model FLOPs over the device's dense peak; None where that is unknown
+    model_tflops_per_s_per_gpu: float | None = None  # 10^12 FLOPs of the model, without what is recomputed
+    padding_share: float | None = None  # of the positions that this rank puts through the model
+    wait_s: float | None = None  # for the slowest rank, at the step's vote
+    checkpoint_s: float | None = None  # that training stood still for saving since the line before
     memory_allocated_bytes: int | None = None
     memory_reserved_bytes: int | None = None
     memory_peak_bytes: int | None = None
+    memory_peak_forward_bytes: int | None = None  # allocated at most in a phase of this step, on a GPU
+    memory_peak_backward_bytes: int | None = None
+    memory_peak_optimizer_bytes: int | None = None
+    memory_device_bytes: int | None = None  # used on the whole card, as nvidia-smi shows it
+    host_pinned_bytes: int | None = None
+    nvme_read_bytes: int | None = None  # of this process in this step, where state is offloaded to NVMe
+    nvme_written_bytes: int | None = None
+    gpu_utilization: float | None = None  # share of the last second in which a kernel ran
+    gpu_power_w: float | None = None
+    gpu_temperature_c: int | None = None
+    gpu_throttle: str | None = None  # why clocks are held down
     eval_loss: float | None = None
     eval_accuracy: float | None = None  # share of the held-out targets that are the most likely token
     eval_reward_accuracy: float | None = None  # of held-out pairs, under DPO
@@ -50,26 +67,8 @@ class StepMetrics(Value, frozen=True, kw_only=True):
     skipped_rows: tuple[int, ...] | None = None  # of the prepared data, in such a step; not of an fp16 overflow
 
 
-_OPTIONAL = (
-    "epoch",
-    "mfu",
-    "memory_allocated_bytes",
-    "memory_reserved_bytes",
-    "memory_peak_bytes",
-    "eval_loss",
-    "eval_accuracy",
-    "eval_reward_accuracy",
-    "eval_reward_margin",
-    "reward_margin",
-    "reward_accuracy",
-    "reward_chosen",
-    "reward_rejected",
-    "logps_chosen",
-    "logps_rejected",
-    "loss_scale",
-    "skipped",
-    "skipped_rows",
-)
+# Left out of a line where there is nothing to say; what is not here is always there.
+_OPTIONAL = frozenset({"epoch", *(field.name for field in fields(StepMetrics) if not field.required)})
 
 
 class MetricsFile:
@@ -82,8 +81,8 @@ class MetricsFile:
         """Writes one line; what was not measured is left out, and what is no finite number is null."""
         if self._file is None:
             return
-        fields = {name: getattr(metrics, name) for name in metrics.__struct_fields__}
-        line = {name: value for name, value in fields.items() if not (value is None and name in _OPTIONAL)}
+        named = {name: getattr(metrics, name) for name in metrics.__struct_fields__}
+        line = {name: value for name, value in named.items() if not (value is None and name in _OPTIONAL)}
         with suppress(OSError):  # of a full disk: the line stays in the buffer, and goes with a later one
             self._file.write(json.dumps({name: _finite(value) for name, value in line.items()}) + "\n")
             self._file.flush()

@@ -31,6 +31,7 @@ class RunState:
     sample_before: str | None = None
     sample_after: str | None = None
     steady_steps: list[tuple[float, int]] = field(default_factory=list)  # (seconds, tokens)
+    steady_parts: list[dict[str, float]] = field(default_factory=list)  # seconds of their phases
 
     @property
     def best_step(self) -> int | None:
@@ -46,8 +47,15 @@ def measured_figures(state: RunState, plan: Plan) -> Figures:
     rate = median(tokens / seconds for seconds, tokens in state.steady_steps) / plan.chosen.num_ranks
     return Figures(
         memory=state.memory,
-        speed=SpeedFigures(step_s=step_s, tokens_per_s_per_gpu=rate, mfu=model_flops_share(plan, rate)),
+        speed=SpeedFigures(
+            step_s=step_s, tokens_per_s_per_gpu=rate, mfu=model_flops_share(plan, rate), parts=_median_parts(state)
+        ),
     )
+
+
+def _median_parts(state: RunState) -> dict[str, float]:
+    names = state.steady_parts[0] if state.steady_parts else ()
+    return {name: median(parts[name] for parts in state.steady_parts) for name in names}
 
 
 def model_flops_share(plan: Plan, tokens_per_s_per_gpu: float) -> float | None:

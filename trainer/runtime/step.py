@@ -21,9 +21,8 @@ and a step can be repeated exactly.
 
 import hashlib
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,45 +31,13 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
+from trainer.runtime.clock import Clock
 from trainer.runtime.data import MicroBatch
 from trainer.runtime.engine_veto import asked_before_update
 from trainer.runtime.loss import Answer
 from trainer.runtime.mixed_precision import LossScaler, check_scale
 from trainer.runtime.optimizers import set_learning_rate, unwrapped, updates_in_backward
 from trainer.spec.value import Value
-
-
-class Clock:
-    """Seconds spent in each phase of a step; on a GPU between events, so that nothing waits while the step runs."""
-
-    def __init__(self, device: torch.device, on_phase: Callable[[str], None] = lambda phase: None) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._on_phase = on_phase  # told of each phase when it begins
-        self._seconds: dict[str, float] = {}
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextmanager
-    def measure(self, phase: str) -> Iterator[None]:
-        """Adds the time of the block to `phase`."""
-        self._on_phase(phase)
-        if self._is_cuda:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            yield
-            end.record()
-            self._events.append((phase, begin, end))
-        else:
-            start = time.perf_counter()
-            yield
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
-
-    def seconds(self, phase: str) -> float:
-        """Seconds of a phase so far; waits for the device."""
-        for name, begin, end in self._events:
-            end.synchronize()
-            self._seconds[name] = self._seconds.get(name, 0.0) + begin.elapsed_time(end) / 1000
-        self._events.clear()
-        return self._seconds.get(phase, 0.0)
 
 
 class Terms(NamedTuple):

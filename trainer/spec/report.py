@@ -35,6 +35,14 @@ class Fault(StrEnum):
         return self in (Fault.OUT_OF_MEMORY, Fault.HOST_OUT_OF_MEMORY)
 
 
+class MemoryPoint(Value, frozen=True, kw_only=True):
+    """What was allocated at a moment of the profiled step."""
+
+    at_s: float  # since the step began
+    allocated_bytes: int
+    phase: str  # data, forward, backward, optimizer; empty between them
+
+
 class MemoryFigures(Value, frozen=True, kw_only=True):
     """Bytes on one device; None where a counter does not exist (the CPU has no reserved memory)."""
 
@@ -44,6 +52,8 @@ class MemoryFigures(Value, frozen=True, kw_only=True):
     device_bytes: int | None = None
     host_bytes: int | None = None  # anonymous resident memory of the rank
     parts: dict[str, int] = {}
+    peaks: dict[str, int] = {}  # allocated at most in each phase of the profiled step
+    timeline: tuple[MemoryPoint, ...] = ()  # of that step
 
 
 class SpeedFigures(Value, frozen=True, kw_only=True):
@@ -52,6 +62,7 @@ class SpeedFigures(Value, frozen=True, kw_only=True):
     step_s: float | None = None
     tokens_per_s_per_gpu: float | None = None
     mfu: float | None = None
+    parts: dict[str, float] = {}  # seconds of a step: data, forward, backward, optimizer, wait; predicted ones by cause
 
 
 class Figures(Value, frozen=True, kw_only=True):
@@ -156,5 +167,7 @@ def predicted_figures(candidate: Candidate) -> Figures:
             host_bytes=memory.host_bytes,
             parts=memory.parts,
         ),
-        speed=SpeedFigures(step_s=speed.step_s, tokens_per_s_per_gpu=speed.tokens_per_s_per_gpu, mfu=speed.mfu),
+        speed=SpeedFigures(
+            step_s=speed.step_s, tokens_per_s_per_gpu=speed.tokens_per_s_per_gpu, mfu=speed.mfu, parts=speed.parts
+        ),
     )
