@@ -148,7 +148,7 @@ def test_a_limit_that_only_the_real_submission_meets_leaves_nothing(login: Workp
         (("slurm.extra=[--array=1-9]",), "sets --array itself"),
         (("slurm.container=/nowhere/image.sif",), "is no file here"),
         (("slurm.container=org/image",), "no --container-image on this cluster"),
-        (("log.notify=https://example.org/hook",), "comes with shardwise"),
+        (("log.notify=no-such-program",), "no program that is found here"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(login: Workplace, words, says):
@@ -171,7 +171,7 @@ def test_a_file_system_without_room_is_refused(login: Workplace, small_disk: Pat
 
 def test_a_file_system_without_inodes_is_refused(login: Workplace, small_disk: Path):
     subprocess.run(["mount", "-o", "remount,size=1g,nr_inodes=50", small_disk], check=True)
-    assert "this file system takes 49 more" in refused(login, "--run-dir", str(small_disk / "run"))
+    assert "inodes, 49 are free; make room" in refused(login, "--run-dir", str(small_disk / "run"))
 
 
 def test_a_used_run_directory_is_refused(login: Workplace):
