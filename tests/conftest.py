@@ -1,8 +1,10 @@
 """What every test has in common: a state folder of its own, so that plans do not learn from this machine's runs.
 
-And `--outcome FILE`, which keeps what a run came to, and a real Slurm for those that ask for it.
+Ctrl-C works in what they start: a suite that a shell started in the background ignores it, and so would they. And
+`--outcome FILE`, which keeps what a run came to, and a real Slurm for those that ask for it.
 """
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +12,9 @@ from outcome_file import pytest_addoption, pytest_configure
 from slurm_fixture import slurm, slurm_cluster
 
 __all__ = ["pytest_addoption", "pytest_configure", "slurm", "slurm_cluster", "state_folder_of_the_tests"]
+
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")
