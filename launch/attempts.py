@@ -27,11 +27,13 @@ from launch.deadline import Deadline
 from launch.local_ranks import LocalRanks, Ranks
 from launch.nvme_folder import check_nvme, held_folder, nvme_folder
 from launch.operators import remove_stale_locks
-from launch.progress import MetricsTail, Progress
+from launch.progress import Progress
 from launch.recorded_environment import write_environment
 from launch.retries import MAX_SAME_STEP, Decision, Tried, decide
 from launch.run_history import earlier_history, num_at_step
 from launch.run_mark import is_cancelled
+from launch.sink_start import SinkProcess, running_sinks
+from launch.spent_limits import LimitWatch
 from launch.staging import copy_staged
 from launch.supervisor import StopKind, StopRequest, watch_attempt
 from launch.watchdog import Watchdog, WatchLimits
@@ -63,6 +65,7 @@ class Surroundings(NamedTuple):
     limits: WatchLimits
     cluster: Cluster | None  # the machines, where there are several
     deadline: Deadline | None
+    sinks: SinkProcess
 
 
 def run_attempts(
@@ -83,7 +86,15 @@ def run_attempts(
     Ahead of `deadline` the run stops with a checkpoint as if USR1 had come.
     EnvironmentFaultError where an attempt cannot be started at all.
     """
-    around = Surroundings(plan, run_dir, extensions_dir, console, stop, environment, limits, cluster, deadline)
+    with running_sinks(plan, run_dir=run_dir, console=console, environment=environment, stop=stop) as sinks:
+        around = Surroundings(
+            plan, run_dir, extensions_dir, console, stop, environment, limits, cluster, deadline, sinks
+        )
+        return _run_all(around, resume=resume)
+
+
+def _run_all(around: Surroundings, *, resume: bool) -> RunOutcome:
+    plan, run_dir, console, stop = around.plan, around.run_dir, around.console, around.stop
     course = _Course(history=earlier_history(run_dir) if resume else [])
     candidates = (plan.chosen, *plan.fallbacks)
     number: int | None = _place_of_last(run_dir, candidates, console) if resume else 0
@@ -92,16 +103,17 @@ def run_attempts(
         may_resume = bool(run_dirs.committed_checkpoints(run_dir)) and (resume or bool(course.tried))
         begin = _Begin(time.monotonic(), _saved_step(run_dir) if may_resume else None)
         attempt_dir = prepare_attempt(plan, candidates[number], run_dir=run_dir, resume=may_resume)
-        end = _run_one(around, attempt_dir)
+        spending = LimitWatch(run_dir, plan, course.history, num_ranks=candidates[number].num_ranks)
+        end = _run_one(around, attempt_dir, course, spending)
         decision = _after(course, end, number, around)
         number = None if stop.kind is not None else decision.candidate
         report = _told(end, decision, stop, run_dir)
         course.history.append(_record(end, report, attempt_dir, begin))
-        course.incidents += end.report.incidents
+        course.incidents += [*end.report.incidents, *spending.incidents(report)]
         if end.fault is not None:
             incident = _incident(end, decision)
             course.incidents.append(incident)
-            console.line(incident)
+            console.line(incident + _memory_report(around, attempt_dir, end, decision))
         report = msgspec.structs.replace(
             report,
             incidents=tuple(dict.fromkeys(course.incidents)),
@@ -129,21 +141,28 @@ class _Course:
     incidents: list[str] = field(default_factory=list)
 
 
-def _run_one(around: Surroundings, attempt_dir: Path) -> AttemptEnd:
+def _run_one(around: Surroundings, attempt_dir: Path, course: _Course, spending: LimitWatch) -> AttemptEnd:
     plan = codec.read(attempt_dir / "plan.json", Plan)
-    tail = MetricsTail(around.run_dir / "metrics.jsonl", from_end=True)
-    progress = Progress(around.console, attempt_dir=attempt_dir, metrics=tail, num_steps=plan.schedule.num_steps)
+    progress = Progress(
+        around.console,
+        attempt_dir=attempt_dir,
+        plan=plan,
+        incidents=course.incidents,
+        environment=around.environment,
+    )
     watchdog = Watchdog(attempt_dir, num_ranks=plan.chosen.num_ranks, limits=around.limits.scaled_to(plan))
 
     def tick() -> None:
         progress.tick()
+        around.sinks.tick()
         if around.stop.kind is None and is_cancelled(around.run_dir):  # on another machine, perhaps
             around.stop.kind = StopKind.INTERRUPT
+        spending.stop_in_time(around.stop, watchdog, around.console)
         if around.deadline is not None:
             around.deadline.stop_in_time(around.stop, watchdog, around.console)
 
     with contextlib.ExitStack() as held:
-        held.callback(progress.close)
+        held.enter_context(progress.shown())
         ranks = held.enter_context(_started(around, plan, attempt_dir))
         return watch_attempt(ranks, attempt_dir=attempt_dir, stop=around.stop, on_tick=tick, watchdog=watchdog)
 
@@ -296,6 +315,18 @@ def _incident(end: AttemptEnd, decision: Decision) -> str:
         return f"{_memory_words(end.report)}; {decision.words}"
     words = (end.report.error or "no reason given").splitlines()[0]
     return f"step {end.report.step} with {end.report.plan.strategy.name}: {words}; {decision.words}"
+
+
+def _memory_report(around: Surroundings, attempt_dir: Path, end: AttemptEnd, decision: Decision) -> str:
+    """Where the report on an attempt stands that ran out of memory, as the end of a line; empty where there is none."""
+    if end.fault is None or not end.fault.is_memory:
+        return ""
+    from launch.oom_report import write_oom_report
+
+    candidates = (around.plan.chosen, *around.plan.fallbacks)
+    following = None if decision.candidate is None else candidates[decision.candidate]
+    path = write_oom_report(attempt_dir, around.plan, end.report, next_candidate=following, decision=decision.words)
+    return "" if path is None else f" (what it held: {path})"
 
 
 def _memory_words(report: Report) -> str:

@@ -192,7 +192,7 @@ def _fetch(options: argparse.Namespace) -> ExitCode:
 def _status(options: argparse.Namespace) -> ExitCode:
     from launch.status_command import StatusOptions, run_status
 
-    return run_status(StatusOptions(run=options.run, as_json=options.json), Console())
+    return run_status(StatusOptions(run=options.run, as_json=options.json, sync=options.sync), Console())
 
 
 def _logs(options: argparse.Namespace) -> ExitCode:
@@ -210,26 +210,85 @@ def _logs(options: argparse.Namespace) -> ExitCode:
     )
 
 
+def _watch(options: argparse.Namespace) -> ExitCode:
+    from launch.watch_command import WatchOptions, run_watch
+
+    return run_watch(WatchOptions(run=options.run, once=options.once, as_json=options.json), Console())
+
+
+def _ladder(options: argparse.Namespace) -> ExitCode:
+    from launch.ladder import LadderOptions, run_ladder
+
+    return run_ladder(
+        LadderOptions(
+            job=options.job,
+            overrides=options.overrides,
+            rungs=options.rungs,
+            gpus=options.gpus,
+            vram_cap_bytes=options.vram,
+            num_steps=options.steps,
+            csv=options.csv,
+            png=options.png,
+            html=options.html,
+            as_json=options.json,
+        ),
+        Console(),
+        Console(sys.stderr),
+    )
+
+
+def _profile(options: argparse.Namespace) -> ExitCode:
+    from launch.profile_command import ProfileOptions, run_profile
+
+    return run_profile(
+        ProfileOptions(
+            job=options.job,
+            overrides=options.overrides,
+            gpus=options.gpus,
+            vram_cap_bytes=options.vram,
+            out=options.out,
+            num_steps=options.steps,
+            only_time=options.time,
+            as_json=options.json,
+        ),
+        Console(),
+        Console(sys.stderr),
+    )
+
+
 def _cancel(options: argparse.Namespace) -> ExitCode:
     from launch.cancel_command import CancelOptions, run_cancel
 
     return run_cancel(CancelOptions(run=options.run, now=options.now), Console())
 
 
-def _report(options: argparse.Namespace) -> ExitCode:
-    from launch.report_text import read_run_report, render_report
-    from trainer.spec import codec
+def _doctor(options: argparse.Namespace) -> ExitCode:
+    from launch.doctor import DoctorOptions, run_doctor
 
-    console = Console()
-    reports = [(path, read_run_report(path)) for path in options.run_dirs]
-    for number, (path, report) in enumerate(reports):
-        if options.json:
-            console.line(codec.encode(report).decode().rstrip())
-            continue
-        if number:
-            console.line()
-        console.line(render_report(report, run_dir=path))
-    return ExitCode.DONE
+    return run_doctor(
+        DoctorOptions(job=options.job, overrides=options.overrides, quick=options.quick, as_json=options.json),
+        Console(),
+    )
+
+
+def _cache(options: argparse.Namespace) -> ExitCode:
+    from launch.cache_command import CacheOptions, run_cache
+
+    return run_cache(
+        CacheOptions(
+            prune=options.prune, older_than_days=options.older_than, dry_run=options.dry_run, as_json=options.json
+        ),
+        Console(),
+    )
+
+
+def _report(options: argparse.Namespace) -> ExitCode:
+    from launch.report_command import ReportOptions, run_report
+
+    return run_report(
+        ReportOptions(run_dirs=options.run_dirs, html=options.html, as_json=options.json),
+        Console(),
+    )
 
 
 def _export(options: argparse.Namespace) -> ExitCode:
@@ -287,6 +346,14 @@ def _chat(options: argparse.Namespace) -> ExitCode:
     )
 
 
+def _workspace(options: argparse.Namespace) -> ExitCode:
+    from launch.workspace_command import WorkspaceOptions, run_workspace
+
+    return run_workspace(
+        WorkspaceOptions(project=options.project, entity=options.entity, as_json=options.json), Console()
+    )
+
+
 def _schema(_options: argparse.Namespace) -> ExitCode:
     import json
 
@@ -306,12 +373,18 @@ _COMMANDS = {
     "fetch": _fetch,
     "status": _status,
     "logs": _logs,
+    "watch": _watch,
+    "ladder": _ladder,
+    "profile": _profile,
     "cancel": _cancel,
+    "doctor": _doctor,
+    "cache": _cache,
     "report": _report,
     "export": _export,
     "import": _import,
     "chat": _chat,
     "data": _data,
+    "workspace": _workspace,
     "schema": _schema,
 }
 

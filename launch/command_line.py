@@ -1,23 +1,10 @@
-"""What may stand on the command line of `shardwise`: commands, options, the types of their values.
-
-What comes with a later version is known here as well, so that it is answered with that version.
-"""
+"""What may stand on the command line of `shardwise`: commands, options, the types of their values."""
 
 import argparse
 from pathlib import Path
 
 from trainer.spec.errors import InputError
 
-LATER_COMMANDS = {
-    "ladder": "0.7",
-    "profile": "0.7",
-    "watch": "0.7",
-    "doctor": "0.7",
-    "cache": "0.7",
-}
-LATER_OPTIONS = {
-    "report": {"html": "0.7"},
-}
 SUBMIT_SETTINGS = {  # options of submit, by name: the setting that each is, and its words
     "partition": ("slurm.partition", "P", "default: the cluster's"),
     "nodes": ("slurm.nodes", "N", "default: 1"),
@@ -44,21 +31,16 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_words(words: list[str]) -> argparse.Namespace:
-    """The command and its options; InputError for what is not understood, or comes with a later version.
+    """The command and its options; InputError for what is not understood.
 
     `key=value` words may stand after options, where argparse alone would refuse them.
     """
-    if words and words[0] in LATER_COMMANDS:
-        raise InputError(f"shardwise {words[0]} comes with shardwise {LATER_COMMANDS[words[0]]}")
     options, rest = build_parser().parse_known_args(words)
     unknown = [word for word in rest if word.startswith("-") or not hasattr(options, "overrides")]
     if unknown:
         raise InputError(f"unrecognized arguments: {' '.join(unknown)}; see shardwise {options.command} --help")
     if rest:
         options.overrides = [*options.overrides, *rest]
-    for name, version in LATER_OPTIONS.get(options.command, {}).items():
-        if getattr(options, name) not in (None, False):
-            raise InputError(f"--{name.replace('_', '-')} comes with shardwise {version}")
     return options
 
 
@@ -68,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="shardwise",
         description="Trains language models on whatever hardware is there.",
         epilog="Exit codes: 0 done, 1 internal error, 2 input, 3 nothing fits, 4 environment, 5 out of memory, "
-        "75 stopped to be requeued, 130 Ctrl-C after a saved checkpoint. --debug shows tracebacks.",
+        "75 stopped to be requeued, 130 Ctrl-C, or a spent limit, after a saved checkpoint. --debug shows tracebacks.",
     )
     parser.add_argument("--version", action="version", version=f"shardwise {_version()}")
     commands = parser.add_subparsers(  # without `prog` it would ask shutil how wide the terminal is
@@ -86,11 +68,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_status(commands.add_parser("status", help="how runs stand: queue, step, loss, speed, time left"))
     _add_logs(commands.add_parser("logs", help="what a run said last, and with -f what it says from now on"))
+    _add_watch(commands.add_parser("watch", help="the live view of a run, from another shell"))
+    _add_ladder(commands.add_parser("ladder", help="what each technique saves here, one switched on after the other"))
+    _add_profile(commands.add_parser("profile", help="where memory and time of a step go, and how long the job takes"))
     _add_cancel(commands.add_parser("cancel", help="have a run save a checkpoint and end, with all of its jobs"))
+    _add_doctor(commands.add_parser("doctor", help="what here would make training fail or slow, and what mends it"))
+    _add_cache(commands.add_parser("cache", help="what is kept outside of runs, and freeing what can be made again"))
     _add_report(commands.add_parser("report", help="predicted beside measured"))
     _add_export(commands.add_parser("export", help="write a folder that others load, from a run"))
     _add_import(commands.add_parser("import", help="make a foreign checkpoint a folder to train from"))
     _add_chat(commands.add_parser("chat", help="talk to what a run trained"))
+    _add_workspace(commands.add_parser("workspace", help="save charts of memory and throughput in a wandb project"))
     commands.add_parser("schema", help="print the JSON Schema of the job file")
     return parser
 
@@ -185,6 +173,7 @@ def _add_fetch(parser: argparse.ArgumentParser) -> None:
 
 def _add_status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", metavar="RUN|JOBID", help="default: your runs in ./runs and in the queue")
+    parser.add_argument("--sync", action="store_true", help="send what was written offline to wandb")
     parser.add_argument("--json", action="store_true")
 
 
@@ -196,14 +185,54 @@ def _add_logs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--lines", type=_count, default=50, metavar="N", help="default: 50")
 
 
+def _add_watch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN|JOBID", help="a run directory, or the job of one")
+    parser.add_argument("--once", action="store_true", help="show it once and end")
+    parser.add_argument("--json", action="store_true", help="a line for each new step and each change of state")
+
+
+def _add_ladder(parser: argparse.ArgumentParser) -> None:
+    _add_job(parser)
+    parser.add_argument("--rungs", metavar="A,B,C", help="values of pins: fp32,bf16-mixed,full,chunked,lora")
+    parser.add_argument("--steps", type=_positive, default=6, metavar="N", help="of each rung; default: 6")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="the figures as CSV")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="a chart of peaks and step times")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="the table and charts as one page")
+    parser.add_argument("--json", action="store_true", help="the figures on stdout, everything else on stderr")
+
+
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    _add_job(parser)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/<name>-profile-<UTC time>")
+    parser.add_argument("--steps", type=_positive, default=8, metavar="N", help="default: 8")
+    parser.add_argument("--time", action="store_true", help="time alone, extrapolated to the whole job")
+    parser.add_argument("--json", action="store_true", help="the figures on stdout, everything else on stderr")
+
+
 def _add_cancel(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN|JOBID", help="a run, a sweep, or a job of one")
     parser.add_argument("--now", action="store_true", help="at once, without a checkpoint")
 
 
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", type=Path, nargs="?", help="job file: what it needs is looked for too")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. train.seq_len=8192")
+    parser.add_argument("--quick", action="store_true", help="without what takes more than a second")
+    parser.add_argument("--json", action="store_true")
+
+
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prune", action="store_true", help="free what is stale and can be made again")
+    parser.add_argument("--older-than", type=_count, metavar="DAYS", help="what was not used for so long; default: 30")
+    parser.add_argument("--dry-run", action="store_true", help="with --prune: show it, free nothing")
+    parser.add_argument("--json", action="store_true")
+
+
 def _add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
-    parser.add_argument("--html", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="several, or a sweep's, are shown side by side"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="the report as one page with charts")
     parser.add_argument("--json", action="store_true")
 
 
@@ -231,6 +260,12 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", metavar="FOLDER|HUB-ID", help="the model that an adapter is merged into")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: as it was saved")
     parser.add_argument("--json", action="store_true")
+
+
+def _add_workspace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--project", metavar="P", help="default: shardwise, as of a job that names none")
+    parser.add_argument("--entity", metavar="E", help="whose project; default: WANDB_ENTITY, else your own")
+    parser.add_argument("--json", action="store_true", help="print the view; nothing is asked or sent")
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,7 @@
 """Where text for a person goes: plain lines, on stdout or, where stdout carries JSON, on stderr."""
 
 import sys
+from collections.abc import Callable
 from typing import TextIO
 
 
@@ -9,12 +10,15 @@ class Console:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self.stream = stream if stream is not None else sys.stdout
+        self.before_line: Callable[[], None] | None = None  # takes away what is redrawn below the last line
 
     @property
     def is_terminal(self) -> bool:
         return self.stream.isatty()
 
     def line(self, text: str = "") -> None:
+        if self.before_line is not None:
+            self.before_line()
         self.stream.write(text + "\n")
         self.stream.flush()
 

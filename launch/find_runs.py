@@ -30,14 +30,20 @@ class Found(NamedTuple):
 def runs_below(folder: Path) -> list[Path]:
     """Run directories in a folder, those of sweeps in place of the sweep; in no order."""
     entries = [entry for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
-    return [run for entry in entries for run in (_points(entry) or ([entry] if is_run_dir(entry) else []))]
+    return [run for entry in entries for run in (points_of(entry) or ([entry] if is_run_dir(entry) else []))]
+
+
+def points_of(folder: Path) -> list[Path]:
+    """The runs of a sweep, by number."""
+    points = [path for path in folder.glob("point-*") if _POINT.fullmatch(path.name) and is_run_dir(path)]
+    return sorted(points, key=lambda path: int(path.name.removeprefix("point-")))
 
 
 def find_runs(word: str, environment: Mapping[str, str] = os.environ) -> Found:
     """The runs that `word` means; InputError where it means none."""
     path = Path(word)
     if path.is_dir():
-        points = _points(path)
+        points = points_of(path)
         if not points and not is_run_dir(path):
             raise InputError(f"{word}: is not a run directory: it has no plan.json and no submission.json")
         return Found(tuple(map(read_run, points or [path])), bool(points))
@@ -98,12 +104,6 @@ def _of_job(job_id: str, environment: Mapping[str, str]) -> Found:
 def _folder_of(script: str) -> Path | None:
     head, found, _ = script.partition(f"/{SCRIPT_NAME}")
     return Path(head) if found and Path(head).is_dir() else None
-
-
-def _points(folder: Path) -> list[Path]:
-    """The runs of a sweep, by number."""
-    points = [path for path in folder.glob("point-*") if _POINT.fullmatch(path.name) and is_run_dir(path)]
-    return sorted(points, key=lambda path: int(path.name.removeprefix("point-")))
 
 
 def _number(files: RunFiles) -> int:

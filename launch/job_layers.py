@@ -76,6 +76,17 @@ def read_job_layers(
     )
 
 
+def read_personal_folders(*, config_home: Path, site_config: Path | None) -> dict[str, str]:
+    """The folders that a site's and a person's file name, where no job is asked about; InputProblemsError as above."""
+    problems: list[str] = []
+    folders: dict[str, str] = {}
+    for path in _personal_files(config_home, site_config):
+        _personal_layer(path, folders, problems)
+    if problems:
+        raise InputProblemsError(problems)
+    return folders
+
+
 def render_resolved(resolved: ResolvedJob) -> str:
     """The run directory's job.yaml: every setting with where it came from; reads back to the same job."""
     lines = ["# The job as it ran: every setting, and where its value is from."]

@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 from launch.asked_nodes import AskedNodes
 from launch.console import Console
+from launch.page_file import write_page
 from launch.plan_job import PlanInputs, plan_inputs, profile_data, read_inputs
 from trainer.planning.explain import compare_plans, comparison_page, explain_plan, plan_page
 from trainer.planning.page import Section
 from trainer.planning.planner import take_candidate
 from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, NothingFitsError
+from trainer.spec.errors import ExitCode, InputError, NothingFitsError
 from trainer.spec.plan import Plan
 
 Answer = tuple[str, Plan | NothingFitsError]
@@ -100,16 +101,6 @@ def machines(options: PlanOptions) -> list[tuple[str, PlanInputs]]:
     return found
 
 
-def write_page(path: Path, html: str) -> None:
-    """InputError where the folder is not there, EnvironmentFaultError where it cannot be written."""
-    try:
-        path.write_text(html, encoding="utf-8")
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
-        raise InputError(f"--html {path}: {error.strerror}; name a file in a folder that exists") from error
-    except OSError as error:
-        raise EnvironmentFaultError(f"--html {path}: cannot be written: {error.strerror}") from error
-
-
 def _answer(spec: str, inputs: PlanInputs, options: PlanOptions) -> Answer:
     try:
         return spec, take_candidate(_plan(inputs, options), options.take)
@@ -145,7 +136,7 @@ def _partition_sections(
 
 
 def _write_html(path: Path, answers: Sequence[Answer], *, top: int, more: Mapping[str, tuple[Section, ...]]) -> None:
-    from trainer.planning.explain_html import pages_html
+    from trainer.planning.page_html import pages_html
 
     pages = [
         plan_page(answer, top=top, more=more.get(spec, ())) for spec, answer in answers if isinstance(answer, Plan)

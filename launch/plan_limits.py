@@ -5,13 +5,14 @@ from collections.abc import Mapping
 
 from launch.console import Console
 from launch.model_files import preset_names, read_preset
-from launch.plan_command import PlanOptions, machines, write_page
+from launch.page_file import write_page
+from launch.plan_command import PlanOptions, machines
 from launch.plan_job import PlanInputs, profile_data, read_calibration_of
 from trainer.planning.explain_choice import machine_words
-from trainer.planning.explain_html import pages_html
 from trainer.planning.explain_limits import Question, limits_json, limits_section
 from trainer.planning.limits_search import Rung, largest_batches, largest_models, longest_sequences
 from trainer.planning.page import Page, Section
+from trainer.planning.page_html import pages_html
 from trainer.planning.planner import question_situations
 from trainer.planning.situation import Situation
 from trainer.planning.text_layout import page_text

@@ -27,6 +27,7 @@ from launch.plan_job import (
 from launch.plan_simulate import after_dry_run
 from launch.prepare_data import prepare_data
 from launch.probe import read_hardware
+from launch.sink_checks import check_sinks
 from launch.torch_fit import check_torch
 from launch.trials import plan_after_trials
 from launch.vocabulary import kept_plan_with_new_rows, refuse_frozen_rows, with_new_rows
@@ -34,9 +35,8 @@ from slurm.allocation import is_login_node, submit_line
 from trainer.planning.explain import explain_plan
 from trainer.planning.planner import take_candidate
 from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, InputError, InputProblemsError
+from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.hardware import Hardware
-from trainer.spec.job_file import later_problems
 from trainer.spec.model_shape import ModelShape
 from trainer.spec.plan import Plan
 
@@ -105,9 +105,7 @@ def prepare(options: TrainOptions, console: Console, environment: Mapping[str, s
     # Whatever cannot fit is refused before any work.
     early = plan_inputs(inputs, profile_data(inputs), environment=environment)
     _refuse_login_node(options, inputs.hardware)
-    problems = later_problems(inputs.resolved.job)
-    if problems:
-        raise InputProblemsError(problems)
+    check_sinks(inputs.resolved.job, environment)
     check_torch(inputs.hardware)
     inputs = inputs._replace(fp8_gain=fp8_gain_for(early, cache=inputs.cache, console=console))
     inputs = with_weights(inputs)
@@ -171,9 +169,7 @@ def _prepare_kept_plan(
     difference = None if plan.hardware.num_nodes == 1 else describe_difference(plan.hardware, here)
     if difference is not None:
         raise InputError(f"{options.job}: is a plan for other machines: {difference}; give the job file to plan anew")
-    problems = later_problems(plan.job)
-    if problems:
-        raise InputProblemsError(problems)
+    check_sinks(plan.job, environment)
     cache = folders.cache_home(environment)
     plan = kept_plan_with_new_rows(plan, cache=cache, on_progress=console.line)
     return Prepared(_with_data(plan, console, cache), None, cache)

@@ -1,21 +1,16 @@
 """A report as plain text: how the run ended, and every prediction beside what was measured."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from launch.report_runs import ENDINGS, RecordedRun, end_line, state_line
 from trainer.planning.memory.parts import grouped
-from trainer.spec import codec
-from trainer.spec.errors import InputError
-from trainer.spec.report import AttemptRecord, Ending, Fault, Figures, Report
+from trainer.planning.recommend import Recommendation
+from trainer.planning.text_layout import paragraph
+from trainer.spec.report import AttemptRecord, Fault, Figures, Report
 from trainer.spec.units import format_bytes, format_count, format_seconds
 
-_ENDINGS = {
-    Ending.FINISHED: "finished",
-    Ending.STOPPED: "stopped by request",
-    Ending.PREEMPTED: "stopped to be requeued",
-    Ending.OUT_OF_MEMORY: "ran out of memory",
-    Ending.FAILED: "failed",
-}
-_FAULTS = {
+FAULTS = {
     Fault.OUT_OF_MEMORY: "ran out of memory",
     Fault.HOST_OUT_OF_MEMORY: "was ended for want of host memory",
     Fault.KILLED: "was killed",
@@ -24,45 +19,46 @@ _FAULTS = {
 }
 
 
-def read_run_report(run_dir: Path) -> Report:
-    """The report of a run; InputError where the folder is no run, or the run has not ended."""
-    if not (run_dir / "plan.json").is_file():
-        raise InputError(f"{run_dir}: is not a run directory: it has no plan.json")
-    if not (run_dir / "report.json").is_file():
-        raise InputError(f"{run_dir}: has no report yet: the run has not ended, or was killed before it could")
-    return codec.read(run_dir / "report.json", Report)
+def render_run(run: RecordedRun) -> str:
+    """What there is to say of one run, for a terminal; of one without a report, as far as it got."""
+    if run.report is not None:
+        return render_report(run.report, run_dir=run.run_dir, recommended=run.recommended)
+    lines = [f"{run.run_dir}: {state_line(run)}", f"  see how it stands: shardwise status {run.run_dir}"]
+    if run.final_loss is not None:
+        lines.append(f"  training loss {run.final_loss:.4f} at step {run.step}")
+    if run.plan is not None:
+        lines += ["", *_comparison_lines(run.predicted, run.measured)]
+    return "\n".join(lines)
 
 
-def render_report(report: Report, *, run_dir: Path) -> str:
+def render_report(report: Report, *, run_dir: Path, recommended: Sequence[Recommendation] = ()) -> str:
     """The report of one run, for a terminal."""
-    lines = [
-        f"{run_dir}: {_ENDINGS[report.ending]} at step {report.step} of {report.num_steps}, "
-        f"{format_count(report.tokens)} tokens in {format_seconds(report.duration_s)}"
-        + (f", {report.attempts} attempts" if report.attempts > 1 else "")
-    ]
+    lines = [f"{run_dir}: {end_line(report)}"]
     if report.error:
         lines.append(f"  error: {report.error}")
     if report.resumed_from_step is not None:
         lines.append(f"  resumed from step {report.resumed_from_step}")
     if len(report.history) > 1:
-        lines += [_attempt_line(attempt) for attempt in report.history]
+        lines += [f"  {attempt_line(attempt)}" for attempt in report.history]
     lines += [f"  incident: {incident}" for incident in report.incidents]
-    lines += _loss_lines(report)
+    lines += [f"  {line}" for line in loss_lines(report)]
     lines += ["", *_comparison_lines(report.predicted, report.measured)]
+    lines += [line for words in [parts_line(report.measured.speed.parts)] if words for line in ("", words)]
     lines += _engaged_lines(report)
     lines += _sample_lines(report)
+    lines += _recommended_lines(recommended)
     lines += [f"checkpoint: {run_dir / report.checkpoint}"] if report.checkpoint else []
     lines += [f"model: {run_dir / report.export}"] if report.export else []
     return "\n".join(lines)
 
 
-def _attempt_line(attempt: AttemptRecord) -> str:
-    """`  attempt 2: ddp/fp32/adamw x2, micro batch 2 x 4: from step 3, ran out of memory at step 5 after 12 s`."""
+def attempt_line(attempt: AttemptRecord) -> str:
+    """`attempt 2: ddp/fp32/adamw x2, micro batch 2 x 4: from step 3, ran out of memory at step 5 after 12 s`."""
     begin = "from the beginning" if attempt.resumed_from_step is None else f"from step {attempt.resumed_from_step}"
-    end = _ENDINGS[attempt.ending] if attempt.fault is None else _FAULTS[attempt.fault]
+    end = ENDINGS[attempt.ending] if attempt.fault is None else FAULTS[attempt.fault]
     ranks = f" x{attempt.num_ranks}" if attempt.num_ranks > 1 else ""
     line = (
-        f"  attempt {attempt.number}: {attempt.strategy}{ranks}, micro batch {attempt.micro_batch} x "
+        f"attempt {attempt.number}: {attempt.strategy}{ranks}, micro batch {attempt.micro_batch} x "
         f"{attempt.accumulation}: {begin}, {end} at step {attempt.step} after {format_seconds(attempt.duration_s)}"
     )
     if attempt.fault is None or not attempt.fault.is_memory:
@@ -71,27 +67,36 @@ def _attempt_line(attempt: AttemptRecord) -> str:
     return line + f", held {_bytes(attempt.measured_peak_bytes)}" if attempt.measured_peak_bytes else line
 
 
-def _loss_lines(report: Report) -> list[str]:
+def loss_lines(report: Report) -> list[str]:
+    """The training loss and the last score of the held-out rows."""
     lines = []
     if report.final_loss is not None:
-        lines.append(f"  training loss {report.final_loss:.4f} at the last step")
+        lines.append(f"training loss {report.final_loss:.4f} at the last step")
     if report.evaluations:
         last = report.evaluations[-1]
-        line = f"  held-out loss {last.loss:.4f} (perplexity {last.perplexity:.1f}) over {last.num_tokens} tokens"
+        line = f"held-out loss {last.loss:.4f} (perplexity {last.perplexity:.1f}) over {last.num_tokens} tokens"
         if last.unigram_entropy_nats is not None:
             share = last.loss / last.unigram_entropy_nats
             line += f"; unigram entropy of the same tokens {last.unigram_entropy_nats:.4f}, ratio {share:.2f}"
         if last.accuracy is not None:
             line += f"; {last.accuracy:.1%} of them are the most likely token"
         if last.reward_accuracy is not None and last.reward_margin is not None:
-            line = f"  held-out loss of pairs {last.loss:.4f}; the chosen answer has the higher reward in "
+            line = f"held-out loss of pairs {last.loss:.4f}; the chosen answer has the higher reward in "
             line += f"{last.reward_accuracy:.1%}, mean margin {last.reward_margin:.3f}, its perplexity is "
             line += f"{last.perplexity:.1f}"
         lines.append(line)
     return lines
 
 
-def _comparison_lines(predicted: Figures, measured: Figures) -> list[str]:
+def parts_line(parts: Mapping[str, float]) -> str:
+    """`a step: backward 240 ms, forward 110 ms`, the longest first; what takes less than a thousandth is left out."""
+    least = sum(parts.values()) / 1000
+    ordered = sorted(((name, seconds) for name, seconds in parts.items() if seconds > least), key=lambda part: -part[1])
+    return f"a step: {', '.join(f'{name} {format_seconds(each)}' for name, each in ordered)}" if ordered else ""
+
+
+def comparison_rows(predicted: Figures, measured: Figures) -> list[tuple[str, str, str, str]]:
+    """(figure, predicted, measured, difference), the header first."""
     rows = [("", "predicted", "measured", "difference")]
     for label, name in (
         ("peak allocated", "peak_allocated_bytes"),
@@ -123,6 +128,11 @@ def _comparison_lines(predicted: Figures, measured: Figures) -> list[str]:
     )
     if speed_found.mfu is not None:
         rows.append(("MFU", _percent(speed.mfu), _percent(speed_found.mfu), ""))
+    return rows
+
+
+def _comparison_lines(predicted: Figures, measured: Figures) -> list[str]:
+    rows = comparison_rows(predicted, measured)
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return [
         f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}".rstrip()
@@ -131,6 +141,12 @@ def _comparison_lines(predicted: Figures, measured: Figures) -> list[str]:
 
 
 def _engaged_lines(report: Report) -> list[str]:
+    lines = engaged_lines(report)
+    return ["", *lines] if lines else []
+
+
+def engaged_lines(report: Report) -> list[str]:
+    """What was seen to run; nothing where no attempt got that far."""
     engaged = report.engaged
     if engaged is None:
         return []
@@ -138,7 +154,6 @@ def _engaged_lines(report: Report) -> list[str]:
     fp8 = [facts[name] for name in ("fp8 library", "fp8 recipe", "fp8 gain") if name in facts]
     ranks = "1 process" if engaged.world_size == 1 else f"{engaged.world_size} processes"
     return [
-        "",
         f"seen to run: {ranks}, {engaged.engine_class}, {engaged.optimizer_class}, {engaged.precision}, "
         f"attention {engaged.attention}, loss {engaged.loss}, accumulation {engaged.accumulation}"
         + (f", {engaged.sharded_parameters} sharded parameters" if engaged.sharded_parameters else ""),
@@ -155,6 +170,11 @@ def _sample_lines(report: Report) -> list[str]:
         if text is not None:
             lines.append(f"  {label}: " + text.replace("\n", "\n          "))
     return lines
+
+
+def _recommended_lines(recommended: Sequence[Recommendation]) -> list[str]:
+    lines = [line for each in recommended for line in paragraph(each.text, width=100)]
+    return ["", "what would help:", *lines] if lines else []
 
 
 def _bytes(value: int | None) -> str:

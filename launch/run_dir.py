@@ -2,8 +2,9 @@
 
     <output>-<UTC time>/   job.yaml  hardware.json  plan.json (never rewritten)  metrics.jsonl  report.json
         attempts/N/        plan.json  accelerate.yaml  ds_config.json  environment.json  status.json  pids/  logs/
-                           report.json; of several machines accelerate-1.yaml, environment-1.json ... as well
-        checkpoints/  export/
+                           report.json; of several machines accelerate-1.yaml, environment-1.json ... as well;
+                           where memory ran out out-of-memory.txt
+        checkpoints/  export/  logs/ (of the sinks)  wandb/  spent.json (the limit that ended the run)
 
 A directory belongs to one supervisor at a time: it holds an advisory lock on `.lock` while it lives.
 """

@@ -25,6 +25,7 @@ class StatusOptions(NamedTuple):
 
     run: str | None = None  # None: the user's own runs, in ./runs and in the queue
     as_json: bool = False
+    sync: bool = False  # sends what was written offline to wandb
 
 
 def run_status(options: StatusOptions, console: Console, *, environment: Mapping[str, str] = os.environ) -> ExitCode:
@@ -33,6 +34,8 @@ def run_status(options: StatusOptions, console: Console, *, environment: Mapping
     if options.run is None:
         found, others = _own_runs(queue)
         statuses = [_status(files, queue, environment, asks_ended=False) for files in found]
+        if options.sync:
+            return _sync(statuses, console, environment)
         if options.as_json:
             console.line(_as_json(statuses))
             return ExitCode.DONE
@@ -46,12 +49,15 @@ def run_status(options: StatusOptions, console: Console, *, environment: Mapping
         return ExitCode.DONE
     runs = find_runs(options.run, environment)
     statuses = [_status(files, queue, environment, asks_ended=not runs.is_sweep) for files in runs.runs]
+    if options.sync:
+        return _sync(statuses, console, environment)
     if options.as_json:
         console.line(_as_json(statuses if runs.is_sweep else statuses[0]))
     elif runs.is_sweep:
         console.line(render_table(statuses, base=base))
     else:
         console.line(render_status(statuses[0], base=base))
+        _offer_sync(runs.runs[0].run_dir, console)
     return ExitCode.DONE
 
 
@@ -64,6 +70,21 @@ def _status(files: RunFiles, queue: Queue, environment: Mapping[str, str], *, as
     witness = witness_of(files, queue, asks_ended=asks_ended, environment=environment)
     logs = log_places(files)
     return status_of(files, witness, now_s=time.time(), last_line=last_line(files), logs=tuple(map(str, logs)))
+
+
+def _sync(statuses: Sequence[RunStatus], console: Console, environment: Mapping[str, str]) -> ExitCode:
+    from launch.wandb_sync import sync_runs  # for --sync alone
+
+    return sync_runs([(Path(status.run_dir), status.state) for status in statuses], console, environment)
+
+
+def _offer_sync(run_dir: Path, console: Console) -> None:
+    if (run_dir / "wandb.json").is_file():
+        from launch.wandb_files import unsynced_folders
+
+        folders = unsynced_folders(run_dir)
+        if folders:
+            console.line(f"  wandb: {len(folders)} written offline; to send: shardwise status {run_dir} --sync")
 
 
 def log_places(files: RunFiles) -> list[Path]:

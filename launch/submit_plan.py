@@ -14,6 +14,7 @@ from launch.job_layers import ResolvedJob, read_job_layers
 from launch.partition_hardware import read_partition_hardware
 from launch.plan_job import PlanInputs, plan_inputs, profile_data, read_inputs, read_machine, recorded_versions
 from launch.run_dir import output_base
+from launch.sink_checks import check_sinks
 from slurm.container import Container, container_of
 from slurm.node_share import share_of_job
 from slurm.partition_hardware import PartitionHardware
@@ -23,10 +24,9 @@ from slurm.submit import knows_pyxis
 from slurm.time_limit import num_jobs
 from trainer.planning.explain_choice import machine_words
 from trainer.planning.node_counts import planned
-from trainer.spec.errors import EnvironmentFaultError, InputError, InputProblemsError
+from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.hardware import Hardware
 from trainer.spec.job import NodeNetwork, SlurmJob
-from trainer.spec.job_file import later_problems
 from trainer.spec.plan import Plan
 from trainer.spec.units import format_seconds
 
@@ -93,6 +93,8 @@ def read_target(
         raise InputError(
             "slurm.chain and --sweep exclude each other; a point that is not done is queued again by itself"
         )
+    if needs_slurm and slurm.container is None:  # an image has its own packages
+        check_sinks(first.job, environment, on_node=True)
     found, hardware = _read_nodes(slurm, spec, environment, needs_slurm=needs_slurm)
     return Target(tuple(_read_point(job, overrides, point, hardware, environment) for point in points), hardware, found)
 
@@ -200,9 +202,6 @@ def _read_point(
         raise InputError(
             f"{inputs.model.config_origin}: {inputs.shape.model_type} cannot be trained: {inputs.shape.loss_obstacle}"
         )
-    problems = later_problems(inputs.resolved.job)
-    if problems:
-        raise InputProblemsError(problems)
     return Point(inputs, plan_inputs(inputs, profile_data(inputs), environment=environment), point)
 
 

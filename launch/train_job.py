@@ -29,6 +29,7 @@ from launch.report_text import render_report
 from launch.resume_run import finished_report, plan_to_resume, refuse_other_run
 from launch.run_history import refuse_endless_restarts
 from launch.run_mark import must_end_at_start
+from launch.spent_limits import refuse_spent
 from launch.staging import with_stages
 from launch.supervisor import StoppedEarlyError, StopRequest
 from trainer.spec import codec
@@ -83,6 +84,7 @@ def _train(
             if finished is not None:
                 console.line(render_report(finished, run_dir=run_dir))
                 return RunOutcome(ExitCode.DONE, finished, run_dir)
+            refuse_spent(run_dir, plan)
             if not run_dirs.committed_checkpoints(run_dir):
                 console.line(f"{run_dir} was stopped before its first step: starting from the beginning")
             plan = plan_to_resume(plan, earlier, run_dir, console, may_choose=options.take == 1)

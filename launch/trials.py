@@ -7,34 +7,27 @@ ranks before what was predicted (`trainer.planning.choice`) and joins the calibr
 A candidate that cannot run is told in one line and the others go on; what ran out of memory is out of the plan.
 """
 
-import io
 import os
 import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from msgspec.structs import replace
-
 from launch import folders
-from launch.attempts import run_attempts, stop_code
+from launch.attempts import stop_code
 from launch.calibration_store import append_calibration, record_of_run
 from launch.console import Console
-from launch.flash_kernel import fetch_flash_kernel
-from launch.operators import build_needed
 from launch.plan_job import PlanInputs, plan_inputs, with_weights
 from launch.prepare_data import prepare_data
+from launch.short_run import run_short, scratch_folder, short_plan
 from launch.supervisor import StopRequest
 from launch.torch_fit import check_torch
 from slurm.allocation import is_login_node
 from trainer.spec.calibration import RecordSource
 from trainer.spec.data_profile import DataProfile
-from trainer.spec.errors import EnvironmentFaultError, InputError, InputProblemsError, ShardwiseError
+from trainer.spec.errors import EnvironmentFaultError, InputError, ShardwiseError
 from trainer.spec.hardware import Hardware
-from trainer.spec.job_file import later_problems
 from trainer.spec.plan import Candidate, Plan, TrialResult
 from trainer.spec.report import Ending, Report
 from trainer.spec.units import format_bytes, format_seconds
@@ -73,20 +66,17 @@ class TrialsStoppedError(ShardwiseError):
         self.exit_code = stop_code(stop)
 
 
-def check_trials_can_run(hardware: Hardware) -> None:
+def check_trials_can_run(hardware: Hardware, *, what: str = "--trial") -> None:
     """InputError for a machine that is not this one, EnvironmentFaultError for a login node."""
     if hardware.source != "probe":
-        raise InputError(f"--trial runs on this machine, --hardware names another ({hardware.source}); leave out one")
+        raise InputError(f"{what} runs on this machine, --hardware names another ({hardware.source}); leave out one")
     if is_login_node(hardware):
-        raise EnvironmentFaultError("this is a Slurm login node: --trial belongs on a compute node")
+        raise EnvironmentFaultError(f"this is a Slurm login node: {what} belongs on a compute node")
 
 
 def tried_plan(inputs: PlanInputs, num: int, *, console: Console, environment: Mapping[str, str] = os.environ) -> Plan:
     """The plan of a job after trials of its best `num` candidates; prepares the data they need."""
     check_trials_can_run(inputs.hardware)
-    problems = later_problems(inputs.resolved.job)
-    if problems:
-        raise InputProblemsError(problems)
     check_torch(inputs.hardware)
     inputs = with_weights(inputs)
     data = prepare_data(inputs.request, on_progress=console.line)
@@ -117,7 +107,7 @@ def run_trials(
     candidates = plan.candidates[:num]
     stop = StopRequest()
     trials = []
-    with stop.listening(), _scratch(cache) as scratch:
+    with stop.listening(), scratch_folder(cache / "trials") as scratch:
         for number, candidate in enumerate(candidates, start=1):
             head = (
                 f"trial {number} of {len(candidates)}: {candidate.strategy.name}, micro batch {candidate.micro_batch}"
@@ -138,19 +128,7 @@ def run_trials(
 
 def trial_plan(plan: Plan, candidate: Candidate) -> Plan:
     """`plan` cut down to a few steps of one candidate, with nothing to score, save or decode."""
-    schedule = replace(
-        plan.schedule,
-        num_steps=TRIAL_STEPS,
-        warmup_steps=min(plan.schedule.warmup_steps, TRIAL_STEPS - 1),
-        eval_every_steps=None,
-        eval_every_s=None,
-        checkpoint_every_steps=None,
-        checkpoint_every_s=None,
-    )
-    data = replace(plan.data, num_eval_rows=0, num_eval_tokens=0)
-    return replace(
-        plan, candidates=(candidate,), fallbacks=(), schedule=schedule, data=data, tokenizer_path=None, is_trial=True
-    )
+    return short_plan(plan, candidate, num_steps=TRIAL_STEPS)
 
 
 def _run_trial(
@@ -164,29 +142,10 @@ def _run_trial(
 ) -> tuple[Report | None, str]:
     """The report of a candidate that ran, or ran out of memory, and how it went in words."""
     run_dir.mkdir()
-    try:
-        fetch_flash_kernel(plan, on_progress=console.line, should_stop=lambda: stop.kind is not None)
-        operators = build_needed(
-            plan, cache_home=cache, on_progress=console.line, should_stop=lambda: stop.kind is not None
-        )
-        if stop.kind is not None:
-            return None, "stopped"
-        report = run_attempts(
-            plan,
-            run_dir=run_dir,
-            resume=False,
-            extensions_dir=operators,
-            console=Console(io.StringIO()),  # its progress is of no interest
-            stop=stop,
-            environment=environment,
-        ).report
-    except EnvironmentFaultError as error:
-        return None, f"failed: {_last_words(str(error))} (logs: {run_dir})"
-    if report is None or report.ending not in (Ending.FINISHED, Ending.OUT_OF_MEMORY):
-        told = (report.error if report else None) or "no report"
-        reason = _last_words(told) if "last words: " in told else " ".join(told.split())
-        return None, f"failed: {reason} (logs: {run_dir})"
-    return report, _words(report)
+    run = run_short(plan, run_dir, cache=cache, console=console, stop=stop, environment=environment)
+    if run.report is None:
+        return None, f"failed: {run.problem} (logs: {run_dir})"
+    return run.report, _words(run.report)
 
 
 def _words(report: Report) -> str:
@@ -199,12 +158,6 @@ def _words(report: Report) -> str:
     return f"{format_seconds(step)} a step ({expected}), peak {format_bytes(peak)}"
 
 
-def _last_words(error: str) -> str:
-    """The one line of an error that says most."""
-    lines = [line.removeprefix("last words: ") for line in error.splitlines() if line.startswith("last words: ")]
-    return (lines or error.splitlines() or ["no message"])[0]
-
-
 def _keep(plan: Plan, trials: tuple[Trial, ...], environment: Mapping[str, str]) -> None:
     now = datetime.now(UTC)
     for trial in trials:
@@ -212,21 +165,3 @@ def _keep(plan: Plan, trials: tuple[Trial, ...], environment: Mapping[str, str])
             record = record_of_run(trial.report, plan, now=now, source=RecordSource.TRIAL)
             if record is not None:
                 append_calibration(folders.state_home(environment), record)
-
-
-@contextmanager
-def _scratch(cache: Path) -> Iterator[Path]:
-    """A folder under the cache that goes when the block ends, unless a trial that failed left its logs in it."""
-    root = cache / "trials"
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(dir=root))
-    except OSError as error:
-        raise EnvironmentFaultError(f"{root}: cannot be written: {error.strerror}") from error
-    try:
-        yield folder
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    if not any(folder.iterdir()):
-        folder.rmdir()

@@ -9,6 +9,7 @@ orderly end (out of memory is one): `accelerate launch` does not pass codes on, 
 import argparse
 import math
 import os
+import resource
 import sys
 import time
 import traceback
@@ -89,10 +90,15 @@ class _RankEnd:
             _leave(0)
         from trainer.runtime.memory_profile import held_when_out_of_memory, is_out_of_memory, lift_cap
 
+        data_limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
         lift_cap()
         traceback.print_exception(kind, error, trace)
         if is_out_of_memory(error):
+            from trainer.runtime.oom_state import write_memory_state
+
             self.ending = Ending.OUT_OF_MEMORY
+            folder, rank = self._writer.attempt_dir, self._writer.rank
+            write_memory_state(folder, rank=rank, step=self.state.step, data_limit=data_limit)
             self.state.memory = held_when_out_of_memory(self.state.memory)
             self._tell(ExitCode.OUT_OF_MEMORY, error=_one_line(error))
             _leave(0)

@@ -211,8 +211,9 @@ CASES = [
     Case("vram of zero", nothing, ("plan", "job.yaml", "--vram", "0GiB"), 2, ("0GiB",)),
     Case("unknown option", nothing, ("plan", "job.yaml", "--fast"), 2, ("--fast",)),
     Case("unknown command", nothing, ("trian", "job.yaml"), 2, ("trian", "train")),
-    Case("command of a later version", nothing, ("watch", "run"), 2, ("comes with shardwise",)),
-    Case("option of a later version", nothing, ("report", "run", "--html", "x"), 2, ("comes with shardwise",)),
+    Case("no run to watch", nothing, ("watch", "run"), 2, ("run: is neither a run directory nor the id of a job",)),
+    Case("a page of no run", nothing, ("report", "run", "--html", "x"), 2, ("run: is not a run directory",)),
+    Case("no job for a ladder", nothing, ("ladder", "nothing.yaml"), 2, ("nothing.yaml: there is no such file",)),
     Case("partition without Slurm", nothing, ("plan", "job.yaml", "--partition", "x"), 4, ("scontrol",)),
     Case("nodes without Slurm", nothing, ("plan", "job.yaml", "--nodes", "2"), 4, ("scontrol",)),
     Case(
@@ -223,11 +224,18 @@ CASES = [
         ("--partition", "--hardware"),
     ),
     Case(
-        "setting of a later version",
-        job(log={"wandb": "offline"}),
+        "wandb online without a login",
+        job(log={"wandb": "online"}),
         ("train", "job.yaml"),
         2,
-        ("log.wandb", "comes with shardwise"),
+        ("log.wandb", "wandb login", "log.wandb=offline"),
+    ),
+    Case(
+        "a program to notify that is not there",
+        job(log={"notify": "no-such-program --to me"}),
+        ("train", "job.yaml"),
+        2,
+        ("log.notify", "no-such-program"),
     ),
     Case(
         "a tokenizer that could not be read back",

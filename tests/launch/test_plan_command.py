@@ -93,14 +93,6 @@ def test_what_cannot_be_trained_is_wrong_input(run: Run) -> None:
     assert "would train 2 different models on 2 ranks" in err
 
 
-def test_train_refuses_a_job_that_was_planned_ahead(run: Run) -> None:
-    words = ("model.name=null", "model.config=tiny-llama", "model.tokenizer=train", "log.tensorboard=true")
-    assert run("plan", *words).code == ExitCode.DONE
-    code, _, err = run("train", *words)
-    assert code == ExitCode.INPUT
-    assert "log.tensorboard: true comes with shardwise 0.7" in err
-
-
 # --- several machines -------------------------------------------------------------------------------------------
 
 

@@ -4,41 +4,15 @@ import io
 import json
 from pathlib import Path
 
+from run_factory import metrics_row, write_attempt
+from small_terminal import SmallTerminal
+
 from launch.console import Console
-from launch.progress import MetricsTail, Progress, progress_line
+from launch.progress import Progress
+from trainer.spec import codec
+from trainer.spec.plan import Plan
 
-
-def write_rows(path: Path, *rows: dict[str, object]) -> None:
-    with path.open("a") as stream:
-        for row in rows:
-            stream.write(json.dumps(row) + "\n")
-
-
-def test_the_tail_gives_each_whole_line_once(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
-    tail = MetricsTail(path)
-    assert tail.read_new() == []
-    write_rows(path, {"step": 1}, {"step": 2})
-    with path.open("a") as stream:
-        stream.write('{"step"')
-    assert tail.read_new() == [{"step": 1}, {"step": 2}]
-    with path.open("a") as stream:
-        stream.write(": 3}\n")
-    assert tail.read_new() == [{"step": 3}]
-
-
-def test_a_resumed_run_starts_behind_the_old_lines(tmp_path: Path):
-    path = tmp_path / "metrics.jsonl"
-    write_rows(path, {"step": 1})
-    tail = MetricsTail(path, from_end=True)
-    write_rows(path, {"step": 2})
-    assert tail.read_new() == [{"step": 2}]
-
-
-def test_the_line_shows_step_loss_speed_memory_and_time_left():
-    row = {"step": 50, "loss": 4.125, "tokens_per_s": 6100.0, "memory_peak_bytes": 310 * 2**20}
-    line = progress_line(row, num_steps=100, seconds_left=70)
-    assert line == "[############------------] 50/100  loss 4.1250  6.1k tokens/s  310 MiB  1 min 10 s left"
+ON_A_TERMINAL = {"TERM": "xterm", "LC_ALL": "C"}
 
 
 class Terminal(io.StringIO):
@@ -46,38 +20,118 @@ class Terminal(io.StringIO):
         return True
 
 
-def make_progress(tmp_path: Path, stream: io.StringIO) -> Progress:
-    metrics = MetricsTail(tmp_path / "metrics.jsonl")
-    return Progress(Console(stream), attempt_dir=tmp_path, metrics=metrics, num_steps=4)
+class Clock:
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
-def test_a_log_gets_plain_lines_and_every_evaluation(tmp_path: Path):
-    stream = io.StringIO()
-    progress = make_progress(tmp_path, stream)
-    (tmp_path / "status.json").write_text('{"phase": "loading the model", "step": 0}')
-    progress.tick()
-    write_rows(tmp_path / "metrics.jsonl", {"step": 1, "loss": 5.0}, {"step": 2, "loss": 4.0, "eval_loss": 4.5})
-    progress.tick()
-    write_rows(tmp_path / "metrics.jsonl", {"step": 4, "loss": 3.0})
-    progress.tick()
-    progress.close()
+def write_rows(run_dir: Path, *rows: dict[str, object]) -> None:
+    with (run_dir / "metrics.jsonl").open("a") as stream:
+        stream.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def write_phase(attempt_dir: Path, phase: str) -> None:
+    (attempt_dir / "status.json").write_text(json.dumps({"phase": phase, "step": 0}))
+
+
+def make_progress(attempt_dir: Path, stream: io.StringIO, clock: Clock, **more: object) -> Progress:
+    plan = codec.read(attempt_dir / "plan.json", Plan)
+    environment = ON_A_TERMINAL
+    return Progress(Console(stream), attempt_dir=attempt_dir, plan=plan, environment=environment, clock=clock, **more)
+
+
+def test_a_log_gets_a_line_every_ten_seconds_each_phase_and_every_evaluation(tmp_path: Path):
+    run_dir, stream, clock = tmp_path / "run", io.StringIO(), Clock()
+    attempt_dir = write_attempt(run_dir, num_steps=4)
+    write_phase(attempt_dir, "loading the model")
+    with make_progress(attempt_dir, stream, clock).shown() as progress:
+        progress.tick()
+        write_phase(attempt_dir, "training")
+        write_rows(run_dir, metrics_row(1), {**metrics_row(2), "eval_loss": 4.5})
+        progress.tick()
+        write_rows(run_dir, metrics_row(3))
+        clock.now += 9.0
+        progress.tick()
+        assert "3/4" not in stream.getvalue(), "nine seconds after the last"
+        clock.now += 1.0
+        progress.tick()
+        clock.now += 20.0
+        progress.tick()
+        write_rows(run_dir, metrics_row(4))
     lines = stream.getvalue().splitlines()
-    assert lines[0] == "loading the model ..." and lines[1] == "step 2: held-out loss 4.5000"
-    assert lines[-1].startswith("[########################] 4/4  loss 3.0000") and "\r" not in stream.getvalue()
+    assert lines[:2] == ["loading the model ...", "step 2: held-out loss 4.5000"]
+    assert [line.partition("  loss")[0] for line in lines[2:]] == [
+        "[############------------] 2/4",
+        "[##################------] 3/4",
+        "[########################] 4/4",
+    ]
+    assert "\x1b" not in stream.getvalue() and "\r" not in stream.getvalue()
 
 
-def test_a_terminal_redraws_one_line_and_ends_it(tmp_path: Path):
-    stream = Terminal()
-    progress = make_progress(tmp_path, stream)
-    write_rows(tmp_path / "metrics.jsonl", {"step": 1, "loss": 5.0})
-    progress.tick()
-    progress.close()
-    assert stream.getvalue().startswith("\r\x1b[2K[######") and stream.getvalue().endswith("\n")
+def test_a_terminal_redraws_a_block_and_leaves_it_complete(tmp_path: Path):
+    run_dir, stream, clock = tmp_path / "run", Terminal(), Clock()
+    attempt_dir = write_attempt(run_dir, num_steps=4)
+    write_phase(attempt_dir, "loading the model")
+    progress = make_progress(attempt_dir, stream, clock)
+    with progress.shown():
+        progress.tick()
+        write_rows(run_dir, {**metrics_row(1), "eval_loss": 4.5})
+        clock.now += 1.0
+        progress.tick()
+        write_phase(attempt_dir, "finished")
+        progress.tick()
+        write_rows(run_dir, metrics_row(4))
+    terminal = SmallTerminal()
+    terminal.write(stream.getvalue())
+    assert terminal.lines[:3] == [
+        "step 1: held-out loss 4.5000",
+        "run: finished, step 4 of 4",
+        "progress   ####################  100%",
+    ]
+    assert terminal.lines[-2:] == ["incidents  none", ""], "what follows begins below it"
+    assert "run: loading the model, step 0 of 4" in stream.getvalue()
 
 
-def test_a_half_written_status_is_left_for_the_next_look(tmp_path: Path):
+def test_a_later_attempt_knows_the_steps_before_it(tmp_path: Path):
+    run_dir, stream, clock = tmp_path / "run", io.StringIO(), Clock()
+    write_attempt(run_dir, 1, steps=[1, 2, 3], num_steps=4)
+    attempt_dir = write_attempt(run_dir, 2, num_steps=4)
+    progress = make_progress(attempt_dir, stream, clock, incidents=["step 3: a rank was killed"])
+    with progress.shown():
+        progress.tick()
+        assert "2/4" not in stream.getvalue() and "3/4" not in stream.getvalue(), "nothing of it was done yet"
+        write_rows(run_dir, metrics_row(3, attempt=2))
+        progress.tick()
+    view = progress.view()
+    assert [point.step for point in view.curve] == [1, 2, 3]
+    assert (view.attempt, view.incidents) == (2, ("step 3: a rank was killed",))
+    assert "1 restart" in stream.getvalue()
+
+
+def test_an_attempt_that_did_no_step_leaves_no_line(tmp_path: Path):
     stream = io.StringIO()
-    progress = make_progress(tmp_path, stream)
-    (tmp_path / "status.json").write_text("{")
-    progress.tick()
+    write_attempt(tmp_path / "run", 1, steps=[1, 2])
+    attempt_dir = write_attempt(tmp_path / "run", 2)
+    (attempt_dir / "status.json").write_text("{")
+    with make_progress(attempt_dir, stream, Clock()).shown() as progress:
+        progress.tick()
     assert stream.getvalue() == ""
+
+
+def test_a_closed_terminal_does_not_end_the_attempt(tmp_path: Path):
+    class Closed(Terminal):
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+    run_dir = tmp_path / "run"
+    attempt_dir = write_attempt(run_dir)
+    with make_progress(attempt_dir, Closed(), Clock()).shown() as progress:
+        write_rows(run_dir, {**metrics_row(1), "eval_loss": 4.5})
+        progress.tick()
+        progress.tick()
+    assert progress.view().step == 1

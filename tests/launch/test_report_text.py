@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-import pytest
 from msgspec.structs import replace
 from report_factory import make_report
+from reported_run import step_rows, write_run
 
-from launch.report_text import read_run_report, render_report
-from trainer.spec import codec
-from trainer.spec.errors import InputError
+from launch.report_runs import read_recorded
+from launch.report_text import parts_line, render_report, render_run
 from trainer.spec.report import AttemptRecord, Ending, Fault
 from trainer.spec.units import GIB
 
@@ -75,14 +74,33 @@ def test_a_bad_ending_names_its_error_and_incidents():
     assert "error: ValueError: no" in text and "incident: retried once" in text and "seen to run" not in text
 
 
-def test_a_folder_that_is_no_run_and_a_run_without_an_end_are_told_apart(tmp_path: Path):
-    with pytest.raises(InputError, match="not a run directory"):
-        read_run_report(tmp_path)
-    (tmp_path / "plan.json").write_text("{}")
-    with pytest.raises(InputError, match="has no report yet"):
-        read_run_report(tmp_path)
-    codec.write(tmp_path / "report.json", make_report())
-    assert read_run_report(tmp_path) == make_report()
+def test_a_run_without_a_report_tells_how_far_it_got(tmp_path: Path):
+    run = read_recorded(write_run(tmp_path / "bot", has_report=False, rows=step_rows(range(1, 13))))
+    lines = render_run(run).splitlines()
+    assert lines[0] == (
+        f"{tmp_path}/bot: has no report yet, step 12 of 40: "
+        "the run has not ended, or was killed before it could say how"
+    )
+    assert lines[1:3] == [
+        f"  see how it stands: shardwise status {tmp_path}/bot",
+        "  training loss 4.7600 at step 12",
+    ]
+    (step,) = [line.split() for line in lines if line.startswith("step ")]
+    assert step[-3:-1] == ["2", "s"], "measured so far"
+
+
+def test_what_would_help_is_told_after_the_rest(tmp_path: Path):
+    run = read_recorded(write_run(tmp_path / "bot", rows=step_rows(data_s=1.0)))
+    lines = render_run(run).splitlines()
+    place = lines.index("what would help:")
+    assert lines[place + 1].startswith("  50% of a step is reading data: rows on a faster disk")
+    assert "what would help:" not in render_report(make_report(), run_dir=Path("r"))
+
+
+def test_the_parts_of_a_step_are_told_the_longest_first():
+    parts = {"data": 0.1, "forward": 0.3, "backward": 0.6, "optimizer": 0.2, "wait": 1e-5}
+    assert parts_line(parts) == "a step: backward 600 ms, forward 300 ms, optimizer 200 ms, data 100 ms"
+    assert parts_line({}) == ""
 
 
 def attempt(number: int, **changes: object) -> AttemptRecord:

@@ -39,15 +39,6 @@ def test_the_heading_names_run_method_model_and_machine(text: str) -> None:
     assert text.splitlines()[0] == "test: full training of llama, 8.03B parameters, on 4 x A100-SXM4-80GB"
 
 
-def test_a_job_of_a_later_version_says_in_its_first_lines_that_this_one_refuses_it() -> None:
-    plan = plan_of("tiny", "1xCPU")
-    assert "not trained by this version" not in explain_plan(plan)
-    logged = replace(plan, job=replace(plan.job, log=replace(plan.job.log, tensorboard=True)))
-    second = explain_plan(logged).split("\n\n")[1]
-    assert second.startswith("not trained by this version, until then")
-    assert "log.tensorboard: true comes with shardwise 0.7" in second
-
-
 def test_the_choice_stands_with_its_batch_and_the_recipe_in_full(node: Plan, text: str) -> None:
     choice = " ".join(section(text, "takes").split())
     chosen = node.chosen

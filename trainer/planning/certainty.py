@@ -35,6 +35,13 @@ def trial_words(trials: Sequence[TrialResult]) -> tuple[str, ...]:
     return (f"trial: {measured} a step; predicted {expected}",)
 
 
+def usual_error(device: Device) -> float:
+    """By how much, as a share, a step may take longer or shorter than predicted before any run on this device."""
+    if device.kind is DeviceKind.CPU:
+        return 1.0
+    return 0.15 if device.name.startswith(WELL_KNOWN_CARDS) else 0.5
+
+
 def _words(corrections: Corrections, chosen: Candidate, device: Device) -> Iterator[str]:
     correction = corrections.of(chosen.strategy, chosen.method)
     is_tried = chosen.strategy.name in corrections.tried  # the trial's own sentence says what was measured

@@ -1,12 +1,12 @@
 """A plan in words: what runs and why, what it needs part by part, what else could run, and what could not and why.
 
 From the plan alone. `plan_page` and `comparison_page` gather what is said, `explain_plan` and `compare_plans` write it
-as plain text; `explain_html` writes the same pages as HTML.
+as plain text; `page_html` writes the same pages as HTML.
 """
 
 from collections.abc import Sequence
 
-from trainer.planning.explain_choice import cache_section, choice_section, heading, machine_words, version_section
+from trainer.planning.explain_choice import cache_section, choice_section, heading, machine_words
 from trainer.planning.explain_figures import memory_section, speed_section
 from trainer.planning.explain_rejections import rejections_section
 from trainer.planning.explain_tables import (
@@ -41,7 +41,6 @@ def plan_page(plan: Plan, *, top: int = 3, more: Sequence[Section] = ()) -> Page
     """All that is said of one plan; `more` stands before the notes."""
     situation = situation_of(plan)
     sections = (
-        version_section(plan),
         choice_section(plan, situation),
         memory_section(plan, situation),
         speed_section(plan, situation),

@@ -9,7 +9,6 @@ from trainer.planning.page import Section, Sentence
 from trainer.planning.situation import Situation
 from trainer.spec.hardware import Hardware
 from trainer.spec.job import DataFormat
-from trainer.spec.job_later import later_problems
 from trainer.spec.model_shape import ModelShape
 from trainer.spec.plan import Candidate, Plan
 from trainer.spec.saving import saving_choice
@@ -54,13 +53,6 @@ def choice_section(plan: Plan, situation: Situation) -> Section:
         title=f"takes {chosen.strategy.name}",
         blocks=tuple(Sentence(text=text) for text in sentences),
     )
-
-
-def version_section(plan: Plan) -> Section | None:
-    """What a reader must know first of a job that this version cannot train."""
-    settings = tuple(Sentence(text=problem) for problem in later_problems(plan.job))
-    title = "not trained by this version, until then `shardwise train` refuses it"
-    return Section(title=title, blocks=settings) if settings else None
 
 
 def cache_section(plan: Plan) -> Section:

@@ -26,6 +26,13 @@ def rejections_section(rejections: Sequence[Rejection]) -> Section | None:
     )
 
 
+def nearest_rejections(rejections: Sequence[Rejection], most: int) -> tuple[str, ...]:
+    """At most so many lines, rows that a number ruled out before the rules, and how many lines are left out."""
+    lines = (*_by_number(rejections), *_by_rule(rejections))
+    more = len(lines) - most
+    return (*lines[:most], *([f"and {more} more reasons: shardwise plan names them all"] if more > 0 else []))
+
+
 def _by_number(rejections: Iterable[Rejection]) -> Iterator[str]:
     groups: dict[tuple[str, str | None], list[str]] = {}
     for rejection in rejections:

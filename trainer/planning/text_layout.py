@@ -4,33 +4,33 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from string import ascii_lowercase
 
-from trainer.planning.page import Bars, Block, Page, Section, Sentence, StackedBar, Table
+from trainer.planning.page import Block, Page, Quote, Section, Sentence, StackedBar, Table
 from trainer.spec.units import format_bytes
 
 
 def page_text(page: Page, *, width: int) -> str:
     """The page in lines of at most `width` columns, sections a blank line apart."""
     parts = [paragraph(page.title, width=width, indent="")]
-    parts += [_section(section, width) for section in page.sections]
+    parts += [lines for section in page.sections if (lines := _section(section, width))]
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
 def _section(section: Section, width: int) -> list[str]:
-    lines = paragraph(section.title, width=width, indent="")
-    for block in section.blocks:
-        lines += _block(block, width)
-    return lines
+    """The lines of a section; none where all it holds are charts."""
+    lines = [line for block in section.blocks for line in _block(block, width)]
+    return [*paragraph(section.title, width=width, indent=""), *lines] if lines or not section.blocks else []
 
 
 def _block(block: Block, width: int) -> Iterable[str]:
     if isinstance(block, Sentence):
         return paragraph(block.text, width=width)
+    if isinstance(block, Quote):
+        return [f"  {block.label}: " + block.text.replace("\n", "\n" + " " * 10)]
     if isinstance(block, Table):
-        return table(block.rows, right=block.right, wide=block.wide, width=width)
+        return table(block.starred, right=block.right, wide=block.wide, width=width)
     if isinstance(block, StackedBar):
         return _bar_with_legend(block, width)
-    assert isinstance(block, Bars)
-    return ()
+    return ()  # a chart: its figures stand beside it
 
 
 def table(

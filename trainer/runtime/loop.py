@@ -26,6 +26,7 @@ from trainer.runtime.metrics import MetricsFile, StepMetrics
 from trainer.runtime.model import plain_model
 from trainer.runtime.objectives import Objectives, build_objectives
 from trainer.runtime.periodic_saves import PeriodicSaves
+from trainer.runtime.profile_step import is_traced, traced_step
 from trainer.runtime.recovery import go_back, must_go_back, note_step
 from trainer.runtime.report_writer import ReportWriter, RunPaths
 from trainer.runtime.sample import can_sample, continue_prompt, prompt_of
@@ -242,6 +243,10 @@ def _row_numbers(session: Session, step: int) -> tuple[int, ...]:
 @contextmanager
 def _maybe_profiled(session: Session, step: int, clock: Clock) -> Iterator[bool]:
     """Measures the memory of the first steady step, once; of the last one where a run is shorter than that."""
+    if is_traced(session.plan, step):
+        with traced_step(session, step, clock):
+            yield True
+        return
     first = session.state.resumed_from_step or 0
     if step != min(first + SKIPPED_STEPS + 1, session.plan.schedule.num_steps):
         yield False

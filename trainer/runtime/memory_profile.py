@@ -68,7 +68,7 @@ class MemoryProfile:
                 gradients = sum(num_bytes for _, num_bytes in arrivals)
             else:
                 self._steady_bytes = sum(held.values()) + _engine_buffers(self._model)
-                with _room_for_a_profile():
+                with room_for_a_profile():
                     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
                         yield
                     events = sorted(_memory_events(profiler), key=lambda event: event[0])
@@ -112,10 +112,10 @@ def held_bytes(model: nn.Module, optimizer: Any) -> dict[str, int]:  # noqa: ANN
     states += [matrix for state in inner.state.values() for matrix in projectors(state)]
     masters = [p for group in inner.param_groups for p in group["params"]]  # DeepSpeed's fp32 partitions; else weights
     masters += partitions(model) if is_deepspeed(model) else []  # ZeRO-3 hands them over one by one
-    held_weights = _storage_bytes(weights)
+    held_weights = storage_bytes(weights)
     return {
         WEIGHTS: held_weights,
-        OPTIMIZER_STATE: _storage_bytes([*weights, *masters, *states]) - held_weights,
+        OPTIMIZER_STATE: storage_bytes([*weights, *masters, *states]) - held_weights,
         GRADIENTS: _held_gradients(model),
     }
 
@@ -125,7 +125,7 @@ def _held_gradients(model: nn.Module) -> int:
     if isinstance(model, DistributedDataParallel):
         return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     flat = _zero3_gradients(model)
-    return 0 if flat is None else _storage_bytes([flat])
+    return 0 if flat is None else storage_bytes([flat])
 
 
 def _zero3_gradients(model: nn.Module) -> Tensor | None:
@@ -138,7 +138,7 @@ def _engine_buffers(model: nn.Module) -> int:
     """Bytes that ZeRO-3 gathers gradients in before it reduces them, whatever the step does."""
     zero: Any = model.optimizer if _zero3_gradients(model) is not None else None
     buckets = getattr(zero, "ipg_buckets", {}).values()
-    return _storage_bytes(bucket.buffer for bucket in buckets if bucket.buffer is not None)
+    return storage_bytes(bucket.buffer for bucket in buckets if bucket.buffer is not None)
 
 
 def highest_rise(events: Iterable[tuple[int, int]]) -> tuple[int, int]:
@@ -153,7 +153,7 @@ def highest_rise(events: Iterable[tuple[int, int]]) -> tuple[int, int]:
 
 def anonymous_bytes() -> int:
     """Resident memory of this process that no file backs."""
-    return _status_bytes("RssAnon")
+    return status_bytes("RssAnon")
 
 
 def cap_memory(kind: DeviceKind, device: torch.device, cap_bytes: int) -> None:
@@ -162,7 +162,7 @@ def cap_memory(kind: DeviceKind, device: torch.device, cap_bytes: int) -> None:
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total), device)
     else:
-        limit = _status_bytes("VmData") + cap_bytes + CPU_OVERHEAD_BYTES
+        limit = status_bytes("VmData") + cap_bytes + CPU_OVERHEAD_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
@@ -173,18 +173,18 @@ def lift_cap() -> None:
 
 
 @contextmanager
-def _room_for_a_profile() -> Iterator[None]:
+def room_for_a_profile() -> Iterator[None]:
     """Takes a data limit away for a block, and adds to it what the block leaves: records are no part of the cap."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if soft == resource.RLIM_INFINITY:
         yield
         return
-    before = _status_bytes("VmData")
+    before = status_bytes("VmData")
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
     try:
         yield
     finally:
-        left = max(0, _status_bytes("VmData") - before)
+        left = max(0, status_bytes("VmData") - before)
         resource.setrlimit(resource.RLIMIT_DATA, (soft + left if hard < 0 else min(hard, soft + left), hard))
 
 
@@ -263,7 +263,7 @@ def _memory_events(profiler: Any) -> Iterator[tuple[int, int]]:  # noqa: ANN401 
             yield event.start_ns(), event.nbytes()
 
 
-def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages under the tensors; of a DTensor, this rank's part."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
@@ -279,7 +279,8 @@ def _device_bytes(device: torch.device) -> int:
     return total - free
 
 
-def _status_bytes(field: str) -> int:
+def status_bytes(field: str) -> int:
+    """A figure of /proc/self/status."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024

@@ -19,7 +19,7 @@ class Curve:
 
     def __init__(self, events: Sequence[tuple[int, int]], held_bytes: int, spans: Sequence[Span]) -> None:
         self._held_bytes, self._spans = held_bytes, spans
-        self._points = list(self._running(events))
+        self._points = list(running_bytes(events, held_bytes, spans))
 
     def peaks(self) -> dict[str, int]:
         """The most that was allocated in each phase; one without an event has what was held when it began."""
@@ -42,19 +42,22 @@ class Curve:
             for when, num_bytes, phase in highest
         )
 
-    def _running(self, events: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, str]]:
-        """(moment, bytes allocated from then on, phase)."""
-        running, place = self._held_bytes, 0
-        for when, num_bytes in events:
-            running += num_bytes
-            while place < len(self._spans) and self._spans[place].end_ns < when:
-                place += 1
-            is_in = place < len(self._spans) and self._spans[place].begin_ns <= when
-            yield when, running, self._spans[place].phase if is_in else ""
-
     def _at(self, moment_ns: int) -> int:
         before = [num_bytes for when, num_bytes, _ in self._points if when <= moment_ns]
         return before[-1] if before else self._held_bytes
+
+
+def running_bytes(
+    events: Sequence[tuple[int, int]], held_bytes: int, spans: Sequence[Span]
+) -> Iterator[tuple[int, int, str]]:
+    """(moment, bytes allocated from then on, phase) of events in order."""
+    running, place = held_bytes, 0
+    for when, num_bytes in events:
+        running += num_bytes
+        while place < len(spans) and spans[place].end_ns < when:
+            place += 1
+        is_in = place < len(spans) and spans[place].begin_ns <= when
+        yield when, running, spans[place].phase if is_in else ""
 
 
 def timeline_of_spans(spans: Sequence[Span]) -> tuple[MemoryPoint, ...]:

@@ -68,6 +68,7 @@ class ReportWriter:
     def __init__(self, paths: RunPaths, *, rank: int) -> None:
         self._paths = paths
         self._rank = rank
+        self.attempt_dir, self.rank = paths.attempt_dir, rank
         self._num_beats, self._step = 0, 0
         self._heartbeat: int | None = None  # a descriptor, open while the process lives
 

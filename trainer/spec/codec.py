@@ -5,7 +5,7 @@ A file of another format, a truncated one or one with unknown fields is an Input
 
 import os
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -45,17 +45,17 @@ def write(path: Path, value: Value) -> None:
 
 def write_redacted(path: Path, value: Value) -> None:
     """As `write`, for what quotes messages: no secret of the environment reaches the file."""
-    shown = _redacted(msgspec.to_builtins(value))
+    shown = redacted(msgspec.to_builtins(value))
     write_bytes(path, msgspec.json.format(msgspec.json.encode(shown), indent=1) + b"\n")
 
 
-def _redacted(value: object) -> object:
-    """Text alone: a secret of digits must not make a number unreadable."""
+def redacted(value: Any) -> Any:  # noqa: ANN401 - a tree of whatever JSON has
+    """A tree without the secrets of the environment; in text alone, or a secret of digits made a number unreadable."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, dict):
-        return {key: _redacted(each) for key, each in value.items()}
-    return [_redacted(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: redacted(each) for key, each in value.items()}
+    return [redacted(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -7,7 +7,7 @@
     +-- EnvironmentFaultError     4  permission, disk, missing library, or the run failed
 
 Three more endings are not errors but outcomes of a run: 5 (out of memory after every fallback), 75 (stopped to be
-requeued) and 130 (Ctrl-C after a saved checkpoint).
+requeued) and 130 (Ctrl-C, or a spent limit, after a saved checkpoint).
 A message is one to three lines: what is wrong, with both numbers where there are two, and what would do.
 """
 

@@ -246,7 +246,7 @@ class LogJob(Value, frozen=True, kw_only=True):
     name: str | None = None
     tensorboard: bool = False
     every: Every = Every(steps=1)
-    notify: str | None = None
+    notify: tuple[str, ...] | None = None  # a URL, or the words of a command
 
 
 class NodeNetwork(StrEnum):

@@ -46,6 +46,7 @@ from trainer.spec.job_kinds import (
     texts,
     word,
 )
+from trainer.spec.job_notify import notification
 from trainer.spec.job_quantities import every, hours, number, share, size, warmup, whole
 from trainer.spec.job_sources import eval_split, sources
 from trainer.spec.strategy import (
@@ -177,12 +178,16 @@ FIELDS: tuple[Field, ...] = (
     Field("train.galore.layerwise", flag(), "Updates each layer inside the backward pass."),
     Field("train.dpo.beta", number(above=0), "How strongly DPO holds on to the reference."),
     Field("allow", choices(Allowance), "What the planner may use beyond exact, on-device strategies."),
-    Field("limits.hours", hours(), "The plan must finish within."),
+    Field("limits.hours", hours(), "The plan must finish within; a run stops ahead of it with a checkpoint."),
     Field("limits.vram", nullable(size()), "Cap of each device, for planning and at run time."),
     Field("limits.host_ram", nullable(size()), "Cap of host RAM; null is what the cgroup or Slurm allows."),
     Field("limits.nvme.path", nullable(_PATH), "Folder on a local NVMe disk for offloaded state."),
     Field("limits.nvme.size", nullable(size()), "Most bytes to write there."),
-    Field("limits.cost", nullable(number(above=0)), "The plan must cost at most, at `price_per_gpu_hour`."),
+    Field(
+        "limits.cost",
+        nullable(number(above=0)),
+        "The plan must cost at most, at `price_per_gpu_hour`; a run stops ahead of it with a checkpoint.",
+    ),
     Field("pin.sharding", auto(choice(Sharding)), "How model state is spread over the ranks."),
     Field("pin.offload", auto(choice(Offload)), "What lives in host RAM or on NVMe."),
     Field("pin.optimizer", auto(choice(Optimizer)), "The update rule and its implementation."),
@@ -219,12 +224,16 @@ FIELDS: tuple[Field, ...] = (
         nullable(whole("a number of evaluations", minimum=1)),
         "Stops after so many evaluations without a better loss.",
     ),
-    Field("log.wandb", choice(WandbMode), "Whether Weights & Biases is written."),
-    Field("log.project", text("a name"), "Project there."),
+    Field("log.wandb", choice(WandbMode), "Whether and how Weights & Biases is told."),
+    Field("log.project", text("a name"), "Project of Weights & Biases."),
     Field("log.name", nullable(text("a name")), "Name of the run there; null is the run directory's."),
     Field("log.tensorboard", flag(), "Writes TensorBoard files into the run directory."),
-    Field("log.every", every(allows_time=False), "Between two lines of metrics.jsonl."),
-    Field("log.notify", nullable(text("a URL")), "Told when the run ends."),
+    Field(
+        "log.every",
+        every(allows_time=False),
+        "Between two lines of metrics.jsonl; the first, the last, scored and skipped steps always have one.",
+    ),
+    Field("log.notify", nullable(notification()), "Told when the run ends, fails or is queued again."),
     Field("slurm.partition", nullable(text("a partition")), "`sbatch --partition`; null is the cluster's default."),
     Field("slurm.nodes", nullable(whole("a number of nodes", minimum=1)), "Nodes to ask for; null is one."),
     Field("slurm.gpus", nullable(whole("a number of GPUs", minimum=1)), "GPUs of each node; null is all it has."),

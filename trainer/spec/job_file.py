@@ -20,7 +20,6 @@ from trainer.spec.job import Job
 from trainer.spec.job_clashes import CLASHES
 from trainer.spec.job_fields import BY_PATH, EXCLUSIVE, FIELDS, SECTIONS, Field, attribute, children
 from trainer.spec.job_kinds import HintError, nearest, shown
-from trainer.spec.job_later import later_problems
 from trainer.spec.job_schema import job_json_schema
 from trainer.spec.job_sources import EvalSplit
 from trainer.spec.job_writing import job_tree
@@ -30,7 +29,6 @@ __all__ = [
     "Layer",
     "job_json_schema",
     "job_tree",
-    "later_problems",
     "read_job",
     "read_layers",
     "read_value",

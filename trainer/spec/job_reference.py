@@ -9,16 +9,15 @@ from pathlib import Path
 from trainer.spec.job import Job
 from trainer.spec.job_fields import BY_PATH, SECTIONS, Field, children, section_says
 from trainer.spec.job_kinds import Kind
-from trainer.spec.job_later import COMES_LATER
 from trainer.spec.job_writing import job_tree
 
 MARK = "<!-- Below: written by trainer/spec/job_reference.py -->"
 
 
 def job_reference() -> str:
-    """Every setting with what it may hold, its default and what it does; then what comes later."""
+    """Every setting with what it may hold, its default and what it does."""
     tables = [_table(section) for section in SECTIONS]
-    return "\n".join([MARK, "", "## Every setting", "", *tables, "## What comes later", "", *_later()]) + "\n"
+    return "\n".join([MARK, "", "## Every setting", "", *tables])
 
 
 def write_job_reference(document: Path) -> None:
@@ -50,12 +49,3 @@ def _default(path: str) -> str:
     if path in ("data.train", "model.name", "model.config"):
         return "none: must be given" if path == "data.train" else "one of name, config"
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _later() -> list[str]:
-    def values(row_values: tuple[object, ...]) -> str:
-        return ", ".join(f"`{value if isinstance(value, str) else json.dumps(value)}`" for value in row_values)
-
-    head = "These can be planned for; `shardwise train` answers that they come with a later version.\n"
-    rows = [f"| `{row.path}` | {values(row.values) or 'anything'} | {row.version} |" for row in COMES_LATER]
-    return [head, "| setting | value | comes with shardwise |", "|---|---|---|", *rows]

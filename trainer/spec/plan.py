@@ -13,6 +13,7 @@ from trainer.spec.hardware import DeviceKind, Hardware
 from trainer.spec.job import Job
 from trainer.spec.model_code import ModelCode
 from trainer.spec.model_shape import ModelShape
+from trainer.spec.profile import ProfileRequest
 from trainer.spec.strategy import (
     Attention,
     Checkpointing,
@@ -222,6 +223,7 @@ class Plan(Value, frozen=True, kw_only=True):
     needs_version: str | None = None  # in plans of shardwise 0.5, which runs of it still hold; nothing looks at it
     resume: bool = False  # set by the supervisor: go on from the newest committed checkpoint of the run
     is_trial: bool = False  # set by the supervisor: measure a few steps, score, save and export nothing
+    profile: ProfileRequest | None = None  # set by the supervisor: profile the last step
 
     @property
     def chosen(self) -> Candidate:

@@ -1,0 +1,195 @@
+"""`doctor`: the driver, torch and what was compiled against it, and whether the devices reach each other.
+
+Whether torch can use a GPU is decided in torch's own process by the function that every run asks (`torch_check`).
+"""
+
+import re
+from collections.abc import Iterator
+
+import msgspec
+
+from launch.doctor_finding import Finding, Level, explained, fault, fault_of, fine, warning
+from launch.doctor_machine import Machine, Place, python_environment
+from launch.doctor_process import ask
+from launch.gpu_selection import held_bytes, name_holders
+from launch.installed import installed_version
+from launch.measure_links import measure_gather
+from launch.probe_gpus import find_nvidia_smi
+from trainer.spec.hardware import Gpu, Hardware
+from trainer.spec.units import format_bytes
+
+IMPORT_TIMEOUT_S = 20.0
+GATHER_TIMEOUT_S = 15.0
+_SHOWS_MACHINE = "`shardwise probe` shows the machine as plans see it; --gpus chooses cards"
+_HELD_SHARE = 0.05  # of a card; a desktop's own windows are below it
+_CUDA_INDEX = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
+# Compiled against one torch: what is imported, what its package is called, the line that builds it anew.
+_ANEW = "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps"
+COMPILED = {
+    "flash-attn": ("flash_attn", f"{_ANEW} flash-attn"),
+    "transformer-engine": ("transformer_engine.pytorch", f"{_ANEW} transformer-engine transformer-engine-torch"),
+    "bitsandbytes": ("bitsandbytes", "pip install --no-cache-dir --force-reinstall --no-deps bitsandbytes"),
+}
+
+
+def check_driver(machine: Machine) -> Iterator[Finding]:
+    """Cards that are here, what the driver says of them, and those that are left out."""
+    if machine.hardware is None:
+        yield fault_of(machine.obstacle or "", otherwise="run `nvidia-smi` by hand and mend the driver")
+        return
+    hardware = machine.hardware
+    for note in hardware.notes:
+        yield explained(Level.WARNING, note, otherwise=_SHOWS_MACHINE)
+    for sentence in hardware.excluded:
+        if not sentence.startswith("CUDA_VISIBLE_DEVICES"):  # that is `variables`' to say
+            yield explained(Level.WARNING, f"left out: {sentence}", otherwise=_SHOWS_MACHINE)
+    if not hardware.gpus:
+        yield fine("no GPU: training runs on the CPU")
+        return
+    first = hardware.gpus[0]
+    yield fine(f"{len(hardware.gpus)} x {first.name}, driver {first.driver or 'unknown'}")
+
+
+def check_torch(machine: Machine) -> Iterator[Finding]:
+    """torch loads, and can use the GPUs of the machine."""
+    version = installed_version("torch")
+    if version is None:
+        yield fault("torch is not installed beside this Python", f"{machine.place.python} -m pip install torch")
+        return
+    facts = machine.torch.facts
+    if machine.torch.problem is not None:
+        yield fault(
+            f"torch {version} cannot be loaded: {machine.torch.problem}",
+            f"{machine.place.python} -m pip install --force-reinstall torch; where only the disk is slow, ask again "
+            "(the files are in memory then) or move the environment to a local disk",
+        )
+    elif machine.has_gpus and facts is not None and facts.fault:
+        yield fault_of("\n".join(facts.fault), otherwise=_CUDA_INDEX)
+    elif machine.has_gpus and facts is None and version.endswith("+cpu"):
+        yield fault(f"torch {version} was built without CUDA, and there is {_first_gpu(machine).name}", _CUDA_INDEX)
+    elif facts is None:
+        yield fine(f"torch {version} is installed (not loaded)")
+    else:
+        yield from _driver_and_torch(machine)
+
+
+def _driver_and_torch(machine: Machine) -> Iterator[Finding]:
+    facts = machine.torch.facts
+    assert facts is not None
+    if not machine.has_gpus:
+        yield fine(f"torch {facts.version} loads")
+        return
+    newest = read_driver_cuda(machine.place)
+    words = f"torch {facts.version}, built for CUDA {facts.cuda}"
+    if newest is not None and facts.cuda is not None and _major(newest) < _major(facts.cuda) and not facts.is_available:
+        yield fault(
+            f"{words}; the driver knows CUDA {newest} at most",
+            f"update the NVIDIA driver, or install a torch that was built for CUDA {_major(newest)}",
+        )
+        return
+    if facts.num_devices < machine.num_gpus and not _first_gpu(machine).is_mig_on:
+        yield fault(
+            f"torch sees {facts.num_devices} of {machine.num_gpus} GPUs",
+            "look at CUDA_VISIBLE_DEVICES and the permissions of /dev/nvidia*; `sudo dmesg | grep -i xid` names a card "
+            "that failed",
+        )
+        return
+    more = f", driver for CUDA up to {newest}" if newest else ""
+    yield fine(f"{words}, sees {facts.num_devices} GPU{'s' if facts.num_devices > 1 else ''}{more}")
+
+
+def read_driver_cuda(place: Place) -> str | None:
+    """The newest CUDA that the driver knows, from the head of nvidia-smi's table."""
+    program = find_nvidia_smi(place.root, place.environment)
+    if program is None:
+        return None
+    answer = ask([program], environment=place.environment, timeout_s=8.0)
+    found = re.search(r"CUDA Version:\s*(\d+\.\d+)", answer.output)
+    return found[1] if found else None
+
+
+def check_compiled(machine: Machine) -> Iterator[Finding]:
+    """Libraries that were compiled against one torch load beside the one that is installed now."""
+    for package, (module, fix) in COMPILED.items():
+        version = installed_version(package)
+        if version is None or (package == "bitsandbytes" and not machine.has_gpus):  # on a CPU nothing loads it
+            continue
+        problem = _import_problem(machine.place, module)
+        if problem is None:
+            yield fine(f"{package} {version} loads")
+            continue
+        torch = machine.torch.facts.version if machine.torch.facts else installed_version("torch")
+        # What is installed is planned with, where there is a GPU; what does not load then ends the ranks.
+        yield Finding(
+            level=Level.FAULT if machine.has_gpus else Level.WARNING,
+            sentence=f"{package} {version} does not load beside torch {torch}: {problem}",
+            fix=f"{fix} (or pip uninstall {package})",
+        )
+
+
+def _import_problem(place: Place, module: str) -> str | None:
+    answer = ask(
+        [place.python, "-P", "-c", f"import {module}"],
+        environment=python_environment(place),
+        timeout_s=IMPORT_TIMEOUT_S,
+    )
+    if answer.obstacle is not None or answer.exit_code == 0:
+        return answer.obstacle
+    if answer.exit_code is None:
+        return f"it takes more than {IMPORT_TIMEOUT_S:g} s"
+    if answer.exit_code < 0:
+        return f"loading it ends the process (signal {-answer.exit_code})"
+    return answer.last_words
+
+
+def check_memory_held(machine: Machine) -> Iterator[Finding]:
+    """Memory of the cards that others hold."""
+    if not machine.has_gpus or machine.hardware is None:
+        return
+    held = [gpu for gpu in machine.hardware.gpus if held_bytes(gpu) > _HELD_SHARE * gpu.memory_bytes]
+    for gpu in held:
+        pids = " ".join(str(holder.pid) for holder in gpu.holders)
+        end = f"end them (kill {pids})" if pids else "see `nvidia-smi`, on the host where this is a container"
+        yield warning(
+            f"GPU {gpu.index} ({gpu.name}): {format_bytes(held_bytes(gpu))} of {format_bytes(gpu.memory_bytes)} are "
+            f"held by {name_holders(gpu.holders)}",
+            f"{end}, or name other cards with --gpus",
+        )
+    if not held:
+        free = min((gpu.free_bytes or gpu.memory_bytes for gpu in machine.hardware.gpus), default=0)
+        yield fine(f"nobody holds the cards' memory: {format_bytes(free)} free on each")
+
+
+def check_collective(machine: Machine, *, timeout_s: float = GATHER_TIMEOUT_S) -> Iterator[Finding]:
+    """Devices reach each other: an all-gather over the GPUs, or over two processes where there are fewer than two."""
+    if machine.hardware is None or machine.torch.facts is None or machine.torch.facts.fault:
+        return  # said already
+    hardware = _of_two(machine.hardware)
+    what = f"over {len(hardware.gpus)} GPUs (NCCL)" if hardware.gpus else "over two processes (gloo)"
+    found = measure_gather(hardware, timeout_s=timeout_s)
+    if found.rates.all_gather_bytes_per_s is None:
+        more = "NCCL_DEBUG=INFO tells more" if hardware.gpus else "GLOO_SOCKET_IFNAME=lo takes the loopback"
+        yield fault(
+            found.notes[0] if found.notes else f"an all-gather {what} did not come to an end",
+            f"look at what `hostname` resolves to, at *_SOCKET_IFNAME and at firewalls; {more}",
+        )
+    elif found.rates.gathers_only_without_peers and machine.environment.get("NCCL_P2P_DISABLE") != "1":
+        yield fault(found.notes[0], "export NCCL_P2P_DISABLE=1, or switch the IOMMU (ACS) between the cards off")
+    else:
+        yield fine(f"an all-gather {what} ends in time, with the right values")
+
+
+def _of_two(hardware: Hardware) -> Hardware:
+    """The machine itself where it has several whole cards, else its CPU as two devices."""
+    if len(hardware.gpus) > 1 and not any(gpu.is_mig_on for gpu in hardware.gpus):
+        return hardware
+    return msgspec.structs.replace(hardware, gpus=(), links=(), num_cpu_devices=2)
+
+
+def _first_gpu(machine: Machine) -> Gpu:
+    assert machine.hardware is not None
+    return machine.hardware.gpus[0]
+
+
+def _major(version: str) -> int:
+    return int(version.partition(".")[0])

@@ -1,0 +1,72 @@
+"""What a job's sinks need, asked before anything is started: packages, a login, a command that is there.
+
+The login is asked for in a process of its own, so that wandb is loaded nowhere else. No key is read here, let alone
+shown.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from launch.installed import installed_version
+from launch.wandb_mode import wandb_mode
+from trainer.spec.errors import InputProblemsError
+from trainer.spec.job import Job, WandbMode
+from trainer.spec.job_notify import is_url
+
+TENSORBOARD_LINE = "pip install 'shardwise[tensorboard]'"
+_LOGIN_TIMEOUT_S = 60.0  # to import wandb over a slow file system
+
+
+def check_sinks(job: Job, environment: Mapping[str, str] = os.environ, *, on_node: bool | None = None) -> None:
+    """InputProblemsError with everything that the sinks of this job lack here."""
+    problems = tuple(_problems(job, environment, on_node=on_node))
+    if problems:
+        raise InputProblemsError(problems)
+
+
+def _problems(job: Job, environment: Mapping[str, str], *, on_node: bool | None) -> Iterator[str]:
+    mode = wandb_mode(job, environment, on_node=on_node)
+    if mode is not WandbMode.OFF and installed_version("wandb") is None:
+        yield f"log.wandb: {mode}: wandb is not installed; pip install wandb, or set log.wandb=off"
+    elif mode is WandbMode.ONLINE:
+        problem = login_problem(environment)
+        if problem is not None:
+            yield f"log.wandb: online: {problem}, or set log.wandb=offline"
+    if job.log.tensorboard and installed_version("tensorboard") is None:
+        yield f"log.tensorboard: tensorboard is not installed; {TENSORBOARD_LINE}"
+    yield from _command_problems(job.log.notify, environment)
+
+
+def login_problem(environment: Mapping[str, str]) -> str | None:
+    """What wandb lacks to be online, in words; None where it lacks nothing."""
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-P", "-m", "launch.wandb_login"],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_LOGIN_TIMEOUT_S,
+            start_new_session=True,  # no terminal to ask at
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"wandb did not say within {_LOGIN_TIMEOUT_S:.0f} s whether there is a login"
+    if answer.returncode == 0:
+        return None
+    lines = answer.stdout.splitlines() or answer.stderr.splitlines()
+    words = lines[-1] if lines else "wandb could not be asked for its login"
+    return f"{words}; run wandb login, or set WANDB_API_KEY"
+
+
+def _command_problems(notify: tuple[str, ...] | None, environment: Mapping[str, str]) -> Iterator[str]:
+    if notify is None or is_url(notify):
+        return
+    program = str(Path(notify[0]).expanduser())
+    if shutil.which(program, path=environment.get("PATH")) is None:
+        yield f"log.notify: {notify[0]} is no program that is found here; give its path, or a URL"

@@ -1,0 +1,85 @@
+"""`shardwise ladder`: real steps of each rung; each technique lowers the peak, and one that does not fit stops none."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from workplace_factory import Workplace
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+
+
+def climbed(answer: str) -> dict[str, dict]:
+    return {row["rung"]: row for row in json.loads(answer)}
+
+
+def check_quickstart(rows: dict[str, dict], *, lowered: tuple[str, ...]) -> None:
+    assert all(rows[name]["peak_change"] < -0.02 for name in lowered), rows
+    for row in rows.values():
+        if row["outcome"] == "ran":
+            assert row["predicted_peak_bytes"] == pytest.approx(row["peak_bytes"], rel=0.1), row["rung"]
+    assert {row["micro_batch"] for row in rows.values() if row["micro_batch"]} == {8}
+
+
+def test_each_technique_lowers_the_peak_of_the_quickstart_as_predicted(workplace):
+    files = {name: workplace.folder / f"ladder.{name}" for name in ("csv", "png", "html")}
+    options = [word for name, path in files.items() for word in (f"--{name}", path)]
+    rungs = "fp32,bf16-mixed,full,chunked,flash,lora"
+    answer = workplace.run("ladder", QUICKSTART, "--rungs", rungs, "--steps", "3", "--json", *options, timeout=900)
+    rows = climbed(answer.stdout)
+    assert list(rows) == rungs.split(",")
+    check_quickstart(rows, lowered=("bf16-mixed", "full", "chunked", "lora"))
+    assert rows["flash"]["outcome"] == "skipped" and "flash-attn needs a GPU" in rows["flash"]["reason"]
+    for row in (rows["fp32"], rows["lora"]):
+        phases = [row[f"{phase}_peak_bytes"] for phase in ("forward", "backward", "optimizer")]
+        assert max(phases) == row["peak_bytes"] and row["exit_code"] == 0
+    with files["csv"].open() as stream:
+        assert [row["rung"] for row in csv.DictReader(stream)] == list(rows)
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+    assert "quickstart" in files["html"].read_text()
+    assert list((workplace.folder / "cache" / "ladder").iterdir()) == []
+
+
+@pytest.mark.long
+def test_the_whole_ladder_of_the_quickstart(workplace):
+    rows = climbed(workplace.run("ladder", QUICKSTART, "--json", timeout=1800).stdout)
+    lowered = ("bf16-mixed", "full", "sdpa", "chunked", "adamw_8bit", "lora", "qlora")
+    assert [name for name, row in rows.items() if row["outcome"] == "ran"] == ["fp32", *lowered]
+    check_quickstart(
+        {name: row for name, row in rows.items() if name != "sdpa"}, lowered=tuple(set(lowered) - {"sdpa"})
+    )
+    assert rows["sdpa"]["peak_change"] < 0
+    assert all(rows[name]["step_s"] for name in lowered)
+
+
+def big_steps(place: Workplace) -> tuple[str | Path, ...]:
+    """A job whose steps need two hundred MiB where all logits are held, in one micro batch."""
+    place.write_job(train={"steps": 2, "seq_len": 128, "tokens_per_step": 16384})
+    return "ladder", "job.yaml", "pin.micro_batch=128", "--steps", "3", "--json"
+
+
+def test_a_rung_that_runs_out_of_memory_is_shown_and_the_ladder_goes_on(workplace):
+    answer = workplace.run(
+        *big_steps(workplace), "--vram", "64MiB", "--rungs", "fp32,full+chunked+micro_batch=32", timeout=600
+    )
+    first, last = json.loads(answer.stdout)
+    assert (first["outcome"], first["exit_code"], first["peak_bytes"]) == ("out of memory", 5, None)
+    assert first["need_bytes"] > first["limit_bytes"] == 64 * 2**20
+    assert (last["outcome"], last["exit_code"]) == ("ran", 0)
+    assert last["peak_change"] is None
+    assert "fp32: ran out of memory (exit code 5); predicted to need" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--rungs", "fp32,chunkd"), "did you mean chunked?"),
+        (("--steps", "2"), "the third step is the first that is measured"),
+        (("--html", "no/folder/page.html"), "name a file in a folder that exists"),
+    ],
+)
+def test_what_is_wrong_shows_before_the_first_rung(workplace, words, told):
+    answer = workplace.run("ladder", "job.yaml", *words, check=False)
+    assert answer.returncode == 2
+    assert told in answer.stderr and len(answer.stderr.splitlines()) == 1

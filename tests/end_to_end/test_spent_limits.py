@@ -1,0 +1,60 @@
+"""limits.hours ends a real run with a checkpoint; it goes on when the limit is raised, and not before."""
+
+from workplace_factory import Workplace, read_metrics
+
+from trainer.spec import codec
+from trainer.spec.report import Ending, Report
+
+SLOW = """\
+import pathlib
+import time
+
+
+def on_step(step, metrics):
+    if step > 2 and not pathlib.Path("fast").exists():
+        time.sleep(1.0)
+"""
+
+
+def test_a_run_stops_ahead_of_its_hours_and_goes_on_when_they_are_raised(workplace: Workplace):
+    """The first start tells how long loading takes here; the second has that and half of it again."""
+    (workplace.folder / "slow.py").write_text(SLOW)
+    workplace.write_job(
+        train={"steps": 150},
+        checkpoint={"every": "1000 steps"},
+        eval={"every": "1000 steps"},
+        extensions="slow.py",
+        limits={"hours": "5 s"},
+    )
+    first = workplace.run("train", "job.yaml", check=False)
+    run_dir = workplace.only_run()
+    assert first.returncode == 130, first.stdout + first.stderr
+    assert "limits.hours allows 5 s, " in first.stdout and ": stopping with a checkpoint" in first.stdout
+    stopped = codec.read(run_dir / "report.json", Report)
+    assert stopped.ending is Ending.STOPPED and stopped.exit_code == 130
+
+    used_s = stopped.history[0].duration_s
+    spent = workplace.run("train", "job.yaml", "--resume", check=False)
+    assert spent.returncode == 2, spent.stdout
+    assert spent.stderr.startswith(
+        f"shardwise: --resume: {run_dir.relative_to(workplace.folder)}: limits.hours allows 5 s"
+    )
+
+    raised = f"limits.hours={used_s * 2.5 + 5:.0f} s"
+    second = workplace.run("train", "job.yaml", "--resume", raised, check=False)
+    assert second.returncode == 130, second.stdout + second.stderr
+    stopped = codec.read(run_dir / "report.json", Report)
+    assert stopped.ending is Ending.STOPPED and 0 < stopped.step < 150
+    assert stopped.checkpoint == f"checkpoints/step-{stopped.step:08d}"
+    (incident,) = [each for each in stopped.incidents if each.startswith("limits.hours")]
+    assert (
+        f"are used: stopped at step {stopped.step} of 150; to go on, raise it and add --resume; limits.hours="
+        in incident
+    )
+    assert incident in second.stdout and len(stopped.history) == 2
+
+    (workplace.folder / "fast").touch()
+    workplace.run("train", "job.yaml", "--resume", "limits.hours=24")
+    finished = codec.read(run_dir / "report.json", Report)
+    assert finished.ending is Ending.FINISHED and finished.resumed_from_step == stopped.step
+    assert sorted(read_metrics(run_dir)) == list(range(1, 151))

@@ -1,0 +1,122 @@
+"""Broken machines for `doctor`: kernel files below a folder, programs that stand in, libraries that stand in."""
+
+from pathlib import Path
+
+from captured_machine import Machine as LaidOut
+from msgspec.structs import replace
+
+from launch.doctor_checks import CHECKS, run_checks
+from launch.doctor_finding import Diagnosis, Level, diagnosis_of
+from launch.doctor_machine import Place, TorchAnswer, place_of, read_machine
+from trainer.spec.torch_facts import TorchFacts
+
+MEMINFO = "MemTotal:       65536000 kB\nMemAvailable:   60000000 kB\nSwapTotal:             0 kB\n"
+H100 = (
+    "0, GPU-aaaa, 00000000:01:00.0, NVIDIA H100 80GB HBM3, 81559, 500, {free}, 9.0, {driver}, {mode}, "
+    "Enabled, Disabled, 700, 5, 16, 16"
+)
+V100 = (
+    "0, GPU-bbbb, 00000000:01:00.0, Tesla V100-SXM2-32GB, 32768, 300, 32000, 7.0, {driver}, Default, "
+    "Enabled, Disabled, 300, 3, 16, 16"
+)
+CUDA_13 = TorchFacts(version="2.13.0+cu130", cuda="13.0", nccl="2.28.9", is_available=True, num_devices=1)
+
+
+class BrokenMachine:
+    """A machine that lacks nothing until a test breaks it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.laid_out = LaidOut(folder)
+        self.working = folder / "work"
+        self.home = folder / "home"
+        for made in (self.working, self.home, folder / "root" / "tmp"):
+            made.mkdir(parents=True)
+        self.write("proc/meminfo", MEMINFO)
+        self.environment = {
+            "PATH": f"{self.laid_out.programs}:/usr/bin:/bin",
+            "HOME": str(self.home),
+            "SHARDWISE_CACHE": str(folder / "cache"),
+            "TMPDIR": str(folder / "root" / "tmp"),
+        }
+        self.changes: dict[str, object] = {}
+
+    def write(self, path: str, text: str) -> None:
+        self.laid_out.write(path, text)
+
+    def install(self, name: str, script: str) -> Path:
+        """A program on PATH."""
+        program = self.laid_out.programs / name
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        return program
+
+    def install_gpu(
+        self, row: str = H100, *, driver: str = "580.95.05", free: int = 81000, mode: str = "Default", apps: str = ""
+    ) -> None:
+        """A card that nvidia-smi shows."""
+        line = row.format(driver=driver, free=free, mode=mode)
+        cells = [cell.strip() for cell in line.split(",")]
+        self.laid_out.install_nvidia_smi(
+            f"""case "$*" in
+    --query-gpu=name*) echo '{cells[3]}, {cells[8]}, {cells[7]}' ;;
+    --query-gpu=*) echo '{line}' ;;
+    --query-compute-apps=*) printf '{apps}' ;;
+    *) echo '| NVIDIA-SMI {driver}    Driver Version: {driver}    CUDA Version: 13.0 |' ;;
+esac"""
+        )
+
+    def add_module(self, name: str, source: str) -> Path:
+        """A module that every Python started here finds before the installed one."""
+        folder = self.folder / "modules"
+        path = folder / f"{name.replace('.', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if "." in name:
+            (path.parent / "__init__.py").touch()
+        path.write_text(source)
+        self.environment["PYTHONPATH"] = str(folder)
+        return folder
+
+    def add_torch(
+        self, *, cuda: str | None = "13.0", architectures: str = "sm_80 sm_90", available: bool = True
+    ) -> None:
+        """A torch that answers as one of these builds does."""
+        tag = "cpu" if cuda is None else f"cu{cuda.replace('.', '')}"
+        self.add_module(
+            "torch",
+            f"""from types import SimpleNamespace
+__version__ = "2.13.0+{tag}"
+version = SimpleNamespace(cuda={cuda!r})
+cuda = SimpleNamespace(
+    is_available=lambda: {available}, device_count=lambda: {int(available)},
+    get_arch_list=lambda: {architectures.split()},
+    nccl=SimpleNamespace(version=lambda: (2, 28, 9)),
+)
+""",
+        )
+
+    def place(self) -> Place:
+        settings = {"root": self.laid_out.root, "working": self.working, "hostname": "localhost", **self.changes}
+        return place_of(self.environment, output=self.working, **settings)
+
+    def diagnose(self, *names: str, torch: TorchFacts | None = None, timeout_s: float = 20.0) -> Diagnosis:
+        """What these checks find; torch is asked where `torch` is among them and no answer is given."""
+        place = self.place()
+        asks = "torch" in names and torch is None
+        machine = read_machine(replace(place, is_quick=not asks), timeout_s=timeout_s, smi_timeout_s=2.0)
+        answer = machine.torch if asks else TorchAnswer(facts=torch)
+        wanted = tuple(check for check in CHECKS if check.name in names)
+        assert len(wanted) == len(names), names
+        return diagnosis_of(run_checks(replace(machine, place=place, torch=answer), wanted))
+
+
+def told(diagnosis: Diagnosis, level: Level) -> list[tuple[str, str | None]]:
+    """Sentences and remedies of a level."""
+    return [(finding.sentence, finding.fix) for finding in diagnosis.findings if finding.level is level]
+
+
+def add_package(folder: Path, name: str, version: str) -> None:
+    """What pip leaves of a package that it installed into `folder`."""
+    metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")

@@ -1,0 +1,155 @@
+"""A headless Chromium, driven over its debugging pipe: what a page logs, asks for, measures and looks like.
+
+The DevTools protocol comes as JSON between zero bytes on two pipes, so nothing has to be installed beside the browser.
+Everything a page does counts: messages on the console, exceptions, what the browser itself logs, every request.
+"""
+
+import base64
+import json
+import os
+import select
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+_PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
+_INSTALL = "apt-get install -y --no-install-recommends chromium"
+_PATIENCE_S = 60
+_SAYS = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
+
+
+class Opened(NamedTuple):
+    """What came of opening a page."""
+
+    said: list[str]  # on the console, by the page or about it
+    requests: list[str]  # but for the page itself
+    scroll_width: int
+    width: int
+    background: str
+    png: bytes
+
+
+def lacks_browser() -> str | None:
+    """What is missing for these tests, with the line that installs it; None where nothing is."""
+    return None if _program() else f"there is no Chromium here: {_INSTALL}"
+
+
+def _program() -> str | None:
+    return next((path for name in _PROGRAMS if (path := shutil.which(name))), None)
+
+
+@contextmanager
+def running_browser() -> Iterator["Browser"]:
+    """One process for all pages."""
+    program = _program()
+    assert program is not None, _INSTALL
+    to_browser, from_browser = os.pipe(), os.pipe()
+    switches = (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--disable-background-networking",
+    )
+    with TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        argv = [program, *switches, "--no-first-run", f"--user-data-dir={profile}", "--remote-debugging-pipe"]
+        # The browser expects its pipes as 3 and 4. No shell but bash redirects numbers of two digits.
+        shell = ["bash", "-c", f'exec "$@" 3<&{to_browser[0]} 4>&{from_browser[1]}', "bash", *argv]
+        ends = (to_browser[0], from_browser[1])
+        process = subprocess.Popen(shell, pass_fds=ends, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for end in ends:
+            os.close(end)
+        try:
+            with os.fdopen(to_browser[1], "wb", 0) as writer, os.fdopen(from_browser[0], "rb", 0) as reader:
+                yield Browser(writer, reader)
+        finally:
+            process.terminate()
+            process.wait(timeout=20)
+
+
+class Browser:
+    """Opens pages."""
+
+    def __init__(self, writer: Any, reader: Any) -> None:
+        self._writer, self._reader = writer, reader
+        self._number = 0
+        self._rest = b""
+        self._events: list[dict[str, Any]] = []
+
+    def open(
+        self, page: Path, *, width: int, height: int = 900, is_dark: bool = False, clip: str | None = None
+    ) -> Opened:
+        """The page at a width, in light or dark; `clip` is a selector of what the picture shows."""
+        target = self._ask("Target.createTarget", url="about:blank")["targetId"]
+        session = self._ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self._ask(f"{domain}.enable", session)
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self._ask("Emulation.setDeviceMetricsOverride", session, **size)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
+        self._ask("Emulation.setEmulatedMedia", session, features=[scheme])
+        self._events.clear()
+        self._ask("Page.navigate", session, url=page.absolute().as_uri())
+        while not any(event["method"] == "Page.loadEventFired" for event in self._events):
+            self._receive()
+        measured = {
+            name: self._value(session, script)
+            for name, script in (
+                ("scroll_width", "document.documentElement.scrollWidth"),
+                ("width", "window.innerWidth"),
+                ("background", "getComputedStyle(document.body).backgroundColor"),
+            )
+        }
+        png = self._picture(session, clip)
+        said = [json.dumps(event["params"]) for event in self._events if event["method"] in _SAYS]
+        asked = [
+            event["params"]["request"]["url"]
+            for event in self._events
+            if event["method"] == "Network.requestWillBeSent"
+        ]
+        self._ask("Target.closeTarget", targetId=target)
+        return Opened(said, [url for url in asked if url != page.absolute().as_uri()], png=png, **measured)
+
+    def _picture(self, session: str, clip: str | None) -> bytes:
+        options: dict[str, Any] = {"format": "png"}
+        if clip is not None:
+            script = f"(r => [r.x + scrollX, r.y + scrollY, r.width, r.height])({clip}.getBoundingClientRect())"
+            box = self._value(session, f"JSON.stringify({script})")
+            options["clip"] = {**dict(zip(("x", "y", "width", "height"), json.loads(box), strict=True)), "scale": 1}
+            options["captureBeyondViewport"] = True
+        return base64.b64decode(self._ask("Page.captureScreenshot", session, **options)["data"])
+
+    def _value(self, session: str, script: str) -> Any:
+        answer = self._ask("Runtime.evaluate", session, expression=script, returnByValue=True)
+        return answer["result"]["value"]
+
+    def _ask(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
+        self._number += 1
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
+        if session is not None:
+            message["sessionId"] = session
+        self._writer.write(json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._receive()
+            if answer.get("id") == self._number:
+                assert "error" not in answer, answer["error"]
+                result: dict[str, Any] = answer["result"]
+                return result
+
+    def _receive(self) -> dict[str, Any]:
+        """The next message; events are kept."""
+        while b"\0" not in self._rest:
+            is_there, _, _ = select.select([self._reader], [], [], _PATIENCE_S)
+            assert is_there, f"the browser said nothing for {_PATIENCE_S} s"
+            received = self._reader.read(1 << 16)
+            assert received, "the browser has ended"
+            self._rest += received
+        message, _, self._rest = self._rest.partition(b"\0")
+        decoded: dict[str, Any] = json.loads(message)
+        if "method" in decoded:
+            self._events.append(decoded)
+        return decoded

@@ -1,0 +1,81 @@
+"""Run directories, and the process of their sinks, as the supervisor starts it."""
+
+import io
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+from run_factory import metrics_row, run_plan
+
+from launch.console import Console
+from launch.sink import LastWord, SinkOrder
+from launch.sink_start import SinkProcess
+from launch.supervisor import StopRequest
+from trainer.spec import codec
+from trainer.spec.job import LogJob, WandbMode
+from trainer.spec.plan import Plan
+
+
+def logged_plan(**log: Any) -> Plan:
+    plan = run_plan()
+    return replace(plan, job=replace(plan.job, log=LogJob(**log)))
+
+
+def write_plan(run_dir: Path, attempt: int = 1, plan: Plan | None = None) -> None:
+    folder = run_dir / "attempts" / str(attempt)
+    folder.mkdir(parents=True)
+    codec.write(folder / "plan.json", plan or run_plan())
+
+
+def append_steps(run_dir: Path, steps: Sequence[int], *, attempt: int = 1, **fields: Any) -> None:
+    with (run_dir / "metrics.jsonl").open("a") as stream:
+        for step in steps:
+            stream.write(json.dumps({**metrics_row(step, attempt), **fields}) + "\n")
+
+
+def sink_order(**changes: Any) -> SinkOrder:
+    return SinkOrder(**{"name": "bot-1", "project": "shardwise", "first_attempt": 1, **changes})
+
+
+def sink_environment(home: Path, **more: str) -> dict[str, str]:
+    """With a home of its own, in which nobody is logged in."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "SLURM"))}
+    return {**kept, "HOME": str(home), **more}
+
+
+class Sinks:
+    """The sinks of a run directory, and what their supervisor's console shows."""
+
+    def __init__(self, run_dir: Path, order: SinkOrder, environment: dict[str, str]) -> None:
+        self.stream = io.StringIO()
+        self.stop = StopRequest()
+        self.process = SinkProcess(order, run_dir, Console(self.stream), environment)
+
+    def end(self, word: LastWord = LastWord(has_report=False)) -> str:  # noqa: B008  # it never changes
+        self.process.end(word, self.stop)
+        return self.stream.getvalue()
+
+
+def write_program(folder: Path, text: str) -> Path:
+    """A program of a person's own, that is run by this Python."""
+    path = folder / "program"
+    path.write_text(f"#!{sys.executable}\n{text}")
+    path.chmod(0o755)
+    return path
+
+
+__all__ = [
+    "LastWord",
+    "Sinks",
+    "WandbMode",
+    "append_steps",
+    "logged_plan",
+    "sink_environment",
+    "sink_order",
+    "write_plan",
+    "write_program",
+]

@@ -1,0 +1,58 @@
+"""A terminal of a few lines of code: what a person would see after everything that was written to it.
+
+It knows what the view uses: carriage return, line feed, cursor up, erase to the end of the screen, colours. Anything
+else is an error, as is a line that is wider than the terminal.
+"""
+
+import re
+
+_SEQUENCE = re.compile(r"\x1b\[(\d*)([A-Za-z])")
+
+
+class SmallTerminal:
+    """Lines as they stand, with the colours left out."""
+
+    def __init__(self, columns: int = 80) -> None:
+        self.columns = columns
+        self._lines = [""]
+        self._row = self._column = 0
+
+    @property
+    def lines(self) -> list[str]:
+        return [line.rstrip() for line in self._lines]
+
+    def write(self, text: str) -> None:
+        place = 0
+        while place < len(text):
+            match = _SEQUENCE.match(text, place)
+            if match is not None:
+                self._obey(match[2], match[1])
+                place = match.end()
+                continue
+            self._put(text[place])
+            place += 1
+
+    def _obey(self, name: str, number: str) -> None:
+        if name == "A":
+            assert self._row >= int(number or 1), "the cursor would leave the top"
+            self._row -= int(number or 1)
+        elif name == "J":
+            assert number in ("", "0")
+            self._lines[self._row] = self._lines[self._row][: self._column]
+            del self._lines[self._row + 1 :]
+        else:
+            assert name == "m", f"what is {name}?"
+
+    def _put(self, character: str) -> None:
+        if character == "\r":
+            self._column = 0
+        elif character == "\n":
+            self._row, self._column = self._row + 1, 0  # a terminal in cooked mode returns the carriage as well
+            if self._row == len(self._lines):
+                self._lines.append("")
+        else:
+            assert character.isprintable(), repr(character)
+            line = self._lines[self._row].ljust(self._column)
+            self._lines[self._row] = line[: self._column] + character + line[self._column + 1 :]
+            self._column += 1
+            assert self._column < self.columns, f"the line is too wide: {self._lines[self._row]}"

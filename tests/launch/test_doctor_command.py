@@ -1,0 +1,245 @@
+"""`shardwise doctor` as a command: what it prints, its exit codes, what a job needs, and what it never shows."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from doctor_factory import BrokenMachine
+from hub_server import Hub, serving
+from workplace_factory import make_workplace
+
+from launch.console import Console
+from launch.doctor import DoctorOptions, run_doctor
+from launch.doctor_checks import CHECKS, JOB_CHECK, Check, run_checks
+from launch.doctor_finding import Finding, Level, diagnosis_of, explained, fault, fine, warning
+from launch.doctor_machine import read_machine
+from launch.doctor_process import ask
+from launch.doctor_text import render_diagnosis
+from trainer.spec.errors import ExitCode
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+SECRETS = {
+    "HF_TOKEN": "hf_" + "Zz9Yy8Xx7W" * 3,
+    "WANDB_API_KEY": "feedface" * 5,
+    "HTTPS_PROXY": "http://ada:open-sesame-1815@127.0.0.1:9",
+    "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI-K7MDENG-bPxRfiCY",
+}
+
+
+@pytest.fixture
+def workplace(tmp_path):
+    made = make_workplace(tmp_path / "work")
+    (made.folder / "home").mkdir()
+    made.environment.update(OFFLINE)
+    made.environment.pop("OMP_NUM_THREADS")
+    return made
+
+
+def doctor(workplace, *words: str) -> tuple[int, dict[str, object]]:
+    answer = workplace.run("doctor", *words, "--json", check=False)
+    assert answer.stdout, answer.stderr
+    return answer.returncode, json.loads(answer.stdout)
+
+
+def findings_of(diagnosis: dict[str, object], check: str, level: str) -> list[dict[str, str]]:
+    return [row for row in diagnosis["findings"] if (row["check"], row["level"]) == (check, level)]
+
+
+def test_a_machine_that_trains_has_no_fault(workplace):
+    """This one, with everything that is looked at but the network."""
+    code, diagnosis = doctor(workplace, "job.yaml")
+    assert [row for row in diagnosis["findings"] if row["level"] == "fault"] == []
+    assert (code, diagnosis["num_faults"]) == (0, 0)
+    (torch,) = findings_of(diagnosis, "torch", "fine")
+    assert torch["sentence"].startswith("torch ")
+    (met,) = findings_of(diagnosis, "collective", "fine")
+    assert met["sentence"].endswith("ends in time, with the right values")
+    sentences = [row["sentence"] for row in findings_of(diagnosis, "job", "fine")]
+    assert any(sentence.startswith("job.yaml: ") and "micro batch" in sentence for sentence in sentences)
+    assert "the data's 40 files can be read" in sentences
+
+
+def test_quick_leaves_out_what_takes_long(workplace):
+    code, diagnosis = doctor(workplace, "--quick")
+    told_of = {row["check"] for row in diagnosis["findings"]}
+    assert code == 0 and told_of.isdisjoint({check.name for check in CHECKS if check.is_slow})
+    (torch,) = findings_of(diagnosis, "torch", "fine")
+    assert torch["sentence"].endswith("is installed (not loaded)")
+
+
+def test_a_job_that_finds_no_model(workplace):
+    workplace.write_job(model={"config": "no/such/folder/here"})
+    code, diagnosis = doctor(workplace, "job.yaml", "--quick")
+    (found,) = findings_of(diagnosis, JOB_CHECK, "fault")
+    assert code == ExitCode.ENVIRONMENT and found["sentence"].startswith("model.config: no/such/folder/here")
+    assert found["fix"]
+
+
+def test_a_job_that_finds_no_data(workplace):
+    workplace.write_job(data={"train": "missing.jsonl"})
+    code, diagnosis = doctor(workplace, "job.yaml", "--quick")
+    (found,) = findings_of(diagnosis, JOB_CHECK, "fault")
+    assert code == ExitCode.ENVIRONMENT and "missing.jsonl" in found["sentence"]
+
+
+def test_a_job_whose_architecture_only_transformers_knows(workplace):
+    """It is described from the model that transformers builds, as `train` does, in a process of its own."""
+    config = {
+        "model_type": "opt", "architectures": ["OPTForCausalLM"], "vocab_size": 320, "hidden_size": 32, "ffn_dim": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128, "word_embed_proj_dim": 32,
+    }  # fmt: skip
+    (workplace.folder / "model" / "config.json").write_text(json.dumps(config))
+    code, diagnosis = doctor(workplace, "job.yaml", "--quick")
+    assert (code, findings_of(diagnosis, JOB_CHECK, "fault")) == (0, [])
+
+
+def test_a_job_that_fits_nowhere(workplace):
+    code, diagnosis = doctor(workplace, "job.yaml", "limits.vram=2MiB", "--quick")
+    (found,) = findings_of(diagnosis, JOB_CHECK, "fault")
+    assert code == ExitCode.ENVIRONMENT and found["fix"]
+
+
+def test_a_job_whose_model_is_on_a_hub_that_is_not_to_be_asked(workplace):
+    workplace.write_job(model={"config": None, "name": "org/name", "tokenizer": None})
+    code, diagnosis = doctor(workplace, "job.yaml", "--quick")
+    (found,) = findings_of(diagnosis, JOB_CHECK, "fault")
+    assert code == ExitCode.ENVIRONMENT
+    assert "HF_HUB_OFFLINE is set" in found["sentence"] + found["fix"] and "name a local folder" in found["fix"]
+
+
+def test_a_job_that_logs_to_wandb_without_a_key(workplace):
+    workplace.write_job(log={"wandb": "online"})
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        workplace.environment.pop(name, None)
+    code, diagnosis = doctor(workplace, "job.yaml", "--quick")
+    (found,) = findings_of(diagnosis, JOB_CHECK, "fault")
+    assert code == ExitCode.ENVIRONMENT and found["sentence"].startswith("log.wandb: online:")
+    assert found["fix"].startswith("run wandb login")
+
+
+@pytest.mark.parametrize("words", [("missing.yaml",), ("job.yaml", "train.no_such=1")])
+def test_a_job_file_that_is_wrong_is_exit_code_2(workplace, words):
+    answer = workplace.run("doctor", *words, check=False)
+    assert answer.returncode == ExitCode.INPUT and answer.stderr.startswith("shardwise: ")
+
+
+def test_no_secret_is_ever_shown(workplace):
+    workplace.environment.update(
+        SECRETS | {"WANDB_MODE": "online", "CUDA_HOME": f"/{SECRETS['AWS_SECRET_ACCESS_KEY']}"}
+    )
+    del workplace.environment["HF_HUB_OFFLINE"]
+    with serving(Hub()) as hub:
+        workplace.environment.update(HF_ENDPOINT=hub.url, WANDB_BASE_URL=hub.url, no_proxy="127.0.0.1")
+        answer = workplace.run("doctor", check=False)
+    text = answer.stdout + answer.stderr
+    assert (
+        "does not know the token that is kept" in text and "a key is kept" in text and "CUDA_HOME=/[redacted]" in text
+    )
+    for secret in (*SECRETS.values(), "open-sesame-1815"):
+        assert secret not in text
+
+
+def test_findings_hold_no_secret_before_they_are_printed(tmp_path, monkeypatch):
+    """As from Python, where nothing stands between them and whoever reads them."""
+    monkeypatch.chdir(tmp_path)
+    environment = {"HOME": str(tmp_path), **SECRETS, "CUDA_HOME": f"/{SECRETS['AWS_SECRET_ACCESS_KEY']}"}
+    out = io.StringIO()
+    run_doctor(DoctorOptions(quick=True), Console(out), environment=environment)
+    assert "CUDA_HOME=/[redacted]: no such folder" in out.getvalue()
+
+
+def test_faults_come_first_and_the_last_line_sums_up():
+    named = [warning("slow", "faster"), fine("well"), fault("broken", "mend it"), fault("gone", "get it")]
+    found = diagnosis_of(
+        Finding(check="a check", level=each.level, sentence=each.sentence, fix=each.fix) for each in named
+    )
+    assert render_diagnosis(found).splitlines() == [
+        "faults: training would fail",
+        "  a check  broken",
+        "           -> mend it",
+        "  a check  gone",
+        "           -> get it",
+        "",
+        "warnings",
+        "  a check  slow",
+        "           -> faster",
+        "",
+        "fine",
+        "  a check  well",
+        "",
+        "2 faults, 1 warning",
+    ]
+    assert found.exit_code is ExitCode.ENVIRONMENT
+    assert diagnosis_of([warning("slow", "faster")]).exit_code is ExitCode.DONE
+
+
+def test_a_sentence_that_two_checks_come_to_stands_once():
+    found = diagnosis_of([fault("no driver", "install it"), fault("no driver", "install it")])
+    assert (len(found.findings), found.num_faults) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence", "fix"),
+    [
+        ("no g++\ninstall it: apt install g++", "no g++", "apt install g++"),
+        ("a is too old; take b", "a is too old", "take b"),
+        ("it is broken", "it is broken", "look"),
+        ("first\nremedy: second\nthird", "first", "second; third"),
+    ],
+)
+def test_the_remedy_of_an_error_is_told_apart(message, sentence, fix):
+    found = explained(Level.FAULT, message, otherwise="look")
+    assert (found.sentence, found.fix) == (sentence, fix)
+
+
+def test_a_check_that_hangs_costs_its_own_answer_only(tmp_path):
+    machine = read_machine(BrokenMachine(tmp_path).place(), timeout_s=0.01)
+
+    def hang(_machine):
+        time.sleep(600)
+        yield fine("never")
+
+    checks = (Check(name="hanging", find=hang), Check(name="quick", find=lambda _machine: [fine("answered")]))
+    told = list(run_checks(machine, checks, deadline_s=0.3))
+    assert [(found.check, found.level) for found in told] == [("hanging", Level.WARNING), ("quick", Level.FINE)]
+    assert told[0].sentence.startswith("this check did not come to an end within 0.3 s")
+
+
+def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path):
+    marker = tmp_path / "child"
+    script = f"sleep 600 & echo $! > {marker}; wait"
+    assert ask(["/bin/sh", "-c", script], environment={"PATH": "/usr/bin:/bin"}, timeout_s=0.5).exit_code is None
+    child = int(marker.read_text())
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline, "it outlived its parent"
+        time.sleep(0.05)
+
+
+def test_nothing_heavy_is_loaded(workplace):
+    program = (
+        "import sys; from launch.cli import main; main(['doctor', '--quick']); "
+        "print(sorted({'torch', 'transformers', 'numpy', 'wandb'} & set(sys.modules)), file=sys.stderr)"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        cwd=workplace.folder,
+        env=workplace.environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert answer.stderr.strip().splitlines()[-1] == "[]"
+
+
+def test_the_document_has_a_row_for_each_check():
+    text = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+    rows = re.findall(r"^\| `([\w-]+)` \| [^|]+ \| [^|]+ \|", text, re.MULTILINE)
+    assert rows == [*(check.name for check in CHECKS), JOB_CHECK]
+    slow = set(re.findall(r"^\| `([\w-]+)` \|.*\| slow \|$", text, re.MULTILINE))
+    assert slow == {check.name for check in CHECKS if check.is_slow}

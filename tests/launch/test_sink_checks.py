@@ -1,0 +1,90 @@
+"""What sinks lack is said before anything starts, with what would do; keys are shown nowhere."""
+
+import pytest
+from msgspec.structs import replace
+from sink_factory import sink_environment
+
+from launch import sink_checks
+from launch.sink_checks import check_sinks
+from launch.wandb_mode import wandb_mode
+from trainer.spec.errors import InputError, InputProblemsError
+from trainer.spec.job import Job, LogJob, NodeNetwork, SlurmJob, WandbMode
+
+KEY = "canary" + "0123456789" * 4
+
+
+def job(**log):
+    return Job(log=LogJob(**log))
+
+
+def problems(tmp_path, checked, **environment):
+    with pytest.raises(InputProblemsError) as caught:
+        check_sinks(checked, sink_environment(tmp_path, **environment))
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("asked", "environment", "mode"),
+    [
+        (WandbMode.OFF, {"WANDB_MODE": "online"}, WandbMode.OFF),
+        (WandbMode.ONLINE, {}, WandbMode.ONLINE),
+        (WandbMode.ONLINE, {"WANDB_MODE": "offline"}, WandbMode.OFFLINE),
+        (WandbMode.ONLINE, {"WANDB_MODE": "dryrun"}, WandbMode.OFFLINE),
+        (WandbMode.ONLINE, {"WANDB_MODE": "disabled"}, WandbMode.OFF),
+        (WandbMode.OFFLINE, {"WANDB_MODE": "online"}, WandbMode.ONLINE),
+        (WandbMode.OFFLINE, {"WANDB_MODE": ""}, WandbMode.OFFLINE),
+    ],
+)
+def test_wandb_mode_decides_how_and_never_whether(asked, environment, mode):
+    assert wandb_mode(job(wandb=asked), environment) is mode
+
+
+def test_nodes_without_a_network_write_offline():
+    isolated = replace(job(wandb=WandbMode.ONLINE), slurm=SlurmJob(network=NodeNetwork.NONE))
+    assert wandb_mode(isolated, {"SLURM_JOB_ID": "7"}) is WandbMode.OFFLINE
+    assert wandb_mode(isolated, {}, on_node=True) is WandbMode.OFFLINE
+    assert wandb_mode(isolated, {}) is WandbMode.ONLINE
+    assert wandb_mode(isolated, {"SLURM_JOB_ID": "7", "WANDB_MODE": "online"}) is WandbMode.OFFLINE
+
+
+def test_a_mode_that_is_none_is_refused():
+    with pytest.raises(InputError, match="WANDB_MODE is 'on'; expected online, offline or disabled"):
+        wandb_mode(job(wandb=WandbMode.ONLINE), {"WANDB_MODE": "on"})
+
+
+def test_online_without_a_login_is_refused_with_what_would_do(tmp_path):
+    (line,) = problems(tmp_path, job(wandb=WandbMode.ONLINE))
+    assert line.startswith("log.wandb: online: there is no login for http")
+    assert line.endswith("run wandb login, or set WANDB_API_KEY, or set log.wandb=offline")
+
+
+def test_a_key_that_is_none_is_refused_without_showing_it(tmp_path):
+    (line,) = problems(tmp_path, job(wandb=WandbMode.ONLINE), WANDB_API_KEY="much-too-short")
+    assert "WANDB_API_KEY invalid" in line and "much-too-short" not in line
+
+
+def test_online_with_a_login_is_taken_wherever_it_stands(tmp_path):
+    environment = sink_environment(tmp_path)
+    check_sinks(job(wandb=WandbMode.ONLINE), {**environment, "WANDB_API_KEY": KEY})
+    (tmp_path / ".netrc").write_text(f"machine wandb.example.org\n  login user\n  password {KEY}\n")
+    check_sinks(job(wandb=WandbMode.ONLINE), {**environment, "WANDB_BASE_URL": "https://wandb.example.org"})
+
+
+def test_offline_asks_for_no_login(tmp_path):
+    check_sinks(job(wandb=WandbMode.OFFLINE), sink_environment(tmp_path, PATH="/nonexistent"))
+
+
+def test_packages_that_are_missing_are_named_with_their_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(sink_checks, "installed_version", lambda _name: None)
+    lines = problems(tmp_path, job(wandb=WandbMode.OFFLINE, tensorboard=True))
+    assert lines == (
+        "log.wandb: offline: wandb is not installed; pip install wandb, or set log.wandb=off",
+        "log.tensorboard: tensorboard is not installed; pip install 'shardwise[tensorboard]'",
+    )
+
+
+def test_a_command_that_is_not_there_is_refused_and_a_url_is_not_tried(tmp_path):
+    (line,) = problems(tmp_path, job(notify=("no-such-program", "--to", "me")))
+    assert line == "log.notify: no-such-program is no program that is found here; give its path, or a URL"
+    check_sinks(job(notify=("http://127.0.0.1:9/",)), sink_environment(tmp_path))
+    check_sinks(job(notify=("sh", "-c", "true")), sink_environment(tmp_path))

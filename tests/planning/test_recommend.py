@@ -1,0 +1,235 @@
+"""What would help, in exact sentences; nothing where it gains less than a twentieth, or nobody measured it."""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from planning_factory import data_of, plan_of
+from report_factory import make_report
+
+from trainer.planning.recommend import LEAST_GAIN, MOST_SAID, Observed, recommendations, unused_bytes
+from trainer.spec.hardware import MeasuredRates
+from trainer.spec.job import DataFormat
+from trainer.spec.plan import Plan
+from trainer.spec.report import AttemptRecord, Ending, Fault, Report, predicted_figures
+from trainer.spec.strategy import Checkpointing, Offload
+from trainer.spec.units import GIB
+
+CARDS = "4xA100-SXM4-80GB"
+
+
+def report_of(plan: Plan, *, peak_factor: float = 1.0, step_factor: float = 1.0, **changes: Any) -> Report:
+    """The plan ran, and measured what was predicted, or so many times as much."""
+    predicted = predicted_figures(plan.chosen)
+    memory, speed = predicted.memory, predicted.speed
+    assert memory.peak_allocated_bytes is not None and speed.step_s is not None
+    measured = replace(
+        predicted,
+        memory=replace(memory, peak_allocated_bytes=int(peak_factor * memory.peak_allocated_bytes)),
+        speed=replace(speed, step_s=step_factor * speed.step_s),
+    )
+    return make_report(plan=plan.chosen, predicted=predicted, measured=measured, **changes)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return plan_of("8b", CARDS)
+
+
+def said(plan: Plan, report: Report | None = None, **observed: Any) -> list[str]:
+    found = recommendations(plan, report or report_of(plan), Observed(**observed))
+    return [each.text for each in found]
+
+
+def test_a_run_of_the_plan_s_own_choice_that_lost_nothing_is_told_nothing(plan: Plan) -> None:
+    assert said(plan) == []
+    assert said(plan, data_share=0.01, wait_share=0.0, padding_share=0.0, saving_share=0.01, num_saves=9) == []
+
+
+def test_unused_memory_is_told_with_what_it_would_give() -> None:
+    pinned = plan_of("8b", CARDS, pin={"micro_batch": 1, "checkpointing": Checkpointing.FULL})
+    (text,) = said(pinned)
+    assert text == "16 GiB unused: checkpointing none is predicted 1.28x (pin.checkpointing=none)"
+    free = plan_of("8b", CARDS, pin={"micro_batch": 1})
+    assert free.chosen.strategy == pinned.chosen.strategy
+    (found,) = recommendations(pinned, report_of(pinned), Observed())
+    assert found.gain == pytest.approx(pinned.chosen.speed.step_s / free.chosen.speed.step_s)
+
+
+def test_a_larger_micro_batch_is_told_with_everything_that_goes_with_it() -> None:
+    pinned = plan_of("1b", "1xA100-SXM4-80GB", pin={"micro_batch": 1}, seq_len=256)
+    assert said(pinned) == [
+        "55 GiB unused: micro batch 32, loss eager is predicted 5.02x (pin.micro_batch=32 pin.loss=eager)"
+    ]
+
+
+def test_what_is_recommended_fits_by_the_measured_peak() -> None:
+    pinned = plan_of("8b", CARDS, pin={"micro_batch": 1, "checkpointing": Checkpointing.FULL})
+    assert said(pinned, report_of(pinned, peak_factor=0.7))[0].startswith("34 GiB unused: checkpointing none is")
+    more = said(pinned, report_of(pinned, peak_factor=1.25))
+    assert not any("unused: checkpointing none" in text for text in more), "it would need more than is left"
+    assert said(pinned, report_of(pinned, peak_factor=2.0)) == []
+
+
+def test_unused_is_what_the_measured_peak_leaves(plan: Plan) -> None:
+    memory = plan.chosen.memory
+    assert unused_bytes(report_of(plan)) == memory.usable_bytes - memory.need_bytes
+    measured = report_of(plan).measured
+    more = replace(measured, memory=replace(measured.memory, peak_allocated_bytes=memory.peak_allocated_bytes + GIB))
+    assert unused_bytes(report_of(plan, peak_factor=1.0)) == unused_bytes(replace(report_of(plan), measured=more)) + GIB
+    nothing = replace(measured, memory=replace(measured.memory, peak_allocated_bytes=None))
+    assert unused_bytes(replace(report_of(plan), measured=nothing)) is None
+    assert said(plan, replace(report_of(plan), measured=nothing)) == []
+
+
+def test_a_better_strategy_is_named_with_the_pin_to_leave_out() -> None:
+    pinned = plan_of("8b", "8xH100-SXM5-80GB", pin={"offload": Offload.OPTIMIZER})
+    free = plan_of("8b", "8xH100-SXM5-80GB").chosen
+    (text,) = said(pinned)
+    assert text == (
+        f"{free.strategy.name}, micro batch {free.micro_batch}, is exact and predicted 3.12x, and needs 75.5 GiB of "
+        "79.1 GiB (leave out pin.offload)"
+    )
+
+
+def test_a_candidate_that_was_taken_by_hand_is_held_against_the_first() -> None:
+    plan = plan_of("8b", "8xH100-SXM5-80GB")
+    slow = next(each for each in plan.candidates if each.strategy.offload is Offload.OPTIMIZER)
+    taken = replace(plan, candidates=(slow, *(each for each in plan.candidates if each is not slow)))
+    (text,) = said(taken)
+    assert text.startswith(f"{plan.chosen.strategy.name}, micro batch") and text.endswith(
+        "(it is what a plan without --take has)"
+    )
+
+
+def test_after_an_out_of_memory_nothing_is_said_of_room() -> None:
+    pinned = plan_of("8b", CARDS, pin={"micro_batch": 1, "checkpointing": Checkpointing.FULL})
+    record = AttemptRecord(
+        number=1,
+        strategy="s",
+        num_ranks=4,
+        micro_batch=1,
+        accumulation=1,
+        resumed_from_step=None,
+        step=3,
+        ending=Ending.OUT_OF_MEMORY,
+        fault=Fault.OUT_OF_MEMORY,
+        duration_s=1.0,
+        predicted_peak_bytes=1,
+    )
+    assert said(pinned, report_of(pinned, history=(record,))) == []
+    killed = replace(record, fault=Fault.KILLED, ending=Ending.FAILED)
+    assert len(said(pinned, report_of(pinned, history=(killed,)))) == 1
+
+
+@pytest.mark.parametrize(
+    ("observed", "text"),
+    [
+        (
+            {"data_share": 0.2},
+            "20% of a step is reading data: rows on a faster disk (XDG_CACHE_HOME) would give up to 1.25x",
+        ),
+        ({"wait_share": 0.1}, "10% of a step is waiting for the slowest rank: even ranks would give up to 1.11x"),
+        (
+            {"num_steps": 50, "num_skipped": 10},
+            "10 of 50 steps were skipped: a train.lr below 1e-05 that skips none would give 1.25x",
+        ),
+        (
+            {"idle_share": 0.45, "data_share": 0.02, "wait_share": 0.03},
+            "the GPU ran nothing 40% of the time, waiting for the host: a larger micro batch or allow: [compile] would "
+            "give up to 1.67x",
+        ),
+        (
+            {"throttle": "temperature", "throttled_slowdown": 1.3},
+            "clocks were held down (temperature): a step took 1.30x the time meanwhile",
+        ),
+    ],
+)
+def test_time_that_was_lost_is_told_with_what_it_is_worth(plan: Plan, observed: dict[str, Any], text: str) -> None:
+    at_lr = replace(plan, schedule=replace(plan.schedule, lr=1e-5))
+    assert said(at_lr, **observed) == [text]
+
+
+@pytest.mark.parametrize(
+    "observed",
+    [
+        {"data_share": 0.04},
+        {"wait_share": 0.04},
+        {"num_steps": 50, "num_skipped": 2},
+        {"num_steps": 5, "num_skipped": 5},
+        {"idle_share": 0.04, "data_share": 0.0},
+        {"throttle": "temperature", "throttled_slowdown": 1.04},
+        {"throttle": "power cap"},
+        {"saving_share": 0.5, "num_saves": 2},
+        {"padding_share": 0.5},
+    ],
+)
+def test_what_gains_too_little_or_is_not_known_is_not_said(plan: Plan, observed: dict[str, Any]) -> None:
+    assert [text for text in said(plan, **observed) if "data" not in text or "data_share" in observed] == []
+
+
+def test_a_stream_is_told_to_be_prepared(plan: Plan) -> None:
+    stream = replace(plan, data=replace(plan.data, is_stream=True))
+    assert said(stream, data_share=0.5) == [
+        "50% of a step is reading data: rows that were prepared before (data.streaming=false) would give up to 2.00x"
+    ]
+
+
+def test_padding_is_told_where_rows_can_be_packed() -> None:
+    padded = plan_of("1b", CARDS, data=data_of(is_packed=False))
+    text = "34% of the positions are padding: data.packing=true is predicted 1.52x"
+    assert text in said(padded, padding_share=0.34)
+    pairs = replace(padded, data=replace(padded.data, format=DataFormat.PREFERENCE))
+    assert text not in said(pairs, padding_share=0.34)
+    packed = replace(padded, data=replace(padded.data, is_packed=True))
+    assert text not in said(packed, padding_share=0.34)
+
+
+def test_an_interval_that_costs_much_is_told_a_longer_one(plan: Plan) -> None:
+    waits = replace(plan, job=replace(plan.job, checkpoint=replace(plan.job.checkpoint, is_async=False)))
+    by_steps = replace(waits, schedule=replace(waits.schedule, checkpoint_every_steps=100, checkpoint_every_s=None))
+    assert said(by_steps, saving_share=0.2, num_saves=3) == [
+        'saving takes 20% of the time: "checkpoint.every=2475 steps" or checkpoint.async=true would give 1.24x'
+    ]
+    by_time = replace(plan, schedule=replace(plan.schedule, checkpoint_every_steps=None, checkpoint_every_s=1200))
+    assert said(by_time, saving_share=0.1, num_saves=3) == [
+        'saving takes 10% of the time: "checkpoint.every=220 min" would give 1.10x'
+    ]
+
+
+def test_an_unusual_error_is_told_until_the_machine_was_measured(plan: Plan) -> None:
+    step_s = plan.chosen.speed.step_s
+    off = report_of(plan, step_factor=2.0)
+    (text,) = said(plan, off)
+    assert text == (
+        f"a step took {2 * step_s:.3g} s, predicted were {step_s:.3g} s: shardwise probe --measure -o hardware.json "
+        "finds what this machine can do, shardwise plan --hardware hardware.json what follows from it"
+    )
+    assert said(plan, report_of(plan, step_factor=0.5)) != [] and said(plan, report_of(plan, step_factor=1.14)) == []
+    measured = replace(plan, hardware=replace(plan.hardware, rates=MeasuredRates(matmul_flops_per_s=10**14)))
+    assert not any("probe" in text for text in said(measured, off))
+
+
+def test_a_cpu_may_be_off_by_a_factor_of_two_before_that_is_unusual() -> None:
+    plan = plan_of("tiny", "1xCPU")
+    assert said(plan, report_of(plan, step_factor=1.9)) == []
+    assert len(said(plan, report_of(plan, step_factor=2.1))) == 1
+
+
+def test_the_best_come_first_and_at_most_five_are_said(plan: Plan) -> None:
+    found = recommendations(
+        plan,
+        report_of(plan, step_factor=3.0),
+        Observed(
+            data_share=0.1,
+            wait_share=0.2,
+            num_steps=100,
+            num_skipped=30,
+            idle_share=0.9,
+            throttle="temperature",
+            throttled_slowdown=1.07,
+        ),
+    )
+    gains = [each.gain or 0.0 for each in found]
+    assert len(found) == MOST_SAID and gains == sorted(gains, reverse=True) and min(gains) >= LEAST_GAIN
+    assert not any("probe --measure" in each.text for each in found), "what gains no speed comes last"

@@ -1,0 +1,244 @@
+"""What would make a run faster, from its plan, its report and what was observed in its steps. Pure.
+
+Each recommendation is a sentence with its gain, as "times as fast". Gains of settings are predictions over the
+prediction of what ran, by the planner's own search with the pins on mechanisms lifted; gains of time that was lost are
+all of that time, so they are what can be had at most. What gains less than 5 % is not said, nor what nobody measured.
+
+Room is what the measured peak left. What is recommended has to fit by the measurement and by the prediction, which the
+next plan goes by. A run that ran out of memory is told nothing about room: there the prediction was wrong, and the
+setting that it favours may be the one that failed.
+"""
+
+from collections.abc import Callable, Iterator
+
+from msgspec.structs import replace
+
+from trainer.planning.calibrate import rates_source
+from trainer.planning.certainty import usual_error
+from trainer.planning.choice import survey
+from trainer.planning.planner import situation_of
+from trainer.planning.settings_search import best_candidate, loss_handicap
+from trainer.planning.situation import Situation
+from trainer.spec.calibration import RatesSource
+from trainer.spec.job import Allowance, DataFormat
+from trainer.spec.plan import Candidate, Plan
+from trainer.spec.report import Report
+from trainer.spec.saving import saving_choice
+from trainer.spec.units import format_bytes, format_seconds
+from trainer.spec.value import Value
+
+LEAST_GAIN = 1.05
+MOST_SAID = 5
+MAX_SAVING_SHARE = 0.01  # of the time, that a longer interval aims at
+LEAST_SAVES = 3  # of fewer, the last one weighs too much
+_FREED = ("sharding", "offload", "activation_offload", "checkpointing", "checkpointing_n", "loss", "micro_batch")
+_SETTINGS = ("micro_batch", "checkpointing", "loss", "activation_offload")
+
+
+class Observed(Value, frozen=True, kw_only=True):
+    """What the steps of a run say together; shares are of the time of a step, None: not measured."""
+
+    data_share: float | None = None
+    wait_share: float | None = None
+    saving_share: float | None = None  # of steps and saves together
+    num_saves: int = 0
+    padding_share: float | None = None  # of the positions that went through the model
+    num_steps: int = 0  # that were run, skipped ones too
+    num_skipped: int = 0  # for a loss or gradients that were not finite or a spike; not for an fp16 overflow
+    idle_share: float | None = None  # of the time, in which the GPU ran no kernel
+    throttle: str | None = None  # why clocks were held down
+    throttled_slowdown: float | None = None  # a step meanwhile over a step at other times
+
+
+class Recommendation(Value, frozen=True, kw_only=True):
+    """One sentence, and how many times as fast the run would be; None where it gains no speed."""
+
+    text: str
+    gain: float | None
+
+
+def recommendations(plan: Plan, report: Report, observed: Observed) -> tuple[Recommendation, ...]:
+    """At most five, the one that gains most first."""
+    situation = situation_of(plan)
+    found = [each for find in _FINDERS for each in find(situation, plan, report, observed)]
+    worth = [each for each in found if each.gain is None or each.gain >= LEAST_GAIN]
+    return tuple(sorted(worth, key=lambda each: -(each.gain or 0.0))[:MOST_SAID])
+
+
+def unused_bytes(report: Report) -> int | None:
+    """What the run left of the usable memory of a device, by its measured peak; None where none was measured."""
+    memory, measured = report.plan.memory, report.measured.memory.peak_allocated_bytes
+    return None if measured is None else memory.usable_bytes - _measured_need(report, measured)
+
+
+def _measured_need(report: Report, measured: int) -> int:
+    """The predicted need, moved by what the peak was off."""
+    memory = report.plan.memory
+    return memory.need_bytes + measured - memory.peak_allocated_bytes
+
+
+def _settings(situation: Situation, plan: Plan, report: Report, _: Observed) -> Iterator[Recommendation]:
+    """A better setting of the same row, or a better row."""
+    unused, ran = unused_bytes(report), report.plan
+    if unused is None or unused <= 0 or any(each.fault and each.fault.is_memory for each in report.history):
+        return
+    pins = plan.job.pin
+    freed = replace(plan.job, pin=replace(pins, **dict.fromkeys(_FREED)))
+    usable = min(ran.memory.usable_bytes, ran.memory.need_bytes + unused)  # less by what the peak was above
+    free = replace(situation, job=freed, device=replace(situation.device, usable_bytes=usable))
+    room = best_candidate(free, ran.strategy)
+    best = next(iter(survey(free).candidates), None)
+    gain = 0.0 if room is None else _gain(ran, room)
+    if room is not None:
+        words, given = _changes(ran, room)
+        text = f"{format_bytes(unused)} unused: {words} is predicted {gain:.2f}x ({given})"
+        yield Recommendation(text=text, gain=gain if words else 0.0)
+    if best is None or _layout(best) == _layout(ran) or _gain(ran, best) < LEAST_GAIN * gain:
+        return
+    effect = "exact and " if best.strategy.is_exact else ""
+    held = [name for name in _FREED if getattr(pins, name) is not None]
+    how = (
+        f"leave out {' and '.join(f'pin.{name}' for name in held)}" if held else "it is what a plan without --take has"
+    )
+    text = (
+        f"{best.strategy.name}, micro batch {best.micro_batch}, is {effect}predicted {_gain(ran, best):.2f}x, and "
+        f"needs {format_bytes(best.memory.need_bytes)} of {format_bytes(ran.memory.usable_bytes)} ({how})"
+    )
+    yield Recommendation(text=text, gain=_gain(ran, best))
+
+
+def _gain(ran: Candidate, other: Candidate) -> float:
+    """Predicted, with the doubt that the planner has about whole logits."""
+    return ran.speed.step_s * loss_handicap(ran.loss) / (other.speed.step_s * loss_handicap(other.loss))
+
+
+def _layout(candidate: Candidate) -> tuple[object, ...]:
+    return candidate.strategy.sharding, candidate.strategy.offload
+
+
+def _changes(ran: Candidate, other: Candidate) -> tuple[str, str]:
+    """`micro batch 8, checkpointing none`, and the same as key=value."""
+    differing = [name for name in _SETTINGS if getattr(ran, name) != getattr(other, name)]
+    named = [f"{name.replace('_', ' ')} {_word(getattr(other, name))}" for name in differing]
+    given = [f"pin.{name}={_word(getattr(other, name))}" for name in differing]
+    return ", ".join(named), " ".join(given)
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _loading(_: Situation, plan: Plan, __: Report, observed: Observed) -> Iterator[Recommendation]:
+    if observed.data_share is None:
+        return
+    gain = _without(observed.data_share)
+    change = "rows on a faster disk (XDG_CACHE_HOME)"
+    if plan.data.is_stream:
+        change = "rows that were prepared before (data.streaming=false)"
+    text = f"{observed.data_share:.0%} of a step is reading data: {change} would give up to {gain:.2f}x"
+    yield Recommendation(text=text, gain=gain)
+
+
+def _waiting(_: Situation, __: Plan, ___: Report, observed: Observed) -> Iterator[Recommendation]:
+    if observed.wait_share is None:
+        return
+    gain = _without(observed.wait_share)
+    text = (
+        f"{observed.wait_share:.0%} of a step is waiting for the slowest rank: even ranks would give up to {gain:.2f}x"
+    )
+    yield Recommendation(text=text, gain=gain)
+
+
+def _padding(_: Situation, plan: Plan, __: Report, observed: Observed) -> Iterator[Recommendation]:
+    """Pairs are compared row by row and cannot be packed."""
+    if observed.padding_share is None or plan.data.is_packed or plan.data.format is DataFormat.PREFERENCE:
+        return
+    gain = _without(observed.padding_share)
+    text = f"{observed.padding_share:.0%} of the positions are padding: data.packing=true is predicted {gain:.2f}x"
+    yield Recommendation(text=text, gain=gain)
+
+
+def _skipping(_: Situation, plan: Plan, __: Report, observed: Observed) -> Iterator[Recommendation]:
+    if not observed.num_skipped or observed.num_skipped >= observed.num_steps:
+        return
+    gain = _without(observed.num_skipped / observed.num_steps)
+    text = (
+        f"{observed.num_skipped} of {observed.num_steps} steps were skipped: a train.lr below {plan.schedule.lr:g} "
+        f"that skips none would give {gain:.2f}x"
+    )
+    yield Recommendation(text=text, gain=gain)
+
+
+def _saving(_: Situation, plan: Plan, report: Report, observed: Observed) -> Iterator[Recommendation]:
+    if observed.saving_share is None or observed.num_saves < LEAST_SAVES:
+        return
+    share, schedule = observed.saving_share, plan.schedule
+    aimed = min(share, MAX_SAVING_SHARE)
+    gain = (1 - aimed) / (1 - share) if share < 1 else 1.0
+    factor = share * (1 - aimed) / (aimed * (1 - share)) if 0 < share < 1 else 1.0
+    changes = []
+    if schedule.checkpoint_every_steps is not None:
+        changes.append(f'"checkpoint.every={max(1, round(schedule.checkpoint_every_steps * factor))} steps"')
+    elif schedule.checkpoint_every_s is not None:
+        changes.append(f'"checkpoint.every={max(1, round(schedule.checkpoint_every_s * factor / 60))} min"')
+    in_background = replace(plan, job=replace(plan.job, checkpoint=replace(plan.job.checkpoint, is_async=True)))
+    is_background = saving_choice(plan, report.plan).is_background
+    if not is_background and saving_choice(in_background, report.plan).is_background:
+        changes.append("checkpoint.async=true")
+    if changes:
+        text = f"saving takes {share:.0%} of the time: {' or '.join(changes)} would give {gain:.2f}x"
+        yield Recommendation(text=text, gain=gain)
+
+
+def _host(_: Situation, plan: Plan, report: Report, observed: Observed) -> Iterator[Recommendation]:
+    """A GPU that waits for the host to start its kernels, beside what it waits for data."""
+    if observed.idle_share is None:
+        return
+    idle = max(0.0, observed.idle_share - (observed.data_share or 0.0) - (observed.wait_share or 0.0))
+    gain = _without(idle)
+    can_compile = Allowance.COMPILE not in plan.job.allow and plan.job.pin.compile is None and not report.plan.compile
+    change = "a larger micro batch or allow: [compile]" if can_compile else "a larger micro batch"
+    text = f"the GPU ran nothing {idle:.0%} of the time, waiting for the host: {change} would give up to {gain:.2f}x"
+    yield Recommendation(text=text, gain=gain)
+
+
+def _throttling(_: Situation, __: Plan, ___: Report, observed: Observed) -> Iterator[Recommendation]:
+    if observed.throttle is None or observed.throttled_slowdown is None:
+        return
+    gain = observed.throttled_slowdown
+    text = f"clocks were held down ({observed.throttle}): a step took {gain:.2f}x the time meanwhile"
+    yield Recommendation(text=text, gain=gain)
+
+
+def _prediction(situation: Situation, plan: Plan, report: Report, _: Observed) -> Iterator[Recommendation]:
+    """Ceilings of this machine, where datasheets or assumptions were far off."""
+    expected, found = report.predicted.speed.step_s, report.measured.speed.step_s
+    if not expected or not found or rates_source(plan.hardware) is RatesSource.MEASURED:
+        return
+    off = max(expected, found) / min(expected, found)
+    if off > 1 + usual_error(situation.device):
+        text = (
+            f"a step took {format_seconds(found)}, predicted were {format_seconds(expected)}: shardwise probe "
+            "--measure -o hardware.json finds what this machine can do, shardwise plan --hardware hardware.json what "
+            "follows from it"
+        )
+        yield Recommendation(text=text, gain=None)
+
+
+def _without(share: float) -> float:
+    """Times as fast without what takes this share of the time."""
+    return 1 / (1 - share) if share < 1 else 1.0
+
+
+_Finder = Callable[[Situation, Plan, Report, Observed], Iterator[Recommendation]]
+_FINDERS: tuple[_Finder, ...] = (
+    _settings,
+    _loading,
+    _waiting,
+    _padding,
+    _skipping,
+    _saving,
+    _host,
+    _throttling,
+    _prediction,
+)
