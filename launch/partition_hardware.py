@@ -104,7 +104,8 @@ def _read_access(
         return None, f"which accounts and QOS you may use is not known ({reason}){only}"
     if not _enforced(config) & {"associations", "limits", "qos", "safe", "wckeys", "all"}:
         return None, "Slurm holds nobody to accounts here (AccountingStorageEnforce)"
-    return access_to(partition, associations, account=account, qos=qos), ""
+    holds_to_qos = bool(_enforced(config) & {"qos", "all"})
+    return access_to(partition, associations, account=account, qos=qos, holds_to_qos=holds_to_qos), ""
 
 
 def _read_limits(

@@ -94,9 +94,17 @@ def parse_qos_limits(text: str) -> dict[str, JobLimits]:
 
 
 def access_to(
-    partition: Partition, associations: Sequence[Association], *, account: str | None = None, qos: str | None = None
+    partition: Partition,
+    associations: Sequence[Association],
+    *,
+    account: str | None = None,
+    qos: str | None = None,
+    holds_to_qos: bool = True,
 ) -> Access:
-    """What of these associations the partition takes; `account` and `qos` are what a job asks for, None for nothing."""
+    """What of these associations the partition takes; `account` and `qos` are what a job asks for, None for nothing.
+
+    Where the cluster does not hold jobs to the QOS of their account, any may be asked for.
+    """
     here = [one for one in associations if one.partition in (None, partition.name)]
     granted = [one for one in here if _takes_account(partition, one.account)]
     every_qos = _taken_qos(partition, granted)
@@ -115,9 +123,10 @@ def access_to(
     own = min((one for one in granted if one.account == charged), key=lambda one: one.partition is None)
     choices = _taken_qos(partition, [own])
     job_qos = qos or _default_qos(own)
-    if own.qos and job_qos not in choices and (qos is not None or len(choices) != 1):
+    has_to_be_own = holds_to_qos and bool(own.qos)
+    if has_to_be_own and job_qos not in choices and (qos is not None or len(choices) != 1):
         return replace(access, refusal=_no_qos(partition, own, choices, qos))
-    used = job_qos if job_qos in choices or not own.qos else choices[0]
+    used = job_qos if job_qos in choices or not has_to_be_own else choices[0]
     return replace(access, job_qos=used, states_qos=qos is None and used != _default_qos(own), limits=own.limits)
 
 

@@ -110,3 +110,10 @@ def test_what_a_job_is_charged_to_is_found_or_asked_for(partition, who, account,
         assert (access.refusal, (access.account, access.job_qos)) == (None, used)
         assert (access.states_account, access.states_qos) == states
         assert access.limits is not None and access.limits.source == f"account {used[0]}"
+
+
+def test_where_nobody_is_held_to_a_qos_any_may_be_asked_for():
+    access = access_to(aurora("gpu"), ALICE, qos="scavenge", holds_to_qos=False)
+    assert (access.refusal, access.job_qos, access.states_qos) == (None, "scavenge", False)
+    access = access_to(aurora("gpu"), ALICE, account="theory", holds_to_qos=False)
+    assert (access.refusal, access.job_qos, access.states_qos) == (None, None, False)
