@@ -47,9 +47,14 @@ def test_each_step_is_one_line_with_the_promised_names(trained):
 def test_where_the_time_of_a_step_went_adds_up(trained):
     _, run_dir, _ = trained()
     metrics = read_metrics(run_dir)
-    for row in metrics.values():
-        parts = [row[f"{phase}_s"] for phase in ("data", "forward", "backward", "optimizer")]
-        assert min(parts) >= 0 and 0.5 * row["step_s"] < sum(parts) <= row["step_s"] * 1.001
+    parts_of = {
+        step: [row[f"{phase}_s"] for phase in ("data", "forward", "backward", "optimizer")]
+        for step, row in metrics.items()
+    }
+    plain = [step for step in metrics if step != 3]  # of the profiled one, the profiler's own time is in no part
+    assert sum(sum(parts_of[step]) for step in plain) > 0.5 * sum(metrics[step]["step_s"] for step in plain)
+    for step, row in metrics.items():
+        assert min(parts_of[step]) >= 0 and sum(parts_of[step]) <= row["step_s"] * 1.001
         assert 0 <= row["padding_share"] < 1 and "wait_s" not in row, "a lone rank waits for nobody"
     saved = [step for step, row in metrics.items() if "checkpoint_s" in row]
     assert set(saved) >= {2, 4, 7}, "after the first step, and after every third"
@@ -78,6 +83,8 @@ def test_several_ranks_tell_how_long_they_waited_and_lines_come_as_often_as_aske
     metrics = read_metrics(workplace.folder / "run")
     assert sorted(metrics) == [1, 3, 6, 7], "the first, every third, the last"
     assert all(row["wait_s"] > 0 for row in metrics.values())
+    saved = [step for step, row in metrics.items() if "checkpoint_s" in row]
+    assert saved == [3, 6, 7], "what was saved after a step without a line stands in the next"
 
 
 def test_the_terminal_tells_the_plan_the_course_and_the_next_commands(trained):

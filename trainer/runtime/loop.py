@@ -89,6 +89,7 @@ def _run_steps(session: Session, objectives: Objectives, wants_stop: Callable[[]
             figures = observer.line(done, evaluation)
             if _is_told(session, figures):
                 metrics.append(figures)
+                observer.told()
             watch.tell(figures)
             if goes_back:
                 go_back(session)

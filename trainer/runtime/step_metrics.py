@@ -63,7 +63,7 @@ class StepObserver:
         return {**{phase: clock.seconds(phase) for phase in PHASES}, "wait": self._wait_s}
 
     def line(self, done: DoneStep, evaluation: Evaluation | None) -> StepMetrics:
-        """The line of a step; what was measured between the steps begins anew with it."""
+        """The line of a step."""
         state, result = self._session.state, done.result
         rate = result.num_targets / done.step_s
         figures: dict[str, Any] = {
@@ -95,8 +95,12 @@ class StepObserver:
             **_scores(evaluation),
             **figures,
         )
-        self._wait_s = self._checkpoint_s = 0.0
+        self._wait_s = 0.0
         return line
+
+    def told(self) -> None:
+        """Counts checkpoints anew: the line was written."""
+        self._checkpoint_s = 0.0
 
     def _speed(self, rate: float) -> dict[str, Any]:
         """`rate` is of tokens a second on one device."""
