@@ -1,5 +1,7 @@
 """`log.notify` as a sink: a URL or a command is told how a run ended, that it failed, or that it is queued again.
 
+A URL can stand in a variable of the environment, which is read here and nowhere before.
+
 It gets one JSON object: a URL as the body of a POST, a command on its standard input. A command is started from its
 words, never by a shell, and ends with the process of the sinks. What is printed names the host or the program alone:
 the rest of a URL is often all that protects it.
@@ -9,13 +11,14 @@ import json
 import os
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from launch.sink import End, Incident, Line, Run
 from trainer.spec import codec
-from trainer.spec.job_notify import is_url
+from trainer.spec.job_kinds import HintError
+from trainer.spec.job_notify import check_url, is_url, variable_of
 from trainer.spec.secrets import redact
 
 POST_TIMEOUT_S = 10.0
@@ -46,10 +49,25 @@ class NotifySink:
     def end(self, end: End) -> None:
         """Tells how it ended; NotifyError where that did not work."""
         content = json.dumps(message(end, run_dir=self._run_dir, name=self._name)).encode()
-        if is_url(self._notify):
+        variable = variable_of(self._notify)
+        if variable is not None:
+            post(url_in(variable), content)
+        elif is_url(self._notify):
             post(self._notify[0], content)
         else:
             run_command(self._notify, content)
+
+
+def url_in(variable: str, environment: Mapping[str, str] = os.environ) -> str:
+    """The URL that a variable of the environment holds; NotifyError, which does not show it, where it holds none."""
+    url = environment.get(variable, "").strip()
+    if not url:
+        raise NotifyError(f"${variable} is not set in this environment; it should hold the URL that is told")
+    try:
+        check_url(url)
+    except HintError as error:
+        raise NotifyError(f"${variable} holds no URL that can be told: {error}") from None
+    return url
 
 
 def message(end: End, *, run_dir: Path, name: str) -> dict[str, Any]:

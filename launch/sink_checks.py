@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from launch.installed import installed_version
+from launch.notify_sink import NotifyError, url_in
 from launch.wandb_mode import wandb_mode
 from trainer.spec.errors import InputProblemsError
 from trainer.spec.job import Job, WandbMode
-from trainer.spec.job_notify import is_url
+from trainer.spec.job_notify import is_url, variable_of
 
 TENSORBOARD_LINE = "pip install 'shardwise[tensorboard]'"
 _LOGIN_TIMEOUT_S = 60.0  # to import wandb over a slow file system
@@ -66,6 +67,13 @@ def login_problem(environment: Mapping[str, str]) -> str | None:
 
 def _command_problems(notify: tuple[str, ...] | None, environment: Mapping[str, str]) -> Iterator[str]:
     if notify is None or is_url(notify):
+        return
+    variable = variable_of(notify)
+    if variable is not None:
+        try:
+            url_in(variable, environment)
+        except NotifyError as error:
+            yield f"log.notify: {error}"
         return
     program = str(Path(notify[0]).expanduser())
     if shutil.which(program, path=environment.get("PATH")) is None:

@@ -66,6 +66,20 @@ def test_a_url_gets_a_post(tmp_path):
     assert (path, headers["Content-Type"], told["ending"]) == ("/hook?to=me", "application/json", "finished")
 
 
+def test_a_url_in_a_variable_is_read_when_somebody_is_told(tmp_path, monkeypatch):
+    with listening() as server:
+        monkeypatch.setenv("TEAM_WEBHOOK", f"http://127.0.0.1:{server.server_port}/hook")
+        tell(tmp_path, "$TEAM_WEBHOOK")
+    ((path, _, told),) = server.got
+    assert (path, told["ending"]) == ("/hook", "finished")
+
+
+def test_a_variable_that_is_gone_by_then_is_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.delenv("TEAM_WEBHOOK", raising=False)
+    with pytest.raises(NotifyError, match=r"^\$TEAM_WEBHOOK is not set in this environment"):
+        tell(tmp_path, "$TEAM_WEBHOOK")
+
+
 def test_user_and_password_go_into_a_header_and_nowhere_else(tmp_path):
     with listening() as server:
         tell(tmp_path, f"http://me:pa%20ss@127.0.0.1:{server.server_port}/")

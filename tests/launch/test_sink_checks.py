@@ -88,3 +88,20 @@ def test_a_command_that_is_not_there_is_refused_and_a_url_is_not_tried(tmp_path)
     assert line == "log.notify: no-such-program is no program that is found here; give its path, or a URL"
     check_sinks(job(notify=("http://127.0.0.1:9/",)), sink_environment(tmp_path))
     check_sinks(job(notify=("sh", "-c", "true")), sink_environment(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("held", "words"),
+    [
+        ({}, "log.notify: $TEAM_WEBHOOK is not set in this environment; it should hold the URL that is told"),
+        ({"TEAM_WEBHOOK": "ftp://hidden"}, "log.notify: $TEAM_WEBHOOK holds no URL that can be told: "),
+        ({"TEAM_WEBHOOK": "https:///hidden"}, "log.notify: $TEAM_WEBHOOK holds no URL that can be told: "),
+    ],
+)
+def test_a_variable_without_a_url_is_refused_without_showing_what_it_holds(held, words, tmp_path):
+    (line,) = problems(tmp_path, job(notify=("$TEAM_WEBHOOK",)), **held)
+    assert line.startswith(words) and "hidden" not in line
+
+
+def test_a_variable_with_a_url_is_taken(tmp_path):
+    check_sinks(job(notify=("$HOOK",)), {**sink_environment(tmp_path), "HOOK": "https://example.org/hook"})

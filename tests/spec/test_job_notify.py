@@ -26,13 +26,16 @@ JOB = {"model": {"name": "a/b"}, "data": {"train": "x"}}
         ("tell 'two words' $HOME;rm", ("tell", "two words", "$HOME;rm")),
         (["tell", "two words"], ("tell", "two words")),
         (["tell it"], ("tell it",)),
+        ("$TEAM_WEBHOOK", ("$TEAM_WEBHOOK",)),
+        ("${TEAM_WEBHOOK}", ("$TEAM_WEBHOOK",)),
+        ("$HOME/tell", ("$HOME/tell",)),
     ],
 )
 def test_what_is_written_is_read(written, read):
     assert notify_of(written) == read
 
 
-@pytest.mark.parametrize("value", ["https://example.org/hook", "tell 'two words'", ["tell it"], None])
+@pytest.mark.parametrize("value", ["https://example.org/hook", "tell 'two words'", ["tell it"], "${HOOK}", None])
 def test_what_was_read_is_read_again_from_what_is_written_back(value):
     job = read_job({**JOB, "log": {"notify": value}}, origin="job.yaml")
     assert read_job(job_tree(job), origin="job.yaml").log.notify == job.log.notify
@@ -41,8 +44,8 @@ def test_what_was_read_is_read_again_from_what_is_written_back(value):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("", "a URL, a command or a list of its words"),
-        ([], "a URL, a command or a list of its words"),
+        ("", "a URL, $NAME of a variable that holds one, a command or a list of its words"),
+        ([], "a URL, $NAME of a variable that holds one, a command or a list of its words"),
         (3, "put it in quotes"),
         ("ftp://example.org", "a URL begins with http:// or https://"),
         ("https:///hook", "names no host"),

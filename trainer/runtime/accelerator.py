@@ -20,6 +20,7 @@ from trainer.runtime import cpu_ranks
 from trainer.runtime.nvme_reads import read_each_weight_once, swap_gradients_between_blocks
 from trainer.runtime.precision import accelerate_precision, check_precision, compute_type
 from trainer.runtime.process import world_size_of_launch
+from trainer.runtime.processor_facts import answer_for_processor
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.plan import Candidate, Plan
@@ -100,6 +101,7 @@ def _with_deepspeed(chosen: Candidate, kind: DeviceKind, ds_config: Mapping[str,
     assert ds_config is not None, "the row needs ds_config.json"
     if kind is DeviceKind.CPU:
         cpu_ranks.choose_deepspeed_cpu()
+    answer_for_processor()
     if chosen.strategy.offload.uses_nvme:
         swap_gradients_between_blocks()
     if chosen.strategy.offload is Offload.NVME_ALL:

@@ -10,6 +10,8 @@ a rank finds a finished library. DeepSpeed itself finds the device that they are
 import sys
 from collections.abc import Sequence
 
+from trainer.runtime.processor_facts import answer_for_processor
+
 # Our name: the builder that DeepSpeed's accelerator makes by its class name.
 BUILDERS = {
     "cpu_adam": "CPUAdamBuilder",
@@ -23,6 +25,7 @@ def build(name: str) -> None:
     """Compiles one operator, or finds it compiled; RuntimeError where it cannot be."""
     from deepspeed.accelerator import get_accelerator
 
+    answer_for_processor()
     builder = get_accelerator().create_op_builder(BUILDERS[name])
     if builder is None:
         raise RuntimeError(f"DeepSpeed has no {name} for {get_accelerator().device_name()}")

@@ -1,6 +1,6 @@
 """Secrets of the environment, kept out of everything that is written or printed.
 
-What counts: values of variables that are named like one (HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY), the token
+What counts: values of variables that are named like one (HF_TOKEN, WANDB_API_KEY, TEAM_WEBHOOK_URL), the token
 that `hf auth login` stored, anything of the form `hf_...`, and what stands before the `@` of a URL. Shown is
 `[redacted]`.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 _NAME = re.compile(
-    r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|(?:API|ACCESS|PRIVATE)_?KEY)(?:$|_)"
+    r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|(?:API|ACCESS|PRIVATE)_?KEY|WEBHOOKS?|HOOK_URL)(?:$|_)"
 )
 _NO_VALUE = ("_PATH", "_FILE", "_DIR", "_ID")  # such a variable says where a secret is, or whose
 _LEAST_CHARACTERS = 8  # shorter ones would be found in words

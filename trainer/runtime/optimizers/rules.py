@@ -31,6 +31,7 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 from trainer.runtime.optimizers.groups import DECAY, MATRICES, NO_DECAY, Group
 from trainer.runtime.optimizers.lomo import AdaLomo, Lomo
 from trainer.runtime.optimizers.muon import MuonAndAdamW
+from trainer.runtime.processor_facts import answer_for_processor
 from trainer.spec.strategy import Optimizer
 
 BETAS = (0.9, 0.95)  # Llama-type training (Llama 2, arXiv:2307.09288, section 2.2)
@@ -63,6 +64,7 @@ def _sgd(groups: list[Group], lr: float) -> TorchOptimizer:
 def _deepspeed_cpu_adam(groups: list[Group], lr: float) -> TorchOptimizer:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+    answer_for_processor()
     is_fp32 = all(parameter.dtype is torch.float32 for group in groups for parameter in group["params"])
     built = DeepSpeedCPUAdam(
         groups, lr=lr, betas=BETAS, eps=EPSILON, adamw_mode=True, fp32_optimizer_states=is_fp32
