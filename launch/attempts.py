@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from launch import run_dir as run_dirs
+from launch.attempt_account import Begin, incident_of, memory_report, record_of
 from launch.attempt_end import AttemptEnd
 from launch.attempt_files import prepare_attempt
 from launch.checkpoint_fit import newest_facts, obstacle_to_resume
@@ -42,7 +43,6 @@ from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.plan import Candidate, Plan
 from trainer.spec.report import AttemptRecord, Ending, Fault, Report
-from trainer.spec.units import format_bytes
 
 
 class RunOutcome(NamedTuple):
@@ -101,35 +101,29 @@ def _run_all(around: Surroundings, *, resume: bool) -> RunOutcome:
     started = time.monotonic()
     while number is not None:
         may_resume = bool(run_dirs.committed_checkpoints(run_dir)) and (resume or bool(course.tried))
-        begin = _Begin(time.monotonic(), _saved_step(run_dir) if may_resume else None)
+        begin = Begin(time.monotonic(), _saved_step(run_dir) if may_resume else None)
         attempt_dir = prepare_attempt(plan, candidates[number], run_dir=run_dir, resume=may_resume)
         spending = LimitWatch(run_dir, plan, course.history, num_ranks=candidates[number].num_ranks)
         end = _run_one(around, attempt_dir, course, spending)
         decision = _after(course, end, number, around)
         number = None if stop.kind is not None else decision.candidate
         report = _told(end, decision, stop, run_dir)
-        course.history.append(_record(end, report, attempt_dir, begin))
+        course.history.append(record_of(end, report, attempt_dir, begin))
         course.incidents += [*end.report.incidents, *spending.incidents(report)]
         if end.fault is not None:
-            incident = _incident(end, decision)
+            incident = incident_of(end, decision)
             course.incidents.append(incident)
-            console.line(incident + _memory_report(around, attempt_dir, end, decision))
+            console.line(incident + memory_report(plan, attempt_dir, end, decision))
         report = msgspec.structs.replace(
             report,
             incidents=tuple(dict.fromkeys(course.incidents)),
             history=tuple(course.history),
             attempts=len(course.history),
             duration_s=time.monotonic() - started,
+            limit=spending.limit_of(report),
         )
         _write_report(run_dir, report)
     return RunOutcome(ExitCode(report.exit_code), report, run_dir)
-
-
-class _Begin(NamedTuple):
-    """Where an attempt began."""
-
-    moment_s: float
-    step: int | None  # None: from the beginning
 
 
 @dataclass(slots=True)
@@ -289,54 +283,3 @@ def _write_report(run_dir: Path, report: Report) -> None:
         codec.write_redacted(run_dir / "report.json", report)
     except OSError as error:
         raise EnvironmentFaultError(f"{run_dir}: the report cannot be written: {error.strerror}") from error
-
-
-def _record(end: AttemptEnd, report: Report, attempt_dir: Path, begin: _Begin) -> AttemptRecord:
-    candidate, resumed = report.plan, report.resumed_from_step
-    return AttemptRecord(
-        number=int(attempt_dir.name),
-        strategy=candidate.strategy.name,
-        num_ranks=candidate.num_ranks,
-        micro_batch=candidate.micro_batch,
-        accumulation=candidate.accumulation,
-        resumed_from_step=begin.step if resumed is None else resumed,
-        step=max(report.step, begin.step or 0),
-        ending=report.ending,
-        fault=end.fault,
-        cause=None if end.fault is None else report.error,
-        duration_s=time.monotonic() - begin.moment_s,
-        predicted_peak_bytes=candidate.memory.peak_allocated_bytes,
-        measured_peak_bytes=report.measured.memory.peak_allocated_bytes,
-    )
-
-
-def _incident(end: AttemptEnd, decision: Decision) -> str:
-    if end.fault is Fault.OUT_OF_MEMORY:
-        return f"{_memory_words(end.report)}; {decision.words}"
-    words = (end.report.error or "no reason given").splitlines()[0]
-    return f"step {end.report.step} with {end.report.plan.strategy.name}: {words}; {decision.words}"
-
-
-def _memory_report(around: Surroundings, attempt_dir: Path, end: AttemptEnd, decision: Decision) -> str:
-    """Where the report on an attempt stands that ran out of memory, as the end of a line; empty where there is none."""
-    if end.fault is None or not end.fault.is_memory:
-        return ""
-    from launch.oom_report import write_oom_report
-
-    candidates = (around.plan.chosen, *around.plan.fallbacks)
-    following = None if decision.candidate is None else candidates[decision.candidate]
-    path = write_oom_report(attempt_dir, around.plan, end.report, next_candidate=following, decision=decision.words)
-    return "" if path is None else f" (what it held: {path})"
-
-
-def _memory_words(report: Report) -> str:
-    candidate = report.plan
-    parts = candidate.memory.parts
-    largest = max(parts, key=lambda name: parts[name]) if parts else "unknown"
-    held = report.measured.memory.peak_allocated_bytes
-    return (
-        f"out of memory at step {report.step} with {candidate.strategy.name}, micro batch {candidate.micro_batch}: "
-        f"predicted {format_bytes(candidate.memory.need_bytes)} of {format_bytes(candidate.memory.usable_bytes)}, "
-        + ("" if held is None else f"held {format_bytes(held)}, ")
-        + f"largest part {largest.replace('_', ' ')}"
-    )

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from launch.report_charts import points_of
-from launch.report_runs import ENDINGS, RecordedRun, labels_of, state_line
+from launch.report_runs import RecordedRun, ending_words, labels_of, state_line
 from launch.report_steps import Step
 from trainer.planning.page import Block, LineChart, Page, Points, Section, Sentence, Series, Table, Unit
 from trainer.spec.report import Ending
@@ -52,7 +52,7 @@ def _figures(runs: Sequence[RecordedRun], labels: Sequence[str]) -> Iterator[Blo
 
 def _row(run: RecordedRun, label: str) -> tuple[str, ...]:
     speed, memory = run.measured.speed, run.measured.memory
-    ending = "not ended" if run.report is None else ENDINGS[run.report.ending]
+    ending = "not ended" if run.report is None else ending_words(run.report)
     return (
         label,
         ending if run.plan is not None or run.report is not None else "not begun",

@@ -126,10 +126,15 @@ def state_line(run: RecordedRun) -> str:
     return end_line(report)
 
 
+def ending_words(report: Report) -> str:
+    """`finished`, `stopped by limits.hours`."""
+    return ENDINGS[report.ending] if report.limit is None else f"stopped by {report.limit}"
+
+
 def end_line(report: Report) -> str:
     """How a run ended, where, and after how long."""
     return (
-        f"{ENDINGS[report.ending]} at step {report.step} of {report.num_steps}, {format_count(report.tokens)} tokens "
+        f"{ending_words(report)} at step {report.step} of {report.num_steps}, {format_count(report.tokens)} tokens "
         f"in {format_seconds(report.duration_s)}" + (f", {report.attempts} attempts" if report.attempts > 1 else "")
     )
 

@@ -181,7 +181,7 @@ def _told(files: RunFiles) -> Judged:
     state = RunState(ending.value)
     words = {
         Ending.FINISHED: f"finished at step {step}",
-        Ending.STOPPED: f"stopped by request at step {step}",
+        Ending.STOPPED: f"stopped by {files.report.limit or 'request'} at step {step}",
         Ending.PREEMPTED: f"stopped at step {step} to be started again, and nothing waits to do it",
         Ending.OUT_OF_MEMORY: f"ran out of memory at step {step}",
         Ending.FAILED: f"failed at step {step}",

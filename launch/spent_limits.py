@@ -119,9 +119,13 @@ class LimitWatch:
                 console.line(f"{self._now(limit).words}{takes}: stopping with a checkpoint")
                 return
 
+    def limit_of(self, report: Report) -> str | None:
+        """The limit that ended the run; None where it ended in another way."""
+        return self._spent.name if self._spent is not None and report.ending is Ending.STOPPED else None
+
     def incidents(self, report: Report) -> tuple[str, ...]:
         """What there is to tell of a run that a limit ended."""
-        if self._spent is None or report.ending is not Ending.STOPPED:
+        if self._spent is None or self.limit_of(report) is None:
             return ()
         limit = self._now(self._spent)
         remedy = limit.remedy(report.step, report.num_steps)

@@ -25,6 +25,7 @@ from launch.job_layers import ResolvedJob, render_resolved
 from launch.model_code import keep_model_code
 from launch.operators import build_needed
 from launch.prepare_run import Prepared, TrainOptions, check_trial, prepare
+from launch.report_runs import read_recorded
 from launch.report_text import render_report
 from launch.resume_run import finished_report, plan_to_resume, refuse_other_run
 from launch.run_history import refuse_endless_restarts
@@ -178,7 +179,8 @@ def _run(
         )
     if outcome.report is not None:
         console.line()
-        console.line(render_report(outcome.report, run_dir=run_dir))
+        recommended = () if plan.is_trial else read_recorded(run_dir).recommended
+        console.line(render_report(outcome.report, run_dir=run_dir, recommended=recommended))
         _keep_calibration(plan, outcome.report, environment)
     return outcome
 

@@ -31,7 +31,9 @@ def test_a_run_stops_ahead_of_its_hours_and_goes_on_when_they_are_raised(workpla
     assert first.returncode == 130, first.stdout + first.stderr
     assert "limits.hours allows 5 s, " in first.stdout and ": stopping with a checkpoint" in first.stdout
     stopped = codec.read(run_dir / "report.json", Report)
-    assert stopped.ending is Ending.STOPPED and stopped.exit_code == 130
+    assert stopped.ending is Ending.STOPPED and stopped.exit_code == 130 and stopped.limit == "limits.hours"
+    for command in ("report", "status"):
+        assert "stopped by limits.hours at step" in workplace.run(command, str(run_dir)).stdout
 
     used_s = stopped.history[0].duration_s
     spent = workplace.run("train", "job.yaml", "--resume", check=False)
@@ -56,5 +58,5 @@ def test_a_run_stops_ahead_of_its_hours_and_goes_on_when_they_are_raised(workpla
     (workplace.folder / "fast").touch()
     workplace.run("train", "job.yaml", "--resume", "limits.hours=24")
     finished = codec.read(run_dir / "report.json", Report)
-    assert finished.ending is Ending.FINISHED and finished.resumed_from_step == stopped.step
+    assert finished.ending is Ending.FINISHED and finished.limit is None and finished.resumed_from_step == stopped.step
     assert sorted(read_metrics(run_dir)) == list(range(1, 151))

@@ -152,6 +152,7 @@ class Report(Value, frozen=True, kw_only=True):
     resumed_from_step: int | None = None
     attempts: int = 1
     history: tuple[AttemptRecord, ...] = ()  # of a run: every attempt, those before a resumption too
+    limit: str | None = None  # of a run that was stopped: the limit of the job that did it, limits.hours or limits.cost
     error: str | None = None  # one line
 
 
