@@ -6,6 +6,7 @@ one of CUDA 11 and 12.
 """
 
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,7 +121,7 @@ def check_build_locks(machine: Machine) -> Iterator[Finding]:
         yield warning(
             f"{lock} was left by a build that was killed; another program that uses {lock.parent.name} waits for it "
             "for ever (shardwise removes its own)",
-            f"rm {lock}",
+            f"rm {shlex.quote(str(lock))}",
         )
     if folders and not stale:
         yield fine("no build of an operator left a lock behind")

@@ -3,6 +3,7 @@
 Every look at a folder may hang where its file server is gone; `doctor` gives each check an end.
 """
 
+import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,7 +112,10 @@ def check_home(machine: Machine) -> Iterator[Finding]:
     words = f"{home}: {format_bytes(room.free_bytes)} {room.bytes_words}"
     if room.free_bytes < HOME_BYTES:
         make = fault if room.free_bytes < LEAST_HOME_BYTES else warning
-        yield make(f"the home directory is full: {words}", f"du -xh {home} | sort -h | tail shows what fills it")
+        yield make(
+            f"the home directory is full: {words}",
+            f"du -xh {shlex.quote(str(home))} | sort -h | tail shows what fills it",
+        )
     else:
         yield fine(f"the home directory {words}")
 

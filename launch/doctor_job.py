@@ -4,6 +4,7 @@ The job is read, its model and data are looked for here and, where they are not 
 disks, the operators and the login that the plan needs are looked at.
 """
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -88,7 +89,9 @@ def _unreadable(inputs: PlanInputs) -> Iterator[Finding]:
             with Path(file.path).open("rb") as stream:
                 stream.read(1)
         except OSError as error:
-            yield fault(f"data: {file.path} cannot be read: {error.strerror}", f"sudo chmod a+r {file.path}")
+            yield fault(
+                f"data: {file.path} cannot be read: {error.strerror}", f"sudo chmod a+r {shlex.quote(str(file.path))}"
+            )
             return
     if files:
         yield fine(f"the data's {len(files)} file{'s' if len(files) > 1 else ''} can be read")

@@ -6,6 +6,7 @@ CUDA_VISIBLE_DEVICES (`launch.command`), so of these only what reaches other pro
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,7 +111,7 @@ def _beside(file: Path) -> Finding:
     return warning(
         f"{file} has the name of the module {_module(file)}; ranks are kept from it, other programs started here are "
         "not",
-        f"rename it: mv {file} {file.with_name('my_' + file.name)}",
+        f"rename it: {shlex.join(['mv', str(file), str(file.with_name('my_' + file.name))])}",
     )
 
 
