@@ -1,5 +1,5 @@
 #!/bin/sh
-# Sets up shardwise in .venv and runs one target: install, train, test, test-long, check, bench, golden, uninstall.
+# Sets up shardwise in .venv and runs one target: install, train, test, test-long, check, bench, bench-gpu, golden, uninstall.
 # The same as make, for machines without make. Needs Python 3.11 to 3.13 and, for DeepSpeed's operators, a C++ compiler.
 #
 #   SHARDWISE_PYTHON=/path/to/python   the interpreter to build .venv with
@@ -24,6 +24,7 @@ test        everything that continuous integration runs; half an hour on two cor
 test-long   full products and repeated kills; three quarters of an hour
 check       ruff, mypy, import-linter
 bench       benchmarks, as ratios measured side by side
+bench-gpu   predictions, small cards, FP8 and other trainers on a GPU, in calls of nine minutes; a rehearsal without one
 golden      runs every known dry run anew and writes tests/golden/dry_run.jsonl; half an hour
 uninstall   remove .venv, caches and compiled operators; runs are kept
 TEXT
@@ -134,6 +135,16 @@ case $target in
         "$bin/lint-imports"
         ;;
     bench) install_dev; shift; exec "$bin/python" benchmarks/run.py "$@" ;;
+    bench-gpu)
+        install_dev
+        shift
+        code=75 # some steps are left: the next call goes on with them
+        while [ "$code" = 75 ]; do
+            code=0
+            "$bin/python" benchmarks/gpu.py "$@" || code=$?
+        done
+        exit "$code"
+        ;;
     golden) install_dev; shift; exec "$bin/python" -m trainer.simulation --golden tests/golden/dry_run.jsonl --all "$@" ;;
     uninstall) uninstall ;;
     *) say "bootstrap: unknown target '$target'"; usage >&2; exit 2 ;;

@@ -20,19 +20,15 @@ from launch.ladder_rungs import GROUND, METHOD, Rung
 from launch.plan_job import PlanInputs, plan_inputs
 from launch.short_run import ShortRun, run_short, scratch_folder, short_plan
 from launch.supervisor import StopRequest
-from trainer.planning.device import device_of
+from launch.unlimited_plan import plan_regardless, without_limits
 from trainer.spec.data_profile import DataProfile
 from trainer.spec.errors import InputError, NothingFitsError
-from trainer.spec.hardware import DeviceKind, Hardware
 from trainer.spec.job import Job
 from trainer.spec.plan import Candidate, Plan
 from trainer.spec.report import Report
 from trainer.spec.strategy import Method
 from trainer.spec.units import format_bytes, format_seconds
 from trainer.spec.value import Value
-
-_AMPLE_BYTES = 2**50  # of a machine that nothing is too large for
-_AMPLE_HOURS = 1e6
 
 
 class Outcome(StrEnum):
@@ -112,30 +108,7 @@ def rung_plan(around: Climb, settings: dict[str, str]) -> Plan:
     """The plan with these settings, whether it fits or not; InputError and NothingFitsError where there is none."""
     inputs = around.inputs
     resolved = replace(inputs.resolved, job=_job_of(around, settings))
-    inputs = inputs._replace(resolved=resolved)
-    try:
-        return plan_inputs(inputs, around.data, environment=around.environment)
-    except NothingFitsError:
-        ample = inputs._replace(hardware=_ample(inputs.hardware))
-        plan = plan_inputs(ample, around.data, environment=around.environment)
-        return held_to(plan, inputs.hardware)
-
-
-def held_to(plan: Plan, hardware: Hardware) -> Plan:
-    """A plan that was made without a limit, on the machine that has one."""
-    usable = device_of(hardware).usable_bytes
-    chosen = replace(plan.chosen, memory=replace(plan.chosen.memory, usable_bytes=usable))
-    if plan.device_kind is DeviceKind.CPU:
-        hardware = replace(hardware, vram_cap_bytes=usable)
-    return replace(plan, hardware=hardware, candidates=(chosen,))
-
-
-def _ample(hardware: Hardware) -> Hardware:
-    gpus = tuple(
-        replace(gpu, memory_bytes=_AMPLE_BYTES, usable_bytes=_AMPLE_BYTES, free_bytes=None) for gpu in hardware.gpus
-    )
-    host = replace(hardware.host, ram_bytes=_AMPLE_BYTES, ram_available_bytes=None)
-    return replace(hardware, gpus=gpus, host=host, vram_cap_bytes=None)
+    return plan_regardless(inputs._replace(resolved=resolved), around.data, environment=around.environment)
 
 
 def _job_of(around: Climb, settings: dict[str, str]) -> Job:
@@ -153,7 +126,7 @@ def _job_of(around: Climb, settings: dict[str, str]) -> Job:
         site_config=folders.site_config(around.environment),
     ).job
     train = replace(job.train, method=Method(method)) if is_on_drawn_weights else job.train
-    return replace(job, train=train, limits=replace(job.limits, hours=_AMPLE_HOURS, cost=None))
+    return replace(job, train=train, limits=without_limits(job.limits))
 
 
 def _run_rung(around: Climb, rung: Rung, settings: dict[str, str], run_dir: Path) -> RungResult:

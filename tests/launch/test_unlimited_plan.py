@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 from planning_factory import machine, plan_of
 
-from launch.ladder_run import held_to
+from launch.unlimited_plan import held_to
 from trainer.planning.device import device_of
 from trainer.spec.units import GIB
 
