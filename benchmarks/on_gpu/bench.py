@@ -35,7 +35,7 @@ LEAST_SEQ_LEN = 16
 
 
 class Bench:
-    """The machine, and a work folder for models, rows and runs; `is_tiny` rehearses, as does a machine without a GPU."""
+    """The machine, and a work folder for models, rows and runs; `is_tiny`, or no GPU, rehearses."""
 
     def __init__(
         self,
