@@ -86,6 +86,28 @@ print("adamw:", map_pytorch_optim_to_deepspeed(ours).adam_w_mode)
     assert "adamw: False" in run_python(code, DS_ACCELERATOR="cpu")
 
 
+TYPE_OF_WEIGHTS = """
+from types import SimpleNamespace
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import Init
+{before}
+get_accelerator().is_fp16_supported = lambda: False  # as on most processors
+place = SimpleNamespace()
+Init._set_dtype(place, None, torch.float32)
+print("type:", place.dtype)
+"""
+
+
+def test_w55_deepspeed_drops_the_type_of_weights_where_there_is_no_fp16():
+    assert "type: torch.bfloat16" in run_python(TYPE_OF_WEIGHTS.format(before=""), DS_ACCELERATOR="cpu")
+
+
+def test_weights_on_nvme_have_the_type_of_the_engine_where_there_is_no_fp16():
+    ours = "from trainer.runtime.nvme_reads import swap_weights_in_their_type as ours\nours()\nours()"
+    assert "type: torch.float32" in run_python(TYPE_OF_WEIGHTS.format(before=ours), DS_ACCELERATOR="cpu")
+
+
 def test_w6_accelerates_fsdp_policy_adds_gradients_and_returns_the_loss_in_16_bit():
     from accelerate import FullyShardedDataParallelPlugin
 

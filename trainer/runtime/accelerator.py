@@ -17,7 +17,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from trainer.runtime import cpu_ranks
-from trainer.runtime.nvme_reads import read_each_weight_once, swap_gradients_between_blocks
+from trainer.runtime.nvme_reads import (
+    read_each_weight_once,
+    swap_gradients_between_blocks,
+    swap_weights_in_their_type,
+)
 from trainer.runtime.precision import accelerate_precision, check_precision, compute_type
 from trainer.runtime.process import world_size_of_launch
 from trainer.runtime.processor_facts import answer_for_processor
@@ -106,6 +110,7 @@ def _with_deepspeed(chosen: Candidate, kind: DeviceKind, ds_config: Mapping[str,
         swap_gradients_between_blocks()
     if chosen.strategy.offload is Offload.NVME_ALL:
         read_each_weight_once()
+        swap_weights_in_their_type()
     plugin = DeepSpeedPlugin(hf_ds_config=_without_remap(ds_config), zero3_init_flag=False)
     accelerator = Accelerator(
         deepspeed_plugin=plugin,

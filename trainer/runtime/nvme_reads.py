@@ -1,4 +1,4 @@
-"""Two repairs of how DeepSpeed reads from NVMe: one keeps it from stopping the run, one from training wrong.
+"""Three repairs of how DeepSpeed uses NVMe: one keeps it from stopping the run, two from training wrong.
 
 It reads weights ahead that the recorded order of use names next. Where a weight stands there twice, as the head does at
 the end of a forward and again at the start of its backward, it asks for two buffers for the one weight and fails (W34).
@@ -6,6 +6,9 @@ the end of a forward and again at the start of its backward, it asks for two buf
 It reads a gradient from its file straight to where it belongs in the buffer of a sub-group. Where that place is no
 multiple of the disk's blocks, as behind a weight of odd size, nothing is read and nothing is said: the weight is
 updated by what the buffer held before (W52).
+
+It takes weights for 16 bit wide on a device that cannot compute in fp16, whatever they are: those of fp32 would be kept
+in buffers of bf16 (W55).
 """
 
 from collections.abc import Sequence
@@ -28,6 +31,23 @@ def read_each_weight_once() -> None:
 
     swap_in.reads_once = True  # type: ignore[attr-defined]  # a mark, so that it is wrapped once
     swapper.swap_in = swap_in
+
+
+def swap_weights_in_their_type() -> None:
+    """Has the buffers of weights made in the type that the engine asks for, from here on."""
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    choose = Init._set_dtype
+    if hasattr(choose, "takes_what_is_asked"):
+        return
+
+    def set_dtype(self: Any, ds_config: Any, dtype: Any) -> None:  # noqa: ANN401  # DeepSpeed's own signature
+        choose(self, ds_config, dtype)
+        if dtype is not None:
+            self.dtype = dtype
+
+    set_dtype.takes_what_is_asked = True  # type: ignore[attr-defined]  # a mark, so that it is wrapped once
+    Init._set_dtype = set_dtype
 
 
 def swap_gradients_between_blocks() -> None:
