@@ -58,6 +58,8 @@ def test_after_a_resume_state_is_in_files_again(place, rank, moved):
 
 READ = """
 import torch
+from trainer.runtime.built_operators import use_built_operators
+use_built_operators()
 from deepspeed.ops.op_builder import AsyncIOBuilder
 
 handle = AsyncIOBuilder().load(verbose=False).aio_handle(

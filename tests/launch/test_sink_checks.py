@@ -1,5 +1,8 @@
 """What sinks lack is said before anything starts, with what would do; keys are shown nowhere."""
 
+import subprocess
+import sys
+
 import pytest
 from msgspec.structs import replace
 from sink_factory import sink_environment
@@ -105,3 +108,26 @@ def test_a_variable_without_a_url_is_refused_without_showing_what_it_holds(held,
 
 def test_a_variable_with_a_url_is_taken(tmp_path):
     check_sinks(job(notify=("$HOOK",)), {**sink_environment(tmp_path), "HOOK": "https://example.org/hook"})
+
+
+LOGIN = {
+    "public": "import wandb; print('login:', wandb.login(prompt=False, verify=False))",
+    "ours": "from launch.wandb_library import login_problem; print('login:', login_problem() is None)",
+}
+
+
+@pytest.mark.parametrize("way", LOGIN)
+def test_w54_only_the_public_login_starts_the_service_of_wandb(way, tmp_path):
+    environment = {**sink_environment(tmp_path), "WANDB_API_KEY": KEY}
+    done = subprocess.run(
+        [sys.executable, "-c", LOGIN[way]], env=environment, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert "login: True" in done.stdout
+    assert any(tmp_path.rglob("core-debug-*.log")) is (way == "public")
+
+
+def test_w54_wandb_has_no_public_call_for_saved_views():
+    names = "import wandb; print('views:', [name for name in dir(wandb.Api) if 'view' in name and name != 'viewer'])"
+    done = subprocess.run([sys.executable, "-c", names], capture_output=True, text=True, timeout=120, check=True)
+    assert "views: []" in done.stdout

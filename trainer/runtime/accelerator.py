@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from trainer.runtime import cpu_ranks
+from trainer.runtime.built_operators import use_built_operators
 from trainer.runtime.nvme_reads import (
     read_each_weight_once,
     swap_gradients_between_blocks,
@@ -106,6 +107,7 @@ def _with_deepspeed(chosen: Candidate, kind: DeviceKind, ds_config: Mapping[str,
     if kind is DeviceKind.CPU:
         cpu_ranks.choose_deepspeed_cpu()
     answer_for_processor()
+    use_built_operators()
     if chosen.strategy.offload.uses_nvme:
         swap_gradients_between_blocks()
     if chosen.strategy.offload is Offload.NVME_ALL:

@@ -7,9 +7,12 @@ the same builders beforehand, in a process of its own (`launch.operators` starts
 a rank finds a finished library. DeepSpeed itself finds the device that they are for, unless $DS_ACCELERATOR names one.
 """
 
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from trainer.runtime.built_operators import FOLDER_VARIABLE, leave_out_debug_symbols, mark_loaded
 from trainer.runtime.processor_facts import answer_for_processor
 
 # Our name: the builder that DeepSpeed's accelerator makes by its class name.
@@ -26,10 +29,12 @@ def build(name: str) -> None:
     from deepspeed.accelerator import get_accelerator
 
     answer_for_processor()
+    leave_out_debug_symbols()
     builder = get_accelerator().create_op_builder(BUILDERS[name])
     if builder is None:
         raise RuntimeError(f"DeepSpeed has no {name} for {get_accelerator().device_name()}")
     builder.load(verbose=True)
+    mark_loaded(Path(os.environ[FOLDER_VARIABLE]))
 
 
 def main(names: Sequence[str]) -> int:

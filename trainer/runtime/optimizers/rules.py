@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
+from trainer.runtime.built_operators import use_built_operators
 from trainer.runtime.optimizers.groups import DECAY, MATRICES, NO_DECAY, Group
 from trainer.runtime.optimizers.lomo import AdaLomo, Lomo
 from trainer.runtime.optimizers.muon import MuonAndAdamW
@@ -65,6 +66,7 @@ def _deepspeed_cpu_adam(groups: list[Group], lr: float) -> TorchOptimizer:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     answer_for_processor()
+    use_built_operators()
     is_fp32 = all(parameter.dtype is torch.float32 for group in groups for parameter in group["params"])
     built = DeepSpeedCPUAdam(
         groups, lr=lr, betas=BETAS, eps=EPSILON, adamw_mode=True, fp32_optimizer_states=is_fp32
