@@ -73,11 +73,11 @@ class SinkProcess:
         if self._process is None or now_s - self._looked_s < _LOOK_EVERY_S:
             return
         self._looked_s = now_s
+        is_over = self._process.poll() is not None  # before its lines are shown: none comes after its end
         self._show_lines()
-        if self._process.poll() is not None:
-            self._console.line(
-                f"{self._names()}: the process of the sinks died ({self._last_line()}); training goes on"
-            )
+        if is_over:
+            words = f"{_end_words(self._process.returncode)}, {self._last_line()}"
+            self._console.line(f"{self._names()}: the process of the sinks died ({words}); training goes on")
             self._forget()
 
     def end(self, word: LastWord, stop: StopRequest) -> None:
@@ -174,6 +174,11 @@ class SinkProcess:
         except OSError:
             return f"{self._log} is gone"
         return _shown(lines[-1]) if lines else "it said nothing"
+
+
+def _end_words(code: int) -> str:
+    """`SIGKILL`, `exit code 7`."""
+    return signal.Signals(-code).name if -code in set(signal.Signals) else f"exit code {code}"
 
 
 @contextmanager

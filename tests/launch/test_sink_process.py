@@ -81,7 +81,7 @@ def test_a_sink_that_fails_is_a_line_and_the_others_go_on(way, run_dir, tmp_path
     wait_until(has_failed)
     codec.write(run_dir / "report.json", make_report())
     shown = sinks.end(LastWord(has_report=True))
-    assert "wandb" in shown and ("switched off" in shown or "died (fatal: wandb)" in shown)
+    assert "wandb" in shown and ("switched off" in shown or "died (exit code 7, fatal: wandb)" in shown)
     assert json.loads(told.read_text())["ending"] == "finished"
 
 

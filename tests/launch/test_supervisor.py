@@ -103,8 +103,13 @@ def test_a_second_interrupt_ends_everything_at_once(attempt: Path):
 KILLED_RANK = """
 import os, pathlib, signal, sys, time
 folder, report = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
+dying = pathlib.Path(sys.argv[0]).with_suffix(".dying")
 if os.environ["RANK"] == "1":
+    dying.touch()
     os.kill(os.getpid(), getattr(signal, sys.argv[3]))
+while not dying.exists():  # before the other is there, nobody has lost it
+    time.sleep(0.05)
+time.sleep(0.5)
 if report.name != "none":
     (folder / "report.json").write_text(report.read_text())
     sys.exit(1)
