@@ -37,6 +37,7 @@ from trainer.runtime.engine_veto import asked_before_update
 from trainer.runtime.loss import Answer
 from trainer.runtime.mixed_precision import LossScaler, check_scale
 from trainer.runtime.optimizers import set_learning_rate, unwrapped, updates_in_backward
+from trainer.runtime.whole_rows import one_document_a_row
 from trainer.spec.value import Value
 
 
@@ -119,7 +120,8 @@ def run_step(
         seed_dropout(seed, step, index * accelerator.num_processes + accelerator.process_index)
         accelerator.sync_gradients = is_last
         with nullcontext() if is_last or is_deepspeed else accelerator.no_sync(model):
-            with clock.measure("forward"):
+            is_whole = micro_batch.position_ids is None
+            with clock.measure("forward"), one_document_a_row() if is_whole else nullcontext():
                 terms = objective(model, micro_batch, accelerator.device)
             sums.add(terms)
             asks = asked_before_update(model, decision.takes) if is_last and is_deepspeed else nullcontext()
