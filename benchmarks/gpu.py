@@ -5,7 +5,8 @@
 
 A call ends within its minutes and says how many steps are left; the next call goes on with them. Models have drawn
 weights and rows drawn tokens: nothing is downloaded. Without a GPU everything is rehearsed in a tiny form on the CPU.
-What was measured is kept in DIR (runs/bench-gpu); --write puts it into benchmarks/results/ and docs/benchmarks.md.
+What was measured is kept in DIR (runs/bench-gpu); --write puts it into benchmarks/results/ and docs/benchmarks.md,
+and measured peaks into tests/calibration/, where tests predict them again.
 
 Exit code 0: nothing is left. 75: some steps are, call again. 1: a step failed.
 """
@@ -23,9 +24,14 @@ for place in (ROOT, ROOT / "benchmarks"):
         sys.path.insert(0, str(place))
 
 import msgspec  # noqa: E402  (the path comes first)
+from on_gpu import prediction  # noqa: E402
 from on_gpu.all_pieces import PIECES  # noqa: E402
 from on_gpu.bench import Bench  # noqa: E402
+from on_gpu.goals import goals_table  # noqa: E402
 from on_gpu.pieces import StepLog, go_through  # noqa: E402
+from on_gpu.prediction_peaks import portable_hardware, write_peaks  # noqa: E402
+from on_gpu.prediction_runs import peaks_of  # noqa: E402
+from on_gpu.provenance import provenance_table  # noqa: E402
 from written_page import with_tables  # noqa: E402
 
 from launch.console import Console  # noqa: E402
@@ -34,6 +40,7 @@ from trainer.spec.errors import ExitCode  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "benchmarks" / "results"
+CALIBRATION = ROOT / "tests" / "calibration"
 MINUTES = 9.0
 
 
@@ -61,8 +68,10 @@ def main() -> int:
     (out / path.name).write_bytes(content + b"\n")
     if options.write:
         path.write_bytes(content + b"\n")
-        write_tables(log)
-        console.line(f"wrote {path} and {DOCUMENT}")
+        write_tables(bench, log)
+        peaks = peaks_of(log.rows(prediction.PIECE))
+        kept = write_peaks(CALIBRATION, _device_slug(bench), f"{datetime.now(UTC):%Y-%m-%d}", peaks)
+        console.line(f"wrote {path}, {DOCUMENT}" + (f" and {kept}" if kept else ""))
     if failed:
         return 1
     return int(ExitCode.REQUEUE) if left else 0
@@ -76,20 +85,26 @@ def results(bench: Bench, log: StepLog) -> dict[str, object]:
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "command": "python benchmarks/gpu.py",
         "versions": bench.versions,
-        "hardware": msgspec.to_builtins(bench.hardware),
+        "hardware": msgspec.to_builtins(portable_hardware(bench.hardware)),
         "pieces": {piece.name: log.rows(piece) for piece in PIECES},
     }
 
 
-def write_tables(log: StepLog) -> None:
+def write_tables(bench: Bench, log: StepLog) -> None:
     """Renews docs/benchmarks.md."""
     tables = {name: table for piece in PIECES for name, table in piece.tables(log.rows(piece)).items()}
+    goals = {piece.name: piece.goals(log.rows(piece)) for piece in PIECES}
+    tables["goals"] = goals_table(goals, is_rehearsal=bench.is_tiny)
+    tables["provenance"] = provenance_table(bench, {piece.name: log.rows(piece) for piece in PIECES})
     DOCUMENT.write_text(with_tables(DOCUMENT.read_text(encoding="utf-8"), tables), encoding="utf-8")
 
 
 def _results_path(bench: Bench) -> Path:
-    device = "cpu-rehearsal" if bench.is_tiny else re.sub(r"[^a-z0-9]+", "-", bench.device_name.lower()).strip("-")
-    return RESULTS / f"{device}-{datetime.now(UTC):%Y-%m-%d}.json"
+    return RESULTS / f"{_device_slug(bench)}-{datetime.now(UTC):%Y-%m-%d}.json"
+
+
+def _device_slug(bench: Bench) -> str:
+    return "cpu-rehearsal" if bench.is_tiny else re.sub(r"[^a-z0-9]+", "-", bench.device_name.lower()).strip("-")
 
 
 def _options() -> argparse.Namespace:
@@ -104,7 +119,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="measure what is known already")
     parser.add_argument("--tiny", action="store_true", help="rehearse with tiny models, also on a GPU")
     parser.add_argument("--list", action="store_true", help="name the pieces")
-    parser.add_argument("--write", action="store_true", help="renew benchmarks/results/ and docs/benchmarks.md")
+    parser.add_argument(
+        "--write", action="store_true", help="renew benchmarks/results/, tests/calibration/ and the page"
+    )
     return parser.parse_args()
 
 

@@ -18,6 +18,7 @@ from launch import folders
 from launch.console import Console
 from launch.plan_job import PlanInputs, read_inputs, read_machine, recorded_versions
 from launch.prepare_data import prepare_data
+from launch.report_steps import Step as StepLine
 from launch.report_steps import last_of_each, read_steps
 from launch.short_run import ShortRun, run_short, short_plan
 from launch.supervisor import StopRequest
@@ -32,6 +33,23 @@ from trainer.spec.report import predicted_figures
 LEAST_ROWS = 32
 TINY_SEQ_LEN = 64  # what a rehearsal cuts 4,096 tokens to, and shorter rows in proportion
 LEAST_SEQ_LEN = 16
+
+
+def job_of(case: Case, *, model: str, rows: str, seq_len: int) -> dict[str, str]:
+    """The job of a case on a model and rows of token ids, each of `seq_len` of them."""
+    words = {
+        "model.name": model,
+        "data.train": rows,
+        "data.format": "tokens",
+        "data.eval": "none",
+        "train.seq_len": str(seq_len),
+        "train.tokens_per_step": str(seq_len * case.sequences_per_step),
+        "train.steps": str(case.num_steps),
+        "checkpoint.every": "100000 steps",
+    }
+    if case.micro_batch is not None:
+        words["pin.micro_batch"] = str(case.micro_batch)
+    return words | case.settings
 
 
 class Bench:
@@ -84,19 +102,8 @@ class Bench:
         """The job of a case as key=value, what anyone could type."""
         seq_len = self.seq_len_of(case)
         rows = self.rows_of(case.model, seq_len, max(LEAST_ROWS, case.sequences_per_step))
-        words = {
-            "model.name": str(self.model_of(case.model)),
-            "data.train": str(rows),
-            "data.format": "tokens",
-            "data.eval": "none",
-            "train.seq_len": str(seq_len),
-            "train.tokens_per_step": str(seq_len * case.sequences_per_step),
-            "train.steps": str(case.num_steps),
-            "checkpoint.every": "100000 steps",
-        }
-        if case.micro_batch is not None:
-            words["pin.micro_batch"] = str(case.micro_batch)
-        return [f"{key}={value}" for key, value in (words | case.settings).items()]
+        words = job_of(case, model=str(self.model_of(case.model)), rows=str(rows), seq_len=seq_len)
+        return [f"{key}={value}" for key, value in words.items()]
 
     def inputs_of(self, case: Case) -> tuple[PlanInputs, DataProfile]:
         """What the plan of a case is made from; a ShardwiseError where the job cannot be read here."""
@@ -132,10 +139,8 @@ class Bench:
                 stop=self.stop,
                 environment=self.environment,
             )
-            losses = tuple(
-                step.loss for step in last_of_each(read_steps(run_dir / "metrics.jsonl")) if step.loss is not None
-            )
-        return _result_of(case, candidate, run, losses, time.monotonic() - started)
+            steps = tuple(last_of_each(read_steps(run_dir / "metrics.jsonl")))
+        return _result_of(case, candidate, run, steps, time.monotonic() - started)
 
     def run_folder(self) -> "_RunFolder":
         """A fresh folder for one run, gone afterwards."""
@@ -155,7 +160,9 @@ class _RunFolder:
         shutil.rmtree(self._path, ignore_errors=True)
 
 
-def _result_of(case: Case, candidate: Candidate, run: ShortRun, losses: Sequence[float], seconds: float) -> CaseResult:
+def _result_of(
+    case: Case, candidate: Candidate, run: ShortRun, steps: Sequence[StepLine], seconds: float
+) -> CaseResult:
     memory = candidate.memory
     planned = {
         "strategy": candidate.strategy.name,
@@ -175,7 +182,8 @@ def _result_of(case: Case, candidate: Candidate, run: ShortRun, losses: Sequence
         reason=run.report.error,
         measured=measured,
         facts=run.report.engaged.facts if run.report.engaged is not None else {},
-        losses=tuple(losses),
+        losses=tuple(step.loss for step in steps if step.loss is not None),
+        step_s=tuple(step.step_s for step in steps if step.step_s is not None),
         **planned,
     )
 

@@ -48,6 +48,7 @@ class CaseResult(Value, frozen=True, kw_only=True):
     usable_bytes: int | None = None
     facts: dict[str, str] = {}  # what was seen to run
     losses: tuple[float, ...] = ()  # of every step
+    step_s: tuple[float, ...] = ()  # of every step, the slow first ones too
     wall_s: float = 0.0  # of the whole run, start to end
 
     @property

@@ -1,6 +1,7 @@
 """Models with drawn weights, as folders that a job names: nothing is downloaded, and loading is the usual loading."""
 
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,21 @@ def model_folder(preset: str, root: Path, *, is_tiny: bool) -> Path:
         (folder / "config.json").write_text(
             json.dumps(model_config(preset, is_tiny=is_tiny) | {"torch_dtype": "bfloat16"})
         )
-        draw_weights(folder)
+        _draw_apart(folder)
     return folder
+
+
+def _draw_apart(folder: Path) -> None:
+    """Draws in a process that ends: one that has used a card keeps some of it, which would count as a run's."""
+    import torch
+
+    if not torch.cuda.is_available():
+        draw_weights(folder)
+        return
+    process = multiprocessing.get_context("spawn").Process(target=draw_weights, args=(folder,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, f"the weights of {folder.name} were not drawn"
 
 
 def draw_weights(folder: Path, *, seed: int = 0) -> None:

@@ -6,11 +6,12 @@ minutes, goes on with the next step. A step is done again with --again, or where
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from on_gpu.bench import Bench
+from on_gpu.goals import Goal
 
 Row = dict[str, Any]  # plain values: what JSON holds
 
@@ -31,6 +32,7 @@ class Piece(NamedTuple):
     steps: Callable[[Bench, Mapping[str, Row]], Iterable[Step]]  # later steps may depend on the rows of earlier ones
     tables: Callable[[Mapping[str, Row]], dict[str, str]]  # Markdown by the name of its place in docs/benchmarks.md
     version: int = 1
+    goals: Callable[[Mapping[str, Row]], Sequence[Goal]] = lambda _rows: ()  # what it promised, and what that came to
 
 
 class StepLog:
@@ -84,6 +86,7 @@ def go_through(
         if bench.stop.kind is not None:
             num_left += 1
             continue
+        row = without_folders(row, (bench.work, Path.home()))
         done[step.name] = row
         log.add(piece, step.name, row)
         took = time.monotonic() - started
@@ -91,6 +94,15 @@ def go_through(
             f"{piece.name}: {step.name}: {row.get('error') or row.get('outcome', 'done')} ({took:.0f} s)"
         )
     return Progress(len(done), num_left)
+
+
+def without_folders(row: Row, folders: Sequence[Path]) -> Row:
+    """The row with each of these folders of the machine written as `...`."""
+    text = json.dumps(row)
+    for folder in (each for each in folders if len(each.parts) > 1):
+        text = text.replace(json.dumps(str(folder))[1:-1], "...")
+    plain: Row = json.loads(text)
+    return plain
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:

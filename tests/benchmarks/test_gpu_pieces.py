@@ -12,12 +12,13 @@ from on_gpu.pieces import Piece, Progress, Step, StepLog, go_through
 from launch.console import Console
 from launch.supervisor import StopKind, StopRequest
 
+WORK = Path("/work/of/me")
 FOREVER = time.monotonic() + 3600
 
 
 def bench():
     """What going through steps needs of a bench."""
-    return SimpleNamespace(stop=StopRequest(), console=Console(io.StringIO()))
+    return SimpleNamespace(work=WORK, stop=StopRequest(), console=Console(io.StringIO()))
 
 
 def piece(*names: str, version: int = 1, calls: list[str] | None = None, **steps) -> Piece:
@@ -71,6 +72,15 @@ def test_a_step_that_raises_is_a_row_with_its_error_and_the_others_go_on(tmp_pat
     assert go_through(piece("a", "b", a=fail), bench(), log, until_s=FOREVER) == Progress(2, 0)
     rows = log.rows(piece())
     assert rows == {"a": {"error": "ValueError: no such thing"}, "b": {"outcome": "ran"}}
+
+
+def test_rows_name_no_folder_of_the_machine(tmp_path: Path):
+    def fail():
+        raise OSError(f"{WORK}/rows is gone")
+
+    log = StepLog(tmp_path / "steps.jsonl")
+    go_through(piece("a", "b", a=lambda: {"weights": [f"{WORK}/models"]}, b=fail), bench(), log, until_s=FOREVER)
+    assert log.rows(piece()) == {"a": {"weights": [".../models"]}, "b": {"error": "OSError: .../rows is gone"}}
 
 
 def test_a_step_in_which_a_stop_was_asked_for_is_left(tmp_path: Path):

@@ -114,7 +114,20 @@ def test_adafactor_keeps_a_row_and_a_column_of_each_matrix() -> None:
 def test_paged_state_is_outside_the_allocator_but_on_the_device_side() -> None:
     paged = estimate(LLAMA_8B, setting(optimizer=Optimizer.PAGED_ADAMW))
     plain = estimate(LLAMA_8B, setting())
-    assert paged.steady_allocated_bytes == plain.steady_allocated_bytes - 8 * P
+    norms = 65 * 4096  # too small to be paged
+    assert paged.steady_allocated_bytes == plain.steady_allocated_bytes - 8 * (P - norms)
+
+
+def test_the_optimizers_of_bitsandbytes_keep_small_tensors_in_fp32_and_page_large_ones_alone() -> None:
+    adapters = {"method": Method.LORA, "lora": LoraJob(rank=8, targets=("k_proj", "v_proj"))}
+    a, b = 64 * 8 * 4096, 64 * 8 * 1024  # 32,768 elements of each A and 8,192 of each B: 8 bit, and none paged
+    found = states(setting(optimizer=Optimizer.PAGED_ADAMW_8BIT, **adapters))
+    assert (found.optimizer_state, found.managed) == (2 * round((1 + 4 / 256) * (a + b)), 0)
+    adapters["lora"] = LoraJob(rank=2, targets=("k_proj", "v_proj"))  # 2,048 of each B: fp32
+    found = states(setting(optimizer=Optimizer.ADAMW_8BIT, **adapters))
+    assert found.optimizer_state == 2 * round((1 + 4 / 256) * a / 4) + 8 * b // 4
+    found = states(setting(optimizer=Optimizer.PAGED_ADAMW, precision=Precision.BF16))
+    assert (found.weights, found.managed, found.optimizer_state) == (2 * P, 8 * (P - 65 * 4096), 8 * 65 * 4096)
 
 
 def test_foreach_takes_one_more_copy_of_the_weights_in_the_step() -> None:

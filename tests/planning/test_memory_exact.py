@@ -21,6 +21,7 @@ P, L, V, H, F, KV = 8_030_261_248, 6_979_321_856, 128_256, 4096, 14_336, 1024
 A = 32 * 16 * (2 * (H + H) + 2 * (H + KV) + 3 * (H + F))
 M = 32 * (2 * H + 2 * KV + 2 * F + H)  # rows of those, each with a magnitude under DoRA
 TABLES = 2 * V * H
+NORMS = 65 * H
 FULL, LORA, QLORA, GALORE = Method.FULL, Method.LORA, Method.QLORA, Method.GALORE
 BF16, FP32 = Precision.BF16, Precision.FP32
 CPU_ADAM = Optimizer.DEEPSPEED_CPU_ADAM
@@ -115,8 +116,10 @@ ROWS: dict[str, Row] = {
     "hf-trainer keeps the embedding's moments in fp32": Row(
         at(optimizer=Optimizer.ADAMW_8BIT, stack="hf-trainer"), 4 * P, 4 * P, MOMENTS * (P - V * H) + 8 * V * H
     ),
-    "paged_adamw": Row(at(optimizer=Optimizer.PAGED_ADAMW), 4 * P, 4 * P, 0, managed=8 * P),
-    "paged_adamw_8bit": Row(at(optimizer=Optimizer.PAGED_ADAMW_8BIT), 4 * P, 4 * P, 0, managed=MOMENTS * P),
+    "paged_adamw": Row(at(optimizer=Optimizer.PAGED_ADAMW), 4 * P, 4 * P, 8 * NORMS, managed=8 * (P - NORMS)),
+    "paged_adamw_8bit": Row(
+        at(optimizer=Optimizer.PAGED_ADAMW_8BIT), 4 * P, 4 * P, MOMENTS * NORMS, managed=MOMENTS * (P - NORMS)
+    ),
     "lion": Row(at(optimizer=Optimizer.LION), 4 * P, 4 * P, 4 * P),
     "lion_8bit": Row(at(optimizer=Optimizer.LION_8BIT), 4 * P, 4 * P, MOMENTS * P / 2),
     "lamb_8bit": Row(at(optimizer=Optimizer.LAMB_8BIT), 4 * P, 4 * P, MOMENTS * P),
@@ -211,11 +214,22 @@ def test_without_a_kernel_8_bit_state_goes_through_fp32_copies_of_one_tensor() -
     assert found.optimizer_temporaries == 5 * 4 * V * H
 
 
+@pytest.mark.parametrize(("precision", "copies"), [(FP32, 3), (BF16, 4)])
+def test_paged_state_on_a_cpu_is_updated_in_copies_of_one_tensor(precision: Precision, copies: int) -> None:
+    chosen, dims = setting(optimizer=Optimizer.PAGED_ADAMW, precision=precision), dims_of(LLAMA_8B)
+    found = [model_states(chosen, recipe_of(chosen, device, dims), dims) for device in (cpu(), gpu())]
+    assert [each.optimizer_temporaries for each in found] == [copies * 4 * V * H, 0]
+    assert found[0].optimizer_state == found[1].optimizer_state + found[1].managed
+
+
 def test_galore_around_adafactor_keeps_rows_and_columns_of_what_is_projected() -> None:
     r = 128
     found = states(setting(method=GALORE, galore=GaloreJob(rank=r), optimizer=Optimizer.ADAFACTOR))
     factors = 32 * (4 * (r + H) + 3 * (r + F) + 2 * H) + 2 * (V + H) + H
     assert found.optimizer_state == 4 * (factors + GALORE_PROJECTORS)
+    in_16_bit = states(setting(method=GALORE, galore=GaloreJob(rank=r), optimizer=Optimizer.ADAFACTOR, precision=BF16))
+    assert in_16_bit.optimizer_state == 4 * (factors + GALORE_PROJECTORS)  # projectors of fp32 gradients
+    assert in_16_bit.optimizer_temporaries == 4 * 4 * V * H  # of the embedding, which is not projected
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,18 @@ def test_every_micro_batch_of_the_run_has_masks_of_its_own():
     assert drawn(1, 12, 2) == drawn(1, 12, 2)
 
 
+def test_the_seed_of_a_micro_batch_is_that_of_torchs_own_seeding_on_every_device_of_a_rank(monkeypatch):
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    seed_dropout(1, 2, 3)
+    drawn, number = torch.rand(4), torch.initial_seed()
+    assert seeded == [number]
+    torch.default_generator.manual_seed(0)
+    torch.manual_seed(number)
+    assert torch.equal(torch.rand(4), drawn)
+
+
 def losses_of_repeated_micro_batch(cache_dir: Path, steps: tuple[int, ...], *, dropout: float) -> list[list[float]]:
     """For each step the losses of one micro batch that is run three times; the weights stay as they are."""
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -237,9 +237,15 @@ def _num_ranks() -> int:
 
 
 def seed_dropout(seed: int, step: int, index: int) -> None:
-    """Seeds torch's generators for one micro batch of the global batch."""
+    """Seeds torch's generators for one micro batch of the global batch.
+
+    Those of `torch.manual_seed` that a rank has: for each kind of device that is not there it would walk the stack.
+    """
     digest = hashlib.sha256(f"{seed}/{step}/{index}".encode()).digest()
-    torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    number = int.from_bytes(digest[:8], "big") >> 1
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)
 
 
 def _update(

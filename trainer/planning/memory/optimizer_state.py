@@ -1,10 +1,10 @@
 """Bytes that an optimizer keeps for each trained weight, and what its step needs for a moment.
 
-Per element, w = bytes of a master weight: AdamW two moments (2w); Lion one (w); SGD without momentum none; 8-bit Adam
-two bytes and one fp32 scale per 256 elements and moment (bitsandbytes `blocksize=256`, tensors below 4096 elements
-stay fp32, which is norms only); Adafactor and AdaLomo a row and a column per matrix; Muon one momentum for the
+Per element, w = bytes of a master weight: AdamW two moments (2w); paged AdamW two in fp32; Lion one (w); SGD without
+momentum none; 8-bit Adam two bytes and one fp32 scale per 256 elements and moment (bitsandbytes `blocksize=256`; of
+small tensors fp32, `state_tensors`); Adafactor and AdaLomo a row and a column per matrix; Muon one momentum for the
 matrices of the blocks and AdamW for the rest; LOMO none. GaLore (arXiv:2403.03507) keeps the moments of an m x n
-matrix, m >= n, as 2 r m and a projector r n.
+matrix, m >= n, as 2 r m and a projector r n; Adafactor looks for its projector in an fp32 gradient and keeps it so.
 
 Temporaries of the step: `adamw` (foreach) takes the square root of every second moment at once (w an element);
 `adamw_fused` none; the others work tensor by tensor, and take so many copies of the largest: Adafactor two, and two
@@ -16,12 +16,14 @@ in every stack: torchao pages none. transformers' Trainer keeps the embedding's 
 """
 
 from trainer.planning.memory.recipe import Dims, Recipe
+from trainer.planning.memory.state_tensors import EIGHT_BIT_BYTES, LEAST_PAGED_ELEMENTS, StateTensors, state_tensors
 from trainer.planning.setting import Setting
 from trainer.spec.strategy import Method, Optimizer
 from trainer.spec.value import Value
 
 _COPIES_ON_CPU = 5  # of one tensor in fp32: without a kernel bitsandbytes reads moments out, and writes them back
-EIGHT_BIT_BYTES = 1 + 4 / 256  # one 8-bit state of one element with its share of the scale
+_PAGED_COPIES_ON_CPU = 3  # the gradient, and the denominator with the update
+_PAGED = (Optimizer.PAGED_ADAMW, Optimizer.PAGED_ADAMW_8BIT)
 
 
 class OptimizerBytes(Value, frozen=True, kw_only=True):
@@ -30,7 +32,7 @@ class OptimizerBytes(Value, frozen=True, kw_only=True):
     state: int
     temporaries: int
     table_temporaries: int  # of the update of the embedding alone, where every gradient is used as it comes
-    is_paged: bool  # lives in CUDA managed memory, outside torch's counters
+    paged: int = 0  # of the state, what lives in CUDA managed memory, outside torch's counters
 
 
 def optimizer_bytes(setting: Setting, recipe: Recipe, dims: Dims, *, num_trained: int) -> OptimizerBytes:
@@ -38,23 +40,32 @@ def optimizer_bytes(setting: Setting, recipe: Recipe, dims: Dims, *, num_trained
     optimizer, width = setting.strategy.optimizer, recipe.trained_bytes
     if setting.method is Method.GALORE:
         at_table = 0 if _is_8bit(optimizer) else 2 * width * dims.embedding
+        if optimizer is Optimizer.ADAFACTOR:
+            at_table = _temporaries(optimizer, recipe, dims.embedding, dims.embedding)
         return OptimizerBytes(
             state=_galore_bytes(setting, recipe, dims),
             temporaries=max(_projection_bytes(dims), at_table),
             table_temporaries=at_table,
-            is_paged=False,
         )
+    tensors = state_tensors(setting, recipe, dims, num_trained=num_trained)
     table = 0 if recipe.is_frozen else dims.embedding
     others = 0 if recipe.is_frozen else num_trained - dims.block_linears
     return OptimizerBytes(
-        state=_state_bytes(optimizer, recipe, dims, num_trained),
+        state=_state_bytes(optimizer, recipe, dims, tensors),
         temporaries=_muon_temporaries(recipe, dims, others)
         if optimizer is Optimizer.MUON
-        else _temporaries(optimizer, recipe, num_trained, min(num_trained, dims.largest_tensor)),
+        else _temporaries(
+            optimizer,
+            recipe,
+            num_trained,
+            tensors.largest_8bit if _is_8bit(optimizer) else min(num_trained, dims.largest_tensor),
+        ),
         table_temporaries=recipe.trained_bytes * table
         if optimizer is Optimizer.MUON
         else _temporaries(optimizer, recipe, table, table),
-        is_paged=optimizer in (Optimizer.PAGED_ADAMW, Optimizer.PAGED_ADAMW_8BIT),
+        paged=tensors.state_bytes(is_8bit=_is_8bit(optimizer), least=LEAST_PAGED_ELEMENTS)
+        if optimizer in _PAGED
+        else 0,
     )
 
 
@@ -67,12 +78,15 @@ def _is_8bit(optimizer: Optimizer) -> bool:
     )
 
 
-def _state_bytes(optimizer: Optimizer, recipe: Recipe, dims: Dims, num_trained: int) -> int:
-    width = recipe.trained_bytes
+def _state_bytes(optimizer: Optimizer, recipe: Recipe, dims: Dims, tensors: StateTensors) -> int:
+    width, num_trained = recipe.trained_bytes, tensors.num_elements()
     if _is_8bit(optimizer):
         num_moments = 1 if optimizer is Optimizer.LION_8BIT else 2
         table = 0 if recipe.is_frozen or not recipe.stack.keeps_table_state else dims.embedding
-        return num_moments * 4 * table + round(num_moments * EIGHT_BIT_BYTES * (num_trained - table))
+        in_fp32 = round(num_moments * (4 - EIGHT_BIT_BYTES) * table)
+        return in_fp32 + tensors.state_bytes(is_8bit=True, num_moments=num_moments)
+    if optimizer is Optimizer.PAGED_ADAMW:
+        return tensors.state_bytes(is_8bit=False)
     if optimizer is Optimizer.LION:
         return width * num_trained
     if optimizer in (Optimizer.SGD, Optimizer.LOMO):
@@ -96,6 +110,8 @@ def _temporaries(optimizer: Optimizer, recipe: Recipe, num_elements: int, larges
             return 3 * 4 * largest + scratch
         copies = 0 if recipe.is_cuda else _COPIES_ON_CPU + (width < 4)  # of 16-bit weights one more
         return scratch + copies * 4 * largest
+    if optimizer is Optimizer.PAGED_ADAMW:
+        return 0 if recipe.is_cuda else (_PAGED_COPIES_ON_CPU + (width < 4)) * 4 * largest
     if optimizer is Optimizer.ADAFACTOR:  # the update and its square; of 16-bit weights the weight and its gradient
         return (2 if width == 4 else 4) * 4 * largest
     if optimizer is Optimizer.LION:
@@ -131,7 +147,7 @@ def _galore_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
             projected += copies * (rank + max(num_inputs, num_outputs))
         projected += 2 * dims.hidden  # the norms, unfactored
         tables = (2 if dims.head else 1) * (dims.vocab + dims.hidden)
-        return 4 * (dims.layers * projected + tables + dims.hidden) + width * projectors
+        return 4 * (dims.layers * projected + tables + dims.hidden) + 4 * projectors
     return round(moments * (1.0 if _is_8bit(optimizer) else float(width))) + projectors * width
 
 

@@ -66,15 +66,14 @@ def model_states(setting: Setting, recipe: Recipe, dims: Dims) -> States:
     optimizer = optimizer_bytes(setting, recipe, dims, num_trained=trained)
     state, temporaries = _share(optimizer.state, trained_degree), _share(optimizer.temporaries, trained_degree)
     saved = width * trained + optimizer.state
-    managed = 0
-    if optimizer.is_paged and recipe.is_cuda:  # a CPU's "managed" memory is its own
-        managed, state = state, 0
+    managed = _share(optimizer.paged, trained_degree) if recipe.is_cuda else 0  # a CPU's "managed" memory is its own
+    state -= managed
     gradients = _gradients(sharding, recipe, trained, trained_degree)
     if recipe.uses_fsdp and not recipe.is_frozen and not recipe.stack.uses_fsdp1:
         held = largest_shard(dims, degree)
         weights, gradients = recipe.weight_bytes * held, width * held
         state, temporaries = (-(-num_bytes * held // trained) for num_bytes in (optimizer.state, optimizer.temporaries))
-        managed, state = (state, 0) if optimizer.is_paged and recipe.is_cuda else (0, state)
+        managed = 0  # bitsandbytes takes no sharded tensors
     if offload is Offload.NONE:
         return States(
             num_trained=trained,

@@ -1,0 +1,120 @@
+"""Measured peaks as tests keep them: what a prediction is made from, beside what the run came to; no path of a machine.
+
+A line of tests/calibration/ holds a job relative to a preset, the machine as it was probed, and the bytes that were
+measured, so that today's planner can predict the same run again without running anything. A file is of one device; a
+newer one of the same device takes its place, as what the runtime allocates changes with it.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from launch.plan_job import PlanInputs, read_inputs
+from launch.unlimited_plan import plan_regardless, without_limits
+from on_gpu.case import Outcome
+from trainer.spec.data_profile import DataProfile
+from trainer.spec.hardware import Hardware
+from trainer.spec.job import DataFormat
+from trainer.spec.model_shape import read_model_shape
+from trainer.spec.plan import Plan
+from trainer.spec.report import MemoryFigures
+from trainer.spec.value import Value
+
+ROWS_NAME = "rows.jsonl"  # stands for the rows, which were drawn
+
+
+class Peak(Value, frozen=True, kw_only=True):
+    """One run, and all that its prediction depends on."""
+
+    name: str
+    outcome: Outcome  # ran, or out of memory
+    job: dict[str, str]  # as on the command line, of a preset
+    num_rows: int
+    model_config: dict[str, Any] | None = None  # of a model that is not the preset's own
+    hardware: Hardware
+    versions: dict[str, str]
+    measured: MemoryFigures  # where memory ran out, what was held by then
+
+    @property
+    def is_rehearsal(self) -> bool:
+        return not self.hardware.gpus
+
+
+def read_peaks(path: Path) -> tuple[Peak, ...]:
+    """The lines of a file of tests/calibration/."""
+    return tuple(msgspec.json.decode(line, type=Peak) for line in path.read_bytes().splitlines())
+
+
+def write_peaks(folder: Path, device: str, date: str, peaks: Sequence[Peak]) -> Path | None:
+    """Writes `folder`/DEVICE-DATE.jsonl, in the place of an older file of this device; None where nothing has run."""
+    if not peaks:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{device}-{date}.jsonl"
+    path.write_bytes(b"".join(msgspec.json.encode(peak) + b"\n" for peak in peaks))
+    for older in folder.glob(f"{device}-????-??-??.jsonl"):
+        if older != path:
+            older.unlink()
+    return path
+
+
+def plan_again(peak: Peak, folder: Path) -> Plan:
+    """Today's plan of a run that was measured; `folder` is any that can be written to."""
+    return plan_stated(peak.job, peak.hardware, folder, num_rows=peak.num_rows, model_config=peak.model_config)
+
+
+def portable_hardware(hardware: Hardware) -> Hardware:
+    """The machine without what names it: disks, networks, serial numbers, other people's processes."""
+    host = replace(hardware.host, disks=(), interfaces=(), slurm=None)
+    gpus = tuple(replace(gpu, uuid=None, holders=()) for gpu in hardware.gpus)
+    return replace(hardware, gpus=gpus, host=host, excluded=(), notes=())
+
+
+def plan_stated(
+    job: Mapping[str, str],
+    hardware: Hardware,
+    folder: Path,
+    *,
+    num_rows: int,
+    model_config: Mapping[str, Any] | None = None,
+    vram_bytes: int | None = None,
+) -> Plan:
+    """The plan of a job on a machine that is stated, whether it fits or not; nothing is measured or looked up here.
+
+    `folder` takes a file that stands for the rows; what earlier runs or a person left is looked for below it alone.
+    `model_config` is of a model that is not the preset's own.
+    """
+    rows = folder / ROWS_NAME
+    rows.write_text("{}\n")
+    words = [f"{key}={value}" for key, value in (dict(job) | {"data.train": str(rows)}).items()]
+    environment = {"HOME": str(folder)}
+    inputs = read_inputs(None, words, machines=hardware, vram_cap_bytes=vram_bytes, environment=environment)
+    if model_config is not None:
+        inputs = _with_model(inputs, model_config)
+    stated = inputs.resolved.job
+    inputs = inputs._replace(
+        resolved=replace(inputs.resolved, job=replace(stated, limits=without_limits(stated.limits)))
+    )
+    data = _full_rows(num_rows, stated.train.seq_len, inputs.shape.vocab_size)
+    return plan_regardless(inputs, data, environment=environment)
+
+
+def _with_model(inputs: PlanInputs, config: Mapping[str, Any]) -> PlanInputs:
+    return inputs._replace(model=replace(inputs.model, config=dict(config)), shape=read_model_shape(dict(config)))
+
+
+def _full_rows(num_rows: int, seq_len: int, vocab_size: int) -> DataProfile:
+    """Rows of token ids that are all as long as they may be, as the benchmark draws them."""
+    return DataProfile(
+        source="prepared",
+        num_rows=num_rows,
+        num_tokens=num_rows * seq_len,
+        longest_row=seq_len,
+        is_packed=False,
+        fingerprint="drawn",
+        vocab_size=vocab_size,
+        format=DataFormat.TOKENS,
+    )
