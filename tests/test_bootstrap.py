@@ -10,7 +10,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 SCRIPT = REPOSITORY / "launch" / "bootstrap.sh"
-TOOLS = ("sh", "dirname", "cat", "cksum", "date", "tr", "sed", "head", "grep", "rm", "printf")
+TOOLS = ("sh", "dirname", "cat", "cksum", "date", "tr", "sed", "head", "grep", "rm", "printf", "mktemp", "nice")
 
 
 @pytest.fixture
@@ -36,9 +36,9 @@ def bare_path(folder: Path, **programs: str) -> str:
     return str(tools)
 
 
-def run(project: Path, target: str, path: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(project: Path, target: str, path: str, *more: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["/bin/sh", project / "launch" / "bootstrap.sh", target],
+        ["/bin/sh", project / "launch" / "bootstrap.sh", target, *more],
         env={"PATH": path, "HOME": str(project / "home"), **environment},
         capture_output=True,
         text=True,
@@ -106,6 +106,23 @@ def installed(project: Path) -> Path:
 def test_the_outcome_of_the_long_tests_is_kept_where_it_is_asked_for(project: Path, environment, keeps):
     answer = run(installed(project), "test-long", bare_path(project), **environment)
     assert re.search(rf"^-m {keeps}$", answer.stdout, re.MULTILINE), answer.stdout + answer.stderr
+
+
+@pytest.mark.parametrize("fails", ["none", "simulation", "ignore"])
+def test_both_parts_of_the_tests_run_and_either_failure_is_one(project: Path, fails: str):
+    python = installed(project) / ".venv" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\necho "ran $@"\ncase "$*" in *{fails}*) exit 1 ;; esac\n')
+    answer = run(project, "test", bare_path(project))
+    ran = [line for line in answer.stdout.splitlines() if line.startswith("ran -m pytest")]
+    folders = ("tests/planning", "tests/simulation")
+    assert len(ran) == 2
+    assert all(f"--ignore={folder} " in f"{ran[0]} " and ran[1].endswith(" ".join(folders)) for folder in folders)
+    assert answer.returncode == (0 if fails == "none" else 1)
+
+
+def test_a_part_that_is_named_runs_alone(project: Path):
+    answer = run(installed(project), "test", bare_path(project), "tests/launch", "-x")
+    assert answer.stdout.splitlines()[-1] == "-m pytest -m not long and not gpu tests/launch -x"
 
 
 def test_the_script_is_posix_shell():

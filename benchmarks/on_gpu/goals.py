@@ -25,7 +25,7 @@ class Standing(StrEnum):
 class Goal(NamedTuple):
     """One thing that was promised, and what it came to. All of it is said in words, as a table shows it."""
 
-    name: str  # "peak allocated, median |error|"
+    name: str  # "peak allocated, median absolute error"
     wanted: str  # "at most 3 %"
     figure: str | None = None  # "2.1 % of 58 cases"
     is_met: bool | None = None  # None: not measured

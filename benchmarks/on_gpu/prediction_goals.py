@@ -74,10 +74,10 @@ def goals(rows: Mapping[str, Row]) -> list[Goal]:
     num_told = found.num_fitted + found.num_refused + len(found.ran_out) + len(found.would_run)
     broken = _broken(rows, cases)
     return [
-        _at_most("peak allocated, median |error|", peak, peak and peak.median, PEAK_MEDIAN),
-        _at_most("peak allocated, 95th percentile", peak, peak and peak.p95, PEAK_P95),
-        _at_most("device bytes, worst |error|", device, device and abs(device.worst), DEVICE_WORST),
-        _at_most("tokens/s, median |error|", tokens, tokens and tokens.median, TOKENS_MEDIAN),
+        _at_most("peak allocated, median absolute error", peak, peak and peak.median, PEAK_MEDIAN),
+        _at_most("peak allocated, 95th percentile of the absolute error", peak, peak and peak.p95, PEAK_P95),
+        _at_most("device bytes, worst absolute error", device, device and abs(device.worst), DEVICE_WORST),
+        _at_most("tokens/s, median absolute error", tokens, tokens and tokens.median, TOKENS_MEDIAN),
         Goal(
             name='plans that say "fits" and run out of memory',
             wanted="none",
