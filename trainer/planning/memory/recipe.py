@@ -114,7 +114,9 @@ def recipe_of(setting: Setting, device: Device, dims: Dims) -> Recipe:
         adapter_inputs=AdapterInputs.FUSED
         if fuses_adapters
         else _adapter_inputs(
-            stack, setting, is_autocast=is_autocast and (setting.method is Method.LORA or has_fp32_products)
+            stack,
+            setting,
+            is_autocast=is_autocast and _casts_adapter_inputs(setting, device, has_fp32_products=has_fp32_products),
         ),
         replicates_adapters=replicates_adapters,
         is_autocast=is_autocast,
@@ -136,6 +138,14 @@ def recipe_of(setting: Setting, device: Device, dims: Dims) -> Recipe:
 def _updates_in_backward(setting: Setting) -> bool:
     is_layerwise = setting.method is Method.GALORE and setting.galore.layerwise
     return setting.optimizer_in_backward or is_layerwise or setting.strategy.optimizer in _INSIDE_BACKWARD
+
+
+def _casts_adapter_inputs(setting: Setting, device: Device, *, has_fp32_products: bool) -> bool:
+    """Whether PEFT takes an adapter's input to the type of the adapter, so that autocast makes a copy for each.
+
+    A 4-bit layer does so unless it sees autocast, and it looks for that of CUDA alone.
+    """
+    return setting.method is Method.LORA or has_fp32_products or device.kind is DeviceKind.CPU
 
 
 def _adapter_inputs(stack: Stack, setting: Setting, *, is_autocast: bool) -> AdapterInputs:

@@ -51,7 +51,10 @@ def build_galore(
 
 
 def _keep_projectors_only() -> None:
-    """Makes projectors matrices of their own: of fp32 gradients they are views of all singular vectors (W36)."""
+    """Makes projectors matrices of their own: of fp32 gradients they are views of all singular vectors (W36).
+
+    Row after row, as a checkpoint brings them back: products with a matrix laid out otherwise round otherwise.
+    """
     from galore_torch.galore_projector import GaLoreProjector
 
     decompose = GaLoreProjector.get_orthogonal_matrix
@@ -61,9 +64,14 @@ def _keep_projectors_only() -> None:
     @wraps(decompose)
     def of_rank(*args: Any, **kwargs: Any) -> Tensor | list[Tensor]:  # noqa: ANN401  # what galore-torch hands it
         found = decompose(*args, **kwargs)
-        return [matrix.clone() for matrix in found] if isinstance(found, list) else found.clone()
+        matrices = [matrix.clone(memory_format=torch.contiguous_format) for matrix in _as_list(found)]
+        return matrices if isinstance(found, list) else matrices[0]
 
     GaLoreProjector.get_orthogonal_matrix = of_rank
+
+
+def _as_list(found: Tensor | list[Tensor]) -> list[Tensor]:
+    return found if isinstance(found, list) else [found]
 
 
 def galore_class_name(inner: Optimizer) -> str:
