@@ -5,6 +5,7 @@ minutes, goes on with the next step. A step is done again with --again, or where
 """
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -86,7 +87,7 @@ def go_through(
         if bench.stop.kind is not None:
             num_left += 1
             continue
-        row = without_folders(row, (bench.work, Path.home()))
+        row = without_folders(row, (bench.work, Path(sys.prefix), Path.home()))
         done[step.name] = row
         log.add(piece, step.name, row)
         took = time.monotonic() - started

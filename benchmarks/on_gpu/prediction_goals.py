@@ -10,6 +10,7 @@ from on_gpu.goals import Goal
 from on_gpu.pieces import Row
 from on_gpu.prediction_caps import CapRow, cap_rows
 from on_gpu.prediction_rows import DEVICE, PEAK, TOKENS, CaseRow, Figure, case_rows, raised
+from trainer.spec.units import format_bytes
 
 PEAK_MEDIAN, PEAK_P95, DEVICE_WORST, TOKENS_MEDIAN = 0.03, 0.08, 0.08, 0.08
 LEAST_CASES = 60  # fewer say nothing of a 95th percentile
@@ -46,17 +47,17 @@ def scatter(rows: Sequence[CaseRow], figure: Figure) -> Scatter | None:
 
 
 def verdicts(cases: Sequence[CaseRow], caps: Mapping[str, Sequence[CapRow]]) -> Verdicts:
-    """Of every case as it ran, and of every card that a cap stood for."""
+    """Of every case as it ran, and of every card that a cap stood for; on a CPU a cap holds the libraries too."""
     told = [
         (row.name, row.result.said_fits, row.outcome is Outcome.RAN)
         for row in cases
         if row.outcome in (Outcome.RAN, Outcome.OUT_OF_MEMORY) and row.result.said_fits is not None
     ]
     told += [
-        (f"{name}, on a smaller card", row.said_fits, row.has_run)
+        (f"{name}, on {format_bytes(row.cap_bytes + row.context_bytes)}", row.said_fits, row.has_run)
         for name, capped in caps.items()
         for row in capped
-        if row.outcome in (Outcome.RAN, Outcome.OUT_OF_MEMORY)
+        if row.outcome in (Outcome.RAN, Outcome.OUT_OF_MEMORY) and not row.is_rehearsal
     ]
     return Verdicts(
         num_fitted=sum(1 for _, fits, ran in told if fits and ran),

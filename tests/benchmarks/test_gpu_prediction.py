@@ -228,7 +228,9 @@ def test_a_verdict_is_wrong_in_two_ways():
     found = verdicts(cases, capped)
     assert (found.num_fitted, found.num_refused) == (2, 2)
     assert found.ran_out == (CASES[1].name,)
-    assert found.would_run == (CASES[2].name, f"{CASES[0].name}, on a smaller card")
+    assert found.would_run == (CASES[2].name, f"{CASES[0].name}, on 10.9 GiB")
+    rehearsed = {CASES[0].name: [replace(each, is_rehearsal=True) for each in capped[CASES[0].name]]}
+    assert verdicts(cases, rehearsed).would_run == (CASES[2].name,)
 
 
 def standings(rows: dict) -> list[Standing]:
