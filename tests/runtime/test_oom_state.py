@@ -4,6 +4,7 @@ import resource
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer.runtime.oom_state import held_tensors, memory_state, write_memory_state
 from trainer.spec import codec
@@ -22,6 +23,15 @@ def test_the_tensors_that_are_held_are_counted_once_and_by_kind():
     assert after["gradients"] - before["gradients"] == 1024 * 512 * 4
     assert after["other tensors"] - before["other tensors"] == 1000 * 1000 * 4
     del view, other
+
+
+def test_tensors_without_storage_are_left_out():
+    before = held_tensors()
+    with FakeTensorMode():
+        fake = torch.empty(1000, 1000)  # as torch.compile leaves them behind
+    without = [fake, torch.empty(1000, 1000, device="meta"), torch.eye(300).to_sparse()]
+    assert held_tensors() == before
+    assert len(without) == 3
 
 
 def test_the_state_says_where_the_rank_was_and_which_limit_it_met(tmp_path):

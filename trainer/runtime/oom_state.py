@@ -6,6 +6,7 @@ Looking must never get in the way of the end: whatever fails here is left out.
 
 import gc
 import resource
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,9 @@ def memory_state(attempt_dir: Path, rank: int, step: int, data_limit: int) -> Me
 
 def held_tensors() -> dict[str, int]:
     """Bytes of the tensors that Python holds, each storage once."""
-    found = list(_tensors())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # what torch.compile leaves behind warns that it has no storage
+        found = list(_tensors())
     weights = [tensor for tensor in found if isinstance(tensor, nn.Parameter)]
     gradients = [weight.grad for weight in weights if weight.is_leaf and weight.grad is not None]
     held = {"weights": storage_bytes(weights), "gradients": storage_bytes(gradients)}
@@ -64,7 +67,7 @@ def _has_storage(tensor: Tensor) -> bool:
     """Fake, meta and sparse ones have none; what is wrapped is counted by itself."""
     try:
         return tensor.device.type != "meta" and bool(tensor.untyped_storage().data_ptr())
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError, UserWarning):
         return False
 
 
