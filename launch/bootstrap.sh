@@ -119,7 +119,7 @@ uninstall() {
 run_tests() { # those of one process run beside the others, on what these leave of the processors
     [ $# -eq 0 ] || exec "$bin/python" -m pytest -m "not long and not gpu" "$@"
     output=$(mktemp)
-    lone="tests/planning tests/simulation"
+    lone="tests/planning tests/simulation tests/runtime"
     # shellcheck disable=SC2086 # folders
     OMP_NUM_THREADS=1 nice -n 15 "$bin/python" -m pytest -m "not long and not gpu" $lone >"$output" 2>&1 &
     beside=$!

@@ -8,6 +8,7 @@ fit on the card at once, they moreover take turns step by step, which is the com
 import json
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from on_gpu.peers_contests import CONTESTS, Contest, PeerJob, peer_job
 from on_gpu.peers_run import PeerError, Trained, TrainerRun, train_alone, train_in_turns
 from on_gpu.peers_trainers import (
     BY_NAME,
+    ROOT,
+    RUN,
     TRAINERS,
     Trainer,
     count_lines,
@@ -31,7 +34,9 @@ from on_gpu.peers_trainers import (
 from on_gpu.pieces import Piece, Row, Step
 from trainer.planning.device import device_of
 from trainer.planning.speed import flops_per_token
+from trainer.runtime.export_plan import read_plan
 from trainer.spec.model_shape import read_model_shape
+from trainer.spec.plan import Candidate
 from trainer.spec.strategy import Method, Precision
 
 CONTEXT_BYTES = 1 << 30  # of a CUDA process, beside what its allocator reserves
@@ -52,7 +57,7 @@ def steps_of(
                 yield Step(
                     alone_name(contest, trainer, number),
                     lambda contest=contest, trainer=trainer: run_alone(bench, contest, trainer),
-                    expected_s=100.0,
+                    expected_s=contest.expected_s,
                 )
         if contest.takes_turns:
             names = [trainer.name for trainer in trainers]
@@ -98,12 +103,12 @@ def run_alone(bench: Bench, contest: Contest, trainer: Trainer) -> Row:
     try:
         run, text = _started(bench, job, trainer)
         known |= {"lines": count_lines(text), "file": _readable(text, bench)}
-        trained = train_alone(run, num_steps=job.num_steps)
+        known |= _told(train_alone(run, num_steps=job.num_steps), job, trainer)
     except PeerError as error:
         return known | {"outcome": "failed", "reason": _readable(str(error), bench)}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return known | {"outcome": "ran", **_told(trained)}
+    return known | {"outcome": "ran"}
 
 
 def run_in_turns(bench: Bench, contest: Contest, names: Sequence[str]) -> Row:
@@ -114,11 +119,12 @@ def run_in_turns(bench: Bench, contest: Contest, names: Sequence[str]) -> Row:
     try:
         runs = [_started(bench, job, trainer)[0] for job, trainer in zip(jobs, trainers, strict=True)]
         train_in_turns(runs, num_steps=jobs[0].num_steps)
+        each = zip(runs, jobs, trainers, strict=True)
+        told = {trainer.name: _told(run.trained, job, trainer) for run, job, trainer in each}
     except PeerError as error:
-        return {"outcome": "failed", "contest": contest.name, "reason": _readable(str(error), bench)}
+        return _facts(bench, jobs[0], None) | {"outcome": "failed", "reason": _readable(str(error), bench)}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    told = {name: _told(run.trained) for name, run in zip(names, runs, strict=True)}
     return _facts(bench, jobs[0], None) | {"outcome": "ran", "trainers": told}
 
 
@@ -157,7 +163,7 @@ def _facts(bench: Bench, job: PeerJob, trainer: Trainer | None) -> Row:
         **_model_flops(bench, job),
     }
     if trainer is not None:
-        version = installed_version(trainer, python_of(trainer, bench.environment))
+        version = installed_version(trainer.package, python_of(trainer, bench.environment))
         facts |= {"trainer": trainer.name, "command": trainer.command, "version": version}
     return facts
 
@@ -171,12 +177,27 @@ def _model_flops(bench: Bench, job: PeerJob) -> dict[str, Any]:
     return {"flops_per_token": flops, "peak_flops_per_s": peak}
 
 
-def _told(trained: Trained) -> dict[str, Any]:
+def _told(trained: Trained, job: PeerJob, trainer: Trainer) -> dict[str, Any]:
     return {
+        **({"chosen": _chosen(read_plan(job.folder / RUN).chosen)} if trainer.is_ours else {}),
         "seconds": trained.seconds,
         "losses": {str(step): loss for step, loss in sorted(trained.losses.items())},
         "memory": trained.memory,
         "versions": trained.versions,
+    }
+
+
+def _chosen(candidate: Candidate) -> dict[str, str]:
+    """What shardwise trained with, also where nothing was pinned."""
+    return {
+        "strategy": candidate.strategy.name,
+        "precision": candidate.strategy.precision,
+        "optimizer": candidate.strategy.optimizer,
+        "checkpointing": candidate.checkpointing,
+        "attention": candidate.attention,
+        "loss": candidate.loss,
+        "compile": str(candidate.compile).lower(),
+        "micro batch": f"{candidate.micro_batch} x {candidate.accumulation}",
     }
 
 
@@ -203,7 +224,10 @@ def _fresh(bench: Bench) -> Path:
 
 def _readable(text: str, bench: Bench) -> str:
     """Without the paths of this machine."""
-    return re.sub(rf"{re.escape(str(bench.work))}(/peers/[^/'\"\s]+)?", "WORK", text)
+    text = re.sub(rf"{re.escape(str(bench.work))}(/peers/[^/'\"\s]+)?", "WORK", text)
+    for folder, name in ((sys.prefix, "PYTHON"), (str(ROOT), "SHARDWISE")):
+        text = text.replace(folder, name)
+    return text
 
 
 PIECE = Piece(
@@ -211,5 +235,6 @@ PIECE = Piece(
     about="shardwise beside other trainers: speed, memory, loss, lines",
     steps=steps,
     tables=peers_table.tables,
+    version=2,
     goals=peers_table.goals,
 )

@@ -1,7 +1,7 @@
 """The files that a person writes for a trainer which is a program: YAML and TOML, generated for a contest, counted.
 
-shardwise itself comes twice: with the settings of the contest pinned, and with nothing but the job, where everything
-else is the planner's.
+shardwise itself comes twice: with the settings of the contest pinned, and with the job and its precision alone, where
+everything else is the planner's.
 """
 
 from pathlib import Path
@@ -11,12 +11,13 @@ import yaml
 
 from on_gpu.peers_contests import BETAS, LORA_ALPHA, LORA_RANK, SEED, PeerJob, data_of
 
-TORCHTITAN_FLAVORS = {"llama-3.2-1b": "1B", "llama-3.2-3b": "3B", "llama-3.1-8b": "8B"}
+TORCHTITAN_FLAVORS = {"llama-3.1-8b": "8B"}  # what its llama3 has of the models that are compared
+NO_CHECKPOINTS = "100000 steps"  # apart, as the others are told to save nothing
 
 
 def planned_job(job: PeerJob) -> str:
-    """shardwise, with nothing but the job."""
-    return job_file(_job_words(job))
+    """shardwise, with nothing but the job, in the precision that all are compared in."""
+    return job_file(_job_words(job) | {"pin.precision": job.contest.precision})
 
 
 def pinned_job(job: PeerJob) -> str:
@@ -49,6 +50,7 @@ def _job_words(job: PeerJob) -> dict[str, Any]:
         "train.warmup": 0,
         "train.weight_decay": 0,
         "train.seed": SEED,
+        "checkpoint.every": NO_CHECKPOINTS,
     }
 
 
@@ -146,7 +148,7 @@ def torchtitan_config(job: PeerJob) -> str:
         "job": {"dump_folder": str(job.folder / "out")},
         "model": {
             "name": "llama3",
-            "flavor": TORCHTITAN_FLAVORS.get(contest.model, "debugmodel"),
+            "flavor": TORCHTITAN_FLAVORS[contest.model],
             "hf_assets_path": str(job.model_with_tokenizer),
         },
         "optimizer": {"name": "AdamW", "lr": contest.lr, "beta2": BETAS[1], "weight_decay": 0.0},

@@ -5,6 +5,7 @@ shardwise takes them. Rows are full, so that nobody pads.
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ class Contest(Value, frozen=True, kw_only=True):
     num_steps: int = 16
     rounds: int = 1  # A B C, A B C: how often each runs from start to end
     takes_turns: bool = False  # then moreover step by step, where all fit on the card at once
+    expected_s: float = 100.0  # of one trainer on a GPU, from start to end
 
 
 CONTESTS = (
@@ -57,6 +59,7 @@ CONTESTS = (
         lr=1e-4,
         num_steps=12,
         rounds=2,
+        expected_s=180.0,
     ),
     Contest(
         name="8B, QLoRA",
@@ -67,6 +70,7 @@ CONTESTS = (
         lr=1e-4,
         num_steps=12,
         rounds=2,
+        expected_s=180.0,
     ),
 )
 
@@ -125,21 +129,22 @@ def peer_job(bench: Bench, contest: Contest, folder: Path) -> PeerJob:
 def _with_tokenizer(model: Path, vocab_size: int) -> Path:
     """A folder beside the model's with links to its files and a tokenizer of one word a token: `t17` is token 17."""
     folder = model.with_name(f"{model.name}-with-tokenizer")
-    if (folder / "tokenizer_config.json").is_file():
+    if folder.is_dir():
         return folder
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    folder.mkdir(exist_ok=True)
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
     for file in model.iterdir():
-        link = folder / file.name
-        if not link.exists():
-            link.symlink_to(file)
+        (partial / file.name).symlink_to(file)
     words = {f"t{number}": number for number in range(vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"unk_token": "t0", "bos_token": "t1", "eos_token": "t2", "pad_token": "t0"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(partial)
+    partial.rename(folder)
     return folder
 
 

@@ -19,6 +19,7 @@ from launch.supervisor import StopRequest
 from on_gpu.peers_trainers import ROOT
 
 START_S, STEP_S = 420.0, 180.0  # a step may compile
+RUN_S = 540.0  # of all of it: what hangs is an answer too, within one call of the benchmark
 END_S = 20.0
 _OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "DefaultCPUAllocator: can't allocate")
 _OFFLINE = {
@@ -95,7 +96,7 @@ class TrainerRun:
         """The next step may run."""
         os.write(self._turn, b"\n")
 
-    def wait(self, *, within_s: float = STEP_S) -> None:
+    def wait(self, *, within_s: float) -> None:
         """Until a step has ended; PeerError where none does."""
         told = self._next(within_s)
         while told.get("is_loss_alone"):
@@ -149,11 +150,12 @@ class TrainerRun:
 
 def train_alone(run: TrainerRun, *, num_steps: int) -> Trained:
     """All steps of one trainer, one after the other."""
+    ends_by = time.monotonic() + RUN_S
     with run:
-        run.wait(within_s=START_S)
+        run.wait(within_s=_left(ends_by, START_S))
         for _ in range(num_steps - 1):
             run.let_go()
-            run.wait()
+            run.wait(within_s=_left(ends_by, STEP_S))
         run.wait_for_loss(num_steps)
     return run.trained
 
@@ -161,17 +163,26 @@ def train_alone(run: TrainerRun, *, num_steps: int) -> Trained:
 def train_in_turns(runs: Sequence[TrainerRun], *, num_steps: int) -> None:
     """All steps of several trainers, a step each in turn; they are started one after the other."""
     entered: list[TrainerRun] = []
+    ends_by = time.monotonic() + RUN_S
     try:
         for run in runs:
             entered.append(run.__enter__())
-            run.wait(within_s=START_S)
+            run.wait(within_s=_left(ends_by, START_S))
         for number in range(1, num_steps):
             first = number % len(runs)
             for run in (*runs[first:], *runs[:first]):
                 run.let_go()
-                run.wait()
+                run.wait(within_s=_left(ends_by, STEP_S))
         for run in runs:
             run.wait_for_loss(num_steps)
     finally:
         for run in entered:
             run.__exit__()
+
+
+def _left(ends_by: float, limit_s: float) -> float:
+    """Seconds that a step may take; PeerError where none are left of the run's."""
+    left_s = ends_by - time.monotonic()
+    if left_s <= 0:
+        raise PeerError(f"not done within {RUN_S:.0f} s")
+    return min(left_s, limit_s)

@@ -51,9 +51,9 @@ def transformers_script(job: PeerJob) -> str:
     }
     names = ["AutoModelForCausalLM", "Trainer", "TrainingArguments", "default_data_collator"]
     return _script(
-        *_imports(job, ["from datasets import load_dataset"], names),
+        *_imports(job, ["import json", ""], names),
         _quantisation(job),
-        [_rows(job)],
+        [f"with open({str(job.rows)!r}) as file:", "    rows = [json.loads(line) for line in file]"],
         _model(job),
         [f"trainer = {_call('Trainer', trainer)}", "trainer.train()"],
     )
@@ -155,12 +155,12 @@ def _arguments(job: PeerJob) -> dict[str, Any]:
 
 
 def _imports(job: PeerJob, first: list[str], names: list[str]) -> Iterable[list[str]]:
-    needs_torch = _is_quantised(job) and "import torch" not in first
+    is_torch_missing = _is_quantised(job) and "import torch" not in first
     names = sorted([*names, "BitsAndBytesConfig"] if _is_quantised(job) else names)
     peft = ["LoraConfig", "get_peft_model"] if _has_adapters(job) else []
     peft += ["prepare_model_for_kbit_training"] if _is_quantised(job) else []
-    yield ["import torch"] if needs_torch else []
     yield first
+    yield ["import torch"] if is_torch_missing else []
     yield [f"from peft import {', '.join(peft)}"] if peft else []
     yield [f"from transformers import {', '.join(names)}", ""]
 

@@ -17,7 +17,8 @@ from on_gpu.peers_contests import PeerJob
 
 SCRIPTS = Path(__file__).parent / "peer_scripts"
 ROOT = Path(__file__).resolve().parents[2]
-OWN_PACKAGE = "shardwise"
+OWN_PACKAGE, RUN = "shardwise", "run"  # the folder of its run, beside the file
+NEEDED = {"full": (), "lora": ("peft",), "qlora": ("peft", "bitsandbytes")}  # packages, beside a trainer's own
 
 
 class Trainer(NamedTuple):
@@ -43,7 +44,7 @@ TRAINERS = (
     Trainer(PLANNED, OWN_PACKAGE, "job.yaml", peers_configs.planned_job, "shardwise train job.yaml"),
     Trainer("TRL SFTTrainer", "trl", "train_trl.py", peers_scripts.trl_script, "python train_trl.py"),
     Trainer(
-        "transformers Trainer", "accelerate", "train_trainer.py", peers_scripts.transformers_script,
+        "transformers Trainer", "transformers", "train_trainer.py", peers_scripts.transformers_script,
         "python train_trainer.py",
     ),
     Trainer("bare loop", "torch", "train_bare.py", peers_scripts.bare_script, "python train_bare.py", where="print"),
@@ -70,16 +71,16 @@ def python_of(trainer: Trainer, environment: Mapping[str, str]) -> str:
     return environment.get(f"SHARDWISE_PEER_PYTHON_{trainer.package.upper()}", sys.executable)
 
 
-def installed_version(trainer: Trainer, python: str) -> str | None:
-    """Its version from the metadata of the packages there; None where it is not installed."""
-    if trainer.is_ours:
+def installed_version(package: str, python: str) -> str | None:
+    """The version of a package from the metadata there; None where it is not installed."""
+    if package == OWN_PACKAGE:
         return "this one"
     if python == sys.executable:
         try:
-            return version(trainer.package)
+            return version(package)
         except PackageNotFoundError:
             return None
-    code = f"from importlib.metadata import version; print(version({trainer.package!r}))"
+    code = f"from importlib.metadata import version; print(version({package!r}))"
     try:
         asked = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     except OSError:
@@ -91,8 +92,14 @@ def why_not(trainer: Trainer, job: PeerJob, environment: Mapping[str, str]) -> s
     """Why a trainer has no part in a contest here; None where it has."""
     if job.contest.method not in trainer.methods:
         return f"trains no {job.contest.method}"
-    if installed_version(trainer, python_of(trainer, environment)) is None:
+    if trainer.package == "torchtitan" and job.contest.model not in peers_configs.TORCHTITAN_FLAVORS:
+        return f"has no {job.contest.model}"
+    python = python_of(trainer, environment)
+    if installed_version(trainer.package, python) is None:
         return "not installed here"
+    missing = [each for each in NEEDED[job.contest.method] if installed_version(each, python) is None]
+    if missing:
+        return f"{missing[0]} is not installed here"
     if trainer.package in ("unsloth", "torchtitan") and not job.is_cuda:
         return "needs a GPU"
     return None
@@ -114,8 +121,8 @@ def words_of(trainer: Trainer, file: Path, clock: Path, environment: Mapping[str
     """The process to start, its clock included."""
     python = python_of(trainer, environment)
     if trainer.is_ours:
-        run = str(file.parent / "run")
-        words = [python, "-m", "launch.cli", "train", str(file), "checkpoint.every=100000 steps"]
+        run = str(file.parent / RUN)
+        words = [python, "-m", "launch.cli", "train", str(file)]
         return [*words, f"extensions={_extension(clock)}", "--run-dir", run]
     words = [python, str(SCRIPTS / "with_clock.py"), str(clock), trainer.where]
     return [*words, "-m", *trainer.module, str(file)] if trainer.module else [*words, str(file)]

@@ -58,8 +58,10 @@ def _listen_to_optimizer(clock: StepClock) -> None:
 
     num_steps = 0
 
-    def told(*_: object) -> None:
+    def told(optimizer: object, *_: object) -> None:
         nonlocal num_steps
+        if hasattr(optimizer, "optimizers"):  # torchtitan's container is one itself: what it holds was told already
+            return
         num_steps += 1
         clock.end_of_step(num_steps)
 
