@@ -1,9 +1,11 @@
 """What every test has in common: a state folder of its own, so that plans do not learn from this machine's runs.
 
-Ctrl-C works in what they start: a suite that a shell started in the background ignores it, and so would they. And
+Threads that wait for each other sleep rather than spin: beside other tests, spinning makes a small model several times
+slower. Ctrl-C works in what they start: a suite that a shell started in the background ignores it, and so would they. And
 `--outcome FILE`, which keeps what a run came to, and a real Slurm for those that ask for it.
 """
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -14,6 +16,7 @@ from slurm_fixture import slurm, slurm_cluster
 __all__ = ["pytest_addoption", "pytest_configure", "slurm", "slurm_cluster", "state_folder_of_the_tests"]
 
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded, here or in a process of its own
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
