@@ -1,8 +1,8 @@
 """What every test has in common: a state folder of its own, so that plans do not learn from this machine's runs.
 
 Threads that wait for each other sleep rather than spin: beside other tests, spinning makes a small model several times
-slower. Ctrl-C works in what they start: a suite that a shell started in the background ignores it, and so would they. And
-`--outcome FILE`, which keeps what a run came to, and a real Slurm for those that ask for it.
+slower. Ctrl-C works in what they start: a suite that a shell started in the background ignores it, and so would they.
+And `--outcome FILE`, which keeps what a run came to, and a real Slurm for those that ask for it.
 """
 
 import os
