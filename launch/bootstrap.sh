@@ -116,12 +116,12 @@ uninstall() {
     say "Kept: runs/, ${XDG_STATE_HOME:-$HOME/.local/state}/shardwise, ${XDG_CONFIG_HOME:-$HOME/.config}/shardwise"
 }
 
-run_tests() { # those of one process run beside the others, on what these leave of the processors
+run_tests() { # in two halves side by side: what computes, and what watches processes and clocks
     [ $# -eq 0 ] || exec "$bin/python" -m pytest -m "not long and not gpu" "$@"
     output=$(mktemp)
-    lone="tests/planning tests/simulation tests/runtime"
+    lone="tests/distributed tests/planning tests/simulation"
     # shellcheck disable=SC2086 # folders
-    OMP_NUM_THREADS=1 nice -n 15 "$bin/python" -m pytest -m "not long and not gpu" $lone >"$output" 2>&1 &
+    OMP_NUM_THREADS=1 nice -n 5 "$bin/python" -m pytest -m "not long and not gpu" $lone >"$output" 2>&1 &
     beside=$!
     trap 'kill "$beside" 2>/dev/null || :; rm -f "$output"' EXIT
     trap 'exit 130' INT TERM

@@ -1,7 +1,7 @@
 """The least that each group of a step would take at the measured ceilings, counted from the model's shape.
 
-    matrix products  their FLOPs at the rate measured for each shape: forward, backward twice, what is recomputed again
-    attention        causal FLOPs at the rate measured for this head size and row: 1 forward, 2.5 backward
+    matrix products  their FLOPs at the rates measured for each shape: forward, backward twice, what is recomputed again
+    attention        causal FLOPs at the rates measured for this head size and row: 1 forward, 2.5 backward
     the others       bytes that cannot be saved, at the rate of a copy within the device's memory:
       norms          2 elements moved of each that is normed in a forward, in one kernel; the backward moves twice that
       element-wise   residual 3, rotary 2 and its transposes 2, gated activation 3 elements each; backward twice that
@@ -23,6 +23,7 @@ from trainer.spec.model_shape import ModelShape
 from trainer.spec.value import Value
 
 RECOMPUTED = {"none": 0.0, "full": 1.0}  # of a block's forward
+PRODUCT_BACKWARD, ATTENTION_BACKWARD = 2.0, 2.5  # FLOPs of the gradients, of those of a forward
 INPUT_BYTES = 16  # an id and a label of a token
 
 
@@ -42,11 +43,23 @@ class Shape(Value, frozen=True, kw_only=True):
         return f"{self.tokens} x {self.inputs} x {self.outputs}"
 
 
+class Rates(Value, frozen=True, kw_only=True):
+    """FLOP/s of a forward, and of what its gradients take."""
+
+    forward: float
+    backward: float
+
+    def seconds(self, flops: float, *, num_forwards: float, backward: float) -> float:
+        """Of so many forwards of `flops` each, and gradients that take `backward` times as many."""
+        return flops * (num_forwards / self.forward + backward / self.backward)
+
+
 class Ceilings(Value, frozen=True, kw_only=True):
     """What the device reaches; rates per second."""
 
-    flops_per_s: dict[str, float]  # by the name of a shape
-    attention_flops_per_s: float | None = None
+    products: dict[str, Rates] = {}  # by the name of a shape
+    attention: Rates | None = None
+    start_s: float | None = None  # of one more small kernel, where the device waits for nothing else
     copy_bytes_per_s: float | None = None  # read and written, both count
     host_to_device_bytes_per_s: float | None = None
     device_to_host_bytes_per_s: float | None = None
@@ -86,25 +99,24 @@ def floors(shape: ModelShape, step: StepWork, ceilings: Ceilings) -> dict[Group,
     return dict(_floors(shape, step, ceilings)) | {Group.IDLE: 0.0, Group.COMMUNICATION: 0.0}
 
 
-def model_flops(shape: ModelShape, step: StepWork) -> float:
-    """FLOPs of the products of a step, without what is recomputed."""
-    once = sum(product.flops * count for product, count in product_shapes(shape, step.tokens).items())
-    return 3 * once * step.accumulation
-
-
 def _floors(shape: ModelShape, step: StepWork, ceilings: Ceilings) -> Iterator[tuple[Group, float]]:
     again = RECOMPUTED[step.checkpointing]
     products = product_shapes(shape, step.tokens)
-    if all(product.name in ceilings.flops_per_s for product in products):
+    if all(product.name in ceilings.products for product in products):
         head = Shape(tokens=step.tokens, inputs=shape.hidden_size, outputs=shape.vocab_size)
         seconds = sum(
-            (3 + (0 if product == head else again)) * count * product.flops / ceilings.flops_per_s[product.name]
+            ceilings.products[product.name].seconds(
+                count * product.flops,
+                num_forwards=1 if product == head else 1 + again,
+                backward=PRODUCT_BACKWARD,
+            )
             for product, count in products.items()
         )
         yield Group.PRODUCTS, step.accumulation * seconds
-    if ceilings.attention_flops_per_s:
-        forward = shape.num_layers * 2.0 * step.tokens * step.seq_len * shape.query_size
-        yield Group.ATTENTION, step.accumulation * (3.5 + again) * forward / ceilings.attention_flops_per_s
+    if ceilings.attention:
+        flops = shape.num_layers * 2.0 * step.tokens * step.seq_len * shape.query_size
+        seconds = ceilings.attention.seconds(flops, num_forwards=1 + again, backward=ATTENTION_BACKWARD)
+        yield Group.ATTENTION, step.accumulation * seconds
     if ceilings.copy_bytes_per_s:
         for group, num_bytes in bytes_of(shape, step).items():
             yield group, num_bytes / ceilings.copy_bytes_per_s

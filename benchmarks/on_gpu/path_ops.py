@@ -12,6 +12,7 @@ Event = Mapping[str, Any]  # of a chrome trace; times in microseconds
 BACKWARD = "autograd::engine::evaluate_function: "
 _CHAIN = frozenset({"mean", "add", "rsqrt", "mul", "to", "_to_copy"})
 _LONGEST_CHAIN = 8
+_SUMS, _ROUNDS_BACK = ("aten::add", "aten::add_"), f"{BACKWARD}ToCopyBackward0"
 
 
 class Op(NamedTuple):
@@ -36,7 +37,9 @@ class Norms(NamedTuple):
     def hold(self, op: Op) -> bool:
         if op.outermost in self.operators:
             return True
-        return op.sequence in self.sequences and any(name.startswith(BACKWARD) for name in op.around)
+        if op.name in _SUMS and op.around[-1:] == (_ROUNDS_BACK,):
+            return False  # adds the gradient of the residual
+        return op.sequence in self.sequences and _is_in_backward(op)
 
 
 def ops_of(events: Iterable[Event]) -> list[Op]:
@@ -66,8 +69,13 @@ def norms_of(ops: Sequence[Op]) -> Norms:
         chain += _rest_of_chain(ops, outer[place + 1 : place + 1 + _LONGEST_CHAIN])
         if any(ops[each].name == "aten::rsqrt" for each in chain):
             operators.update(chain)
-            sequences.update(each for each in (ops[one].sequence for one in chain) if each is not None)
+            if not _is_in_backward(ops[number]):  # what runs again there has the number of what asked for it
+                sequences.update(each for each in (ops[one].sequence for one in chain) if each is not None)
     return Norms(frozenset(operators), frozenset(sequences))
+
+
+def _is_in_backward(op: Op) -> bool:
+    return any(name.startswith(BACKWARD) for name in op.around)
 
 
 def _rest_of_chain(ops: Sequence[Op], following: Iterable[int]) -> list[int]:

@@ -10,7 +10,7 @@ from on_gpu.path_trace import Group
 from on_gpu.pieces import Row
 from trainer.spec.units import format_bytes, format_count
 
-WANTED_MFU = 0.58  # of an 8B model, all parameters in bf16 with checkpointing, on a card of the H200's class
+WANTED_MFU = {"8B, all parameters, checkpointing": 0.58}  # by case, in bf16 on a card of the H200's class
 NUM_IMPROVEMENTS = 3
 _HEADER = ("group", "time", "share", "floor", "gap", "what takes it")
 _REMEDIES = {
@@ -41,31 +41,35 @@ class Line(NamedTuple):
 
 
 def tables(rows: Mapping[str, Row]) -> dict[str, str]:
-    """The text of the place `path`; nothing where nothing was profiled."""
-    text = "\n".join(_case(row, rows) for row in _profiles(rows))
+    """The text of the place `path`; nothing where nothing was run."""
+    errors = [f"{name}: {_one_line(row['error'])}.\n" for name, row in rows.items() if "error" in row]
+    text = "\n".join([*(_case(row, rows) for row in _profiles(rows)), *errors])
     return {"path": f"\n{text}\n"} if text else {}
 
 
 def goals(rows: Mapping[str, Row]) -> list[Goal]:
     """The share of the stated peak that each whole model is asked for."""
+    profiles = {row["case"]: row for row in _profiles(rows)}
     found = []
-    for row in _profiles(rows):
-        wanted = row.get("wanted_mfu")
-        if wanted is None:
-            continue
-        mfu, lines = row.get("mfu"), lines_of(row, rows)
-        best = improvements(lines)[:1]
-        found.append(
-            Goal(
-                f"{row['case']}: MFU",
-                f"at least {wanted:.0%}",
-                figure=None if mfu is None else f"{mfu:.1%}",
-                is_met=at_least(mfu, wanted),
-                reason="".join(f"{line.group} is {line.gap_s or 0.0:.4f} s above its floor" for line in best),
-                next_step="".join(_REMEDIES[line.group] for line in best),
-            )
-        )
+    for case, wanted in WANTED_MFU.items():
+        goal = Goal(f"{case}: MFU", f"at least {wanted:.0%}")
+        if case in profiles:
+            found.append(_judged(goal, wanted, profiles[case], rows))
+        else:
+            error = rows.get(f"{case}: profile", {}).get("error")
+            reason = "not profiled yet" if error is None else _one_line(error)
+            found.append(goal._replace(reason=reason, next_step="`make bench-gpu`"))
     return found
+
+
+def _judged(goal: Goal, wanted: float, row: Row, rows: Mapping[str, Row]) -> Goal:
+    mfu, best = row.get("mfu"), improvements(lines_of(row, rows))[:1]
+    return goal._replace(
+        figure=None if mfu is None else f"{mfu:.1%}",
+        is_met=at_least(mfu, wanted),
+        reason="".join(f"{line.group} is {_ms(line.gap_s)} above its floor" for line in best),
+        next_step="".join(_REMEDIES[line.group] for line in best),
+    )
 
 
 def lines_of(row: Row, rows: Mapping[str, Row]) -> list[Line]:
@@ -94,7 +98,8 @@ def _case(row: Row, rows: Mapping[str, Row]) -> str:
     lines = lines_of(row, rows)
     table = markdown_table(_HEADER, [_cells(line, row["whole_s"]) for line in lines])
     ceilings = rows.get(row["ceilings"], {})
-    return "\n".join([f"### {row['case']}\n", *_words(row), table, *_next(lines, row), *_ceilings(ceilings)])
+    parts = [f"### {row['case']}\n", *_words(row), table, *_next(lines, row), *_starts(row, ceilings)]
+    return "\n".join([*parts, *_ceilings(ceilings)])
 
 
 def _cells(line: Line, step_s: float) -> list[str]:
@@ -115,9 +120,11 @@ def _words(row: Row) -> Iterator[str]:
     rows = f"{row['micro_batch']} x {row['accumulation']} rows of {row['seq_len']} tokens"
     sentences = [
         f"{row['model']} on {row['device']}: {rows}, {settings}.",
-        f"A step takes {_ms(row['step_s'])}, {format_count(row['tokens_per_s'])} tokens/s{mfu}; peak "
-        f"{format_bytes(row['peak_bytes'])}.",
+        f"From `{row['command']}`: a step takes {_ms(row['step_s'])}, {format_count(row['tokens_per_s'])} tokens/s"
+        f"{mfu}; peak {format_bytes(row['peak_bytes'])}.",
     ]
+    if row["is_rehearsal"]:
+        sentences.append("A rehearsal with a tiny model, at whose size floors mean little.")
     if row["is_device"]:
         sentences.append(
             f"Times are those of kernels in one profiled step; idle is what of a step without the profiler they leave. "
@@ -125,9 +132,8 @@ def _words(row: Row) -> Iterator[str]:
         )
     else:
         sentences.append(
-            f"A rehearsal with a tiny model on a CPU: times are those of operators in one profiled step of "
-            f"{_ms(row['whole_s'])}, idle is Python between them, and floors mean little at this size. A host "
-            f"would have waited for a GPU {row['num_waits']} times in it."
+            f"On a CPU times are those of operators in one profiled step of {_ms(row['whole_s'])}, and idle is Python "
+            f"between them. A host would have waited for a GPU {row['num_waits']} times in it."
         )
     yield " ".join(sentences) + "\n"
 
@@ -145,14 +151,30 @@ def _next(lines: Sequence[Line], row: Row) -> Iterator[str]:
     )
 
 
+def _starts(row: Row, ceilings: Row) -> Iterator[str]:
+    """What starting its kernels takes of the host, at the measured rate."""
+    start_s = ceilings.get("rates", {}).get("start_s")
+    if start_s is None:
+        return
+    count, host_s = row["num_started"], row["num_started"] * start_s
+    what = "kernels and copies" if row["is_device"] else "operators"
+    yield (
+        f"The step starts {count:,} {what}; at {start_s * 1e6:.3g} µs for a small one, measured in a row of them, that "
+        f"is {_ms(host_s)}, {host_s / row['whole_s']:.1%} of a step.\n"
+    )
+
+
 def _ceilings(row: Row) -> Iterator[str]:
     rates = row.get("rates")
     if not rates:
+        yield "Its ceilings are not measured.\n"
         return
-    products = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in rates["flops_per_s"].items())
-    sentences = [f"Ceilings measured on this device, TFLOP/s by product (tokens x inputs x outputs): {products}."]
-    if rates.get("attention_flops_per_s"):
-        sentences.append(f"Attention, a causal forward: {rates['attention_flops_per_s'] / 1e12:.4g} TFLOP/s.")
+    sentences = ["Ceilings measured on this device, TFLOP/s of a forward / of its gradients."]
+    if rates.get("products"):
+        products = ", ".join(f"{name} {_tera(each)}" for name, each in rates["products"].items())
+        sentences.append(f"Products, tokens x inputs x outputs: {products}.")
+    if rates.get("attention"):
+        sentences.append(f"Causal attention: {_tera(rates['attention'])}.")
     copies = [
         (name, rates.get(key))
         for name, key in (
@@ -168,9 +190,18 @@ def _ceilings(row: Row) -> Iterator[str]:
     yield " ".join(sentences) + "\n"
 
 
+def _tera(rates: Mapping[str, float]) -> str:
+    return f"{rates['forward'] / 1e12:.4g} / {rates['backward'] / 1e12:.4g}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).rstrip(".")
+
+
 def _short(name: str) -> str:
     """A kernel's name without its template."""
-    bare = name.removeprefix("void ").partition("<")[0].partition("(")[0].strip()
+    named = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    bare = named.partition("<")[0].partition("(")[0].strip()
     return f"`{bare[:48]}`"
 
 

@@ -39,6 +39,7 @@ class Breakdown(Value, frozen=True, kw_only=True):
     exposed_communication_s: float  # while nothing else ran
     busy_s: float  # while anything ran
     num_waits: int  # times the host waited for the device, or would have on a GPU
+    num_started: int  # kernels and copies that the host started, or operators of a CPU
     is_device: bool  # kernels of a device, or operators of a CPU
     top: dict[str, dict[str, float]]  # by group, the kernels or operators that took longest
 
@@ -99,6 +100,7 @@ def breakdown(events: Sequence[Event]) -> Breakdown:
         exposed_communication_s=_seconds(busy - computing),
         busy_s=_seconds(busy),
         num_waits=_num_waits(whole, ops, is_device=bool(kernels)),
+        num_started=len(kernels) or sum(1 for number, op in enumerate(ops) if op.outermost == number),
         is_device=bool(kernels),
         top={
             group: {name: _seconds(took) for name, took in counted.most_common(_MOST_NAMES)}
@@ -119,7 +121,8 @@ def _of_kernels(kernels: Sequence[Event], ops: Sequence[Op], events: Sequence[Ev
         number = args.get("External id") or launched.get(args.get("correlation"))
         op, name = (None if number is None else by_id.get(number)), str(kernel["name"])
         group = Group.COPIES if kernel["cat"] in _COPIED else _group(name, op, norms)
-        yield _Timed(group, name, begin, begin + took, took)
+        told = op.name if op is not None and "at::native" in name else name  # those of torch are named alike
+        yield _Timed(group, told, begin, begin + took, took)
 
 
 def _of_operators(ops: Sequence[Op], norms: Norms) -> Iterator[_Timed]:
@@ -147,7 +150,9 @@ def _group(name: str, op: Op | None, norms: Norms) -> Group:
 def _num_waits(events: Sequence[Event], ops: Sequence[Op], *, is_device: bool) -> int:
     """How often the host waited for the device; on a CPU, operators that would have waited for one."""
     if is_device:
-        return sum(1 for event in events if event.get("cat") == "cuda_runtime" and event["name"] in _WAITS)
+        until = max((op.end for op in ops), default=0.0)  # then the profiler waits for the end of it
+        waits = (event for event in events if event.get("cat") in _LAUNCHES and event["name"] in _WAITS)
+        return sum(1 for event in waits if float(event["ts"]) < until)
     waiting = [op for op in ops if op.name in _WAITING_OPERATORS]
     # A CPU's optimizer reads its step count, a GPU's does not.
     return sum(1 for op in waiting if not any("Optimizer." in name or "_fused_adam" in name for name in op.around))
