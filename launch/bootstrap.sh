@@ -20,7 +20,7 @@ usage() {
     cat <<'TEXT'
 install     set up .venv and the shardwise command
 train       install, then train the quickstart example on this machine
-test        everything that continuous integration runs; half an hour on two cores
+test        everything that continuous integration runs; an hour and a quarter on two cores
 test-long   full products and repeated kills; three quarters of an hour
 check       ruff, mypy, import-linter
 bench       benchmarks, as ratios measured side by side
