@@ -8,7 +8,8 @@ weights and rows drawn tokens: nothing is downloaded. Without a GPU everything i
 What was measured is kept in DIR (runs/bench-gpu); --write puts it into benchmarks/results/ and docs/benchmarks.md,
 and measured peaks into tests/calibration/, where tests predict them again.
 
-Exit code 0: nothing is left. 75: some steps are, call again. 1: a step failed.
+Exit code 0: nothing is left. 75: some steps are, call again. 1: nothing is left and a step failed, or what is left
+never fits. 130: it was interrupted.
 """
 
 import argparse
@@ -57,11 +58,12 @@ def main() -> int:
         out = options.out.absolute()
         bench = Bench(out, is_tiny=options.tiny, console=console, stop=stop)
         log = StepLog(out / ("steps-tiny.jsonl" if bench.is_tiny else "steps.jsonl"))
-        left = failed = 0
+        left = failed = new = 0
         for piece in wanted:
             progress = go_through(piece, bench, log, until_s=until_s, is_again=options.again, most=options.first)
             failed += sum(1 for row in log.rows(piece).values() if "error" in row)
             left += progress.num_left
+            new += progress.num_new
             console.line(f"{piece.name}: {progress.num_done} steps done, {progress.num_left} left")
     path = _results_path(bench)
     content = msgspec.json.format(msgspec.json.encode(results(bench, log)), indent=1)
@@ -72,9 +74,14 @@ def main() -> int:
         peaks = peaks_of(log.rows(prediction.PIECE))
         kept = write_peaks(CALIBRATION, _device_slug(bench), f"{datetime.now(UTC):%Y-%m-%d}", peaks)
         console.line(f"wrote {path}, {DOCUMENT}" + (f" and {kept}" if kept else ""))
-    if failed:
+    if stop.kind is not None:
+        return int(ExitCode.INTERRUPTED)
+    if left and not new:
+        console.line(f"no step that is left fits into {options.minutes:g} minutes, or --first leaves them out")
         return 1
-    return int(ExitCode.REQUEUE) if left else 0
+    if left:
+        return int(ExitCode.REQUEUE)
+    return 1 if failed else 0
 
 
 def results(bench: Bench, log: StepLog) -> dict[str, object]:

@@ -61,6 +61,7 @@ class Progress(NamedTuple):
 
     num_done: int
     num_left: int
+    num_new: int = 0  # done by this call
 
 
 def go_through(
@@ -71,7 +72,7 @@ def go_through(
     A step that raises is a row with its error: the others go on.
     """
     done = {} if is_again else log.rows(piece)
-    num_left = 0
+    num_left = num_new = 0
     for number, step in enumerate(piece.steps(bench, done)):
         if step.name in done:
             continue
@@ -89,12 +90,13 @@ def go_through(
             continue
         row = without_folders(row, (bench.work, Path(sys.prefix), Path.home()))
         done[step.name] = row
+        num_new += 1
         log.add(piece, step.name, row)
         took = time.monotonic() - started
         bench.console.line(
             f"{piece.name}: {step.name}: {row.get('error') or row.get('outcome', 'done')} ({took:.0f} s)"
         )
-    return Progress(len(done), num_left)
+    return Progress(len(done), num_left, num_new)
 
 
 def without_folders(row: Row, folders: Sequence[Path]) -> Row:

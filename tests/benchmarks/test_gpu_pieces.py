@@ -1,6 +1,9 @@
 """Steps of the GPU benchmark are done once, within the minutes, and gone on with by the next call."""
 
 import io
+import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +15,7 @@ from on_gpu.pieces import Piece, Progress, Step, StepLog, go_through
 from launch.console import Console
 from launch.supervisor import StopKind, StopRequest
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 WORK = Path("/work/of/me")
 FOREVER = time.monotonic() + 3600
 
@@ -42,8 +46,8 @@ def piece(*names: str, version: int = 1, calls: list[str] | None = None, **steps
 def test_a_step_that_is_done_is_not_done_again(tmp_path: Path):
     calls: list[str] = []
     path = tmp_path / "steps.jsonl"
-    assert go_through(piece("a", calls=calls), bench(), StepLog(path), until_s=FOREVER) == Progress(1, 0)
-    assert go_through(piece("a", "b", calls=calls), bench(), StepLog(path), until_s=FOREVER) == Progress(2, 0)
+    assert go_through(piece("a", calls=calls), bench(), StepLog(path), until_s=FOREVER) == Progress(1, 0, 1)
+    assert go_through(piece("a", "b", calls=calls), bench(), StepLog(path), until_s=FOREVER) == Progress(2, 0, 1)
     assert calls == ["a", "b"]
     go_through(piece("a", "b", calls=calls), bench(), StepLog(path), until_s=FOREVER, is_again=True)
     assert calls == ["a", "b", "a", "b"]
@@ -69,7 +73,7 @@ def test_a_step_that_raises_is_a_row_with_its_error_and_the_others_go_on(tmp_pat
         raise ValueError("no such thing")
 
     log = StepLog(tmp_path / "steps.jsonl")
-    assert go_through(piece("a", "b", a=fail), bench(), log, until_s=FOREVER) == Progress(2, 0)
+    assert go_through(piece("a", "b", a=fail), bench(), log, until_s=FOREVER) == Progress(2, 0, 2)
     rows = log.rows(piece())
     assert rows == {"a": {"error": "ValueError: no such thing"}, "b": {"outcome": "ran"}}
 
@@ -100,6 +104,15 @@ def test_a_line_that_a_kill_cut_off_is_left_out(tmp_path: Path):
     go_through(piece("a"), bench(), StepLog(path), until_s=FOREVER)
     path.write_text(path.read_text() + '{"piece": "piece", "vers')
     assert set(StepLog(path).rows(piece())) == {"a"}
+
+
+def test_a_call_in_which_nothing_can_be_done_says_so_and_ends_the_loop(tmp_path: Path):
+    command = [sys.executable, BENCHMARKS / "gpu.py", "path", "--tiny", "--minutes", "0", "--out", tmp_path / "work"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert told.returncode == 1, told.stderr
+    assert "path: 0 steps done" in told.stdout and "fits into 0 minutes" in told.stdout
+    (kept,) = (tmp_path / "work").glob("cpu-rehearsal-*.json")
+    assert json.loads(kept.read_text())["pieces"]["path"] == {}
 
 
 def test_what_a_plan_said_of_the_fit_is_kept():
