@@ -56,6 +56,7 @@ def main() -> int:
     wanted = [piece for piece in PIECES if not options.piece or piece.name in options.piece]
     with stop.listening():
         out = options.out.absolute()
+        out.mkdir(parents=True, exist_ok=True)
         bench = Bench(out, is_tiny=options.tiny, console=console, stop=stop)
         log = StepLog(out / ("steps-tiny.jsonl" if bench.is_tiny else "steps.jsonl"))
         left = failed = new = 0
