@@ -119,7 +119,7 @@ uninstall() {
 run_tests() { # in two halves side by side: what computes, and what watches processes and clocks
     [ $# -eq 0 ] || exec "$bin/python" -m pytest -m "not long and not gpu" "$@"
     output=$(mktemp)
-    lone="tests/distributed tests/planning tests/simulation"
+    lone="tests/distributed tests/planning tests/simulation tests/runtime"
     # shellcheck disable=SC2086 # folders
     OMP_NUM_THREADS=1 nice -n 5 "$bin/python" -m pytest -m "not long and not gpu" $lone >"$output" 2>&1 &
     beside=$!

@@ -42,10 +42,10 @@ def buckets_of(plan: Plan) -> Buckets | None:
 
 
 def plan_of(sharding: Sharding, cache_dir: Path) -> Plan:
-    """Four steps, of which the third is measured."""
+    """Four steps, of which the third is measured, each after an evaluation, whose forward gathers for no backward."""
     plan = rank_plan(
         cache_dir, sharding, num_ranks=2, num_steps=4, sequences_per_step=2, micro_batch=1, accumulation=1,
-        model_config=FIELDS, loss=LossHead.CHUNKED, loss_chunk_tokens=CHUNK_TOKENS,
+        eval_every_steps=1, model_config=FIELDS, loss=LossHead.CHUNKED, loss_chunk_tokens=CHUNK_TOKENS,
     )  # fmt: skip
     chosen = replace(
         plan.chosen,

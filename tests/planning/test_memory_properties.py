@@ -16,6 +16,7 @@ from trainer.planning.memory.activations import block_activations
 from trainer.planning.memory.events import resident_bytes, step_events
 from trainer.planning.memory.recipe import dims_of, recipe_of
 from trainer.planning.memory.stacks import STACKS
+from trainer.planning.memory.state_tensors import LEAST_8BIT_ELEMENTS
 from trainer.planning.memory.states import States, model_states
 from trainer.planning.setting import RecipeChoices, Setting
 from trainer.spec.model_shape import ModelShape, read_model_shape
@@ -123,7 +124,9 @@ def test_more_ranks_never_need_more_weights_gradients_or_state_each(
     few, many = states_of(shape, chosen, device), states_of(shape, more, device)
     assert many.weights + many.master_weights <= few.weights + few.master_weights
     assert many.gradients <= few.gradients
-    assert many.optimizer_state <= few.optimizer_state
+    # A share of few elements is not paged, and below LEAST_8BIT_ELEMENTS not kept in 8 bit.
+    is_tiny = many.num_trained // more.num_ranks < LEAST_8BIT_ELEMENTS
+    assert is_tiny or many.optimizer_state + many.managed <= few.optimizer_state + few.managed
 
 
 @given(SHAPES, settings_of(), DEVICES, st.sampled_from([2, 8, 64]))
@@ -193,6 +196,8 @@ def test_any_rise_over_one_rank_is_a_buffer_with_a_name(shape: ModelShape, chose
     buffers = NAMED_BUFFERS | (
         HELD_AS_BUCKETS if strategy.sharding is Sharding.DDP or chosen.accumulation > 1 else set()
     )
+    if strategy.sharding.uses_deepspeed:  # its flat partition is one tensor, larger than any of the model
+        buffers = buffers | {"optimizer_temporaries"}
     for name, event in events_of(shape, sharded, device).items():
         if name == "block_backward_middle":  # a moment that only engines have; between the two others
             continue

@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime, timedelta
 
 from report_factory import make_report
 
 from trainer.runtime.metrics import MetricsFile, StepMetrics
-from trainer.runtime.report_writer import ReportWriter, run_paths, start_of_launch
+from trainer.runtime.report_writer import STATUS_INTERVAL_S, ReportWriter, run_paths, start_of_launch
 from trainer.spec import codec
 from trainer.spec.heartbeat import Heartbeat, read_heartbeat
 from trainer.spec.report import Report
@@ -69,6 +70,22 @@ def test_every_rank_gives_signs_of_life_counted_within_a_step(tmp_path):
         Heartbeat(step=4, count=2, phase="forward"),
         None,
     ]
+
+
+def test_the_status_is_renewed_when_the_phase_changes_or_half_a_second_has_passed(tmp_path):
+    paths = run_paths(attempt(tmp_path), started_at=NOW)
+    writer, told = ReportWriter(paths, rank=0), []
+    begin = time.monotonic()
+    while not told or told[-1] == {"phase": "training", "step": 1}:
+        assert time.monotonic() - begin < 10
+        writer.write_status("training", step=1 + (time.monotonic() - begin > STATUS_INTERVAL_S / 2))
+        told.append(json.loads((paths.attempt_dir / "status.json").read_text()))
+    assert told[-1] == {"phase": "training", "step": 2}
+    assert time.monotonic() - begin >= STATUS_INTERVAL_S
+    sign = read_heartbeat(paths.attempt_dir, 0)
+    assert sign is not None and sign.step == 2, "every call is a sign of life"
+    writer.write_status("evaluating", step=2)
+    assert json.loads((paths.attempt_dir / "status.json").read_text()) == {"phase": "evaluating", "step": 2}
 
 
 def test_a_status_that_cannot_be_written_ends_nothing(tmp_path):

@@ -177,7 +177,11 @@ def bucket_ladder(shape: ModelShape, strategy: Strategy) -> tuple[Buckets | None
 
 
 def _buckets(shape: ModelShape, strategy: Strategy, num_elements: int) -> Buckets:
-    """ZeRO-3 keeps at least the largest layer and the one it prefetches; more where the buckets are larger."""
+    """ZeRO-3 keeps at least the largest layer and the one it prefetches; more where the buckets are larger.
+
+    DeepSpeed allocates a bucket whole, however little there is to reduce.
+    """
+    num_elements = min(num_elements, shape.num_parameters)
     if not strategy.sharding.shards_weights:
         return Buckets(
             reduce_elements=num_elements,

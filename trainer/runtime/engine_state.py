@@ -64,6 +64,20 @@ def updated_parameters(engine: Any) -> list[nn.Parameter]:  # noqa: ANN401  # De
     return [parameter for _, group in updated_groups(engine) for parameter in group]
 
 
+def release_gathered(model: nn.Module) -> None:
+    """Frees the whole weights that a forward left for a backward, where none follows.
+
+    FSDP2 leaves its root, and under fsdp_grad_op every block. ZeRO-3 leaves what the next forward will use, up to
+    `stage3_max_reuse_distance`, and forgets that it counts to the limit of live parameters.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    zero: Any = model.optimizer if is_deepspeed(model) else None
+    if hasattr(zero, "empty_partition_cache"):  # ZeRO-3
+        zero.empty_partition_cache()
+
+
 def num_elements(parameter: Any) -> int:  # noqa: ANN401  # ZeRO-3 adds attributes to parameters
     """Elements of the whole parameter, however little of it is here."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from trainer.runtime.data import MicroBatch, TokenRows, eval_micro_batches
+from trainer.runtime.engine_state import release_gathered
 from trainer.runtime.loss import Answer
 from trainer.runtime.step import Means, Objective, Sums, Terms, forward
 from trainer.spec.plan import Plan
@@ -51,6 +52,7 @@ def evaluate(
         ):
             sums.add(objective(model, micro_batch, accelerator.device))
     model.train(was_training)
+    release_gathered(model)
     means = sums.means()
     return _of_pairs(means, step) if "reward_margin" in means.figures else _of_tokens(means, step, plan)
 

@@ -1,6 +1,6 @@
 """Where a rank writes what it has to say: status.json while it runs, report.json at the end.
 
-    attempts/N/status.json            phase and step, by rank 0, replaced atomically
+    attempts/N/status.json            phase and step, by rank 0, replaced atomically, at most twice a second in a phase
     attempts/N/heartbeats/rank-R      the last sign of life of each rank, overwritten in place
     attempts/N/report.json            by rank 0
     attempts/N/report-rank-R.json     by another rank that failed or ran out of memory; each has a file of its own
@@ -12,6 +12,7 @@ overwritten.
 
 import json
 import os
+import time
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +23,7 @@ from trainer.spec.heartbeat import HEARTBEAT_BYTES, Heartbeat, encode_heartbeat,
 from trainer.spec.report import Report
 from trainer.spec.value import Value
 
+STATUS_INTERVAL_S = 0.5
 _REPORTED_PACKAGES = ("shardwise", "torch", "accelerate", "transformers", "deepspeed", "safetensors")
 
 
@@ -70,15 +72,19 @@ class ReportWriter:
         self._rank = rank
         self.attempt_dir, self.rank = paths.attempt_dir, rank
         self._num_beats, self._step = 0, 0
+        self._phase, self._told_at = "", 0.0  # what status.json says, and since when
         self._heartbeat: int | None = None  # a descriptor, open while the process lives
 
     def write_status(self, phase: str, *, step: int = 0) -> None:
         """Tells a watcher what is going on: rank 0 speaks for all, and each rank gives a sign of life.
 
+        A file that is replaced costs more than a short step may: while a phase lasts, it is every half second.
         A disk that is full is no reason to end: whoever watches sees the last status that could be written.
         """
         self.beat(phase, step=step)
-        if self._rank == 0:
+        now = time.monotonic()
+        if self._rank == 0 and (phase != self._phase or now - self._told_at >= STATUS_INTERVAL_S):
+            self._phase, self._told_at = phase, now
             status = {"phase": phase, "step": step}
             with suppress(OSError):
                 codec.write_bytes(self._paths.attempt_dir / "status.json", json.dumps(status).encode())

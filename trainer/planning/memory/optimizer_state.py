@@ -10,9 +10,10 @@ Temporaries of the step: `adamw` (foreach) takes the square root of every second
 `adamw_fused` none; the others work tensor by tensor, and take so many copies of the largest: Adafactor two, and two
 more in 16 bit; Lion two; Muon three of a matrix, with foreach AdamW for what is none; GaLore two of the embedding,
 which is not projected, and whenever it looks for a new projector it decomposes one fp32 gradient at a time
-(torch.linalg.svd of galore_torch). bitsandbytes updates 8-bit state in one kernel, on a CPU in plain torch; LAMB needs
-a scratch tensor beside it. torchao works on fp32 copies of one tensor's weight and state. Paged state is bitsandbytes'
-in every stack: torchao pages none. transformers' Trainer keeps the embedding's state in fp32.
+(torch.linalg.svd of galore_torch). DeepSpeed hands its optimizer one flat partition, which is the largest tensor
+then. bitsandbytes updates 8-bit state in one kernel, on a CPU in plain torch; LAMB needs a scratch tensor beside it.
+torchao works on fp32 copies of one tensor's weight and state. Paged state is bitsandbytes' in every stack: torchao
+pages none. transformers' Trainer keeps the embedding's state in fp32.
 """
 
 from trainer.planning.memory.recipe import Dims, Recipe
@@ -58,7 +59,7 @@ def optimizer_bytes(setting: Setting, recipe: Recipe, dims: Dims, *, num_trained
             optimizer,
             recipe,
             num_trained,
-            tensors.largest_8bit if _is_8bit(optimizer) else min(num_trained, dims.largest_tensor),
+            _largest(optimizer, recipe, dims, tensors, num_trained=num_trained),
         ),
         table_temporaries=recipe.trained_bytes * table
         if optimizer is Optimizer.MUON
@@ -67,6 +68,13 @@ def optimizer_bytes(setting: Setting, recipe: Recipe, dims: Dims, *, num_trained
         if optimizer in _PAGED
         else 0,
     )
+
+
+def _largest(optimizer: Optimizer, recipe: Recipe, dims: Dims, tensors: StateTensors, *, num_trained: int) -> int:
+    """Elements of what is updated at once, over all ranks; of a flat partition all, where the memory bears it."""
+    if recipe.uses_deepspeed:
+        return num_trained
+    return tensors.largest_8bit if _is_8bit(optimizer) else min(num_trained, dims.largest_tensor)
 
 
 def _is_8bit(optimizer: Optimizer) -> bool:

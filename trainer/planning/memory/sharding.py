@@ -69,7 +69,7 @@ def sharding_memory(setting: Setting, recipe: Recipe, dims: Dims) -> ShardingMem
         return _zero3(setting, recipe, dims)
     if recipe.uses_deepspeed:
         buckets = setting.buckets or default_buckets(dims)
-        elements = min(buckets.reduce_elements, dims.parameters)
+        elements = buckets.reduce_elements
         to_fp32 = 4 * elements if recipe.compute_bytes != 4 else 0
         largest = recipe.compute_bytes * dims.largest_tensor  # one gradient being copied into a bucket
         if setting.strategy.offload is not Offload.NONE:

@@ -72,8 +72,9 @@ def model_states(setting: Setting, recipe: Recipe, dims: Dims) -> States:
     if recipe.uses_fsdp and not recipe.is_frozen and not recipe.stack.uses_fsdp1:
         held = largest_shard(dims, degree)
         weights, gradients = recipe.weight_bytes * held, width * held
-        state, temporaries = (-(-num_bytes * held // trained) for num_bytes in (optimizer.state, optimizer.temporaries))
-        managed = 0  # bitsandbytes takes no sharded tensors
+        whole = (optimizer.state, optimizer.temporaries, optimizer.paged if recipe.is_cuda else 0)
+        state, temporaries, managed = (-(-num_bytes * held // trained) for num_bytes in whole)
+        state -= managed
     if offload is Offload.NONE:
         return States(
             num_trained=trained,
