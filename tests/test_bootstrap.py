@@ -114,7 +114,7 @@ def test_both_parts_of_the_tests_run_and_either_failure_is_one(project: Path, fa
     python.write_text(f'#!/bin/sh\necho "ran $@"\ncase "$*" in *{fails}*) exit 1 ;; esac\n')
     answer = run(project, "test", bare_path(project))
     ran = [line for line in answer.stdout.splitlines() if line.startswith("ran -m pytest")]
-    folders = ("tests/distributed", "tests/planning", "tests/simulation")
+    folders = ("tests/distributed", "tests/planning", "tests/simulation", "tests/runtime")
     assert len(ran) == 2
     assert all(f"--ignore={folder} " in f"{ran[0]} " and ran[1].endswith(" ".join(folders)) for folder in folders)
     assert answer.returncode == (0 if fails == "none" else 1)
