@@ -55,7 +55,7 @@ def tables(rows: Mapping[str, Row]) -> dict[str, str]:
         "### Every case\n\nA cell is predicted / measured, and the error; the largest errors of the peak come first.\n",
         markdown_table(_CASE_HEAD, [_case_cells(row) for row in sorted(cases, key=_badness)]),
         _broken(rows, cases),
-        _caps_table(caps),
+        _caps_table(caps, is_tiny=is_rehearsal(rows)),
         answers(rows),
     ]
     return {"prediction": "\n".join(part for part in parts if part)}
@@ -180,13 +180,18 @@ def _broken(rows: Mapping[str, Row], cases: Sequence[CaseRow]) -> str:
     return "Not run:\n\n" + "".join(f"{line}\n" for line in lines) if lines else ""
 
 
-def _caps_table(caps: Mapping[str, Sequence[CapRow]]) -> str:
+def _caps_table(caps: Mapping[str, Sequence[CapRow]], *, is_tiny: bool) -> str:
     if not caps:
         return ""
+    on_cpu = (
+        "A CPU's cap is on the data of a process, so it also meets what PEFT, bitsandbytes, GaLore and DeepSpeed load "
+        "after it was set: where no card is named, that alone was more than a model of some MiB leaves.\n"
+    )
     words = (
         "### The smallest card\n\nThe allocator is held to ever less, beginning with what the plan asks for; a card is "
         "the cap and the context that the plan counts. What a plan asks for beyond the smallest card is its margin.\n"
     )
+    words += on_cpu if is_tiny else ""
     return f"{words}\n{markdown_table(_CAP_HEAD, [_cap_cells(name, runs) for name, runs in caps.items()])}"
 
 
