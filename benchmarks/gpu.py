@@ -112,7 +112,9 @@ def _results_path(bench: Bench) -> Path:
 
 
 def _device_slug(bench: Bench) -> str:
-    return "cpu-rehearsal" if bench.is_tiny else re.sub(r"[^a-z0-9]+", "-", bench.device_name.lower()).strip("-")
+    """A rehearsal is told by the widest instructions of its CPU, which decide how products are computed."""
+    name = " ".join(("cpu rehearsal", *bench.hardware.host.cpu_flags[-1:])) if bench.is_tiny else bench.device_name
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def _options() -> argparse.Namespace:

@@ -68,8 +68,9 @@ def _introduction(cases: Sequence[CaseRow], *, is_tiny: bool) -> str:
         where = (
             f"**A rehearsal on a CPU** ({device}) with tiny models and short rows: it proves the script, and that the "
             "bytes which the planner counts are those that a process allocates. A CPU has neither reserved nor device "
-            "bytes, what is offloaded stays in the memory that it left, and steps of milliseconds on a busy machine "
-            "say nothing of the speed of anything."
+            "bytes, what is offloaded stays in the memory that it left, and steps of milliseconds say little of the "
+            "speed of anything. Where a CPU multiplies in bf16 itself (avx512_bf16, AMX), its peaks hold the working "
+            "space of a product too, which no plan counts: 50 KiB to some MiB, which only models this small feel."
         )
     else:
         where = f"Measured on {device}."

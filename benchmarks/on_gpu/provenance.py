@@ -27,7 +27,8 @@ def provenance_table(bench: Bench, rows: Mapping[str, Mapping[str, Row]]) -> str
 def _machine_lines(bench: Bench) -> list[tuple[str, str]]:
     gpus, host = bench.hardware.gpus, bench.hardware.host
     ram = "RAM unknown" if host.ram_bytes is None else f"{format_bytes(host.ram_bytes)} of RAM"
-    lines = [("host", f"{host.cpu_name or 'CPU'}, {host.num_cores or '?'} cores, {ram}")]
+    words = [host.cpu_name or "CPU", *host.cpu_flags[-1:], f"{host.num_cores or '?'} cores", ram]
+    lines = [("host", ", ".join(words))]
     if gpus:
         memory = format_bytes(gpus[0].memory_bytes)
         lines.insert(0, ("device", f"{gpus[0].name}, {memory}, driver {gpus[0].driver or 'unknown'}"))

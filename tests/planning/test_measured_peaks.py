@@ -1,7 +1,8 @@
 """Today's planner beside peaks that were measured before: each line of tests/calibration/ is predicted again.
 
 Nothing runs, and torch is not needed: a line holds the job, the machine and what the run came to
-(`benchmarks/gpu.py --write`). A file of a rehearsal is of tiny models on a CPU, where a peak is what a profile adds up.
+(`benchmarks/gpu.py --write`). A file of a rehearsal is of tiny models on a CPU, where a peak is what a profile adds up;
+with avx512_bf16 that has oneDNN's working space in it, 50 to 200 KiB of peaks of 1 to 4 MiB.
 """
 
 import subprocess
@@ -33,6 +34,7 @@ class Bounds(NamedTuple):
 
 PEAK_ON_GPU, STEADY_ON_GPU = Bounds(0.03, 0.08), Bounds(0.01, 0.05)
 PEAK_IN_REHEARSAL, STEADY_IN_REHEARSAL = Bounds(0.005, 0.05), Bounds(0.002, 0.02)
+PEAK_WITH_WORKING_SPACE = Bounds(0.01, 0.08)
 
 
 @pytest.fixture(scope="module", params=FILES, ids=lambda path: path.stem)
@@ -60,9 +62,14 @@ def breaches(found: dict[str, float], bounds: Bounds) -> str:
     return f"median {median:.2%} of {bounds.median:.1%}, 95th percentile {p95:.2%} of {bounds.p95:.1%}: {names}"
 
 
+def peak_bounds(peak: Peak) -> Bounds:
+    if not peak.is_rehearsal:
+        return PEAK_ON_GPU
+    return PEAK_WITH_WORKING_SPACE if "avx512_bf16" in peak.hardware.host.cpu_flags else PEAK_IN_REHEARSAL
+
+
 def test_peaks_are_predicted_as_they_were_measured(peaks: tuple[Peak, ...], tmp_path: Path):
-    bounds = PEAK_IN_REHEARSAL if peaks[0].is_rehearsal else PEAK_ON_GPU
-    assert breaches(errors(peaks, "peak_allocated_bytes", tmp_path), bounds) == ""
+    assert breaches(errors(peaks, "peak_allocated_bytes", tmp_path), peak_bounds(peaks[0])) == ""
 
 
 def test_what_stays_between_steps_is_predicted_as_it_was_measured(peaks: tuple[Peak, ...], tmp_path: Path):
