@@ -12,10 +12,11 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, modeling_utils
 
 from trainer.runtime.adapters import ALL_LINEAR, TRANSPOSED, adapted_layers, peft_config, peft_key
 from trainer.runtime.chat_template import load_chat_template, write_chat_template
@@ -78,8 +79,24 @@ def staged(out: Path) -> Iterator[Path]:
 def save_model(model: PreTrainedModel, folder: Path, *, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
     """Weights, config and generation settings, as transformers writes them."""
     use_cache, model.config.use_cache = model.config.use_cache, True
-    model.save_pretrained(folder, state_dict=None if state_dict is None else dict(state_dict))
+    with _taken_as_it_is():
+        model.save_pretrained(folder, state_dict=None if state_dict is None else dict(state_dict))
     model.config.use_cache = use_cache
+
+
+@contextmanager
+def _taken_as_it_is() -> Iterator[None]:
+    """Keeps `save_pretrained` from loading DeepSpeed to ask whether the model that saves itself is its engine (W58)."""
+    unwrap = modeling_utils.unwrap_model
+    modeling_utils.unwrap_model = cast(Any, _itself)  # it is overloaded
+    try:
+        yield
+    finally:
+        modeling_utils.unwrap_model = unwrap
+
+
+def _itself(model: PreTrainedModel) -> PreTrainedModel:
+    return model
 
 
 def save_adapters(weights: Mapping[str, torch.Tensor], plan: Plan, folder: Path, *, hides_paths: bool = False) -> None:

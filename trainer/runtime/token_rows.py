@@ -78,7 +78,7 @@ class TokenRows:
         num_bytes = -(-layout.num_tokens // 8)
         learned = _mapped(cache_dir / "learned.bin", np.dtype(np.uint8), num_bytes) if layout.is_masked else None
         try:
-            rows = np.load(cache_dir / f"{split}_rows.npy", mmap_mode="r", allow_pickle=False)
+            rows = np.asarray(np.load(cache_dir / f"{split}_rows.npy", mmap_mode="r", allow_pickle=False))
         except (OSError, ValueError) as error:
             raise EnvironmentFaultError(f"{cache_dir}: is damaged ({error}); delete it and start again") from error
         return cls(tokens, rows, layout, starts, learned)
@@ -165,7 +165,7 @@ def _mapped(path: Path, dtype: np.dtype[Any], num_elements: int) -> NDArray[Any]
         raise EnvironmentFaultError(
             f"{path}: has {found_bytes} bytes, {expected_bytes} were written; delete {path.parent} and start again"
         )
-    return np.memmap(path, dtype=dtype, mode="r") if num_elements else np.zeros(0, dtype)
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r")) if num_elements else np.zeros(0, dtype)
 
 
 def padded_width(lengths: Sequence[int], *, seq_len: int) -> int:
