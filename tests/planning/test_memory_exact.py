@@ -232,8 +232,8 @@ def test_galore_around_adafactor_keeps_rows_and_columns_of_what_is_projected() -
     assert in_16_bit.optimizer_temporaries == 4 * 4 * V * H  # of the embedding, which is not projected
 
 
-# Between steps and in the optimizer's: (row of 8 ranks, bytes). DeepSpeed copies its partition of the gradients into one
-# flat tensor of the masters' type (0.19.8, `step` of stage_1_and_2.py, `_prepare_fp32_grad_for_sub_group` of stage3.py).
+# Above what stays between steps: (row of 8 ranks, bytes). DeepSpeed copies its partition of the gradients into one flat
+# tensor of the masters' type (0.19.8: `step` of stage_1_and_2.py, `_prepare_fp32_grad_for_sub_group` of stage3.py).
 OPTIMIZER_STEPS = [
     ("ddp", 0),  # gradients are the buckets, which stay
     ("zero1", 2 * P + 4 * P / 8),
