@@ -45,7 +45,7 @@ class Case(NamedTuple):
     sharding: Sharding = Sharding.NONE
 
 
-# Rows in 16 bit are short: a CPU without bf16 takes twenty times as long for a product, and `this_cpu` says which it is.
+# Rows in 16 bit are short: a CPU without bf16 takes twenty times as long for a product.
 CASES = [
     Case(),
     Case(micro_batch=16, checkpointing=FULL),

@@ -25,7 +25,8 @@ HEAD_DIM, TOKENS = HIDDEN // HEADS, MICRO_BATCH * SEQ_LEN
 LLAMA = config(VOCAB, HIDDEN, FFN, LAYERS, HEADS, 2, is_tied=True, max_position_embeddings=512)
 NEOX = {
     "model_type": "gpt_neox", "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": FFN,
-    "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "tie_word_embeddings": True, "max_position_embeddings": 512,
+    "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "tie_word_embeddings": True,
+    "max_position_embeddings": 512,
 }  # fmt: skip
 FALCON = {
     "model_type": "falcon", "vocab_size": VOCAB, "hidden_size": HIDDEN, "ffn_hidden_size": FFN,
@@ -33,8 +34,8 @@ FALCON = {
     "parallel_attn": True, "bias": False, "alibi": False, "hidden_dropout": 0.0, "attention_dropout": 0.0,
 }  # fmt: skip
 MPT = {
-    "model_type": "mpt", "vocab_size": VOCAB, "d_model": HIDDEN, "n_heads": HEADS, "n_layers": LAYERS, "max_seq_len": 512,
-    "no_bias": True, "attn_config": {"attn_type": "multihead_attention", "alibi": True},
+    "model_type": "mpt", "vocab_size": VOCAB, "d_model": HIDDEN, "n_heads": HEADS, "n_layers": LAYERS,
+    "max_seq_len": 512, "no_bias": True, "attn_config": {"attn_type": "multihead_attention", "alibi": True},
 }  # fmt: skip
 POSITIONS = 8 * TOKENS
 COSINES = 2 * 4 * (TOKENS - SEQ_LEN) * HEAD_DIM  # of each row, rather than of one

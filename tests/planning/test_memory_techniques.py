@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from estimate_factory import config, this_cpu, setting, shape_of
+from estimate_factory import config, setting, shape_of, this_cpu
 from msgspec.structs import replace
 from rank_factory import rank_plan
 
