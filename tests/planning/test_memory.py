@@ -12,9 +12,11 @@ from estimate_factory import (
     MISTRAL_7B,
     QWEN_HALF_B,
     TINY,
+    config,
     cpu,
     gpu,
     setting,
+    shape_of,
 )
 from msgspec.structs import replace
 
@@ -440,3 +442,18 @@ def test_a_cpu_keeps_a_margin_for_workspaces_and_the_process() -> None:
     found = estimate_memory(TINY, setting(precision=FP32), cpu())
     assert found.need_bytes == pytest.approx(1.05 * found.peak_allocated_bytes + cpu().context_bytes, abs=2)
     assert found.peak_reserved_bytes == found.peak_allocated_bytes
+
+
+def test_bf16_products_take_fp32_sums_where_the_cpu_has_no_bf16():
+    """oneDNN's fp32 kernels: 4 bytes a logit beside the logits, where those of a slice stood otherwise."""
+    shape = shape_of(config(32000, 256, 688, 4, 8, 4))
+    rows = {"loss": LossHead.FUSED, "checkpointing": FULL, "micro_batch": 8, "seq_len": 512}
+
+    def found(precision: Precision, *flags: str) -> MemoryEstimate:
+        return estimate_memory(shape, setting(precision=precision, **rows), cpu(flags=flags))
+
+    native, apart = found(BF16, "avx512f", "avx512_bf16"), found(BF16, "avx512f")
+    assert (native.peak_event, apart.peak_event) == ("forward_end", "forward_end")
+    assert apart.peak_allocated_bytes - native.peak_allocated_bytes == 4 * 32000 * (8 * 512 - 256)
+    for other in (FP32, Precision.FP16_MIXED):
+        assert found(other, "avx512f") == found(other)
