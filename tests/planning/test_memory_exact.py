@@ -232,6 +232,32 @@ def test_galore_around_adafactor_keeps_rows_and_columns_of_what_is_projected() -
     assert in_16_bit.optimizer_temporaries == 4 * 4 * V * H  # of the embedding, which is not projected
 
 
+# Above what stays between steps: (row of 8 ranks, bytes). DeepSpeed copies its partition of the gradients into one flat
+# tensor of the masters' type (0.19.8: `step` of stage_1_and_2.py, `_prepare_fp32_grad_for_sub_group` of stage3.py).
+OPTIMIZER_STEPS = [
+    ("ddp", 0),  # gradients are the buckets, which stay
+    ("zero1", 2 * P + 4 * P / 8),
+    ("zero2", 2 * P / 8 + 4 * P / 8),
+    ("zero3", 4 * P / 8),  # gradients are a buffer that stays
+    ("lora zero3", 4 * A / 8),
+    ("zero2 optimizer", 0),  # on the host
+    ("fsdp", 4 * P / 8),
+    ("fsdp bf16", 2 * P / 8),
+]
+
+
+@pytest.mark.parametrize(("name", "num_bytes"), OPTIMIZER_STEPS)
+def test_what_the_optimizers_step_holds_above_what_stays(name: str, num_bytes: float) -> None:
+    found = estimate_memory(LLAMA_8B, chosen_of(ROWS[name]), gpu())
+    assert found.events["optimizer_step"] - found.steady_allocated_bytes == pytest.approx(num_bytes, abs=3)
+
+
+def test_the_copy_of_the_gradients_is_in_the_peak_where_that_is_the_optimizers_step() -> None:
+    found = estimate_memory(LLAMA_8B, chosen_of(ROWS["zero1"]), gpu())
+    assert found.peak_event == "optimizer_step"
+    assert found.peak_allocated_bytes == pytest.approx((2 + 8 / 8 + 4 / 8 + 2 + 4 / 8) * P + CUBLAS_BYTES, abs=3)
+
+
 @pytest.mark.parametrize(
     "more",
     [
