@@ -145,7 +145,7 @@ def _run(options: argparse.Namespace, root: Path, faults: Sequence[Fault], place
     )
     is_enough = counts["caught"] >= LEAST_CAUGHT * len(results) and not counts["broken"]
     if options.outcome is not None:
-        _write_outcome(options.outcome, root, faults, results, baseline=baseline, seconds=seconds)
+        _write_outcome(options.outcome, faults, results, baseline=baseline, seconds=seconds)
     return 0 if is_enough else 1
 
 
@@ -361,13 +361,12 @@ def _outcome(folder: Path) -> tuple[str, str]:
 
 
 def _write_outcome(
-    path: Path, root: Path, faults: Sequence[Fault], results: dict[str, Result], *, baseline: dict[str, Result],
-    seconds: float,
-) -> None:  # fmt: skip
+    path: Path, faults: Sequence[Fault], results: dict[str, Result], *, baseline: dict[str, Result], seconds: float
+) -> None:
     counts = Counter(result.outcome for result in results.values())
     content = {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        **_facts(root),
+        **_facts(),
         "seconds": round(seconds),
         "cpu_seconds": round(sum(each.cpu_seconds for each in (*baseline.values(), *results.values()))),
         **{name: counts[name] for name in ("caught", "survived", "broken")},
@@ -380,9 +379,9 @@ def _write_outcome(
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _facts(root: Path) -> dict[str, Any]:
+def _facts() -> dict[str, Any]:
     """Versions and machine as in the outcome of tests; imported after the last fork, as it imports the product."""
-    sys.path[:0] = [str(root), str(root / "tests" / "factories")]
+    sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / "factories")]
     outcome_file = importlib.import_module("outcome_file")
     return {"versions": outcome_file._versions(), "machine": outcome_file._machine()}
 
