@@ -122,6 +122,7 @@ def test_a_resumed_run_goes_on_counting(stalled, tmp_path, cache_dir):
     ending, resumed = run(tmp_path, replace(stopping(diverging(cache_dir)), resume=True), number=2)
     assert ending is Ending.FINISHED and resumed.step == whole.step
     assert [done.loss for done in resumed.evaluations] == [done.loss for done in whole.evaluations]
+    assert resumed.tokens_seen == whole.tokens_seen
     assert all(torch.equal(exported(tmp_path)[name], value) for name, value in exported(whole_dir).items())
     ending, again = run(tmp_path, replace(stopping(diverging(cache_dir)), resume=True), number=3)
     assert (ending, again.step, again.resumed_from_step) == (Ending.FINISHED, whole.step, whole.step), (
