@@ -196,25 +196,25 @@ def test_a_named_template_renders_as_the_models_own(name, conversation):
 
 REFUSED = [
     ("mistral", [user("a"), user("b")], "message 2 is of user"),
-    ("mistral", [assistant("a")], "mistral holds turns of user and assistant in turn; message 1 is of assistant"),
+    ("mistral", [assistant("a")], "message 1 is of assistant"),
     ("mistral", [user("a"), system("b")], "message 2 is of system"),
-    ("llama2", [user("a"), user("b")], "llama2 holds turns of user and assistant in turn"),
-    ("gemma", [system("a"), user("b")], "gemma has no system message; gemma3 puts it before the first user text"),
-    ("gemma", [user("a"), user("b")], "gemma holds turns of user and assistant in turn; message 2 is of user"),
+    ("llama2", [user("a"), user("b")], "message 2 is of user"),
+    ("gemma", [system("a"), user("b")], "system.*gemma3"),
+    ("gemma", [user("a"), user("b")], "message 2 is of user"),
     ("gemma3", [system("s"), assistant("b")], "message 2 is of assistant"),
-    ("alpaca", [system("a"), user("b")], "alpaca holds one instruction of the user and one response"),
-    ("alpaca", EXCHANGES, "alpaca holds one instruction of the user and one response"),
-    ("phi3", [{"role": "critic", "content": "a"}], "phi3 knows the roles system, user and assistant"),
-    ("qwen", [{"role": "critic", "content": "a"}], "qwen knows the roles system, user, assistant and tool, not critic"),
-    ("zephyr", CONVERSATIONS["tools"], "and no tools"),
-    ("chatml", CONVERSATIONS["tools"], "chatml has no place for tools"),
-    ("llama3", CONVERSATIONS["tools"], "llama3 has no place for tools"),
+    ("alpaca", [system("a"), user("b")], "one instruction.*one response"),
+    ("alpaca", EXCHANGES, "one instruction.*one response"),
+    ("phi3", [{"role": "critic", "content": "a"}], "system, user and assistant"),
+    ("qwen", [{"role": "critic", "content": "a"}], "system, user, assistant and tool, not critic"),
+    ("zephyr", CONVERSATIONS["tools"], "tools"),
+    ("chatml", CONVERSATIONS["tools"], "tools"),
+    ("llama3", CONVERSATIONS["tools"], "tools"),
 ]
 
 
-@pytest.mark.parametrize(("name", "messages", "reason"), REFUSED)
-def test_what_a_format_cannot_hold_is_refused_with_the_reason(name, messages, reason):
-    with pytest.raises(TemplateRefusalError, match=f"the chat template refuses it: .*{reason}"):
+@pytest.mark.parametrize(("name", "messages", "fact"), REFUSED)
+def test_what_a_format_cannot_hold_is_refused_with_the_reason(name, messages, fact):
+    with pytest.raises(TemplateRefusalError, match=rf"\b{name}\b.*{fact}"):
         named(name).render(messages)
 
 
@@ -253,12 +253,12 @@ def test_marks_inside_a_macro_are_where_the_text_is():
 
 def test_one_mark_inside_another_is_refused():
     source = "{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}"
-    with pytest.raises(TemplateRefusalError, match="one generation block inside another"):
+    with pytest.raises(TemplateRefusalError, match="generation"):
         ChatTemplate(source, TOKENS).render(EXCHANGES)
 
 
 def test_a_template_that_jinja2_does_not_read_is_an_input_error():
-    with pytest.raises(InputError, match="jinja2 does not read the template: line 2: Encountered unknown tag 'genera'"):
+    with pytest.raises(InputError, match=r"line 2: .*'genera'"):
         ChatTemplate("a\n{% genera %}", TOKENS)
 
 
@@ -314,13 +314,13 @@ def test_a_job_may_name_a_file(folder, tmp_path):
 
 def test_an_unknown_name_is_answered_with_all_that_are_known(folder):
     put(folder, chat_template=[{"name": "default", "template": "a"}, {"name": "rag", "template": "b"}])
-    with pytest.raises(InputError, match=r"lama3 is no file and no template by that name;\nthere are alpaca, .*rag"):
+    with pytest.raises(InputError, match=r"lama3\b(?s:.*)\balpaca, .*rag"):
         load_chat_template("lama3", folder)
 
 
 def test_a_template_of_another_type_is_an_input_error(folder):
     put(folder, chat_template=[{"name": "default"}])
-    with pytest.raises(InputError, match="its chat_template cannot be read"):
+    with pytest.raises(InputError, match="chat_template"):
         load_chat_template(None, folder)
 
 

@@ -132,7 +132,7 @@ def test_width_is_a_multiple_of_eight_but_not_above_seq_len(tmp_path, lengths, s
 
 
 def test_more_sequences_than_the_ranks_take_are_refused(rows):
-    with pytest.raises(ValueError, match="9 sequences a step; 2 ranks x 2 x 2 take 8"):
+    with pytest.raises(ValueError, match=r"9 .* 2 x 2 .*8"):
         step_micro_batches(
             rows, step=0, seed=0, sequences_per_step=9, rank=0, num_ranks=2, micro_batch=2, accumulation=2
         )
@@ -406,7 +406,7 @@ def test_starts_that_are_cut_short_or_gone_are_an_environment_fault(tmp_path):
     with pytest.raises(EnvironmentFaultError, match="damaged"):
         TokenRows.open(tmp_path, "train")
     (tmp_path / "starts.bin").write_bytes(np.array([0], "<i8").tobytes())
-    with pytest.raises(EnvironmentFaultError, match=r"starts\.bin: has 8 bytes, 16 were written; delete"):
+    with pytest.raises(EnvironmentFaultError, match=r"starts\.bin: .*8 bytes, 16 .*delete"):
         TokenRows.open(tmp_path, "train")
 
 
@@ -420,7 +420,7 @@ def test_a_truncated_cache_is_an_environment_fault_that_names_it(tmp_path):
     rows_of_lengths(tmp_path, (4, 4))
     tokens = tmp_path / "tokens.bin"
     tokens.write_bytes(tokens.read_bytes()[:-2])
-    with pytest.raises(EnvironmentFaultError, match=r"tokens\.bin: has 14 bytes, 16 were written; delete"):
+    with pytest.raises(EnvironmentFaultError, match=r"tokens\.bin: .*14 bytes, 16 .*delete"):
         TokenRows.open(tmp_path, "train")
 
 

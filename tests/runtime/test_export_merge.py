@@ -8,7 +8,6 @@ import torch
 from engine_plan_factory import TINY_LLAMA
 from export_factory import LORA, TINY_GPT2, run_of, save_run, write_base
 from msgspec.structs import replace
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -143,6 +142,8 @@ def test_qlora_is_merged_into_the_4_bit_weights_that_it_was_trained_beside(kind,
     assert relative_difference(expected, plain_logits(tmp_path / "out")) < SAME
     export_run(run_dir, tmp_path / "adapters", Wish())
     original = AutoModelForCausalLM.from_pretrained(bases("llama", torch.bfloat16), dtype=torch.float32)
+    from peft import PeftModel
+
     elsewhere = PeftModel.from_pretrained(original, tmp_path / "adapters").merge_and_unload()
     assert relative_difference(expected, logits_of(elsewhere, IDS)) > 1e-2
 
@@ -161,7 +162,7 @@ def test_adapters_of_a_base_that_was_made_up_are_merged_into_it_and_not_compared
     expected = logits_of(trained_model(run_dir, plan), IDS)
     assert relative_difference(expected, plain_logits(tmp_path / "out")) < SAME
     done = export_run(run_dir, tmp_path / "adapters", Wish())
-    assert done.checks == () and "not compared" in done.notes[0] and "--merge" in done.notes[0]
+    assert done.checks == () and "--merge" in done.notes[0]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(None, SAME), (torch.bfloat16, ROUNDED[torch.bfloat16])])
@@ -183,33 +184,31 @@ def test_which_checkpoint_is_exported_can_be_said_and_a_better_one_is_named(base
         export_run(run_dir, tmp_path / each, Wish(checkpoint=each)) for each in ("last", "best", "step-4")
     )
     assert [each.checkpoint.step for each in (last, best, named)] == [6, 2, 4]
-    assert last.notes == ("step 2 scored better on the held-out rows (1.0000, the last 1.5000): --checkpoint best",)
+    (note,) = last.notes
+    assert all(fact in note for fact in ("step 2", "1.0000", "1.5000", "--checkpoint best"))
     eager = replace(plan, job=replace(plan.job, eval=replace(plan.job.eval, early_stop=2)))
     codec.write(run_dir / "attempts" / "1" / "plan.json", eager)
     assert export_run(run_dir, tmp_path / "early", Wish()).checkpoint.step == 2, "as a run that stops early does"
-    assert "exported at step 2" in (tmp_path / "best" / "README.md").read_text()
-    for wanted, words in (
-        ("step-5", "no checkpoint of step 5; it has step-2, step-4, step-6"),
-        ("newest", "is none of last, best and step-N"),
-    ):
-        with pytest.raises(InputError, match=words):
+    assert "step 2" in (tmp_path / "best" / "README.md").read_text()
+    for wanted, fact in (("step-5", "step 5.* step-2, step-4, step-6"), ("newest", "newest .*last, best and step-N")):
+        with pytest.raises(InputError, match=fact):
             export_run(run_dir, tmp_path / "none", Wish(checkpoint=wanted))
 
 
 @pytest.mark.parametrize(
-    ("method", "wish", "words"),
+    ("method", "wish", "fact"),
     [
-        (Method.FULL, MERGE, "no adapters to merge"),
-        (Method.LORA, Wish(format="onnx"), "add --merge"),
-        (Method.LORA, Wish(dtype=torch.bfloat16), "in the type they were trained in"),
-        (Method.FULL, Wish(format="onnx", dtype=torch.bfloat16), "no bf16 kernels"),
+        (Method.FULL, MERGE, "--merge: full"),
+        (Method.LORA, Wish(format="onnx"), r"--format onnx.*--merge"),
+        (Method.LORA, Wish(dtype=torch.bfloat16), r"--dtype: .*--merge"),
+        (Method.FULL, Wish(format="onnx", dtype=torch.bfloat16), "--format onnx: .*bf16"),
     ],
 )
-def test_a_wish_that_does_not_go_with_the_run_is_refused_before_anything_is_built(method, wish, words, tmp_path):
+def test_a_wish_that_does_not_go_with_the_run_is_refused_before_anything_is_built(method, wish, fact, tmp_path):
     run_dir = tmp_path / "run"
     (run_dir / "attempts").mkdir(parents=True)
     codec.write(run_dir / "plan.json", run_of(None, method))
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=fact):
         export_run(run_dir, tmp_path / "out", wish)
 
 
@@ -218,7 +217,7 @@ def test_adapters_whose_base_is_gone_are_exported_only_unchecked(bases, tmp_path
     run_dir = save_run(tmp_path / "run", plan)
     (run_dir / "attempts" / "2").mkdir()
     codec.write(run_dir / "attempts" / "2" / "plan.json", replace(plan, model_path=str(tmp_path / "gone")))
-    with pytest.raises(InputError, match=r"is not there any more; put it back, or export .* with --no-check"):
+    with pytest.raises(InputError, match=r"/gone: (?s:.*)--no-check"):
         export_run(run_dir, tmp_path / "out", Wish())
     export_run(run_dir, tmp_path / "out", Wish(checks=False))
     assert "## Checks" not in (tmp_path / "out" / "README.md").read_text()
@@ -240,7 +239,7 @@ def test_a_folder_of_other_weights_gives_other_logits(method, bases, tmp_path):
         if method is Method.FULL
         else reloaded_adapter_logits(tmp_path / "out", bases("llama"), IDS, dtype=torch.float32, is_quantised=False)
     )
-    with pytest.raises(EnvironmentFaultError, match=r"logits differ by .* 1e-05 is allowed; nothing was exported"):
+    with pytest.raises(EnvironmentFaultError, match=r"logits differ by .* 1e-05\b"):
         check_logits(expected, found, tolerance=SAME, what="out")
 
 
@@ -295,4 +294,4 @@ def test_a_base_of_16_bit_experts_is_compared_in_fp32_as_well(tmp_path):
     plan = run_of(base, Method.LORA, precision=Precision.BF16_MIXED, config=EXPERTS)
     run_dir = save_run(tmp_path / "run", plan)
     done = export_run(run_dir, tmp_path / "merged", MERGE._replace(dtype=torch.float32))
-    assert "(1e-05 allowed)" in done.checks[0]
+    assert "1e-05" in done.checks[0]

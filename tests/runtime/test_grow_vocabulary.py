@@ -56,8 +56,8 @@ def test_a_folder_without_an_embedding_of_that_size_is_refused_and_leaves_nothin
     write_llama(tmp_path / "model", is_tied=True)
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"vocab_size": 47}))
-    with pytest.raises(InputError, match="no embedding of 47 rows was found"):
+    with pytest.raises(InputError, match="47 rows"):
         grow_vocabulary(tmp_path / "model", 64, tmp_path / "grown")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert main([str(tmp_path / "model"), "64", str(tmp_path / "grown")]) == 2
-    assert "no embedding of 47 rows" in capsys.readouterr().err
+    assert "47 rows" in capsys.readouterr().err

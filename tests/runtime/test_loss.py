@@ -154,7 +154,7 @@ def test_the_fused_head_runs_backward_once():
     install_loss_head(model, LossHead.FUSED, chunk_tokens=None)
     loss = model(input_ids=ids, labels=labels)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="can run backward once"):
+    with pytest.raises(RuntimeError, match="backward once"):
         loss.backward()
 
 
@@ -227,11 +227,11 @@ def test_labels_are_shifted_by_one_and_the_last_position_learns_nothing():
 
 def test_fused_linear_says_what_it_lacks(monkeypatch):
     if not torch.cuda.is_available():
-        with pytest.raises(InputError, match=r"needs a GPU; pin\.loss=fused does without"):
+        with pytest.raises(InputError, match=r"GPU.*pin\.loss=fused"):
             install_loss_head(build(), LossHead.FUSED_LINEAR, chunk_tokens=None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    with pytest.raises(InputError, match="liger-kernel is not installed;\npip install"):
+    with pytest.raises(InputError, match=r"liger-kernel(?s:.*)pip install"):
         install_loss_head(build(), LossHead.FUSED_LINEAR, chunk_tokens=None)
 
 
@@ -428,5 +428,5 @@ def test_liger_has_a_score_and_no_rows():
         scores.append(model(input_ids=ids, labels=labels, answer=Answer.SCORE))
     torch.testing.assert_close(scores[0], scores[1], rtol=1e-6, atol=0)
     install_loss_head(model := build(), LossHead.FUSED_LINEAR, chunk_tokens=None)
-    with pytest.raises(InputError, match=r"has no sums of rows \(DPO\); take pin\.loss=chunked"):
+    with pytest.raises(InputError, match=r"DPO.*pin\.loss=chunked"):
         model(input_ids=ids, labels=labels, answer=Answer.ROWS)
