@@ -7,6 +7,7 @@ from datetime import datetime
 from functools import lru_cache
 
 import pytest
+from chat_formats import CHATS, FAMILIES, FORMATS
 from chat_tokenizers import byte_level_folder
 from conversations import CONVERSATIONS, TOOLS, TRL_TEMPLATES, assistant, system, trl_template, user
 from transformers import AutoTokenizer
@@ -87,88 +88,20 @@ def test_every_template_is_rendered_and_marked_as_by_transformers(name, monkeypa
     assert num_accepted or name in ("llava_next", "llava_next_training")  # these take only lists of parts
 
 
-PUBLISHED = {
-    "alpaca": (
-        [user("U1"), assistant("A1")],
-        "Below is an instruction that describes a task. Write a response that appropriately completes the request."
-        "\n\n### Instruction:\nU1\n\n### Response:\n",
-        ["A1</s>"],
-    ),
-    "chatml": (
-        [system("S"), *EXCHANGES],
-        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU1<|im_end|>\n<|im_start|>assistant\nA1<|im_end|>\n"
-        "<|im_start|>user\nU2<|im_end|>\n<|im_start|>assistant\n",
-        ["A1<|im_end|>", "A2<|im_end|>"],
-    ),
-    "gemma": (
-        EXCHANGES,
-        "<s><start_of_turn>user\nU1<end_of_turn>\n<start_of_turn>model\nA1<end_of_turn>\n"
-        "<start_of_turn>user\nU2<end_of_turn>\n<start_of_turn>model\n",
-        ["A1<end_of_turn>", "A2<end_of_turn>"],
-    ),
-    "gemma3": (
-        [system("S"), *EXCHANGES],
-        "<s><start_of_turn>user\nS\n\nU1<end_of_turn>\n<start_of_turn>model\nA1<end_of_turn>\n"
-        "<start_of_turn>user\nU2<end_of_turn>\n<start_of_turn>model\n",
-        ["A1<end_of_turn>", "A2<end_of_turn>"],
-    ),
-    "llama2": (
-        [system("S"), *EXCHANGES],
-        "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\nU1 [/INST] A1 </s><s>[INST] U2 [/INST]",
-        [" A1 </s>", " A2 </s>"],
-    ),
-    "llama3": (
-        [system("S"), *EXCHANGES],
-        "<s><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
-        "U1<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nA1<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\nU2<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-        ["A1<|eot_id|>", "A2<|eot_id|>"],
-    ),
-    "mistral": (
-        [system("S"), *EXCHANGES],
-        "<s>[INST] S\n\nU1[/INST] A1</s>[INST] U2[/INST]",
-        [" A1</s>", " A2</s>"],
-    ),
-    "mistral_v1": (
-        [system("S"), *EXCHANGES],
-        "<s> [INST] S\n\nU1 [/INST] A1</s> [INST] U2 [/INST]",
-        [" A1</s>", " A2</s>"],
-    ),
-    "phi3": (
-        [system("S"), *EXCHANGES],
-        "<|system|>\nS<|end|>\n<|user|>\nU1<|end|>\n<|assistant|>\nA1<|end|>\n<|user|>\nU2<|end|>\n<|assistant|>\n",
-        ["A1<|end|>", "A2<|end|>"],
-    ),
-    "plain": (
-        [system("S"), *EXCHANGES],
-        "S\n\nUser: U1\nAssistant: A1</s>\nUser: U2\nAssistant:",
-        [" A1</s>", " A2</s>"],
-    ),
-    "qwen": (
-        EXCHANGES,
-        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
-        "<|im_start|>user\nU1<|im_end|>\n<|im_start|>assistant\nA1<|im_end|>\n"
-        "<|im_start|>user\nU2<|im_end|>\n<|im_start|>assistant\n",
-        ["A1<|im_end|>", "A2<|im_end|>"],
-    ),
-    "zephyr": (
-        [system("S"), *EXCHANGES],
-        "<|system|>\nS</s>\n<|user|>\nU1</s>\n<|assistant|>\nA1</s>\n<|user|>\nU2</s>\n<|assistant|>\n",
-        ["A1</s>", "A2</s>"],
-    ),
-}
-
-
 @pytest.mark.parametrize("name", TEMPLATE_NAMES)
 def test_a_named_template_makes_exactly_its_published_format(name):
-    """The last answer is what follows the generation prompt; only phi3 writes something at the very end."""
-    messages, prompt, learned = PUBLISHED[name]
-    template = named(name)
-    assert template.render(messages[:-1], add_generation_prompt=True).text == prompt
-    text, spans = template.render(messages)
-    assert [text[begin:end] for begin, end in spans] == learned
-    after = {"phi3": "\n</s>"} | dict.fromkeys(("chatml", "gemma", "gemma3", "plain", "qwen", "zephyr"), "\n")
-    assert text == prompt + learned[-1] + after.get(name, "")
+    """And its prompt is what stands before the last answer."""
+    family = FAMILIES[name]
+    tokens = {"bos_token": family.bos or "", "eos_token": family.eos}
+    template = ChatTemplate(load_chat_template(name, None).source, tokens, name=name)
+    for messages, expected in zip(CHATS, FORMATS[name], strict=True):
+        if expected is not None:
+            text, spans = template.render(messages)
+            for begin, end in reversed(spans):
+                text = f"{text[:begin]}«{text[begin:end]}»{text[end:]}"
+            assert text == expected
+            prompt = expected[: expected.rindex("«")].replace("«", "").replace("»", "")
+            assert template.render(messages[:-1], add_generation_prompt=True).text == prompt
 
 
 TWINS = {"gemma": "gemma", "gemma3": "gemma3", "llama3": "llama3", "phi3": "phi3", "qwen": "qwen2_5"}
@@ -338,7 +271,8 @@ NOT_TOKENS = ("llama2", "mistral_v1", "zephyr")  # in these formats the markers 
 
 @pytest.mark.parametrize("name", TEMPLATE_NAMES)
 def test_the_tokens_that_a_template_is_said_to_need_are_those_it_writes(name, tmp_path):
-    text = named(name).render(PUBLISHED[name][0]).text
+    *_, messages = (chat for chat, text in zip(CHATS, FORMATS[name], strict=True) if text is not None)
+    text = named(name).render(messages).text
     markers = set(re.findall(r"<\|\w+\|>|<(?:start|end)_of_turn>|\[/?INST\]", text))
     bare = load_tokenizer(byte_level_folder(tmp_path / "bare", bos=None, eos="</s>", special=("</s>",)))
     assert set(missing_tokens(named(name), bare)) == (set() if name in NOT_TOKENS else markers)

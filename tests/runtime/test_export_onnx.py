@@ -28,8 +28,11 @@ def onnx_session(path: Path):
 
 @pytest.mark.parametrize(
     ("config", "method", "merge"),
-    [(TINY_LLAMA, Method.QLORA, True), (TINY_GPT2, Method.FULL, False), (MIXTRAL, Method.FULL, False)],
-    ids=["llama merged", "gpt2", "mixtral"],
+    [
+        pytest.param(TINY_LLAMA, Method.QLORA, True, id="llama merged"),
+        pytest.param(MIXTRAL, Method.FULL, False, id="mixtral"),
+        pytest.param(TINY_GPT2, Method.FULL, False, id="gpt2", marks=pytest.mark.long),
+    ],
 )
 def test_a_graph_gives_the_logits_of_the_model(config, method, merge, tmp_path):
     plan = run_of(write_base(tmp_path / "base", config), method, lora=LORA, config=config)

@@ -226,7 +226,7 @@ def test_a_projection_that_does_not_exist_is_refused():
 
 
 def test_a_rank_that_reverse_std_cannot_project_back_is_refused():
-    with pytest.raises(InputError, match=r"rank: 32 must be below 32, the smaller side"):
+    with pytest.raises(InputError, match=r"rank: 32 .* 32, .*reverse_std"):
         after_steps(projection="reverse_std", rank=32)
     after_steps(projection="reverse_std", rank=31)
 

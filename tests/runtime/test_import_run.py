@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_plan_factory import TINY_LLAMA
 from export_factory import write_base
-from import_factory import IDS, config_of, imported, logits, saved_by_torch, zero
+from import_factory import IDS, assert_refused, config_of, imported, logits, saved_by_torch, zero
 from prepare_request_factory import numbered_text
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from trainer.runtime.export_check import logits_of
 from trainer.runtime.import_run import import_checkpoint
 from trainer.runtime.tokenizer import train_tokenizer, write_trained_tokenizer
-from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.import_request import ImportKind, ImportRequest, WeightType
 
 
@@ -130,8 +130,11 @@ def test_tied_weights_that_differ_are_refused(tmp_path):
     def with_other_head(weights):
         return {**weights, "lm_head.weight": weights["model.embed_tokens.weight"] + 1}
 
-    with pytest.raises(InputError, match=r"lm_head\.weight.*model\.embed_tokens\.weight.*ties"):
-        imported(saved_by_torch(tied, tmp_path / "in", with_other_head), tmp_path / "out")
+    assert_refused(
+        saved_by_torch(tied, tmp_path / "in", with_other_head),
+        tmp_path / "out",
+        r"lm_head\.weight.*model\.embed_tokens\.weight.*ties",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -183,8 +186,7 @@ def test_a_trainers_folder_under_deepspeed_has_two_forms_of_the_weights(base, tm
     [(ImportKind.DEEPSPEED, "DeepSpeed.*Hugging Face"), (ImportKind.PEFT, r"PEFT.*adapter_config\.json")],
 )
 def test_a_kind_that_the_files_are_not_is_refused(kind, fact, trainer_folder, tmp_path):
-    with pytest.raises(InputError, match=fact):
-        imported(trainer_folder, tmp_path / "out", kind=kind)
+    assert_refused(trainer_folder, tmp_path / "out", fact, kind=kind)
     assert imported(trainer_folder, tmp_path / "out", kind=ImportKind.HUGGINGFACE).kind is ImportKind.HUGGINGFACE
 
 
@@ -221,15 +223,15 @@ def poison(tensor):
 )
 def test_weights_that_are_not_the_models_are_refused_and_leave_nothing(change, fact, base, tmp_path):
     saved_by_torch(base, tmp_path / "in", change)
-    with pytest.raises(InputError, match=fact):
-        imported(tmp_path / "in", tmp_path / "out")
+    assert_refused(tmp_path / "in", tmp_path / "out", fact)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_numbers_too_large_for_the_type_are_refused(base, tmp_path):
     saved_by_torch(base, tmp_path / "in", changed("model.norm.weight", lambda each: each * 1e6))
-    with pytest.raises(InputError, match=r"model\.norm\.weight .*torch\.float16.*--dtype"):
-        imported(tmp_path / "in", tmp_path / "out", dtype=WeightType.FP16)
+    assert_refused(
+        tmp_path / "in", tmp_path / "out", r"model\.norm\.weight .*torch\.float16.*--dtype", dtype=WeightType.FP16
+    )
     imported(tmp_path / "in", tmp_path / "out", dtype=WeightType.BF16)
 
 
@@ -246,15 +248,13 @@ def test_numbers_too_large_for_the_type_are_refused(base, tmp_path):
 def test_a_config_of_another_model_is_refused(config, fact, base, tmp_path):
     saved_by_torch(base, tmp_path / "in")
     (tmp_path / "in" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=fact):
-        imported(tmp_path / "in", tmp_path / "out")
+    assert_refused(tmp_path / "in", tmp_path / "out", fact)
 
 
 def test_a_checkpoint_without_a_config_names_the_option(base, tmp_path):
     saved_by_torch(base, tmp_path / "in")
     (tmp_path / "in" / "config.json").unlink()
-    with pytest.raises(InputError, match=r"config\.json.*--config FOLDER"):
-        imported(tmp_path / "in", tmp_path / "out")
+    assert_refused(tmp_path / "in", tmp_path / "out", r"config\.json.*--config FOLDER")
     imported(tmp_path / "in", tmp_path / "out", config=config_of(base), config_origin="preset")
     assert torch.equal(logits(tmp_path / "out"), logits(base))
 
@@ -273,10 +273,8 @@ def test_checkpoints_of_shardwise_are_shown_the_way(tmp_path):
     folder.mkdir(parents=True)
     (folder / "MANIFEST.json").write_text("{}")
     (folder.parents[1] / "plan.json").write_text("{}")
-    with pytest.raises(InputError, match=r"shardwise export .*/runs/cats OUT --checkpoint step-30$"):
-        imported(folder, tmp_path / "out")
-    with pytest.raises(InputError, match=r"\nshardwise export .*/runs/cats OUT$"):
-        imported(folder.parents[1], tmp_path / "out")
+    assert_refused(folder, tmp_path / "out", r"shardwise export .*/runs/cats OUT --checkpoint step-30$")
+    assert_refused(folder.parents[1], tmp_path / "out", r"\nshardwise export .*/runs/cats OUT$")
 
 
 def test_a_disk_that_is_too_small_is_seen_before_anything_is_written(base, tmp_path, monkeypatch):
@@ -301,8 +299,7 @@ def test_a_folder_that_came_meanwhile_is_not_replaced(base, tmp_path):
 
 
 def test_a_base_for_what_is_no_adapter_is_refused(base, tmp_path):
-    with pytest.raises(InputError, match=r"--base: .*/base .*adapter"):
-        imported(base, tmp_path / "out", base=str(base))
+    assert_refused(base, tmp_path / "out", r"--base: .*/base .*adapter", base=str(base))
 
 
 def test_progress_is_told_in_bytes(base, tmp_path, monkeypatch):
