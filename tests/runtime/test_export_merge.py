@@ -79,16 +79,27 @@ def trained_model(run_dir: Path, plan: Plan):
     return model
 
 
+def trained_logits(run_dir: Path, plan: Plan) -> torch.Tensor:
+    return logits_of(trained_model(run_dir, plan), IDS)
+
+
 def plain_logits(folder: Path) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         return model(input_ids=IDS).logits
 
 
-@pytest.mark.parametrize("method", [Method.LORA, Method.QLORA])
 @pytest.mark.parametrize(
-    ("config", "kind"),
-    [("llama", "lora"), ("llama", "dora"), ("llama", "rslora"), ("llama", "some"), ("tied", "dora"), ("gpt2", "dora")],
+    ("config", "kind", "method"),
+    [
+        ("llama", "lora", Method.LORA),
+        ("llama", "lora", Method.QLORA),
+        ("llama", "rslora", Method.LORA),
+        ("llama", "some", Method.QLORA),
+        ("tied", "dora", Method.LORA),
+        ("gpt2", "dora", Method.LORA),
+        ("gpt2", "dora", Method.QLORA),
+    ],
 )
 def test_merged_weights_give_the_logits_of_the_adapters_on_the_base_they_were_trained_on(
     config, kind, method, bases, tmp_path
@@ -96,8 +107,7 @@ def test_merged_weights_give_the_logits_of_the_adapters_on_the_base_they_were_tr
     plan = run_of(bases(config), method, lora=ADAPTERS[kind], config=CONFIGS[config])
     run_dir = save_run(tmp_path / "run", plan)
     done = export_run(run_dir, tmp_path / "out", MERGE)
-    model = trained_model(run_dir, plan)
-    expected = logits_of(model, IDS)
+    expected = trained_logits(run_dir, plan)
     assert relative_difference(expected, plain_logits(tmp_path / "out")) < SAME
     assert relative_difference(expected, plain_logits(bases(config))) > 1e-3, "the adapters do something"
     assert len(done.checks) == 2 and done.notes == ()
@@ -107,8 +117,10 @@ def test_merged_weights_give_the_logits_of_the_adapters_on_the_base_they_were_tr
     assert "quantization_config" not in config_text and str(tmp_path) not in config_text
 
 
-@pytest.mark.parametrize("method", [Method.LORA, Method.QLORA])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "method"),
+    [(torch.bfloat16, Method.LORA), (torch.bfloat16, Method.QLORA), (torch.float16, Method.LORA)],
+)
 def test_what_is_merged_is_written_in_the_type_of_the_base(dtype, method, bases, tmp_path):
     precision = {torch.bfloat16: Precision.BF16_MIXED, torch.float16: Precision.FP16_MIXED}[dtype]
     plan = run_of(bases("llama", dtype), method, precision=precision)
@@ -117,7 +129,7 @@ def test_what_is_merged_is_written_in_the_type_of_the_base(dtype, method, bases,
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
-    measured = relative_difference(logits_of(trained_model(run_dir, plan), IDS), logits_of(loaded, IDS))
+    measured = relative_difference(trained_logits(run_dir, plan), logits_of(loaded, IDS))
     assert SAME < measured < ROUNDED[dtype], "rounded, and no more than that"
 
 
@@ -138,7 +150,7 @@ def test_qlora_is_merged_into_the_4_bit_weights_that_it_was_trained_beside(kind,
     plan = run_of(bases("llama", torch.bfloat16), Method.QLORA, precision=Precision.BF16_MIXED, lora=lora)
     run_dir = save_run(tmp_path / "run", plan)
     export_run(run_dir, tmp_path / "out", MERGE._replace(dtype=torch.float32))
-    expected = logits_of(trained_model(run_dir, plan), IDS)
+    expected = trained_logits(run_dir, plan)
     assert relative_difference(expected, plain_logits(tmp_path / "out")) < SAME
     export_run(run_dir, tmp_path / "adapters", Wish())
     original = AutoModelForCausalLM.from_pretrained(bases("llama", torch.bfloat16), dtype=torch.float32)
@@ -159,7 +171,7 @@ def test_adapters_of_a_base_that_was_made_up_are_merged_into_it_and_not_compared
     plan = run_of(None, Method.LORA)
     run_dir = save_run(tmp_path / "run", plan)
     export_run(run_dir, tmp_path / "out", MERGE)
-    expected = logits_of(trained_model(run_dir, plan), IDS)
+    expected = trained_logits(run_dir, plan)
     assert relative_difference(expected, plain_logits(tmp_path / "out")) < SAME
     done = export_run(run_dir, tmp_path / "adapters", Wish())
     assert done.checks == () and "--merge" in done.notes[0]
@@ -170,7 +182,7 @@ def test_a_whole_model_is_written_as_it_was_trained_or_rounded(dtype, tolerance,
     plan = run_of(bases("tied"), Method.FULL, precision=Precision.BF16_MIXED, config=CONFIGS["tied"])
     run_dir = save_run(tmp_path / "run", plan)
     done = export_run(run_dir, tmp_path / "out", Wish(dtype=dtype))
-    measured = relative_difference(logits_of(trained_model(run_dir, plan), IDS), plain_logits(tmp_path / "out"))
+    measured = relative_difference(trained_logits(run_dir, plan), plain_logits(tmp_path / "out"))
     assert measured < tolerance
     assert len(done.checks) == (1 if dtype is None else 2)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -233,7 +245,7 @@ def test_a_folder_of_other_weights_gives_other_logits(method, bases, tmp_path):
     tensors = load_file(path)
     name = next(name for name in tensors if "up_proj" in name)
     save_file({**tensors, name: tensors[name] + 1e-3}, path, metadata={"format": "pt"})
-    expected = logits_of(trained_model(run_dir, plan), IDS)
+    expected = trained_logits(run_dir, plan)
     found = (
         reloaded_logits(tmp_path / "out", IDS)
         if method is Method.FULL
