@@ -27,6 +27,8 @@ WRONG = {"role": "assistant", "content": "5"}
 
 
 def source(path, content):
+    """A file of bytes, of text, or of what a function makes of it, which takes a while where tests are collected."""
+    content = content() if callable(content) else content
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     status = path.stat()
     return SourceFile(path=str(path), size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
@@ -150,11 +152,15 @@ BAD_ROWS_OF_FILES = [
     ("a.tsv", "text\tid\n \t1\n", ['a.tsv:1: .*"text".*empty']),
     ("a.json", '[{"text": "one"}, {"text": 2}, 3]', ['a.json:2: .*"text".*number', "a.json:3: .*number"]),
     ("a.json", '[{"text": "one"}, ', ["a.json: .*JSON.*truncated"]),
-    ("a.jsonl.gz", gzip.compress(b'{"text": ""}\n'), ['a.jsonl.gz:1: .*"text".*empty']),
-    ("a.parquet", parquet(text=["one", None, ""]), ['a.parquet:2: .*"text".*null', 'a.parquet:3: .*"text".*empty']),
-    ("a.parquet", parquet(text=pa.array([b"one", b"\xff"]).view(pa.string())), ["a.parquet:2: .*UTF-8"]),
-    ("a.arrow", arrow(text=pa.array([b"\xc3", b"two"]).view(pa.string())), ["a.arrow:1: .*UTF-8"]),
-    ("a.arrow", arrow(text=[b"one"]), ['a.arrow:1: .*"text".*bytes']),
+    ("a.jsonl.gz", lambda: gzip.compress(b'{"text": ""}\n'), ['a.jsonl.gz:1: .*"text".*empty']),
+    (
+        "a.parquet",
+        lambda: parquet(text=["one", None, ""]),
+        ['a.parquet:2: .*"text".*null', 'a.parquet:3: .*"text".*empty'],
+    ),
+    ("a.parquet", lambda: parquet(text=pa.array([b"one", b"\xff"]).view(pa.string())), ["a.parquet:2: .*UTF-8"]),
+    ("a.arrow", lambda: arrow(text=pa.array([b"\xc3", b"two"]).view(pa.string())), ["a.arrow:1: .*UTF-8"]),
+    ("a.arrow", lambda: arrow(text=[b"one"]), ['a.arrow:1: .*"text".*bytes']),
 ]
 
 
@@ -165,22 +171,34 @@ def test_a_bad_row_of_any_file_is_named_by_its_number(tmp_path, name, content, f
     assert all(re.match(fact, complaint) for fact, complaint in zip(facts, found, strict=True)), found
 
 
-WHOLE_PARQUET = parquet(text=[f"row {number}" for number in range(1000)])
-WHOLE_ARROW = arrow(text=[f"row {number}" for number in range(1000)])
-ROWS = b"".join(b'{"text": "row %d"}\n' % number for number in range(100_000))
-WHOLE_ZST = pa.compress(ROWS, codec="zstd", asbytes=True)
+def whole_parquet():
+    return parquet(text=[f"row {number}" for number in range(1000)])
+
+
+def whole_arrow():
+    return arrow(text=[f"row {number}" for number in range(1000)])
+
+
+def zstandard(content):
+    return pa.compress(content, codec="zstd", asbytes=True)
+
+
+def rows():
+    return b"".join(b'{"text": "row %d"}\n' % number for number in range(100_000))
+
+
 DAMAGED = [
     ("a.jsonl.gz", b"text", r"gzip.*data\.train"),
-    ("a.jsonl.gz", gzip.compress(ROWS)[:-1000], r"after \d{5,} bytes .*gzip.*data\.train"),
-    ("a.jsonl.bz2", bz2.compress(ROWS)[:500], r"bzip2.*data\.train"),
+    ("a.jsonl.gz", lambda: gzip.compress(rows())[:-1000], r"after \d{5,} bytes .*gzip.*data\.train"),
+    ("a.jsonl.bz2", lambda: bz2.compress(rows())[:500], r"bzip2.*data\.train"),
     ("a.jsonl.xz", b"text" * 9, r"xz.*data\.train"),
-    ("a.jsonl.xz", lzma.compress(ROWS)[:-20], r"after \d{5,} bytes .*xz.*data\.train"),
+    ("a.jsonl.xz", lambda: lzma.compress(rows())[:-20], r"after \d{5,} bytes .*xz.*data\.train"),
     ("a.jsonl.zst", b"text" * 9, r"Zstandard.*data\.train"),
-    ("a.jsonl.zst", WHOLE_ZST[:-20], r"after \d{5,} bytes .*Zstandard.*data\.train"),
-    ("a.parquet", WHOLE_PARQUET[:-100], r"\.parquet file.*data\.train"),
+    ("a.jsonl.zst", lambda: zstandard(rows())[:-20], r"after \d{5,} bytes .*Zstandard.*data\.train"),
+    ("a.parquet", lambda: whole_parquet()[:-100], r"\.parquet file.*data\.train"),
     ("a.parquet", b"PAR1", r"\.parquet file.*data\.train"),
     ("a.arrow", b"text" * 30, r"\.arrow file.*data\.train"),
-    ("a.arrow", WHOLE_ARROW[: len(WHOLE_ARROW) // 2], r"after row \d{3}\b.*\.arrow file.*data\.train"),
+    ("a.arrow", lambda: whole_arrow()[: len(whole_arrow()) // 2], r"after row \d{3}\b.*\.arrow file.*data\.train"),
     ("a.csv", "text,text\na,b\n", '"text" twice'),
     ("a.csv", b"caf\xe9\na\n", "header.*UTF-8"),
 ]  # fmt: skip
@@ -195,21 +213,26 @@ def test_a_damaged_file_ends_the_reading_with_the_place(tmp_path, name, content,
 
 
 def test_a_parquet_file_with_a_damaged_page_is_refused(tmp_path):
-    damaged = WHOLE_PARQUET[:100] + b"\xff" * 200 + WHOLE_PARQUET[300:]
+    whole = whole_parquet()
+    damaged = whole[:100] + b"\xff" * 200 + whole[300:]
     with pytest.raises(InputError, match=r"a\.parquet: .*\.parquet file"):
         list(read_rows(source(tmp_path / "a.parquet", damaged)))
 
 
 def test_an_arrow_file_whose_offsets_are_damaged_does_not_end_the_process(tmp_path):
-    place = WHOLE_ARROW.index(b"row 0row 1") - 64
-    damaged = WHOLE_ARROW[:place] + b"\x7f" * 32 + WHOLE_ARROW[place + 32 :]
+    whole = whole_arrow()
+    place = whole.index(b"row 0row 1") - 64
+    damaged = whole[:place] + b"\x7f" * 32 + whole[place + 32 :]
     with pytest.raises(InputError, match=r"a\.arrow: .*\.arrow file"):
         list(read_rows(source(tmp_path / "a.arrow", damaged)))
 
 
 @pytest.mark.parametrize(
     "name, content, fact",
-    [("a.txt", b"ab\xff", "0xff at offset 2 .*UTF-8"), ("a.txt.gz", gzip.compress(b"ab\0"), "NUL byte at offset 2")],
+    [
+        ("a.txt", b"ab\xff", "0xff at offset 2 .*UTF-8"),
+        ("a.txt.gz", lambda: gzip.compress(b"ab\0"), "NUL byte at offset 2"),
+    ],
 )
 def test_a_text_file_that_is_no_text_is_one_bad_row(tmp_path, name, content, fact):
     file = source(tmp_path / name, content)

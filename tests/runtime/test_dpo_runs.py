@@ -129,6 +129,7 @@ def test_a_run_prefers_the_chosen_answers_and_says_so(tmp_path, cache_dir, metho
     assert [line["eval_loss"] for line in lines if "eval_loss" in line] == [each.loss for each in state.evaluations]
     assert lines[-1]["eval_reward_margin"] == last.reward_margin and last.accuracy is None
     assert lines[-1]["eval_reward_accuracy"] == last.reward_accuracy
+    assert codec.decode(codec.encode(last), type(last), origin="here") == last
     assert (tmp_path / "reference.safetensors").exists() is (method is Method.FULL)
 
 
@@ -297,9 +298,3 @@ def test_galore_has_a_reference_in_a_file_too(tmp_path, cache_dir):
     run(tmp_path, plan)
     assert losses_of(tmp_path)[0] == pytest.approx(0.6931472, abs=1e-6)
     assert (tmp_path / "reference.safetensors").exists()
-
-
-def test_a_report_holds_the_figures_of_pairs(tmp_path, cache_dir):
-    state = run(tmp_path, pair_plan(cache_dir, num_steps=1, micro_batch=8))
-    (evaluation,) = state.evaluations
-    assert codec.decode(codec.encode(evaluation), type(evaluation), origin="here") == evaluation

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from galore_torch.galore_projector import GaLoreProjector
 from msgspec.structs import replace
 from optimizer_factory import random_gradients, tiny_llama, train_steps
 from torch import nn
@@ -58,6 +57,8 @@ def test_class_and_groups_are_those_that_are_expected(inner):
 
 def test_w36_galores_projector_is_a_view_of_all_singular_vectors():
     """Canary: once it fails, `_keep_projectors_only` can go."""
+    from galore_torch.galore_projector import GaLoreProjector
+
     decompose = inspect.unwrap(GaLoreProjector.get_orthogonal_matrix)
     matrix = decompose(GaLoreProjector(8), torch.randn(64, 32), 8, "right")
     assert matrix.shape == (8, 32)

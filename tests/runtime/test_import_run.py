@@ -12,7 +12,7 @@ from export_factory import write_base
 from import_factory import IDS, assert_refused, config_of, imported, logits, saved_by_torch, zero
 from prepare_request_factory import numbered_text
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 from trainer.runtime.export_check import logits_of
 from trainer.runtime.import_run import import_checkpoint
@@ -140,6 +140,8 @@ def test_tied_weights_that_differ_are_refused(tmp_path):
 @pytest.fixture(scope="module")
 def trainer_folder(base, tmp_path_factory) -> Path:
     """checkpoint-2 of transformers' Trainer, with a tokenizer."""
+    from transformers import Trainer, TrainingArguments  # they load PEFT and datasets
+
     root = tmp_path_factory.mktemp("trainer")
     rows = [{"input_ids": IDS[0], "labels": IDS[0]}] * 4
     settings = TrainingArguments(
