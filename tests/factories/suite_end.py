@@ -13,7 +13,7 @@ from types import FrameType
 
 import pytest
 import suite_remains
-from suite_remains import MARK, remove_remains, suite_name
+from suite_remains import MARK, remove_remains, suite_name, suites_of
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _ENDED_BY = pytest.StashKey[signal.Signals]()
@@ -62,10 +62,11 @@ def _handler(session: pytest.Session) -> "signal._HANDLER":
 
 
 def _pass_on(number: int) -> None:
-    """Sends the signal to every child: the workers of pytest-xdist."""
+    """Sends the signal to the workers of pytest-xdist: children that carry the name of this run."""
     for task in Path("/proc/self/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            os.kill(int(pid), number)
+        for pid in map(int, (task / "children").read_text().split()):
+            if os.environ[MARK] in suites_of(pid):
+                os.kill(pid, number)
 
 
 def _start_keeper(suite: str) -> None:

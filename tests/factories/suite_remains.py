@@ -47,6 +47,12 @@ def suite_name(pid: int) -> str | None:
     return None if state in "ZX" else f"{pid}.{start_time}"
 
 
+def suites_of(pid: int) -> list[str]:
+    """The run of tests that started a process, if any."""
+    prefix = f"{MARK}=".encode()
+    return [word.removeprefix(prefix).decode() for word in _environment(pid) if word.startswith(prefix)]
+
+
 def has_ended(suite: str) -> bool:
     return suite_name(int(suite.partition(".")[0])) != suite
 
@@ -58,7 +64,7 @@ def disk_source(suite: str) -> str:
 
 def remove_remains() -> None:
     """Removes what is left of every run of tests that has ended."""
-    kill_all(_is_of_ended_suite)
+    kill_all(lambda pid: any(map(has_ended, suites_of(pid))))
     if os.geteuid() != 0:  # the rest can only have been made by root
         return
     for slot in sorted(_slots_with_remains()):
@@ -144,12 +150,6 @@ def kill_all(is_meant: Callable[[int], bool]) -> None:
         return not pids
 
     _wait_until(are_gone)
-
-
-def _is_of_ended_suite(pid: int) -> bool:
-    prefix = f"{MARK}=".encode()
-    named = [word.removeprefix(prefix).decode() for word in _environment(pid) if word.startswith(prefix)]
-    return any(has_ended(suite) for suite in named)
 
 
 def _slots_with_remains() -> set[int]:
