@@ -17,6 +17,7 @@ from suite_remains import MARK, remove_remains, suite_name, suites_of
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _ENDED_BY = pytest.StashKey[signal.Signals]()
+_HANDLED = pytest.StashKey[list[signal.Signals]]()
 
 
 class SuiteEnded(KeyboardInterrupt):
@@ -25,9 +26,10 @@ class SuiteEnded(KeyboardInterrupt):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    for number in _SIGNALS:
-        if signal.getsignal(number) is signal.SIG_DFL:  # under nohup HUP stays ignored
-            signal.signal(number, _handler(session))
+    handled = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL]  # nohup: HUP stays ignored
+    session.config.stash[_HANDLED] = handled
+    for number in handled:
+        signal.signal(number, _handler(session))
     suite = suite_name(os.getpid()) if Path("/proc/self/stat").exists() else None
     if suite is not None:
         os.environ.pop(MARK, None)
@@ -41,6 +43,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     number = session.config.stash.get(_ENDED_BY, None)
     if number is not None and not hasattr(session.config, "workerinput"):  # xdist expects of a worker pytest's own code
         session.exitstatus = 128 + number
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """From here on there is nothing to tear down: a signal ends the process as it would any other."""
+    for number in config.stash.get(_HANDLED, ()):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _handler(session: pytest.Session) -> "signal._HANDLER":

@@ -85,9 +85,9 @@ def start_suite(folder: Path, text: str, *words: str) -> Suite:
     return Suite(process, ready)
 
 
-@pytest.fixture
-def suite_with_cluster(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Suite]:
-    suite = start_suite(tmp_path, HOLDS_A_CLUSTER)
+@pytest.fixture(params=[(), pytest.param(("-n", "1"), marks=pytest.mark.long)], ids=["", "with a worker"])
+def suite_with_cluster(slurm: SlurmCluster, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Suite]:
+    suite = start_suite(tmp_path, HOLDS_A_CLUSTER, *request.param)
     slurm.wait_until(lambda: suite.ready.is_file() and bool(suite.ready.read_text()), "the inner tests hold a cluster")
     yield suite
     suite.process.kill()
@@ -108,14 +108,15 @@ def processes(is_meant: Callable[[str, bytes], bool]) -> dict[int, str]:
 
 
 def processes_of(suite: Suite) -> dict[int, str]:
-    """Daemons, jobs and whatever else its tests started; the keeper too."""
+    """Daemons, jobs and whatever else its tests started."""
     marks = (f"shardwise-slurm-{suite.slot}/slurm.conf".encode(), f"={suite.name}".encode())
     return processes(lambda words, environment: any(mark in environment for mark in marks))
 
 
-def keeper_of(suite: Suite) -> int:
-    (pid,) = processes(lambda words, environment: "suite_remains.py" in words and suite.name in words)
-    return pid
+def keepers_of(suite: Suite) -> dict[int, str]:
+    """Its keeper, and that of its worker."""
+    names = {suite_remains.suite_name(pid) for pid in family(suite.process.pid)}
+    return processes(lambda words, environment: "suite_remains.py" in words and words.split("\0")[-2] in names)
 
 
 def family(pid: int) -> list[int]:
@@ -164,7 +165,7 @@ def end_by_term(suite: Suite) -> None:
 def test_a_suite_that_is_ended_leaves_nothing(slurm: SlurmCluster, suite_with_cluster: Suite, tmp_path: Path, end):
     slot, before = suite_with_cluster.slot, processes_of(suite_with_cluster)
     assert {"munged", "slurmctld", "slurmd", "slurmstepd", "sleep"} <= set(before.values())
-    before[keeper_of(suite_with_cluster)] = "keeper"
+    before |= keepers_of(suite_with_cluster)
     end(suite_with_cluster)
     suite_with_cluster.process.wait()
     assert_nothing_is_left(slurm, before, slot, tmp_path)
@@ -176,7 +177,8 @@ def test_what_a_suite_left_whose_keeper_was_killed_is_removed_when_the_next_star
 ):
     """Also where part of it is gone already."""
     slot, before = suite_with_cluster.slot, processes_of(suite_with_cluster)
-    os.kill(keeper_of(suite_with_cluster), signal.SIGKILL)
+    for keeper in keepers_of(suite_with_cluster):
+        os.kill(keeper, signal.SIGKILL)
     kill_group(suite_with_cluster)
     suite_with_cluster.process.wait()
     assert "sleep" in running(before).values() and str(tmp_path) in Path("/proc/mounts").read_text(), (
