@@ -124,8 +124,9 @@ def _receive(connection: socket.socket) -> tuple[Request | None, list[int]]:
     descriptors: list[int] = []
     try:
         head, descriptors, _, _ = socket.recv_fds(connection, 8, 253)
-        size = int.from_bytes(head, "little")
-        content = b""
+        size, content = int.from_bytes(head, "little"), b""
+        if len(head) < 8:
+            raise ConnectionResetError
         while len(content) < size:
             more = connection.recv(size - len(content))
             if not more:
