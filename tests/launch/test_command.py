@@ -186,7 +186,7 @@ def run(argv: list[str], plan: Plan, *, cwd: Path, **base: str) -> subprocess.Co
     [
         (Sharding.NONE, 1, "ACCELERATE_USE_CPU"),
         (Sharding.DDP, 2, None),
-        (Sharding.ZERO2, 1, "ACCELERATE_USE_DEEPSPEED"),
+        pytest.param(Sharding.ZERO2, 1, "ACCELERATE_USE_DEEPSPEED", marks=pytest.mark.long),
         (Sharding.ZERO3, 2, "ACCELERATE_USE_DEEPSPEED"),
         (Sharding.FSDP, 2, "ACCELERATE_USE_FSDP"),
     ],
@@ -217,7 +217,10 @@ def test_accelerate_starts_every_rank_on_a_cpu_without_a_question_or_a_warning(
         assert int(rank["WORLD_SIZE"] or 1) == num_ranks
 
 
-@pytest.mark.parametrize(("sharding", "num_ranks"), [(Sharding.NONE, 1), (Sharding.DDP, 2), (Sharding.ZERO2, 2)])
+@pytest.mark.parametrize(
+    ("sharding", "num_ranks"),
+    [(Sharding.NONE, 1), pytest.param(Sharding.DDP, 2, marks=pytest.mark.long), (Sharding.ZERO2, 2)],
+)
 def test_a_trainer_in_the_working_directory_is_not_taken_for_ours(tmp_path: Path, sharding: Sharding, num_ranks: int):
     for name in ("trainer", "launch", "slurm", "accelerate"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('SHADOWED')")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from planning_factory import fp8_gain_of, job_of, machine, plan_of, shape_of
+from typed_command import in_empty_home, typed, write_rows
 
-from launch.cli import main
 from launch.fp8_store import FOLDER, fp8_key, keep_fp8_gain, key_of, read_fp8_gain, timed_tokens
 from trainer.spec import codec
 from trainer.spec.errors import ExitCode
@@ -147,9 +147,8 @@ class Planning:
     """`shardwise plan` of a job that allows FP8, for a Hopper card with Transformer Engine."""
 
     def __init__(self, folder: Path) -> None:
-        (folder / "rows.txt").write_text("a row of text\n" * 1000)
         self.job = folder / "job.yaml"
-        self.job.write_text(JOB.format(data=folder / "rows.txt"))
+        self.job.write_text(JOB.format(data=write_rows(folder)))
         self.hardware = folder / "hardware.json"
         codec.write(self.hardware, HOPPER)
         self.cache = folder / "cache"
@@ -161,9 +160,7 @@ class Planning:
 
 @pytest.fixture
 def planning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planning:
-    for name in ("SHARDWISE_SITE_CONFIG", "XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
+    in_empty_home(tmp_path, monkeypatch)
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     return Planning(tmp_path)
 
@@ -171,8 +168,9 @@ def planning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planning:
 @pytest.fixture
 def planned(planning: Planning, capsys: pytest.CaptureFixture[str]) -> Callable[..., Plan]:
     def run(*words: str) -> Plan:
-        assert main([*planning.words, "--json", *words]) == ExitCode.DONE
-        return codec.decode(capsys.readouterr().out.encode(), Plan, origin="stdout")
+        answer = typed(capsys, *planning.words, "--json", *words)
+        assert answer.code == ExitCode.DONE
+        return codec.decode(answer.out.encode(), Plan, origin="stdout")
 
     return run
 
