@@ -1,5 +1,5 @@
 #!/bin/sh
-# Sets up shardwise in .venv and runs one target: install, train, test, test-long, check, bench, bench-gpu, golden, uninstall.
+# Sets up shardwise in .venv and runs one target; `help` lists them.
 # The same as make, for machines without make. Needs Python 3.11 to 3.13 and, for DeepSpeed's operators, a C++ compiler.
 #
 #   SHARDWISE_PYTHON=/path/to/python   the interpreter to build .venv with
@@ -20,9 +20,11 @@ usage() {
     cat <<'TEXT'
 install     set up .venv and the shardwise command
 train       install, then train the quickstart example on this machine
-test        everything that continuous integration runs; an hour and a quarter on two cores
-test-long   full products and repeated kills; three quarters of an hour
-check       ruff, mypy, import-linter
+test        everything that continuous integration runs; about twenty minutes on two cores
+test-quick  what computes little, and one small training; about three minutes
+test-long   full products and repeated kills; about two hours
+mutations   a hundred faults, each seeded into a copy of the code: do the tests nearest to it fail? about an hour
+check       ruff, mypy, import-linter, shellcheck
 bench       benchmarks, as ratios measured side by side
 bench-gpu   predictions, small cards, FP8 and other trainers on a GPU, in calls of nine minutes; a rehearsal without one
 golden      runs every known dry run anew and writes tests/golden/dry_run.jsonl; half an hour
@@ -116,22 +118,16 @@ uninstall() {
     say "Kept: runs/, ${XDG_STATE_HOME:-$HOME/.local/state}/shardwise, ${XDG_CONFIG_HOME:-$HOME/.config}/shardwise"
 }
 
-run_tests() { # in two halves side by side: what computes, and what watches processes and clocks
-    [ $# -eq 0 ] || exec "$bin/python" -m pytest -m "not long and not gpu" "$@"
-    output=$(mktemp)
-    lone="tests/distributed tests/planning tests/simulation tests/runtime"
-    # shellcheck disable=SC2086 # folders
-    OMP_NUM_THREADS=1 nice -n 5 "$bin/python" -m pytest -m "not long and not gpu" $lone >"$output" 2>&1 &
-    beside=$!
-    trap 'kill "$beside" 2>/dev/null || :; rm -f "$output"' EXIT
-    trap 'exit 130' INT TERM
-    code=0
-    # shellcheck disable=SC2046,SC2086 # an option for each folder
-    "$bin/python" -m pytest -m "not long and not gpu" $(printf -- '--ignore=%s ' $lone) || code=$?
-    say "Waiting for $lone, which run beside."
-    wait "$beside" || code=$?
-    cat "$output"
-    return "$code"
+check_shell() { # a system package, which continuous integration has
+    if command -v shellcheck >/dev/null 2>&1; then shellcheck launch/bootstrap.sh .ci/run
+    elif [ -n "${SHARDWISE_CI:-}" ]; then stop "shellcheck is missing" "Debian, Ubuntu: sudo apt install shellcheck"
+    else say "Not checked: shell scripts (sudo apt install shellcheck)."; fi
+}
+
+run_tests() { # everything, or what the arguments name; on as many workers as there are cores, up to four
+    [ $# -gt 0 ] || set -- -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+    exec "$bin/python" -m pytest -m "not long and not gpu" "$@"
 }
 
 case $target in
@@ -139,6 +135,8 @@ case $target in
     install) install ;;
     train) install; shift; exec "$bin/shardwise" train examples/quickstart.yaml "$@" ;;
     test) install_dev; shift; run_tests "$@" ;;
+    test-quick) install_dev; shift; run_tests -n auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder --quick "$@" ;;
+    mutations) install_dev; shift; exec "$bin/python" tests/mutations/run.py "$@" ;;
     test-long)
         install_dev
         shift
@@ -151,6 +149,7 @@ case $target in
         "$bin/ruff" check .
         "$bin/mypy"
         "$bin/lint-imports"
+        check_shell
         ;;
     bench) install_dev; shift; exec "$bin/python" benchmarks/run.py "$@" ;;
     bench-gpu)

@@ -7,17 +7,29 @@ And `--outcome FILE`, which keeps what a run came to, and a real Slurm for those
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
-from outcome_file import pytest_addoption, pytest_configure
-from slurm_fixture import slurm, slurm_cluster
-
-__all__ = ["pytest_addoption", "pytest_configure", "slurm", "slurm_cluster", "state_folder_of_the_tests"]
-
+from warm_python import SWITCH, start_warm_python
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded, here or in a process of its own
+start_warm_python()  # before the product is imported, which takes sys.executable as it finds it
+
+from slurm_fixture import slurm, slurm_cluster  # noqa: E402
+
+__all__ = ["slurm", "slurm_cluster", "state_folder_of_the_tests"]
+pytest_plugins = ["outcome_file", "durations"]
+
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Whatever a test marked `cold` starts, its fixtures included, is a new interpreter."""
+    with pytest.MonkeyPatch.context() as patch:
+        if item.get_closest_marker("cold") is not None:
+            patch.setenv(SWITCH, "0")
+        return (yield)
 
 
 @pytest.fixture(autouse=True, scope="session")

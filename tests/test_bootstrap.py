@@ -108,16 +108,13 @@ def test_the_outcome_of_the_long_tests_is_kept_where_it_is_asked_for(project: Pa
     assert re.search(rf"^-m {keeps}$", answer.stdout, re.MULTILINE), answer.stdout + answer.stderr
 
 
-@pytest.mark.parametrize("fails", ["none", "simulation", "ignore"])
-def test_both_parts_of_the_tests_run_and_either_failure_is_one(project: Path, fails: str):
+@pytest.mark.parametrize(("target", "adds"), [("test", ""), ("test-quick", " --quick")])
+def test_the_tests_run_on_workers_and_their_failure_is_that_of_the_command(project: Path, target: str, adds: str):
     python = installed(project) / ".venv" / "bin" / "python"
-    python.write_text(f'#!/bin/sh\necho "ran $@"\ncase "$*" in *{fails}*) exit 1 ;; esac\n')
-    answer = run(project, "test", bare_path(project))
-    ran = [line for line in answer.stdout.splitlines() if line.startswith("ran -m pytest")]
-    folders = ("tests/distributed", "tests/planning", "tests/simulation", "tests/runtime")
-    assert len(ran) == 2
-    assert all(f"--ignore={folder} " in f"{ran[0]} " and ran[1].endswith(" ".join(folders)) for folder in folders)
-    assert answer.returncode == (0 if fails == "none" else 1)
+    python.write_text('#!/bin/sh\necho "ran $@ with $OMP_NUM_THREADS"\nexit 1\n')
+    answer = run(project, target, bare_path(project))
+    (ran,) = [line for line in answer.stdout.splitlines() if line.startswith("ran -m pytest")]
+    assert " -n auto " in ran and ran.endswith(f"{adds} with 1") and answer.returncode == 1
 
 
 def test_a_part_that_is_named_runs_alone(project: Path):

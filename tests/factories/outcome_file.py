@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--outcome")
-    if path is not None:
+    if path is not None and not hasattr(config, "workerinput"):  # the process that starts workers hears of every test
         config.pluginmanager.register(OutcomeFile(config, path))
 
 
