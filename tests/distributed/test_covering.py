@@ -35,7 +35,8 @@ def by_name() -> dict[str, Point]:
 
 
 def each_point(function):
-    others = [pytest.param(name, marks=pytest.mark.long) for name in NAMES[NUM_CORE:]]
+    marks = (pytest.mark.long, pytest.mark.timeout(1800))  # the first trains them all
+    others = [pytest.param(name, marks=marks) for name in NAMES[NUM_CORE:]]
     return pytest.mark.parametrize("name", [*NAMES[:NUM_CORE], *others])(function)
 
 

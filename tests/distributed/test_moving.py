@@ -110,6 +110,7 @@ def test_five_steps_after_a_move_are_those_of_staying(move, moved):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)  # the first makes all moves
 @pytest.mark.parametrize("move", REST, ids=str)
 def test_every_engine_goes_on_from_every_other(move, moved_all):
     check_digest(move, moved_all)
