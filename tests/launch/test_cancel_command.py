@@ -52,6 +52,7 @@ def supervised(run_dir: Path, *, num_interrupts: int = 1) -> Iterator["subproces
             process.kill()
 
 
+@pytest.mark.cold
 def test_the_supervisor_of_this_machine_is_asked_to_save_and_end(tmp_path: Path):
     write_attempt(tmp_path, steps=[1])
     with supervised(tmp_path) as process:

@@ -211,6 +211,7 @@ def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path):
     wait_until_gone(pids_in(marker)[0])
 
 
+@pytest.mark.cold
 def test_nothing_heavy_is_loaded(workplace):
     program = (
         "import sys; from launch.cli import main; main(['doctor', '--quick']); "

@@ -190,6 +190,7 @@ sys.stderr.write(f"code {code} loaded {loaded}")
 """
 
 
+@pytest.mark.cold
 def test_it_imports_nothing_heavy():
     done = subprocess.run(
         [sys.executable, "-c", IMPORTS, ",".join(HEAVY)],

@@ -95,6 +95,7 @@ def test_a_stop_ends_the_process_and_asks_no_more(tmp_path):
     assert asked(tmp_path) == ["offline=1"]
 
 
+@pytest.mark.cold
 def test_a_kernel_of_the_cache_is_loaded_by_the_process_that_is_started(tmp_path, monkeypatch):
     put_kernel(tmp_path)
     for name, value in hub_environment(tmp_path).items():

@@ -201,6 +201,7 @@ def test_plan_goes_on_without_a_file_that_is_broken(planning: Planning, planned:
     assert [COUNTS_FOR_NOTHING in note for note in plan.notes if str(file) in note] == [True]
 
 
+@pytest.mark.cold
 def test_plan_of_a_job_that_allows_it_loads_no_torch(planning: Planning) -> None:
     answers = {
         allow: subprocess.run(

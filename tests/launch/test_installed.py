@@ -48,6 +48,7 @@ def test_what_is_not_there_has_no_version(tmp_path: Path, monkeypatch: pytest.Mo
     assert installed_version("no-such-package") is None
 
 
+@pytest.mark.cold
 def test_no_mail_parser_is_loaded_for_it() -> None:
     code = "import sys, launch.installed as i; i.installed_version('torch'); sys.exit('email' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0

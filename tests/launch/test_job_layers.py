@@ -290,6 +290,7 @@ def test_the_tree_is_complete_and_every_source_is_in_it(workplace):
             section = section[name]
 
 
+@pytest.mark.cold
 def test_reading_a_job_imports_nothing_heavy():
     program = (
         "import sys\nimport launch.job_layers, launch.init_job, launch.model_files\n"

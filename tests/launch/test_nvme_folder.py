@@ -81,6 +81,7 @@ def test_a_folder_that_somebody_holds_is_left_alone_and_cannot_be_taken(tmp_path
         assert folder.is_dir()
 
 
+@pytest.mark.cold
 def test_the_folder_of_a_killed_owner_is_removed_by_the_next_run(tmp_path: Path):
     folder = tmp_path / "shardwise-bot-1"
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE)

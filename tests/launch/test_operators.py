@@ -139,6 +139,7 @@ def test_a_missing_cuda_toolkit_is_named_with_what_to_install(tmp_path: Path):
         build_operators(("cpu_adam",), extensions_dir=tmp_path, on_progress=lambda _: None, python=failing)
 
 
+@pytest.mark.cold
 def test_a_stopped_build_ends_with_its_compilers_and_counts_for_nothing(tmp_path: Path):
     spawn = (
         "import subprocess; p = subprocess.Popen(['sleep', '600'])\n"

@@ -193,6 +193,7 @@ def test_a_users_trainer_in_the_working_directory_is_not_run(request_of, text, t
 
 
 @pytest.mark.parametrize("heeds_the_request", [True, False])
+@pytest.mark.cold
 def test_an_interrupt_ends_the_subprocess(request_of, text, tmp_path, heeds_the_request):
     ignoring = "" if heeds_the_request else "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     python = fake_python(tmp_path, ignoring + "print(os.getpid(), flush=True)\ntime.sleep(600)")
@@ -232,6 +233,7 @@ def start_preparing(folder):
     return process
 
 
+@pytest.mark.cold
 def test_ctrl_c_leaves_no_process_and_no_half_cache(tmp_path):
     process = start_preparing(tmp_path)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it
@@ -241,6 +243,7 @@ def test_ctrl_c_leaves_no_process_and_no_half_cache(tmp_path):
     assert [folder.name for folder in (tmp_path / "cache" / "data").iterdir()] == ["locks"]
 
 
+@pytest.mark.cold
 def test_the_subprocess_does_not_outlive_a_killed_parent(tmp_path):
     process = start_preparing(tmp_path)
     process.kill()
@@ -265,6 +268,7 @@ def preparations_of(folder):
     return found
 
 
+@pytest.mark.cold
 def test_nothing_heavy_is_imported():
     program = (
         "import sys, launch.prepare_data, launch.data_files\n"

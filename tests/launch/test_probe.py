@@ -182,6 +182,7 @@ def test_a_cap_is_kept(tmp_path):
     assert " 8 GiB" in describe_hardware(hardware)
 
 
+@pytest.mark.cold
 def test_libraries_are_known_without_importing_one():
     script = (
         "import sys; from launch.probe import read_hardware, LIBRARIES; hardware = read_hardware();"

@@ -113,6 +113,7 @@ def test_a_subprocess_that_takes_too_long_keeps_what_it_had(tmp_path, monkeypatc
     assert len(found.notes) == 1 and f"{limit_s:g} s" in found.notes[0]
 
 
+@pytest.mark.cold
 def test_a_file_of_the_same_name_in_the_working_folder_is_not_run(tmp_path, monkeypatch):
     (tmp_path / "trainer.py").write_text("import sys; sys.exit('the wrong trainer')\n")
     (tmp_path / "elsewhere.py").write_text("")
