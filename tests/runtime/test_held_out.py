@@ -97,7 +97,7 @@ def test_one_piece_cannot_be_divided(documents):
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.1, 3.0])
 def test_a_share_that_leaves_a_side_empty_is_refused(share):
-    with pytest.raises(InputError, match=r"data\.eval"):
+    with pytest.raises(InputError, match=rf"data\.eval: {share:.0%} .*0%.*100%"):
         SplitCensus(share)
 
 
