@@ -319,6 +319,29 @@ def test_what_was_used_since_it_was_listed_stays(environment, prepared):
     assert prune(stale) == ((), ()) and folder.is_dir()
 
 
+def test_what_a_process_opens_once_it_was_listed_stays(environment, prepared):
+    """Its times are as they were: it was opened, and nothing has been read yet."""
+    age(prepared, 31)
+    stale = tuple(entry for entry in entries(environment) if entry.state is State.STALE)
+    assert [entry.path for entry in stale] == [str(prepared)]
+    with (prepared / "tokens.bin").open("rb"):
+        assert prune(stale) == ((), ()) and prepared.is_dir()
+    assert prune(stale) == (stale, ()) and not prepared.exists()
+
+
+@pytest.mark.parametrize("kind", [Kind.DATA, Kind.STREAM])
+def test_what_is_locked_once_it_was_listed_stays(environment, prepared, home, kind):
+    if kind is Kind.STREAM:
+        os.close(hold_folder(home / "cache" / "streams" / "first-1"))
+        write_file(home / "cache" / "streams" / "first-1" / "window")
+    age(prepared, 31)
+    (stale,) = (entry for entry in entries(environment) if entry.state is State.STALE and entry.kind is kind)
+    with Path(stale.lock).open("r+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert prune((stale,)) == ((), ()) and Path(stale.path).is_dir()
+    assert prune((stale,)) == ((stale,), ()) and not Path(stale.path).exists()
+
+
 def test_a_command_line_that_makes_no_sense_is_refused(environment):
     with pytest.raises(InputError, match="--dry-run shows what --prune would free"):
         run(environment, dry_run=True)
