@@ -98,8 +98,8 @@ CASES = [  # a job, what the line must name
     ),
     (job(pin={"fp8_recipe": "delayed"}), ("pin.fp8_recipe: delayed", "pin.precision: fp8")),
     (job(pin={"fp8_recipe": "delayed", "precision": "bf16"}), ("pin.fp8_recipe: delayed", "pin.precision: fp8")),
-    (job(pin={"micro_batch": 3}), ("pin.micro_batch", "3", "32", "2", "train.tokens_per_step", "train.seq_len")),
-    (job(pin={"micro_batch": 64}), ("pin.micro_batch", "64", "32", "train.tokens_per_step", "train.seq_len")),
+    (job(pin={"micro_batch": 3}), ("pin.micro_batch", "3", "32", "is 2", "train.tokens_per_step", "train.seq_len")),
+    (job(pin={"micro_batch": 64}), ("pin.micro_batch", "64", "is 32", "train.tokens_per_step", "train.seq_len")),
     (
         job(pin={"optimizer_in_backward": True, "micro_batch": 8, "sharding": "none"}),
         ("pin.optimizer_in_backward", "pin.micro_batch", "8", "4", "pin.micro_batch: 32"),
