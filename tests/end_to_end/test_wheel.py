@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from workplace_factory import LIMIT_S, make_workplace
 
+pytestmark = pytest.mark.cold  # pip in an environment of its own
 REPOSITORY = Path(__file__).parents[2]
 
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from estimate_factory import this_cpu
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -196,7 +197,9 @@ def test_the_fused_head_keeps_the_logits_once(dtype, num_tokens):
     peak, rest = peak_and_rest(linear, hidden, lambda: FusedLoss.apply(linear(hidden), targets, None))
     logits, in_slice = c * vocab * num_tokens, 4 * vocab * min(num_tokens, FUSED_SLICE_TOKENS)
     products = c * (vocab * hidden_size + num_tokens * hidden_size)
-    assert peak == pytest.approx(logits + max(in_slice, products), rel=0.1)
+    apart = 4 if dtype is torch.bfloat16 and this_cpu().sums_bf16_apart else 0  # bytes an element of a product
+    expected = logits + max(in_slice, products + apart * vocab * hidden_size, apart * vocab * num_tokens)
+    assert peak == pytest.approx(expected, rel=0.1)
     assert rest == pytest.approx(products, rel=0.05)  # the gradients; nothing of the logits is left
 
 
