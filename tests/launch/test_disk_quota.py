@@ -151,7 +151,7 @@ def test_storage_scale_is_asked_by_the_name_of_its_device(place):
         ("echo 'quota: Mountpoint (or device) /x not found or has no quota enabled.' >&2; exit 1", 60),
         ("echo 'Disk quotas for user root (uid 0): none'", 60),
         ("echo garbage; printf '\\377'", 60),
-        ("exec sleep 60", 0.2),
+        ("exec sleep 600", 0.2),
     ],
 )
 def test_where_the_command_tells_nothing_no_quota_is_known(place, script, timeout_s):
