@@ -52,7 +52,7 @@ _PRELOADED = (
     "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "safetensors.torch",
     "hypothesis", "numpy", "rich.console", "yaml", "jinja2",
 )  # fmt: skip
-_FILES_IN_A_BASELINE = 4  # test files that one process runs without faults
+_FILES_IN_A_BASELINE = 2  # test files that one process runs without faults
 _PREFIX = "seeded-faults-"
 _NOT_COPIED = shutil.ignore_patterns(".*", "runs", "wandb", "dist", "build", "*.egg-info")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -154,7 +154,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="ID", help="run these faults alone")
     parser.add_argument("--jobs", type=int, default=2, help="faults that run side by side (default: 2)")
     parser.add_argument("--outcome", type=Path, metavar="FILE", help="keep versions, machine and results as JSON")
-    parser.add_argument("--limit", type=float, default=300, metavar="SECONDS", help="of one fault (default: 300)")
+    parser.add_argument("--limit", type=float, default=300, metavar="SECONDS", help="of a fault (default: 300)")
     parser.add_argument("--project", type=Path, default=HERE.parents[1], help="repository (default: this one)")
     parser.add_argument("--no-preload", dest="preload", action="store_false", help="start at once, run slower")
     return parser.parse_args()
@@ -261,7 +261,8 @@ def _supervise(job: Job, folder: Path, *, root: Path, limit_s: float) -> None:
     signal.signal(signal.SIGALRM, _raise_stopped)
     try:
         pid = _fork(functools.partial(_run_tests, job, folder, root=root))
-        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        num_runs = 1 if job.fault is not None else len(job.tests)
+        signal.setitimer(signal.ITIMER_REAL, limit_s * num_runs)
         os.waitpid(pid, 0)
     except _StoppedError:
         (folder / "stopped").touch()
