@@ -227,6 +227,7 @@ def pressed_until_the_end(leader: int, process: subprocess.Popen[bytes]) -> int:
     raise AssertionError("Ctrl-C at the prompt ends nothing")
 
 
+@pytest.mark.cold  # the terminal's own signals go to the process that is its leader
 def test_at_a_terminal_ctrl_c_ends_the_answer_and_then_the_program(base, tokenizers, tmp_path):
     long = {**CONFIG, "max_position_embeddings": 100_000}
     plan = replace(plan_of(base, Method.FULL, tokenizers["plain"]), model_path=None, model_config=long)

@@ -220,7 +220,8 @@ def test_the_mesh_of_a_plan_has_machines_outside_and_their_ranks_inside(monkeypa
         "OMP_NUM_THREADS": 1,
     }
     yaml = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": 3}
-    for name, value in {**launch, **yaml}.items():
+    sets_itself = {"ACCELERATE_USE_FSDP": "true"}  # and would leave for the tests after this one
+    for name, value in {**launch, **yaml, **sets_itself}.items():
         monkeypatch.setenv(name, str(value))
     with group_of(6):
         accelerator = build_accelerator(rank_plan(Path("nowhere"), Sharding.HSDP, num_ranks=6), ds_config=None)

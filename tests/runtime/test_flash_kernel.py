@@ -23,6 +23,7 @@ from trainer.spec.report import Report
 from trainer.spec.strategy import Attention, LossHead
 
 OTHER, MISSING, FOREIGN, OPEN = (digit * 40 for digit in "abcd")
+FINDS_KERNELS = pytest.mark.cold  # transformers looks for the package when it is imported
 LOADS_EACH = """
 import json, sys
 from trainer.runtime.flash_kernel import load_flash_kernel
@@ -75,6 +76,7 @@ def test_without_the_package_the_versions_that_would_do_are_said():
         check_attention(Attention.FLASH, read_model_shape(TINY["llama"]), KERNEL)
 
 
+@FINDS_KERNELS
 def test_what_is_in_the_cache_is_loaded_and_what_cannot_run_is_refused_with_the_next_step(cache):
     found, missing, foreign, chained = loaded(cache, COMMIT, MISSING, FOREIGN, OPEN)
     assert found == [KERNEL, "torch-cpu"]
@@ -85,6 +87,7 @@ def test_what_is_in_the_cache_is_loaded_and_what_cannot_run_is_refused_with_the_
         assert f"{REPOSITORY}@{OPEN}" in chained and "some/kernel" in chained
 
 
+@FINDS_KERNELS
 def test_a_folder_in_the_place_of_the_kernel_is_not_taken_for_it(cache, tmp_path):
     put = put_kernel(tmp_path, OTHER)
     (answer,) = loaded(cache, COMMIT, LOCAL_KERNELS=f"{REPOSITORY}={put}")
@@ -121,6 +124,7 @@ def trained(run_dir: Path, plan: Plan, environment: dict[str, str]) -> tuple[Rep
     return codec.read(plan_path.with_name("report.json"), Report), [json.loads(line)["loss"] for line in metrics]
 
 
+@FINDS_KERNELS
 def test_a_rank_trains_packed_rows_on_the_kernel_and_reports_its_commit_and_build(cache, tmp_path):
     """The losses are those of PyTorch's attention, so documents were kept apart."""
     rows = write_packed_rows(tmp_path / "rows")
