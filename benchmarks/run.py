@@ -1,8 +1,10 @@
 """What `make bench` runs. What is timed is timed in turn, A B A B, in one run, and told as ratios of medians.
 
     python benchmarks/run.py [NAME ...] [--write]      --write keeps the table under benchmarks/results/
+    python benchmarks/run.py first_step --against DIR  beside the same benchmark of another checkout, in turn
 
 startup     how long `probe`, `plan`, `report` take cold, beside an empty Python and beside `import torch`
+first_step  processor seconds of a rank from its start to its first step (`first_step.py`)
 estimate    cases a second and memory of `shardwise estimate`, for a few and for many cases
 accuracy    the predictions beside published measurements, and what other tools answer to the same (`accuracy.py`)
 tokenising  chats a second from a file to prepared rows, beside `datasets.map` (`tokenising.py`)
@@ -30,6 +32,7 @@ from pathlib import Path
 
 from accuracy import run_accuracy, text_table
 from checkpoints import bench_checkpoints
+from first_step import bench_first_step
 from metrics_cost import bench_metrics
 from tokenising import bench_tokenising
 from trainers import bench_trainers
@@ -150,6 +153,7 @@ def run_table(name: str, bench: Callable[[], list[dict[str, object]]], *, write:
 
 BENCHMARKS: dict[str, Callable[..., bool]] = {
     "startup": partial(run_table, "startup", bench_startup),
+    "first_step": partial(run_table, "first_step", bench_first_step),
     "estimate": partial(run_table, "estimate", bench_estimate),
     "accuracy": run_accuracy,
     "checkpoints": partial(run_table, "checkpoints", bench_checkpoints),
@@ -164,8 +168,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], help="default: all")
     parser.add_argument("--write", action="store_true", help="keep the figures under benchmarks/results/")
+    parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout, for first_step")
     options = parser.parse_args()
-    verdicts = [BENCHMARKS[name](write=options.write) for name in options.names or BENCHMARKS]
+    names = options.names or list(BENCHMARKS)
+    if options.against is not None and names != ["first_step"]:
+        parser.error("--against goes with first_step alone")
+    chosen = dict(BENCHMARKS)
+    if options.against is not None:
+        chosen["first_step"] = partial(run_table, "first_step", partial(bench_first_step, against=options.against))
+    verdicts = [chosen[name](write=options.write) for name in names]
     return 0 if all(verdicts) else 1
 
 

@@ -2,7 +2,8 @@
 
 Threads that wait for each other sleep rather than spin: beside other tests, spinning makes a small model several times
 slower. Ctrl-C works in what they start: a suite that a shell started in the background ignores it, and so would they.
-And `--outcome FILE`, which keeps what a run came to, and a real Slurm for those that ask for it.
+And `--outcome FILE`, which keeps what a run came to, and a real Slurm for those that ask for it. However a run ends,
+also by KILL, nothing that it started goes on running (`suite_end`).
 """
 
 import os
@@ -18,7 +19,7 @@ start_warm_python()  # before the product is imported, which takes sys.executabl
 from slurm_fixture import slurm, slurm_cluster  # noqa: E402
 
 __all__ = ["slurm", "slurm_cluster", "state_folder_of_the_tests"]
-pytest_plugins = ["outcome_file", "durations"]
+pytest_plugins = ["suite_end", "outcome_file", "durations"]
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -61,7 +61,8 @@ def _run(plan_path: Path, paths: RunPaths, writer: ReportWriter, stop: process.S
     from trainer.runtime.state import RunState
 
     with _RankEnd(plan, RunState(), writer) as end:
-        from trainer.runtime.loop import train  # a library that cannot be imported is an end with a report, too
+        with process.importing_libraries():
+            from trainer.runtime.loop import train  # a library that cannot be imported is an end with a report, too
 
         ending = train(plan, paths, writer, end.state, lambda: stop.is_set)
         # Only the supervisor knows of a Ctrl-C; whoever signals a rank itself wants the machine back.

@@ -11,10 +11,9 @@ Nodes and partitions (slurm.conf is written by `slurm_config`):
     c1 .. c4   nothing runs: for `sbatch --test-only`; 8 x H100                h100
 
 Needs root, slurm-wlm 22.05 or later, munge and iproute2. Everything is named by a slot that a file lock holds, so
-that several clusters run side by side and what a killed run left is removed by the next.
+that several clusters run side by side; `suite_remains` removes what a killed run of tests leaves.
 """
 
-import fcntl
 import os
 import shutil
 import subprocess
@@ -23,10 +22,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from signal import SIGKILL
 from typing import IO, NamedTuple
 
 from slurm_config import HEAD, Addresses, write_config
+from suite_remains import (
+    NUM_SLOTS,
+    SEARCH_PATH_OF_ROOT,
+    cluster_folder,
+    kill_all_in,
+    lock_slot,
+    pids_in,
+    remove_cluster,
+    run_ip_lines,
+)
 
 CPU_NODES = ("n1", "n2", "n3", "n4")
 GPU_NODES = ("g1", "g2")
@@ -35,9 +43,8 @@ ENDED = frozenset(
     {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE"}
 )
 CALL_TIMEOUT_S = 60
-_PROGRAMS = ("slurmctld", "slurmd", "munged", "ip", "nsenter", "unshare")
+_PROGRAMS = ("slurmctld", "slurmd", "munged", "ip", "nsenter", "unshare", "setpriv")
 _UP = frozenset({"idle", "mixed", "allocated", "completing"})  # and answering: otherwise a * is appended
-_NUM_SLOTS = 16
 _POLL_S = 0.05
 
 
@@ -76,14 +83,14 @@ def running_cluster() -> Iterator["SlurmCluster"]:
             yield cluster
         finally:
             cluster.stop()
-            shutil.rmtree(cluster.folder, ignore_errors=True)
 
 
 class SlurmCluster:
     """The daemons, and what a test asks of them."""
 
     def __init__(self, slot: int) -> None:
-        self.folder = _folder(slot)
+        self.folder = cluster_folder(slot)
+        self._slot = slot
         self._prefix = f"swt{slot}"
         self._addresses = Addresses(f"10.213.{slot}", (*CPU_NODES, *GPU_NODES))
         self._daemons: list[subprocess.Popen[bytes]] = []
@@ -98,11 +105,7 @@ class SlurmCluster:
         for name in ("state", "spool", "run", "log", "dev"):
             (self.folder / name).mkdir()
         write_config(self.folder, self._addresses, cpu_nodes=CPU_NODES, gpu_nodes=GPU_NODES)
-        self._ip("link", "add", f"{self._prefix}br", "type", "bridge")
-        self._ip("addr", "add", f"{self._addresses.login}/24", "dev", f"{self._prefix}br")
-        self._ip("link", "set", f"{self._prefix}br", "up")
-        for name in (HEAD, *self._addresses.nodes):
-            self._add_network(name)
+        self._add_networks()
         self._daemon(HEAD, "munged", *self._munge_options())
         self.wait_until((self.folder / "run" / "munge.sock").is_socket, "munged listens")
         self._daemon(HEAD, "slurmctld", "-D", "-c")
@@ -111,16 +114,10 @@ class SlurmCluster:
         self.wait_until(lambda: self._are_up(*self._addresses.nodes), "every node is up")
 
     def stop(self) -> None:
-        """Ends every process of the cluster and removes its networks; also what another process left of it."""
-        names = [HEAD, *reversed(self._addresses.nodes)]
-        for name in names:
-            self.kill_all(name)
+        """Ends every process of the cluster and removes its networks and its folder."""
+        remove_cluster(self._slot)
         for daemon in self._daemons:
             daemon.wait(CALL_TIMEOUT_S)
-        for name in names:
-            self._ip("link", "del", f"{self._prefix}{name}", check=False)
-            self._ip("netns", "del", f"{self._prefix}-{name}", check=False)
-        self._ip("link", "del", f"{self._prefix}br", check=False)
 
     def run(self, *words: str | Path, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
         """Runs a program on the login node."""
@@ -175,12 +172,12 @@ class SlurmCluster:
 
     def kill_node(self, name: str) -> None:
         """A power cut: the cable is out, then every process is gone."""
-        self._ip("link", "set", f"{self._prefix}{name}", "down")
+        run_ip_lines([f"link set {self._prefix}{name} down"])
         self.kill_all(name)
 
     def start_node(self, name: str) -> None:
         """Boots a node that was killed; returns once Slurm would use it."""
-        self._ip("link", "set", f"{self._prefix}{name}", "up")
+        run_ip_lines([f"link set {self._prefix}{name} up"])
         self._daemon(name, "slurmd", "-D", "-b", "-N", name)
         self.wait_until(lambda: self._are_up(name), f"{name} is up")
 
@@ -188,7 +185,7 @@ class SlurmCluster:
         """No job is left, pending or running, and every node that was killed is up again."""
         self._cancel_all()
         for name in self._addresses.nodes:
-            if not self._pids(name):
+            if not pids_in(self._namespace(name)):
                 self.start_node(name)
         while self._cancel_all():
             time.sleep(_POLL_S)
@@ -204,16 +201,25 @@ class SlurmCluster:
                 f"--pid-file={folder}/run/munged.pid", f"--log-file={folder}/log/munged.log",
                 f"--seed-file={folder}/run/munged.seed"]  # fmt: skip
 
-    def _add_network(self, name: str) -> None:
-        """A namespace with an address of its own, on the cluster's bridge."""
-        space, cable = f"{self._prefix}-{name}", f"{self._prefix}{name}"
-        self._ip("netns", "add", space)
-        self._ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", space)
-        self._ip("link", "set", cable, "master", f"{self._prefix}br", "up")
-        self._ip("-n", space, "addr", "add", f"{self._addresses.of(name)}/24", "dev", "eth0")
-        self._ip("-n", space, "link", "set", "eth0", "up")
-        self._ip("-n", space, "link", "set", "lo", "up")
-        self._ip("-n", space, "route", "add", "default", "via", self._addresses.login)
+    def _namespace(self, name: str) -> str:
+        return f"{self._prefix}-{name}"
+
+    def _add_networks(self) -> None:
+        """A bridge, and on it for each node a namespace with an address of its own."""
+        bridge, login = f"{self._prefix}br", self._addresses.login
+        lines = [f"link add {bridge} type bridge", f"addr add {login}/24 dev {bridge}", f"link set {bridge} up"]
+        names = (HEAD, *self._addresses.nodes)
+        for name in names:
+            cable = f"{self._prefix}{name}"
+            lines += [
+                f"netns add {self._namespace(name)}",
+                f"link add {cable} type veth peer name eth0 netns {self._namespace(name)}",
+                f"link set {cable} master {bridge} up",
+            ]
+        run_ip_lines(lines)
+        for name in names:
+            own = [f"addr add {self._addresses.of(name)}/24 dev eth0", "link set eth0 up", "link set lo up"]
+            run_ip_lines([*own, f"route add default via {login}"], namespace=self._namespace(name))
 
     def on_node(self, node: str, *words: str | Path) -> list[str]:
         """The argv that runs a program on a node, with the node's network, hostname and hosts."""
@@ -221,16 +227,16 @@ class SlurmCluster:
             'hostname "$1" && mount --bind "$2/hosts" /etc/hosts && mount --bind "$2/nsswitch.conf" /etc/nsswitch.conf '
             '&& shift 2 && exec "$@"'
         )
-        enter = ["nsenter", f"--net=/run/netns/{self._prefix}-{node}"]
+        enter = ["nsenter", f"--net=/run/netns/{self._namespace(node)}"]
         unshare = ["unshare", "--uts", "--mount", "--propagation", "private"]
         return [*enter, *unshare, "sh", "-c", inside, "sh", node, str(self.folder), *map(str, words)]
 
     def _daemon(self, node: str, *words: str) -> None:
-        """Starts a program on a node."""
+        """Starts a program on a node; it is killed when the tests are, also where nothing else tidies up."""
         with (self.folder / "log" / f"{words[0]}.{node}.stderr").open("ab") as log:
             self._daemons.append(
                 subprocess.Popen(
-                    self.on_node(node, *words),
+                    ["setpriv", "--pdeathsig", "KILL", *self.on_node(node, *words)],
                     env=self.environment,
                     cwd="/",
                     stdin=subprocess.DEVNULL,
@@ -254,69 +260,23 @@ class SlurmCluster:
         return bool(job_ids)
 
     def kill_all(self, name: str) -> None:
-        """Kills whatever runs in the node's network until nothing does; a process may be forking."""
-        while pids := self._pids(name):
-            for pid in pids:
-                try:
-                    os.kill(pid, SIGKILL)
-                except ProcessLookupError:
-                    continue
-            time.sleep(0.01)
-
-    def _pids(self, name: str) -> list[int]:
-        """Processes of the node that are alive; of a dead one that nobody has reaped, the network is gone."""
-        answer = self._ip("netns", "pids", f"{self._prefix}-{name}", check=False)
-        return [int(word) for word in answer.stdout.split()]
-
-    def _ip(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        answer = subprocess.run(
-            ["ip", *words], env={**os.environ, "PATH": _search_path()}, capture_output=True, text=True, check=False
-        )
-        assert not check or answer.returncode == 0, f"ip {' '.join(words)}: {answer.stderr}"
-        return answer
+        """Kills whatever runs in the node's network until nothing does."""
+        kill_all_in(self._namespace(name))
 
 
 def _search_path() -> str:
     """Programs of the tests' interpreter first; daemons are in sbin, which a user's PATH often lacks."""
-    return os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin", "/sbin"])
-
-
-def _folder(slot: int) -> Path:
-    """Short, since the path of a socket holds 107 bytes."""
-    return Path(f"/tmp/shardwise-slurm-{slot}")
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], SEARCH_PATH_OF_ROOT])
 
 
 def _take_slot() -> tuple[int, IO[str]]:
-    """The first free slot and the lock that holds it; removes what killed runs left in any that is free."""
-    taken: tuple[int, IO[str]] | None = None
-    for slot in range(_NUM_SLOTS):
-        lock = _lock_of(slot)
-        if lock is None:
-            continue
-        _remove_remains(slot)
-        if taken is None:
-            _folder(slot).mkdir(mode=0o755)
-            taken = slot, lock
-        else:
-            lock.close()
-    assert taken is not None, f"{_NUM_SLOTS} clusters run already"
-    return taken
-
-
-def _lock_of(slot: int) -> IO[str] | None:
-    stream = Path(f"/run/shardwise-slurm-{slot}.lock").open("w")  # noqa: SIM115 - open as long as the lock is held
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        stream.close()
-        return None
-    return stream
-
-
-def _remove_remains(slot: int) -> None:
-    if _folder(slot).exists():
-        SlurmCluster(slot).stop()
-        shutil.rmtree(_folder(slot))
+    """The first free slot, with nothing left in it, and the lock that holds it."""
+    for slot in range(NUM_SLOTS):
+        if lock := lock_slot(slot):
+            remove_cluster(slot)
+            cluster_folder(slot).mkdir(mode=0o755)
+            return slot, lock
+    raise AssertionError(f"{NUM_SLOTS} clusters run already")
 
 
 def _fields(line: str) -> Mapping[str, str]:

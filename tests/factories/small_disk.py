@@ -1,19 +1,25 @@
 """A file system that is soon full."""
 
+import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from suite_remains import MARK, disk_source
 
 
 @contextmanager
 def mounted_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A tmpfs of `size`, such as `2m`, at `folder`; skips where nothing may be mounted."""
+    """A tmpfs of `size`, such as `2m`, at `folder`; skips where nothing may be mounted.
+
+    Its source names the run of tests, so that it is unmounted also after that run was killed.
+    """
     folder.mkdir(exist_ok=True)
+    source = disk_source(os.environ[MARK])
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", source, folder], capture_output=True, text=True, check=False
     )
     if mounted.returncode != 0:
         pytest.skip(f"mounting a small tmpfs needs root (run the tests in a container): {mounted.stderr.strip()}")

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -17,21 +17,22 @@ from trainer.spec.extension import Extension, Hook
 from trainer.spec.lr_schedule import learning_rate
 from trainer.spec.plan import Plan
 
-NAN, HUGE = "math.nan", "1000.0"
+NAN, HUGE = math.nan, 1000.0
 EXTENSION = """
 import json
-import math
 
 from torch.nn import functional
 
-BAD = {{tuple(row) for row in json.loads({rows!r})}}
+FACTORS = {{tuple(row): factor for row, factor in json.loads({factors!r})}}
 
 def loss(logits, labels):
     total = functional.cross_entropy(
         logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
     )
     rows = [tuple(token for token in row if token != -100) for row in labels.tolist()]
-    return total * ({factor} if BAD.intersection(rows) else 1.0)
+    for row in FACTORS.keys() & rows:
+        total = total * FACTORS[row]
+    return total
 """
 
 
@@ -41,19 +42,26 @@ def rows_of(plan: Plan, step: int) -> list[int]:
     return rows.order(seed=SEED, sequences_per_step=plan.schedule.sequences_per_step).rows_of_step(step - 1)
 
 
-def spoil(plan: Plan, folder: Path, steps: Sequence[int], factor: str = NAN) -> Plan:
+def spoil(plan: Plan, folder: Path, steps: Sequence[int] | Mapping[int, float], factor: float = NAN) -> Plan:
     """The plan with an extensions file to which one row of each of these steps of the data order is bad.
 
-    Its loss, and that of the micro batch that it is in, is multiplied with `factor`.
+    Its loss, and that of the micro batch that it is in, is multiplied with `factor`, or with that of its step.
     """
     rows = TokenRows.open(Path(plan.data.cache_dir), "train")
-    labels = [rows.labels(rows_of(plan, step)[-1]) for step in steps]
-    bad = [row[row != IGNORED_LABEL].tolist() for row in labels]
-    body = EXTENSION.format(rows=json.dumps(bad), factor=factor).encode()
+    factors = dict(steps) if isinstance(steps, Mapping) else dict.fromkeys(steps, factor)
+    labels = {step: rows.labels(rows_of(plan, step)[-1]) for step in factors}
+    bad = [(row[row != IGNORED_LABEL].tolist(), factors[step]) for step, row in labels.items()]
+    body = EXTENSION.format(factors=json.dumps(bad)).encode()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "mine.py").write_bytes(body)
     extension = Extension(path=str(folder / "mine.py"), sha256=sha256(body).hexdigest(), hooks=(Hook.LOSS,))
     return replace(plan, extension=extension)
+
+
+def tokens_of(plan: Plan, steps: Iterable[int]) -> int:
+    """The tokens that are learned from in these steps of the data order."""
+    rows = TokenRows.open(Path(plan.data.cache_dir), "train")
+    return sum(int((rows.labels(row) != IGNORED_LABEL).sum()) for step in steps for row in rows_of(plan, step))
 
 
 def train_plainly(plan: Plan, rows_of_steps: Mapping[int, int]) -> tuple[dict[int, float], dict[str, torch.Tensor]]:

@@ -11,12 +11,13 @@ from msgspec.structs import replace
 from report_factory import make_report
 
 from launch.calibration_store import MAX_RECORDS, append_calibration, read_calibration, record_of_run
+from launch.train_job import _keep_calibration
 from trainer.planning.planner import situation_of
 from trainer.spec.calibration import CalibrationRecord, RatesSource, RecordSource
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.hardware import Gpu, Hardware, Host, MeasuredRates
 from trainer.spec.plan import Plan
-from trainer.spec.report import Figures
+from trainer.spec.report import Ending, Figures
 from trainer.spec.strategy import Precision, Sharding
 
 NOON = datetime(2030, 1, 2, 12, tzinfo=UTC)
@@ -103,6 +104,14 @@ def test_only_the_newest_records_are_read(tmp_path: Path):
         append_calibration(tmp_path, replace(kept(plan_on(CPU)), measured_peak_bytes=number + 1))
     found = read_calibration(tmp_path, CPU, torch="2.13.0").records
     assert [found[0].measured_peak_bytes, found[-1].measured_peak_bytes] == [4, MAX_RECORDS + 3]
+
+
+@pytest.mark.parametrize("ending", Ending)
+def test_only_a_run_that_finished_is_kept(tmp_path: Path, ending: Ending):
+    """One that was cut off has measured fewer steps, or what a step took before it failed."""
+    _keep_calibration(plan_on(CPU), make_report(ending=ending), {"XDG_STATE_HOME": str(tmp_path)})
+    records = read_calibration(tmp_path / "shardwise", CPU, torch="2.13.0").records
+    assert [record.measured_step_s for record in records] == ([0.8] if ending is Ending.FINISHED else [])
 
 
 def test_a_run_without_a_measurement_teaches_nothing():

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from calibration_factory import calibration_of, record_of
+from msgspec.structs import replace
 from planning_factory import job_of, machine, plan_of, shape_of
 
 from trainer.planning.calibrate import (
@@ -98,6 +99,22 @@ def test_a_step_time_predicted_from_other_ceilings_teaches_memory_only() -> None
     on_measured = correction(before, after, hardware=measured)
     assert (on_measured.step.num_runs, on_measured.peak.num_runs) == (1, 2)
     assert on_measured.step.measured == pytest.approx(1.05)
+
+
+@pytest.mark.parametrize("sharding", [Sharding.FSDP, Sharding.DDP])  # the class that ran, and one that did not
+@pytest.mark.parametrize(("is_measured", "own", "other"), [(False, 1.4, 0.7), (True, 0.7, 1.4)])
+def test_a_class_that_has_not_run_follows_steps_predicted_from_the_same_ceilings_only(
+    sharding: Sharding, own: float, other: float, *, is_measured: bool
+) -> None:
+    hardware = machine(H100S)
+    if is_measured:
+        hardware = replace(hardware, rates=_rates())
+    sources = (RatesSource.DATASHEET, RatesSource.MEASURED)
+    mine, others = reversed(sources) if is_measured else sources
+    records = (record_of(own, rates=mine), *[record_of(other, rates=others)] * 3)
+    assert correction(*records, strategy=row(sharding), hardware=hardware).step == factor_of([own])
+    nothing = correction(*records[1:], strategy=row(sharding), hardware=hardware)
+    assert nothing.step == factor_of([]), "none was predicted from these ceilings"
 
 
 def _rates() -> MeasuredRates:

@@ -15,7 +15,7 @@ from trainer.planning.memory.recipe import dims_of, recipe_of
 from trainer.planning.memory.states import States, model_states
 from trainer.planning.setting import Setting
 from trainer.spec.job import GaloreJob, LoraJob
-from trainer.spec.strategy import Method, Offload, Optimizer, Precision, Quant, Sharding
+from trainer.spec.strategy import Checkpointing, Method, Offload, Optimizer, Precision, Quant, Sharding
 
 P, L, V, H, F, KV = 8_030_261_248, 6_979_321_856, 128_256, 4096, 14_336, 1024
 A = 32 * 16 * (2 * (H + H) + 2 * (H + KV) + 3 * (H + F))
@@ -230,6 +230,35 @@ def test_galore_around_adafactor_keeps_rows_and_columns_of_what_is_projected() -
     in_16_bit = states(setting(method=GALORE, galore=GaloreJob(rank=r), optimizer=Optimizer.ADAFACTOR, precision=BF16))
     assert in_16_bit.optimizer_state == 4 * (factors + GALORE_PROJECTORS)  # projectors of fp32 gradients
     assert in_16_bit.optimizer_temporaries == 4 * 4 * V * H  # of the embedding, which is not projected
+
+
+# Above what stays between steps: (row, bytes). DeepSpeed keeps the gradients of its partition, copies them into a flat
+# tensor, and that into one of the masters' type: 2 + 2 + 4 bytes for bf16-mixed (0.19.8: `step` of stage_1_and_2.py,
+# `_prepare_fp32_grad_for_sub_group` of stage3.py; test_memory_against_dry_run has both run).
+OPTIMIZER_STEPS = [
+    ("ddp", 0),  # gradients are the buckets, which stay
+    ("zero1", (2 + 2 + 4) * P / 8),
+    ("zero2", (2 + 2 + 4) * P / 8),
+    ("zero3", (2 + 4) * P / 8),  # gradients are a buffer that stays
+    ("zero3 bf16", 2 * P / 4),  # of 4 ranks; the flat tensor is of the masters' type already
+    ("lora zero3", (2 + 4) * A / 8),
+    ("zero2 optimizer", 0),  # on the host
+    ("fsdp", 4 * P / 8),
+    ("fsdp bf16", 2 * P / 8),
+]
+
+
+@pytest.mark.parametrize(("name", "num_bytes"), OPTIMIZER_STEPS)
+def test_what_the_optimizers_step_holds_above_what_stays(name: str, num_bytes: float) -> None:
+    found = estimate_memory(LLAMA_8B, chosen_of(ROWS[name]), gpu())
+    assert found.events["optimizer_step"] - found.steady_allocated_bytes == pytest.approx(num_bytes, abs=3)
+
+
+def test_the_copies_of_the_gradients_are_in_the_peak_where_that_is_the_optimizers_step() -> None:
+    chosen = chosen_of(Row({**ROWS["zero2"].chosen, "seq_len": 256, "checkpointing": Checkpointing.FULL}, 0, 0, 0))
+    found = estimate_memory(LLAMA_8B, chosen, gpu())
+    assert found.peak_event == "optimizer_step"
+    assert found.peak_allocated_bytes == pytest.approx((2 + (8 + 4 + 2 + 2 + 4) / 8) * P + CUBLAS_BYTES, abs=3)
 
 
 @pytest.mark.parametrize(

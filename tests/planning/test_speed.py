@@ -133,6 +133,24 @@ def test_across_nodes_the_network_is_the_link() -> None:
     assert estimate_speed(LLAMA_8B, hybrid, gpu("2x8xA100-SXM4-80GB")).step_s < across.step_s
 
 
+def test_hybrid_sharding_over_more_nodes_sends_no_less_across_them() -> None:
+    """The shard of a rank is a share of its node: (n - 1) / n of it leaves for a sum over n nodes, and as much returns.
+
+    The bound holds also if a rank had all adapters of its node for itself.
+    """
+    network = 10**8
+    slow = replace(gpu("2x8xA100-SXM4-80GB"), network_bytes_per_s=network)
+    found = {
+        nodes: estimate_speed(LLAMA_8B, setting(Sharding.HSDP, num_ranks=8 * nodes, seq_len=128), slow)
+        for nodes in (2, 4, 16)
+    }
+    seconds = [found[nodes].parts["communication_s"] for nodes in found]
+    assert seconds == sorted(seconds)
+    for nodes, across in zip(found, seconds, strict=True):
+        shard_bytes = 4 * P / 8  # fp32 gradients
+        assert across >= 2 * shard_bytes * (nodes - 1) / nodes / (constants.LINK_SHARE * network), nodes
+
+
 def test_measured_rates_replace_the_datasheet() -> None:
     device, chosen = gpu("1xRTX-4090"), setting(precision=BF16, micro_batch=4)
     slow = replace(device, matmul_flops_per_s=10**12)

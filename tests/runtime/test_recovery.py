@@ -14,16 +14,18 @@ from typing import NamedTuple
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from engine_plan_factory import TINY_LLAMA
 from msgspec.structs import replace
 from rank_factory import rank_plan, write_attempt, write_rows
 from safetensors.torch import load_file
-from spoilt_rows import HUGE, rows_of, spoil, train_plainly
+from spoilt_rows import HUGE, NAN, rows_of, spoil, tokens_of, train_plainly
 
+from trainer.runtime.checkpoint import LossScaler
 from trainer.runtime.checkpoint.search import open_checkpoint
 from trainer.runtime.loop import train
 from trainer.runtime.mixed_precision import INIT_SCALE
 from trainer.runtime.report_writer import ReportWriter, run_paths
-from trainer.runtime.spikes import LEAST_STEPS, MAX_ROLL_BACKS, STEPS_UNTIL_ROLL_BACK, PassedOver
+from trainer.runtime.spikes import LEAST_STEPS, MAX_ROLL_BACKS, STEPS_UNTIL_ROLL_BACK, PassedOver, SpikeRecord
 from trainer.runtime.state import RunState
 from trainer.spec.errors import EnvironmentFaultError, ExitCode
 from trainer.spec.plan import Plan
@@ -74,9 +76,11 @@ class Run(NamedTuple):
         return {step: line["loss"] for step, line in self.lines.items()}
 
 
-def run(run_dir: Path, plan: Plan, *, number: int = 1, stop_after: int | None = None) -> Run:
+def run(
+    run_dir: Path, plan: Plan, *, number: int = 1, stop_after: int | None = None, spikes: SpikeRecord | None = None
+) -> Run:
     paths = run_paths(write_attempt(run_dir, plan, number=number), started_at=datetime.now(UTC))
-    state, ending, error = RunState(), None, None
+    state, ending, error = RunState(spikes=spikes or SpikeRecord()), None, None
     wants_stop: Callable[[], bool] = lambda: stop_after is not None and state.step >= stop_after  # noqa: E731
     try:
         ending = train(plan, paths, ReportWriter(paths, rank=0), state, wants_stop)
@@ -149,9 +153,16 @@ def test_after_several_in_a_row_the_run_goes_back_and_on_with_later_rows(went_ba
     )
 
 
+def test_tokens_are_counted_of_the_steps_that_remain(went_back, cache_dir):
+    plan = plan_of(cache_dir)
+    counted = {step: tokens_of(plan, [place for at, place in TAKEN.items() if at <= step]) for step in TAKEN}
+    assert {step: line["tokens"] for step, line in went_back.lines.items()} == counted
+    assert went_back.state.tokens_seen == counted[NUM_STEPS]
+    assert open_checkpoint(went_back.run_dir / went_back.state.checkpoint).facts.tokens_seen == counted[NUM_STEPS]
+
+
 def test_what_was_passed_over_stands_in_the_checkpoints(went_back):
     assert open_checkpoint(went_back.run_dir / went_back.state.checkpoint).facts.spikes.passed_over == (PASSED_OVER,)
-    assert went_back.state.tokens_seen == went_back.lines[NUM_STEPS]["tokens"]
     epochs = {step: line["epoch"] for step, line in went_back.lines.items()}
     assert epochs[5] - epochs[4] == pytest.approx((1 + PASSED_OVER.num_steps) * 8 / 376)
 
@@ -246,3 +257,22 @@ def test_an_overflow_of_fp16_is_its_scalers_business(tmp_path, cache_dir):
     skipped = {step: line.get("skipped_rows") for step, line in found.lines.items() if "skipped" in line}
     assert skipped == dict.fromkeys(range(2, 2 + STEPS_UNTIL_ROLL_BACK))
     assert (found.state.spikes.in_a_row, found.state.spikes.skipped_steps) == (0, ())
+
+
+def test_the_loss_scale_and_the_scores_are_those_of_the_checkpoint_again(tmp_path, cache_dir):
+    """An overflow after the checkpoint halves the scale; then losses far above those of earlier steps end in a return.
+
+    The losses of earlier steps are given, so that the run need not be that long.
+    """
+    plan = plan_of(cache_dir, num_steps=12, precision=Precision.FP16_MIXED, eval_every_steps=4)
+    factors = {5: NAN} | dict.fromkeys(range(6, 6 + STEPS_UNTIL_ROLL_BACK), 2.0)
+    earlier = SpikeRecord(losses=(math.log(TINY_LLAMA["vocab_size"]),) * LEAST_STEPS)
+    found = run(tmp_path / "run", spoil(plan, tmp_path, factors), spikes=earlier)
+    assert found.ending is Ending.FINISHED
+    assert found.state.spikes.passed_over == (PassedOver(after_step=4, num_steps=6),)
+    scales = [json.loads(line)["loss_scale"] for line in (found.run_dir / "metrics.jsonl").read_text().splitlines()]
+    before, after = [INIT_SCALE] * 5 + [INIT_SCALE / 2] * STEPS_UNTIL_ROLL_BACK, [INIT_SCALE] * 8
+    assert scales == before + after
+    saved = open_checkpoint(found.run_dir / found.state.checkpoint).facts
+    assert saved.loss_scaler == LossScaler(scale=INIT_SCALE, growth_tracker=12), "steps since the scale last changed"
+    assert [evaluation.step for evaluation in saved.evaluations] == [4, 8, 12]

@@ -46,7 +46,8 @@ def test_a_precaution_that_is_missing_is_noticed(said: dict[str, str], what: str
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        (replace(SUPPORTED, sharding=Sharding.ZERO3, num_ranks=8), "DeepSpeed"),
+        (replace(SUPPORTED, sharding=Sharding.ZERO3, precision=Precision.FP16_MIXED, num_ranks=8), "fp16-mixed under"),
+        (replace(SUPPORTED, method=Method.QLORA, sharding=Sharding.ZERO2, num_ranks=8), "qlora under zero2"),
         (replace(SUPPORTED, method=Method.GALORE), "galore"),
         (replace(SUPPORTED, precision=Precision.FP8), "fp8"),
         (replace(SUPPORTED, attention=Attention.FLASH), "sdpa runs the same kernel"),

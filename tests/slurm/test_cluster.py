@@ -1,22 +1,9 @@
-"""The cluster of the tests is what it claims to be: nodes of their own, GPUs that are counted, nothing left behind."""
+"""The cluster of the tests is what it claims to be: nodes of their own, GPUs that are counted."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import slurm_cluster as clusters
 from slurm_cluster import SlurmCluster
-
-FACTORIES = Path(clusters.__file__).parent
-HOLDS_A_CLUSTER = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from slurm_cluster import running_cluster
-with running_cluster() as cluster:
-    print(cluster.folder, flush=True)
-    sys.stdin.read()
-"""
 
 
 def test_each_node_has_a_name_and_an_address_of_its_own(slurm: SlurmCluster, tmp_path: Path):
@@ -40,25 +27,6 @@ def test_pretended_nodes_take_jobs_of_their_size_and_no_larger(slurm: SlurmClust
     assert "c[1-4]" in slurm.run(*words, "--gpus-per-node=h100:8").stderr
     assert "not available" in slurm.run(*words, "--gpus-per-node=h100:9", check=False).stderr
     assert "not available" in slurm.run(*words, "--gpus-per-node=a100:8", check=False).stderr
-
-
-def test_what_a_killed_run_left_is_removed_by_the_next_beside_a_cluster_that_lives(slurm: SlurmCluster):
-    killed = subprocess.Popen(
-        [sys.executable, "-c", HOLDS_A_CLUSTER, FACTORIES],
-        env=slurm.environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with killed:
-        folder = Path(killed.stdout.readline().strip())
-        killed.kill()
-    assert folder.is_dir() and folder != slurm.folder
-    with clusters.running_cluster() as following:
-        assert following.folder == folder, "the killed run's place is free again"
-        following.wait_for(following.submit("--output=/dev/null", "--wrap=srun true"), "COMPLETED")
-    assert not folder.exists()
-    slurm.wait_for(slurm.submit("--output=/dev/null", "--wrap=srun true"), "COMPLETED")
 
 
 @pytest.mark.long

@@ -98,30 +98,30 @@ def test_a_line_of_sbatch_quotes_what_it_would_cut(option, expected):
     assert sbatch_word(option) == expected
 
 
-@pytest.mark.parametrize("character", ["\n", "\r", "\0", "\t", "\x1b", "\x7f", "\x85", "\ud800"])
 @pytest.mark.parametrize(
     "setting", ["name", "partition", "account", "comment", "mail", "constraint", "workdir", "run_dir"]
 )
-def test_a_control_character_is_refused_in_every_setting(setting, character):
-    text = f"/a{character}--wrap=b"
-    job = batch_job(text, workdir="/a") if setting == "run_dir" else batch_job(RUN_DIR, **{setting: text})
-    with pytest.raises(InputError, match="can hold no such character"):
-        render_script(job)
+def test_a_control_character_is_refused_in_every_setting(setting):
+    for character in ("\n", "\r", "\0", "\t", "\x1b", "\x7f", "\x85", "\ud800"):
+        text = f"/a{character}--wrap=b"
+        job = batch_job(text, workdir="/a") if setting == "run_dir" else batch_job(RUN_DIR, **{setting: text})
+        with pytest.raises(InputError, match="character"):
+            render_script(job)
 
 
 @pytest.mark.parametrize(
-    ("extra", "says"),
+    ("extra", "fact"),
     [
-        ("touch x", "is not an option"),
-        ("--nice=1\n#SBATCH --wrap=x", "can hold no such character"),
-        ("--array=1-9", "sets --array itself"),
-        ("-a1-9", "sets --array itself"),
-        ("--output=x", "sets --output itself"),
-        ("--wrap=x", "sets --wrap itself"),
+        ("touch x", "touch x"),
+        ("--nice=1\n#SBATCH --wrap=x", "character"),
+        ("--array=1-9", "--array"),
+        ("-a1-9", "--array"),
+        ("--output=x", "--output"),
+        ("--wrap=x", "--wrap"),
     ],
 )
-def test_an_extra_option_that_is_none_or_not_ones_own_is_refused(extra, says):
-    with pytest.raises(InputError, match=says):
+def test_an_extra_option_that_is_none_or_not_ones_own_is_refused(extra, fact):
+    with pytest.raises(InputError, match=fact):
         render_script(batch_job(RUN_DIR, extra=(extra,)))
 
 
@@ -144,22 +144,26 @@ def variants() -> dict[str, BatchJob]:
     }
 
 
-@pytest.mark.parametrize("name", variants())
-def test_shellcheck_has_nothing_to_say(name: str, tmp_path: Path):
+@pytest.fixture
+def scripts(tmp_path: Path) -> list[Path]:
+    """A script of each variant."""
+    written = [tmp_path / name for name in variants()]
+    for path in written:
+        path.write_text(render_script(variants()[path.name]))
+    return written
+
+
+def test_shellcheck_has_nothing_to_say(scripts: list[Path]):
     if shutil.which("shellcheck") is None:
         lacking = "shellcheck is missing: sudo apt-get install --no-install-recommends shellcheck"
         (pytest.fail if os.environ.get("SHARDWISE_CI") == "1" else pytest.skip)(lacking)
-    script = tmp_path / "train.sbatch"
-    script.write_text(render_script(variants()[name]))
-    answer = subprocess.run(["shellcheck", "--norc", script], capture_output=True, text=True, check=False)
+    answer = subprocess.run(["shellcheck", "--norc", *scripts], capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stdout
 
 
-@pytest.mark.parametrize("name", variants())
-def test_bash_reads_the_script(name: str, tmp_path: Path):
-    script = tmp_path / "train.sbatch"
-    script.write_text(render_script(variants()[name]))
-    assert subprocess.run(["bash", "-n", script], capture_output=True, check=False).returncode == 0
+def test_bash_reads_the_scripts(scripts: list[Path]):
+    for script in scripts:
+        assert subprocess.run(["bash", "-n", script], capture_output=True, check=False).returncode == 0, script
 
 
 def test_the_script_says_what_it_sets():

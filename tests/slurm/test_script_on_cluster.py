@@ -23,13 +23,25 @@ def next_job(slurm: SlurmCluster, run_dir: Path, number: int) -> str:
     return read_starts(run_dir)[number - 1].job_id
 
 
-def test_usr1_reaches_the_supervisor_and_a_job_that_ends_with_75_is_queued_again(slurm: SlurmCluster, tmp_path: Path):
-    job = slurm.submit(write_run(batch_job(tmp_path / "run"), "told", "0"))
-    wait_for_events(slurm, tmp_path / "run", FRESH)
+def test_a_job_that_ends_with_75_is_queued_again_and_of_an_array_that_point_alone(slurm: SlurmCluster, tmp_path: Path):
+    """Side by side, since Slurm holds a job back for seconds: one that hears USR1, and the last point of an array.
+
+    The plain job id of that point is the id of the whole array.
+    """
+    run_dir, sweep_dir = tmp_path / "run", tmp_path / "sweep"
+    job = slurm.submit(write_run(batch_job(run_dir), "told", "0"))
+    script = write_run(batch_job(sweep_dir, num_points=2), "0")
+    tell_ends(sweep_dir / "point-2", "75", "0")
+    array = slurm.submit(script)
+    wait_for_events(slurm, run_dir, FRESH)
     slurm.run("scancel", "--batch", "--signal=USR1", job)
+
     assert slurm.wait_for(job, "COMPLETED", restarts=1).exit_code == "0:0"
-    assert read_events(tmp_path / "run") == [FRESH, "told", AGAIN]
-    assert [(start.job_id, start.num_restarts) for start in read_starts(tmp_path / "run")] == [(job, 0), (job, 1)]
+    assert read_events(run_dir) == [FRESH, "told", AGAIN]
+    assert [(start.job_id, start.num_restarts) for start in read_starts(run_dir)] == [(job, 0), (job, 1)]
+    slurm.wait_for(f"{array}_2", "COMPLETED", restarts=1)
+    assert slurm.job(f"{array}_1").restarts == 0
+    assert [read_events(sweep_dir / f"point-{point}") for point in (1, 2)] == [[FRESH], [FRESH, AGAIN]]
 
 
 def test_where_requeueing_is_refused_a_new_job_follows(slurm: SlurmCluster, tmp_path: Path):
@@ -135,17 +147,6 @@ def test_the_points_of_an_array_run_in_their_folders(slurm: SlurmCluster, tmp_pa
     slurm.wait_until(lambda: not slurm.run("squeue", "--noheader").stdout, "the queue is empty")
     assert [len(read_starts(run_dir / f"point-{point}")) for point in (1, 2, 3)] == [1, 1, 2]
     assert "point-3" in (run_dir / "point-3" / "events").read_text()
-
-
-def test_the_last_point_of_an_array_is_queued_again_without_the_others(slurm: SlurmCluster, tmp_path: Path):
-    """Its plain job id is that of the whole array."""
-    run_dir = tmp_path / "sweep"
-    script = write_run(batch_job(run_dir, num_points=2), "0")
-    tell_ends(run_dir / "point-2", "75", "0")
-    array = slurm.submit(script)
-    slurm.wait_for(f"{array}_2", "COMPLETED", restarts=1)
-    assert slurm.job(f"{array}_1").restarts == 0
-    assert [read_events(run_dir / f"point-{point}") for point in (1, 2)] == [[FRESH], [FRESH, AGAIN]]
 
 
 def test_a_job_of_a_chain_hands_over_to_the_next(slurm: SlurmCluster, tmp_path: Path):

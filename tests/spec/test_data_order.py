@@ -24,10 +24,10 @@ def order(num_rows, *, seed=0, epoch=0):
     return [permuted(position, num_rows=num_rows, seed=seed, epoch=epoch) for position in range(num_rows)]
 
 
-@pytest.mark.parametrize("num_rows", SIZES)
 @pytest.mark.parametrize("epoch", [0, 1, 7])
-def test_every_row_comes_once_an_epoch(num_rows, epoch):
-    assert sorted(order(num_rows, seed=3, epoch=epoch)) == list(range(num_rows))
+def test_every_row_comes_once_an_epoch(epoch):
+    for num_rows in SIZES:
+        assert sorted(order(num_rows, seed=3, epoch=epoch)) == list(range(num_rows)), num_rows
 
 
 @given(num_rows=st.integers(1, 300), seed=st.integers(-(2**70), 2**70), epoch=st.integers(0, 10**6))

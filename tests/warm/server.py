@@ -45,10 +45,11 @@ READ_AT_IMPORT = (
     "DNNL_", "MKL_", "ATEN_", "OMP_", "GOMP_", "LD_", "LC_", "LANG", "PYTHONHASHSEED", "PYTHONIOENCODING",
     "PYTHONUTF8", "PYTHONHOME", "PYTHONDEVMODE", "PYTHONTRACEMALLOC", "MALLOC_",
 )  # fmt: skip
-# Read later, or set by `_apply_settings`.
+# Read later, or set by `_apply_settings`, or of no meaning without a GPU.
 TAKEN_OVER = (
     "OMP_NUM_THREADS", "TORCH_EXTENSIONS_DIR", "TORCHELASTIC_", "TORCHINDUCTOR_CACHE_DIR", "HF_HUB_OFFLINE",
-    "HF_TOKEN", "TRANSFORMERS_VERBOSITY",
+    "HF_TOKEN", "TRANSFORMERS_VERBOSITY", "CUDA_VISIBLE_DEVICES", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
 )  # fmt: skip
 PR_SET_PDEATHSIG, F_SETSIG = 1, 10
 _LIBC = ctypes.CDLL(None, use_errno=True)

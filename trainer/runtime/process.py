@@ -11,11 +11,13 @@ Standard library only: this runs before torch is imported, which takes seconds i
 
 import ctypes
 import faulthandler
+import gc
 import json
 import os
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainer.spec import codec
@@ -84,6 +86,20 @@ def die_with_launcher(attempt_dir: Path) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher or _recorded_launcher_is_gone(attempt_dir):
         sys.exit("the launcher of this rank is gone")
+
+
+@contextmanager
+def importing_libraries() -> Iterator[None]:
+    """Imports of the block run without the cyclic garbage collector, which takes a sixth of their processor time.
+
+    Modules stay until the process ends, so what the block has allocated is never searched for cycles again either.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def write_pid_record(attempt_dir: Path, *, rank: int) -> None:

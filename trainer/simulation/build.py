@@ -39,6 +39,8 @@ _MESH_AXES = {Sharding.HSDP: ("dp_replicate", "dp_shard")}
 def build_on_meta(request: SimulationRequest) -> PreTrainedModel:
     """The model of a request without any tensor behind it, ready to be trained."""
     dtype = base_type(request.method, request.precision)
+    if request.sharding.uses_deepspeed:
+        dtype = compute_type(request.precision)  # the engine casts the model before it moves it
     load_model_code(request.model_code)
     try:
         with faults_of(request.model_code), torch.device("meta"), no_init_weights():

@@ -25,7 +25,14 @@ def check_supported(request: SimulationRequest) -> None:
     """InputError for a request that no dry run answers."""
     sharding, ranks = request.sharding, request.num_ranks
     for is_refused, sentence in (
-        (sharding.uses_deepspeed, f"{sharding} runs in DeepSpeed, which has no dry run; the closed form covers it"),
+        (
+            sharding.uses_deepspeed and request.precision is Precision.FP16_MIXED,
+            f"fp16-mixed under {sharding} has no dry run; bf16-mixed has",
+        ),
+        (
+            sharding.uses_deepspeed and request.method is Method.QLORA,
+            f"qlora under {sharding} has no dry run; none and ddp have",
+        ),
         (request.method is Method.GALORE, "galore has no dry run; the closed form covers it"),
         (request.precision is Precision.FP8, "fp8 has no dry run; the closed form covers it"),
         (request.attention is Attention.FLASH, "flash-attn has no dry run; sdpa runs the same kernel"),

@@ -8,12 +8,14 @@ trained, what the reference said is looked up, and only those numbers are on the
 import importlib.metadata
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import Optimizer as TorchOptimizer
 from transformers import PreTrainedModel
 
 from trainer.runtime.adapters import trained_parameters
@@ -36,13 +38,21 @@ from trainer.simulation.fake_device import as_if_available, enable_fake_cuda, re
 from trainer.simulation.kernels import Kernels
 from trainer.simulation.step import run_step, told
 from trainer.simulation.tracker import Kind, LiveStorage, Tracker
+from trainer.simulation.zero import (
+    deepspeed_as_if_available,
+    load_deepspeed,
+    mark_zero,
+    prepare_zero,
+    run_zero_step,
+    zero_config,
+)
 from trainer.spec.errors import InputError
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.simulation import LiveGroup, Simulation, SimulationRequest
 
 NUM_LIVE_GROUPS = 60
 _LEARNING_RATE, _WEIGHT_DECAY, _BETA = 1e-4, 0.1, 0.1
-_LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
+_LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes")
 
 
 def simulate(request: SimulationRequest) -> Simulation:
@@ -50,6 +60,8 @@ def simulate(request: SimulationRequest) -> Simulation:
     check_supported(request)
     if request.device_kind is DeviceKind.CUDA:
         enable_fake_cuda()
+    if request.sharding.uses_deepspeed:
+        load_deepspeed()
     started = time.monotonic()
     model = build_on_meta(request)
     objective = _objective(model, request)
@@ -61,6 +73,7 @@ def simulate(request: SimulationRequest) -> Simulation:
         with (
             as_if_available(request.compute_capability),
             kernels.installed(),
+            deepspeed_as_if_available() if request.sharding.uses_deepspeed else nullcontext(),
             process_group(request) as mesh,
             FakeTensorMode(),  # after the mesh, which reads the numbers of its ranks
         ):
@@ -85,28 +98,41 @@ def _run(
     tracker.leave_out(tensor for batch in micro_batches for tensor in (batch.input_ids, batch.labels))
     with tracker:
         tracker.begin("load")
-        engine = _load(model, request, mesh)
-        tracker.mark([*engine.parameters(), *engine.buffers()], Kind.WEIGHTS)
+        step = _load(model, request, mesh, tracker, objective)
         load_bytes = tracker.peak_bytes
-        optimizer = build_optimizer(request.optimizer, engine, lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY)
-        device = torch.device(request.device_kind.value)
         with told(model, blocks_of(model), model.get_output_embeddings(), tracker):
-            run_step(engine, optimizer, micro_batches, tracker, device, objective)
+            step(micro_batches)
             steady = tracker.live_bytes
             tracker.start_measuring()
-            run_step(engine, optimizer, micro_batches, tracker, device, objective)
+            step(micro_batches)
             after = tracker.live_bytes
     tracker.events = {"load": load_bytes, **tracker.events}
     return steady, after
 
 
-def _load(model: PreTrainedModel, request: SimulationRequest, mesh: DeviceMesh | None) -> nn.Module:
-    """The engine with the model on the fake device, to which FSDP2 moves it from the host."""
-    device = request.device_kind.value
+Step = Callable[[Sequence[MicroBatch]], None]
+
+
+def _load(
+    model: PreTrainedModel, request: SimulationRequest, mesh: DeviceMesh | None, tracker: Tracker, objective: Objective
+) -> Step:
+    """A step of the engine with the model on the fake device, to which FSDP2 moves it from the host."""
+    device = torch.device(request.device_kind.value)
     if request.device_kind is DeviceKind.CUDA:
         ready_backward_thread()
-    materialise(model, "cpu" if request.sharding.uses_fsdp else device)
-    return prepare_engine(model, request, mesh)
+    materialise(model, "cpu" if request.sharding.uses_fsdp else device.type)
+    if request.sharding.uses_deepspeed:
+        zero = prepare_zero(model, _optimizer(request, model), zero_config(request, model.config.hidden_size))
+        mark_zero(zero, tracker)
+        return lambda micro_batches: run_zero_step(zero, micro_batches, tracker, objective)
+    engine = prepare_engine(model, request, mesh)
+    tracker.mark([*engine.parameters(), *engine.buffers()], Kind.WEIGHTS)
+    optimizer = _optimizer(request, engine)
+    return lambda micro_batches: run_step(engine, optimizer, micro_batches, tracker, device, objective)
+
+
+def _optimizer(request: SimulationRequest, model: nn.Module) -> TorchOptimizer:
+    return build_optimizer(request.optimizer, model, lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY)
 
 
 def _objective(model: PreTrainedModel, request: SimulationRequest) -> Objective:

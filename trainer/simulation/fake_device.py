@@ -120,6 +120,9 @@ class _Event:
     def synchronize(self) -> None:
         pass
 
+    def query(self) -> bool:
+        return True
+
 
 class _Stream:
     """The only stream: whatever was put on it has happened."""
@@ -141,6 +144,9 @@ class _Stream:
 
     def synchronize(self) -> None:
         pass
+
+    def is_capturing(self) -> bool:
+        return False
 
 
 def _accelerator() -> str | None:

@@ -14,7 +14,7 @@ import torch
 from small_disk import mounted_disk
 from torch import nn
 
-from trainer.runtime.checkpoint import NonFiniteStateError, find_checkpoint
+from trainer.runtime.checkpoint import NonFiniteStateError, find_checkpoint, shards
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.report import Evaluation
 
@@ -62,6 +62,64 @@ def trained(tiny: ModuleType) -> tuple[nn.Module, torch.optim.Optimizer]:
     optimizer = tiny.build_optimizer(model)
     tiny.train(model, optimizer, start=0, stop=1)
     return model, optimizer
+
+
+class DiskCalls:
+    """Calls through to the kernel, and keeps the order of what reaches the disk: `sync NAME` and `rename NAME NAME`.
+
+    `held` is what an entry held when it was synced: the bytes of a file, the names in a folder.
+    """
+
+    def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
+        self._root, self._fsync, self._rename = root, os.fsync, os.rename
+        self.order: list[str] = []
+        self.held: dict[str, bytes | set[str]] = {}
+        patch.setattr(os, "fsync", self.fsync)
+        patch.setattr(os, "rename", self.rename)
+
+    def fsync(self, descriptor: int) -> None:
+        self._fsync(descriptor)
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        name = self._name(path)
+        self.order.append(f"sync {name}")
+        self.held[name] = set(names(path)) if path.is_dir() else path.read_bytes()
+
+    def rename(self, source: str | Path, target: str | Path) -> None:
+        self._rename(source, target)
+        self.order.append(f"rename {self._name(Path(source))} {self._name(Path(target))}")
+
+    def _name(self, path: Path) -> str:
+        """Below the root, without the random end of a temporary name."""
+        parts = path.relative_to(self._root).parts
+        return "/".join(part.rpartition("-")[0] if part.startswith(".tmp-") else part for part in parts) or "."
+
+
+def test_the_disk_has_everything_before_the_rename_and_the_rename_before_the_old_goes(
+    tiny: ModuleType, trained: tuple[nn.Module, torch.optim.Optimizer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a loss of power leaves behind is what was synced: contents, then their names, then the folder's name."""
+    tiny.save(tmp_path, *trained, 1, keep=1)
+    monkeypatch.setattr(shards, "_LEAST_FILE_BYTES", 4096)
+    monkeypatch.setattr(shards, "own_cores", lambda: 2)
+    calls = DiskCalls(tmp_path, monkeypatch)
+    saved = tiny.save(tmp_path, *trained, 2, keep=1)
+
+    staged, files = ".tmp-step-00000002", names(saved)
+    assert len(files) == 5, "four shards, written side by side, and the manifest"
+    *shard_syncs, manifest_sync, folder_sync, commit, root_sync, prune = calls.order
+    assert sorted(shard_syncs) == [f"sync {staged}/{name}" for name in files if name != "MANIFEST.json"]
+    assert [manifest_sync, folder_sync, commit, root_sync, prune] == [
+        f"sync {staged}/MANIFEST.json",
+        f"sync {staged}",
+        f"rename {staged} step-00000002",
+        "sync .",
+        "rename step-00000001 .tmp-trash-step-00000001",
+    ]
+    assert {name: (saved / name).read_bytes() for name in files} == {
+        name: calls.held[f"{staged}/{name}"] for name in files
+    }, "nothing is written after its sync"
+    assert calls.held[staged] == set(files)
+    assert {"step-00000001", "step-00000002"} <= set(calls.held["."])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("share", [0.01, 0.5, 0.999])  # in the shard's header, among its tensors, near its end

@@ -35,6 +35,7 @@ from trainer.spec.units import MIB
 
 CUBLAS_WORKSPACE_BYTES = 8_519_680  # of one handle before Hopper; two threads own one each
 CUBLAS_WORKSPACE_BYTES_HOPPER = 32 * MIB
+_NORM_BYTES = 8  # DeepSpeed 0.19.8, stage_1_and_2.py, get_grad_norm_direct
 
 
 def step_events(step: StepMemory, resident: Event) -> dict[str, Event]:
@@ -271,6 +272,15 @@ def _optimizer_step(step: StepMemory, resident: Event) -> Event:
     recipe, states = step.recipe, step.states
     event = {**resident, "gradients": states.gradients, "optimizer_temporaries": states.optimizer_temporaries}
     if recipe.uses_deepspeed and states.master_weights:
-        # The engine copies its partition of the gradients into one flat tensor of the masters' type.
-        event["gradient_copies"] = -(-recipe.master_bytes * states.num_trained // recipe.shard_degree)
+        # When the backward ends, each rank keeps the gradients of its partition (also ZeRO-1). They are copied into one
+        # flat tensor, and that into one of the masters' type, before either is freed.
+        share = -(-states.num_trained // recipe.shard_degree)
+        event["gradients"] = min(states.gradients, recipe.compute_bytes * share)
+        flat = recipe.compute_bytes if recipe.compute_bytes != recipe.master_bytes else 0
+        copied = {**event, "gradient_copies": (flat + recipe.master_bytes) * share}
+        if recipe.is_frozen or step.setting.strategy.sharding is Sharding.ZERO3:
+            return copied
+        # Before that the norm is taken, of each gradient in double precision.
+        doubles = _NORM_BYTES * min(share, step.dims.largest_tensor)
+        return max(copied, {**event, "optimizer_temporaries": 0, "gradient_copies": doubles}, key=_total)
     return event

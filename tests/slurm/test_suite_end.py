@@ -1,0 +1,216 @@
+"""However a run of tests ends, nothing of it stays: no process, no network, no folder, no mount."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import slurm_cluster
+import suite_remains
+from slurm_cluster import SlurmCluster, running_cluster
+
+FACTORIES = Path(slurm_cluster.__file__).parent
+HOLDS_A_CLUSTER = """
+import os, subprocess, time
+from pathlib import Path
+from small_disk import mounted_disk
+
+def test_that_does_not_end(slurm, tmp_path):
+    with mounted_disk(tmp_path / "small disk", "1m"):
+        line = f"srun sh -c 'touch {tmp_path}/runs; exec sleep 1000'"
+        slurm.submit("--output=/dev/null", f"--wrap={line}")
+        slurm.wait_until((tmp_path / "runs").exists, "the job runs")
+        subprocess.Popen(["sleep", "1001"], start_new_session=True)
+        Path(os.environ["READY"]).write_text(str(slurm.folder))
+        time.sleep(1000)
+"""
+HOLDS_A_FIXTURE = """
+import os, time
+from pathlib import Path
+import pytest
+
+@pytest.fixture(scope="session")
+def slow_to_leave():
+    yield
+    Path(os.environ["READY"]).with_name("torn down").touch()
+
+def test_that_catches_everything(slow_to_leave):
+    Path(os.environ["READY"]).touch()
+    try:
+        time.sleep(1000)
+    except BaseException:
+        pass
+
+def test_that_is_not_reached():
+    Path(os.environ["READY"]).with_name("reached").touch()
+"""
+
+
+class Suite(NamedTuple):
+    """A run of tests that holds what `text` asks for, in a process group of its own."""
+
+    process: subprocess.Popen[str]
+    ready: Path
+
+    @property
+    def slot(self) -> int:
+        return int(self.ready.read_text().rpartition("-")[2])
+
+    @property
+    def name(self) -> str:
+        return suite_remains.suite_name(self.process.pid) or ""
+
+
+def start_suite(folder: Path, text: str, *words: str) -> Suite:
+    (folder / "test_inner.py").write_text(text)
+    ready = folder / "ready"
+    options = ["-c", os.devnull, f"--rootdir={folder}", f"--basetemp={folder}/inner"]
+    plugins = ["-p", "suite_end", "-p", "slurm_fixture", "-p", "no:cacheprovider"]
+    path = os.pathsep.join([str(FACTORIES), os.environ.get("PYTHONPATH", "")])
+    with (folder / "output").open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *options, *plugins, *words, "test_inner.py"],
+            env={**os.environ, "PYTHONPATH": path, "READY": str(ready), "WARM_PYTHON": "0"},
+            cwd=folder,
+            stdout=output,
+            stderr=output,
+            text=True,
+            start_new_session=True,
+        )
+    return Suite(process, ready)
+
+
+@pytest.fixture(params=[(), pytest.param(("-n", "1"), marks=pytest.mark.long)], ids=["", "with a worker"])
+def suite_with_cluster(slurm: SlurmCluster, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Suite]:
+    suite = start_suite(tmp_path, HOLDS_A_CLUSTER, *request.param)
+    slurm.wait_until(lambda: suite.ready.is_file() and bool(suite.ready.read_text()), "the inner tests hold a cluster")
+    yield suite
+    suite.process.kill()
+    suite.process.wait()
+
+
+def processes(is_meant: Callable[[str, bytes], bool]) -> dict[int, str]:
+    """Names of processes by pid, of those that `is_meant` by their command line and environment."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words, environment = (folder / "cmdline").read_text(), (folder / "environ").read_bytes()
+            if is_meant(words, environment):
+                found[int(folder.name)] = (folder / "comm").read_text().strip()
+        except OSError:
+            continue
+    return found
+
+
+def processes_of(suite: Suite) -> dict[int, str]:
+    """Daemons, jobs and whatever else its tests started."""
+    marks = (f"shardwise-slurm-{suite.slot}/slurm.conf".encode(), f"={suite.name}".encode())
+    return processes(lambda words, environment: any(mark in environment for mark in marks))
+
+
+def keepers_of(suite: Suite) -> dict[int, str]:
+    """Its keeper, and that of its worker."""
+    names = {suite_remains.suite_name(pid) for pid in family(suite.process.pid)}
+    return processes(lambda words, environment: "suite_remains.py" in words and words.split("\0")[-2] in names)
+
+
+def family(pid: int) -> list[int]:
+    """A process and all its descendants."""
+    lines = subprocess.run(["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    children: dict[int, list[int]] = {}
+    for child, parent in (map(int, line.split()) for line in lines.splitlines()):
+        children.setdefault(parent, []).append(child)
+    found = [pid]
+    for each in found:
+        found += children.get(each, [])
+    return found
+
+
+def running(before: dict[int, str]) -> dict[int, str]:
+    """Those that have not ended; one that is dead and not reaped has."""
+    return {pid: name for pid, name in before.items() if suite_remains.suite_name(pid) is not None}
+
+
+def assert_nothing_is_left(slurm: SlurmCluster, before: dict[int, str], slot: int, folder: Path) -> None:
+    slurm.wait_until(lambda: not running(before), f"none of {before} runs")
+    assert str(folder) not in Path("/proc/mounts").read_text()
+    if lock := suite_remains.lock_slot(slot):  # otherwise another run of tests has begun to use the place
+        with lock:
+            networks = [*Path("/run/netns").glob(f"swt{slot}-*"), *Path("/sys/class/net").glob(f"swt{slot}[a-z]*")]
+            assert networks == [] and not suite_remains.cluster_folder(slot).exists()
+
+
+def kill_group(suite: Suite) -> None:
+    os.killpg(suite.process.pid, signal.SIGKILL)
+
+
+def kill_family(suite: Suite) -> None:
+    pids = family(suite.process.pid)
+    assert len(pids) > 8, "pytest and its daemons"
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def end_by_term(suite: Suite) -> None:
+    suite.process.terminate()
+    assert suite.process.wait(60) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("end", [kill_group, pytest.param(kill_family, marks=pytest.mark.long), end_by_term])
+def test_a_suite_that_is_ended_leaves_nothing(slurm: SlurmCluster, suite_with_cluster: Suite, tmp_path: Path, end):
+    slot, before = suite_with_cluster.slot, processes_of(suite_with_cluster)
+    assert {"munged", "slurmctld", "slurmd", "slurmstepd", "sleep"} <= set(before.values())
+    before |= keepers_of(suite_with_cluster)
+    end(suite_with_cluster)
+    suite_with_cluster.process.wait()
+    assert_nothing_is_left(slurm, before, slot, tmp_path)
+    slurm.wait_for(slurm.submit("--output=/dev/null", "--wrap=srun true"), "COMPLETED")  # the one that still runs
+
+
+def test_what_a_suite_left_whose_keeper_was_killed_is_removed_when_the_next_starts(
+    slurm: SlurmCluster, suite_with_cluster: Suite, tmp_path: Path
+):
+    """Also where part of it is gone already."""
+    slot, before = suite_with_cluster.slot, processes_of(suite_with_cluster)
+    for keeper in keepers_of(suite_with_cluster):
+        os.kill(keeper, signal.SIGKILL)
+    kill_group(suite_with_cluster)
+    suite_with_cluster.process.wait()
+    assert "sleep" in running(before).values() and str(tmp_path) in Path("/proc/mounts").read_text(), (
+        "the keeper would have removed it"
+    )
+    subprocess.run(["ip", "link", "del", f"swt{slot}br"], check=True)
+    suite_remains.cluster_folder(slot).rename(tmp_path / "moved")
+
+    (tmp_path / "next").mkdir()
+    assert start_suite(tmp_path / "next", "def test_true(): pass\n", "--collect-only").process.wait(60) == 0
+    assert_nothing_is_left(slurm, before, slot, tmp_path)
+    with running_cluster() as following:
+        following.wait_for(following.submit("--output=/dev/null", "--wrap=srun true"), "COMPLETED")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_tears_down_fixtures_and_gives_the_exit_code(tmp_path: Path, number: signal.Signals):
+    """Also where a test catches everything; no further test begins."""
+    suite = start_suite(tmp_path, HOLDS_A_FIXTURE)
+    while not suite.ready.exists():
+        assert suite.process.poll() is None, (tmp_path / "output").read_text()
+        time.sleep(0.02)
+    suite.process.send_signal(number)
+    assert suite.process.wait(60) == 128 + number, (tmp_path / "output").read_text()
+    assert (tmp_path / "torn down").exists() and not (tmp_path / "reached").exists()
+    assert number.name in (tmp_path / "output").read_text()
+
+
+def test_a_suite_under_nohup_goes_on_after_hup(tmp_path: Path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        suite = start_suite(tmp_path, HOLDS_A_FIXTURE.replace("time.sleep(1000)", "os.kill(os.getpid(), 1)"))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert suite.process.wait(60) == 0 and (tmp_path / "reached").exists()
