@@ -49,16 +49,16 @@ def test_a_machine_knows_its_place():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"head": None}, "need all of --nodes N, --node-rank I"),
-        ({"nodes": None}, "need all of --nodes N"),
-        ({"node_rank": None}, "need all of --nodes N"),
-        ({"node_rank": 2}, "--node-rank 2: 2 nodes are numbered 0 to 1"),
-        ({"node_rank": -1}, "--node-rank -1: 2 nodes are numbered 0 to 1"),
-        ({"run_dir": None}, "several machines share one run directory"),
-        ({"head": "localhost"}, "every machine would call itself"),
-        ({"head": "127.0.0.1:29400"}, "every machine would call itself"),
-        ({"head": "0.0.0.0"}, "every machine would call itself"),
-        ({"head": "n1:abc"}, "expected HOST or HOST:PORT"),
+        ({"head": None}, "--head"),
+        ({"nodes": None}, "--nodes N"),
+        ({"node_rank": None}, "--node-rank I"),
+        ({"node_rank": 2}, "--node-rank 2: .*0 to 1"),
+        ({"node_rank": -1}, "--node-rank -1: .*0 to 1"),
+        ({"run_dir": None}, "run.dir"),
+        ({"head": "localhost"}, "localhost"),
+        ({"head": "127.0.0.1:29400"}, r"127\.0\.0\.1"),
+        ({"head": "0.0.0.0"}, r"0\.0\.0\.0"),
+        ({"head": "n1:abc"}, "HOST:PORT"),
     ],
 )
 def test_what_cannot_be_a_place_is_refused(changes, words):
@@ -68,14 +68,14 @@ def test_what_cannot_be_a_place_is_refused(changes, words):
 
 def test_rank_0_belongs_on_the_head():
     _refuse_foreign_head("127.0.0.1")
-    with pytest.raises(InputError, match=f"192.0.2.1: is no address of this machine .{socket.gethostname()}"):
+    with pytest.raises(InputError, match=f"192.0.2.1.*{socket.gethostname()}"):
         _refuse_foreign_head("192.0.2.1")
 
 
 def test_a_head_that_nobody_knows_or_that_is_oneself_is_refused():
-    with pytest.raises(EnvironmentFaultError, match="does not know that name"):
+    with pytest.raises(EnvironmentFaultError, match=r"no-such-host\.invalid"):
         _refuse_unknown_host("no-such-host.invalid")
-    with pytest.raises(EnvironmentFaultError, match=r"is 127.0.0.1, the machine itself"):
+    with pytest.raises(EnvironmentFaultError, match=r"localhost.*127\.0\.0\.1"):
         _refuse_unknown_host("localhost")
 
 
@@ -103,11 +103,11 @@ def test_a_disk_counts_where_every_machine_has_it():
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (machine(num_gpus=1), "n1 has 2 x NVIDIA H100, n2 has 1 x NVIDIA H100"),
-        (machine(gpu="NVIDIA A100"), "n2 has 2 x NVIDIA A100.*\n.*--exclude=n2"),
+        (machine(num_gpus=1), "n1 .*2 x NVIDIA H100, n2 .*1 x NVIDIA H100"),
+        (machine(gpu="NVIDIA A100"), "n2 .*2 x NVIDIA A100.*\n.*--exclude=n2"),
         (machine(num_gpus=0), "n2 has none"),
-        (machine(libraries={"torch": "2.11.0"}), "n1 has torch 2.13.0, n2 has 2.11.0"),
-        (machine(libraries={"torch": "2.13.0", "deepspeed": "0.19.8"}), "n1 has deepspeed missing, n2 has 0.19.8"),
+        (machine(libraries={"torch": "2.11.0"}), "n1 .*torch 2.13.0, n2 .*2.11.0"),
+        (machine(libraries={"torch": "2.13.0", "deepspeed": "0.19.8"}), "n1 .*deepspeed missing, n2 .*0.19.8"),
     ],
 )
 def test_machines_that_are_not_alike_are_refused_with_both_values(other, words):
@@ -136,7 +136,7 @@ def test_probes_that_srun_mixed_are_taken_apart():
 
 def test_a_node_that_answers_something_else_is_named():
     whole = "\n".join(f"0: {line}" for line in codec.encode(machine()).decode().splitlines())
-    with pytest.raises(EnvironmentFaultError, match="node 1 could not be probed; it said: command not found"):
+    with pytest.raises(EnvironmentFaultError, match=r"node 1.*: command not found"):
         parse_labelled_probes(f"{whole}\n1: python: command not found\n1: \n".replace("python: ", ""))
 
 

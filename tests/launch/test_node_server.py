@@ -29,6 +29,8 @@ from launch.supervisor import StopKind, StopRequest
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 
+LIMIT_S = 120  # a machine may be busy
+
 
 @pytest.fixture
 def server(tmp_path: Path):
@@ -57,7 +59,7 @@ def call(server, tmp_path):
 
 
 def poll_until(server: NodeServer, claim) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + LIMIT_S
     while not claim():
         assert time.monotonic() < deadline
         server.poll()
@@ -70,7 +72,7 @@ def test_machines_join_by_what_the_run_directory_tells_the_user_alone(server, ca
     channels = [call(rank) for rank in (1, 0)]
     poll_until(server, lambda: len(server.nodes) == 2)
     server.send(Tell())
-    assert [channel.receive(5) for channel in channels] == [[Tell()], [Tell()]]
+    assert [channel.receive(LIMIT_S) for channel in channels] == [[Tell()], [Tell()]]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,7 @@ def test_a_stranger_is_cut_off_and_disturbs_nobody(server, call, words):
     with socket.create_connection(("127.0.0.1", server.port)) as stranger:
         stranger.settimeout(0.02)
         left = words
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + LIMIT_S
         while True:
             assert time.monotonic() < deadline
             server.poll()
@@ -108,7 +110,7 @@ def test_a_stranger_is_cut_off_and_disturbs_nobody(server, call, words):
 
 def test_a_wrong_token_is_no_machine_of_the_run(server, call):
     stranger = call(0, token="0" * 32)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + LIMIT_S
     while stranger.is_open and time.monotonic() < deadline:
         server.poll()
         stranger.receive(0.02)
@@ -121,7 +123,9 @@ def test_a_rank_that_is_taken_is_told_by_whom(server, call):
     again = call(1)
     answers: list[object] = []
     poll_until(server, lambda: answers.extend(again.receive()) or answers)
-    assert answers[0] == Bye(exit_code=2, words="node 1 is n1 already; give every machine its own --node-rank")
+    (refusal,) = answers
+    assert isinstance(refusal, Bye) and refusal.exit_code == 2
+    assert "node 1 is n1" in refusal.words and "--node-rank" in refusal.words
 
 
 def test_a_machine_whose_connection_ends_is_named(server, call):
@@ -129,15 +133,17 @@ def test_a_machine_whose_connection_ends_is_named(server, call):
     poll_until(server, lambda: 1 in server.nodes)
     channel.close()
     poll_until(server, lambda: server.gone)
-    assert server.gone == ["n1 (node 1) was lost: its connection ended"] and not server.nodes
+    (gone,) = server.gone
+    assert "n1 (node 1)" in gone and not server.nodes
 
 
 def test_machines_that_do_not_come_are_named_with_the_reason(server, call):
     call(0)
     poll_until(server, lambda: 0 in server.nodes)
     missing = server.wait_for_all(limit_s=0.05, is_over=lambda: None)
-    assert missing is not None and missing.startswith("node 1 of 2 did not come: not heard of for")
-    assert server.wait_for_all(limit_s=60, is_over=lambda: "srun ended") == "node 1 of 2 did not come: srun ended"
+    assert missing is not None and missing.startswith("node 1 of 2 ")
+    ended = server.wait_for_all(limit_s=60, is_over=lambda: "srun ended")
+    assert ended is not None and ended.startswith("node 1 of 2 ") and ended.endswith("srun ended")
     assert server.wait_for_all(limit_s=60, is_over=lambda: None, here=1) is None
 
 
@@ -165,7 +171,7 @@ def test_the_file_goes_with_the_supervisor(tmp_path):
 
 
 def test_a_port_that_is_taken_is_an_environment_fault(server, tmp_path):
-    with pytest.raises(EnvironmentFaultError, match=f"port {server.port} of this machine.*name another: HOST:PORT"):
+    with pytest.raises(EnvironmentFaultError, match=f"port {server.port} .*HOST:PORT"):
         NodeServer(tmp_path / "other", num_nodes=2, port=server.port, on_line=print)
 
 
@@ -173,7 +179,7 @@ def test_a_port_that_is_taken_is_an_environment_fault(server, tmp_path):
 
 
 def test_an_agent_without_a_supervisor_says_what_it_looked_for(tmp_path):
-    with pytest.raises(EnvironmentFaultError, match=r"has no \.nodes\.json.*\n.*same --run-dir"):
+    with pytest.raises(EnvironmentFaultError, match=r"\.nodes\.json.*\n.*--run-dir"):
         run_agent(tmp_path, head=Head("127.0.0.1"), node_rank=1, stop=StopRequest(), on_line=print, wait_s=0)
 
 
@@ -181,7 +187,7 @@ def test_an_agent_names_the_port_it_cannot_reach(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     codec.write(nodes_path(tmp_path), NodesFile(host="n0", port=port, token="t", num_nodes=2))
-    with pytest.raises(EnvironmentFaultError, match=f"127.0.0.1 port {port} cannot be reached: Connection refused"):
+    with pytest.raises(EnvironmentFaultError, match=f"127.0.0.1 port {port} .*Connection refused"):
         run_agent(tmp_path, head=Head("127.0.0.1"), node_rank=1, stop=StopRequest(), on_line=print, wait_s=0)
 
 
@@ -206,7 +212,7 @@ def test_an_agent_that_is_stopped_before_there_is_a_supervisor_ends(tmp_path):
 
 @pytest.mark.parametrize("text", ["", ":29400", "n1:", "n1:port", "n1:0", "n1:70000"])
 def test_a_head_that_cannot_be_one_is_refused(text):
-    with pytest.raises(InputError, match="expected HOST or HOST:PORT"):
+    with pytest.raises(InputError, match="HOST:PORT"):
         parse_head(text)
 
 

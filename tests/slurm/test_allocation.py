@@ -53,7 +53,7 @@ def test_a_batch_script_is_in_its_allocation():
 
 def test_one_of_several_tasks_is_refused_before_each_starts_a_run():
     step = JOB | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8"}
-    with pytest.raises(InputError, match="srun started 8 tasks of this command, and it starts the ranks itself"):
+    with pytest.raises(InputError, match="8 tasks"):
         find_allocation(step)
 
 

@@ -194,13 +194,13 @@ def test_an_image_decides_what_starts_it(image, has_pyxis, expected):
 
 
 def test_an_image_that_nothing_here_starts_is_refused():
-    with pytest.raises(InputError, match="no --container-image"):
+    with pytest.raises(InputError, match="--container-image"):
         container_of("/images/a.sqsh", folders=[], has_pyxis=False)
 
 
 @pytest.mark.parametrize("folder", ["/a:b", "/a,b"])
 def test_a_folder_that_a_mount_cannot_name_is_refused(folder):
-    with pytest.raises(InputError, match="colon or a comma"):
+    with pytest.raises(InputError, match="comma"):
         container_of("a.sif", folders=[folder], has_pyxis=False)
 
 

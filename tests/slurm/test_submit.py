@@ -99,7 +99,7 @@ def test_a_controller_that_is_gone_is_no_fault_of_the_job(slurm: SlurmCluster, t
     text = (slurm.folder / "slurm.conf").read_text()
     config.write_text(text.replace("SlurmctldPort=6817", "SlurmctldPort=6999").replace("Timeout=5", "Timeout=1"))
     job = batch_job(tmp_path / "run")
-    with pytest.raises(EnvironmentFaultError, match="controller of this cluster does not answer"):
+    with pytest.raises(EnvironmentFaultError, match="controller"):
         check_script(render_script(job), job, None, environment={**slurm.environment, "SLURM_CONF": str(config)})
 
 

@@ -231,33 +231,32 @@ def test_a_shape_says_how_its_blocks_differ(name, fields):
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "fact"),
     [
         (
             {"model_type": "bert"},
-            r"model_type 'bert' is not supported; supported: falcon, gemma2, .*stablelm; "
-            r"`shardwise plan --simulate` predicts any model",
+            r"'bert'.*falcon, gemma2, .*stablelm.*`shardwise plan --simulate`",
         ),
-        ({"model_type": None}, r"model_type None is not supported"),
-        ({"hidden_size": None}, r"llama needs 'hidden_size', which is missing"),
-        ({"hidden_size": "wide"}, r"hidden_size must be a positive whole number, not 'wide'"),
-        ({"vocab_size": 0}, r"vocab_size must be a positive whole number, not 0"),
-        ({"num_hidden_layers": True}, r"num_hidden_layers must be a positive whole number, not True"),
-        ({"num_key_value_heads": 4}, r"num_attention_heads 6 is not a multiple of num_key_value_heads 4"),
-        ({"hidden_size": 194, "head_dim": None}, r"hidden size 194 is not a multiple of the number of .* heads 6"),
-        ({"tie_word_embeddings": "yes"}, r"tie_word_embeddings must be true or false, not 'yes'"),
-        ({"attention_dropout": "some"}, r"attention_dropout must be a number, not 'some'"),
-        ({**TINY["mpt"], "expansion_ratio": 2}, r"expansion_ratio is 2; transformers builds MPT with 4"),
-        ({**TINY["gpt2"], "add_cross_attention": True}, r"add_cross_attention is true; only decoders"),
+        ({"model_type": None}, "model_type None"),
+        ({"hidden_size": None}, "llama .*'hidden_size'"),
+        ({"hidden_size": "wide"}, r"hidden_size .*'wide'"),
+        ({"vocab_size": 0}, r"vocab_size .*0"),
+        ({"num_hidden_layers": True}, r"num_hidden_layers .*True"),
+        ({"num_key_value_heads": 4}, "num_attention_heads 6 .*num_key_value_heads 4"),
+        ({"hidden_size": 194, "head_dim": None}, "194 .* 6"),
+        ({"tie_word_embeddings": "yes"}, r"tie_word_embeddings .*'yes'"),
+        ({"attention_dropout": "some"}, r"attention_dropout .*'some'"),
+        ({**TINY["mpt"], "expansion_ratio": 2}, "expansion_ratio is 2; .*4"),
+        ({**TINY["gpt2"], "add_cross_attention": True}, "add_cross_attention is true"),
         (
             {**TINY["qwen3_moe"], "mlp_only_layers": "first"},
-            r"mlp_only_layers must be a list of whole numbers, not 'first'",
+            r"mlp_only_layers .*'first'",
         ),
-        ({**TINY["mpt"], "attn_config": [1]}, r"attn_config must be an object, not \[1\]"),
+        ({**TINY["mpt"], "attn_config": [1]}, r"attn_config .*\[1\]"),
     ],
 )
-def test_a_config_that_is_not_understood_is_refused(change, sentence):
-    with pytest.raises(InputError, match=rf"config\.json: {sentence}"):
+def test_a_config_that_is_not_understood_is_refused(change, fact):
+    with pytest.raises(InputError, match=rf"config\.json: .*{fact}"):
         read_model_shape({**LLAMA, **change})
 
 
