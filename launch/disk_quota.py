@@ -35,20 +35,20 @@ class DiskQuota(Value, frozen=True, kw_only=True):
 
 
 def read_quotas(
-    folder: Path, environment: Mapping[str, str] = os.environ, *, root: Path = Path("/")
+    folder: Path, environment: Mapping[str, str] = os.environ, *, root: Path = Path("/"), timeout_s: float = TIMEOUT_S
 ) -> tuple[DiskQuota, ...]:
     """The quotas on what this user writes below a folder that exists."""
     mount = mount_of(folder, parse_mountinfo(read_text(root / "proc/self/mountinfo")))
     if mount is None:
         return ()
     if mount.filesystem == "lustre":
-        return tuple(_read_lustre(folder, mount, environment))
+        return tuple(_read_lustre(folder, mount, environment, timeout_s))
     if mount.filesystem == "gpfs":
         folders = f"{environment.get('PATH', '')}:{_SCALE_FOLDER}"
-        text = _ask(["mmlsquota", "-Y"], {**environment, "PATH": folders})
+        text = _ask(["mmlsquota", "-Y"], {**environment, "PATH": folders}, timeout_s)
         return parse_scale(text, Path(mount.source).name, group=_group_of(folder))
     if mount.filesystem in _ASKED_BY_QUOTA:
-        return tuple(_read_linux(folder, mount, environment))
+        return tuple(_read_linux(folder, mount, environment, timeout_s))
     return ()
 
 
@@ -100,21 +100,22 @@ def parse_scale(text: str, filesystem: str, *, group: int) -> tuple[DiskQuota, .
     return tuple(found)
 
 
-def _read_lustre(folder: Path, mount: Mount, environment: Mapping[str, str]) -> Iterator[DiskQuota]:
+def _read_lustre(folder: Path, mount: Mount, environment: Mapping[str, str], timeout_s: float) -> Iterator[DiskQuota]:
     asked = [("-u", os.getuid(), "your user's quota"), ("-g", _group_of(folder), "your group's quota")]
-    project = _ask(["lfs", "project", "-d", str(folder)], environment).split()
+    project = _ask(["lfs", "project", "-d", str(folder)], environment, timeout_s).split()
     if project and project[0].isdigit() and project[0] != "0":
         asked.append(("-p", int(project[0]), f"the quota of project {project[0]}"))
     for option, number, whose in asked:
-        quota = parse_table(_ask(["lfs", "quota", "-q", option, str(number), mount.mount_point], environment), whose)
+        text = _ask(["lfs", "quota", "-q", option, str(number), mount.mount_point], environment, timeout_s)
+        quota = parse_table(text, whose)
         if quota is not None:
             yield quota
 
 
-def _read_linux(folder: Path, mount: Mount, environment: Mapping[str, str]) -> Iterator[DiskQuota]:
+def _read_linux(folder: Path, mount: Mount, environment: Mapping[str, str], timeout_s: float) -> Iterator[DiskQuota]:
     words = ["-w", "-p", "--show-mntpoint", "--hide-device", "-f", mount.mount_point]
     for option, whose in (("-u", "your user's quota"), ("-g", "your group's quota")):
-        text = _ask(["quota", option, *words], environment)
+        text = _ask(["quota", option, *words], environment, timeout_s)
         sections = text.split("Disk quotas for ")[1:]
         if option == "-g":
             sections = [section for section in sections if f"(gid {_group_of(folder)})" in section.partition("\n")[0]]
@@ -124,7 +125,7 @@ def _read_linux(folder: Path, mount: Mount, environment: Mapping[str, str]) -> I
                 yield quota
 
 
-def _ask(argv: Sequence[str], environment: Mapping[str, str]) -> str:
+def _ask(argv: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> str:
     """What it prints, whatever its exit code: `quota` ends with 1 where a limit is exceeded."""
     program = shutil.which(argv[0], path=environment.get("PATH"))
     if program is None:
@@ -137,7 +138,7 @@ def _ask(argv: Sequence[str], environment: Mapping[str, str]) -> str:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=TIMEOUT_S,
+            timeout=timeout_s,
             check=False,
         ).stdout
     except (OSError, subprocess.TimeoutExpired):

@@ -23,6 +23,8 @@ from trainer.spec.value import Value
 
 TORCH_TIMEOUT_S = 20.0
 SMI_TIMEOUT_S = 8.0
+SERVER_TIMEOUT_S = 4.0
+SLURM_TIMEOUT_S = 6.0
 _PACKAGES = Path(__file__).resolve().parent.parent
 
 
@@ -38,6 +40,8 @@ class Place(Value, frozen=True, kw_only=True):
     hub: Path  # the hub's cache
     output: Path  # below which runs write
     is_quick: bool = False
+    server_timeout_s: float = SERVER_TIMEOUT_S  # for each answer of the hub, of wandb and of a proxy
+    slurm_timeout_s: float = SLURM_TIMEOUT_S  # for each answer of the controller and of munge
 
 
 class TorchAnswer(Value, frozen=True, kw_only=True):

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from launch.doctor_finding import Finding, fault, fine, warning
-from launch.doctor_machine import Machine
+from launch.doctor_machine import SERVER_TIMEOUT_S, Machine
 from launch.host import read_text
 from launch.installed import installed_version
 from trainer.spec.secrets import redact
 
-ANSWER_TIMEOUT_S = 4.0
 SLOW_NAME_S = 2.0
 SKEW_S = 300.0
 _TRUE = {"1", "ON", "YES", "TRUE"}
@@ -103,7 +102,7 @@ def check_proxies(machine: Machine) -> Iterator[Finding]:
             yield warning(f"{variable} is no address of a proxy", f"unset {variable}, or set it as http://HOST:PORT")
             continue
         try:
-            socket.create_connection((host, port), timeout=ANSWER_TIMEOUT_S / 2).close()
+            socket.create_connection((host, port), timeout=machine.place.server_timeout_s / 2).close()
         except OSError as error:
             yield warning(
                 f"{variable}: the proxy {host}:{port} does not answer ({error.strerror or error}): nothing can be "
@@ -123,7 +122,8 @@ def check_hub(machine: Machine) -> Iterator[Finding]:
     endpoint = (environment.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     token = hub_token(environment)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    reply = fetch(f"{endpoint}/api/{'whoami-v2' if token else 'models?limit=1'}", environment, headers)
+    asked = f"{endpoint}/api/{'whoami-v2' if token else 'models?limit=1'}"
+    reply = fetch(asked, environment, headers, timeout_s=machine.place.server_timeout_s)
     shown = redact(endpoint, environment)
     if reply.status is None or reply.status >= 500:
         problem = reply.problem or f"status {reply.status}"
@@ -189,7 +189,7 @@ def check_wandb(machine: Machine) -> Iterator[Finding]:
     server = (environment.get("WANDB_BASE_URL") or "https://api.wandb.ai").rstrip("/")
     has_key = has_wandb_key(environment, server)
     kept = "a key is kept" if has_key else "no key is kept (for log.wandb=online: wandb login)"
-    reply = fetch(f"{server}/healthz", environment, {})
+    reply = fetch(f"{server}/healthz", environment, {}, timeout_s=machine.place.server_timeout_s)
     shown = redact(server, environment)
     if reply.status is not None:
         yield fine(f"{shown} answers; {kept}")
@@ -212,7 +212,9 @@ def has_wandb_key(environment: Mapping[str, str], server: str) -> bool:
         return False
 
 
-def fetch(url: str, environment: Mapping[str, str], headers: Mapping[str, str]) -> Reply:
+def fetch(
+    url: str, environment: Mapping[str, str], headers: Mapping[str, str], *, timeout_s: float = SERVER_TIMEOUT_S
+) -> Reply:
     """One GET with an end, through the proxies of the environment; nothing of the headers is in what it answers."""
     from http.client import HTTPException
     from urllib.error import HTTPError, URLError
@@ -230,7 +232,7 @@ def fetch(url: str, environment: Mapping[str, str], headers: Mapping[str, str]) 
         request = Request(url, headers={"User-Agent": "shardwise-doctor"})  # noqa: S310  # the user's own
         for name, value in headers.items():
             request.add_unredirected_header(name, value)  # a server that it is sent on to gets no token
-        with build_opener(ProxyHandler(proxies)).open(request, timeout=ANSWER_TIMEOUT_S) as answer:
+        with build_opener(ProxyHandler(proxies)).open(request, timeout=timeout_s) as answer:
             return Reply(answer.status, answer.read(65536), answer.headers.get("Date"))
     except HTTPError as error:
         with error:

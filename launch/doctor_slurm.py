@@ -10,8 +10,6 @@ from slurm.allocation import is_login_node
 from slurm.queries import ask_slurm
 from trainer.spec.errors import EnvironmentFaultError
 
-TIMEOUT_S = 6.0
-
 
 def check_slurm(machine: Machine) -> Iterator[Finding]:
     """Nothing where there is no Slurm."""
@@ -20,7 +18,7 @@ def check_slurm(machine: Machine) -> Iterator[Finding]:
         return
     is_needed = is_login_node(hardware)
     level = Level.FAULT if is_needed else Level.WARNING
-    problem = munge_problem(machine.environment)
+    problem = munge_problem(machine.environment, timeout_s=machine.place.slurm_timeout_s)
     if problem is not None:
         make = fault if is_needed else warning
         yield make(
@@ -28,7 +26,9 @@ def check_slurm(machine: Machine) -> Iterator[Finding]:
             "sudo systemctl restart munge; its clock and its key must be those of the controller",
         )
     try:
-        answer = ask_slurm(("scontrol", "ping"), environment=machine.environment, timeout_s=TIMEOUT_S)
+        answer = ask_slurm(
+            ("scontrol", "ping"), environment=machine.environment, timeout_s=machine.place.slurm_timeout_s
+        )
     except EnvironmentFaultError as error:
         yield explained(
             level, str(error), otherwise="ask who runs the cluster; sudo systemctl status slurmctld, on its machine"
@@ -38,15 +38,15 @@ def check_slurm(machine: Machine) -> Iterator[Finding]:
     yield fine(f"{where}; {' '.join(answer.split())[:120]}")
 
 
-def munge_problem(environment: Mapping[str, str]) -> str | None:
+def munge_problem(environment: Mapping[str, str], *, timeout_s: float) -> str | None:
     """Why a credential cannot be made and read back; None where it can, and where there is no munge."""
     munge, unmunge = (shutil.which(name, path=environment.get("PATH")) for name in ("munge", "unmunge"))
     if munge is None or unmunge is None:
         return None
-    made = ask([munge, "-n"], environment=environment, timeout_s=TIMEOUT_S)
+    made = ask([munge, "-n"], environment=environment, timeout_s=timeout_s)
     if made.exit_code != 0:
         return "munge does not answer" if made.exit_code is None else made.last_words
-    read = ask([unmunge], environment=environment, timeout_s=TIMEOUT_S, standard_input=made.output)
+    read = ask([unmunge], environment=environment, timeout_s=timeout_s, standard_input=made.output)
     if read.exit_code == 0:
         return None
     return "unmunge does not answer" if read.exit_code is None else read.last_words

@@ -59,8 +59,18 @@ def find_snapshot(repository: str, *, revision: str | None, cache: Path) -> Path
     return snapshot if (snapshot / "config.json").is_file() else None
 
 
-def download_snapshot(repository: str, *, revision: str | None, cache: Path, setting: str, with_weights: bool) -> Path:
+def download_snapshot(
+    repository: str,
+    *,
+    revision: str | None,
+    cache: Path,
+    setting: str,
+    with_weights: bool,
+    timeout_s: float = ANSWER_TIMEOUT_S,
+) -> Path:
     """Downloads config, tokenizer and, where asked for, weights; the folder that then holds them.
+
+    `timeout_s` is of the first question.
 
     Raises InputError where the repository or revision does not exist or needs a token, EnvironmentFaultError where the
     hub cannot be reached; both say what to do next.
@@ -71,7 +81,7 @@ def download_snapshot(repository: str, *, revision: str | None, cache: Path, set
         nullcontext() if with_weights else _without_progress_bars(),
         hub_errors_explained(repository, revision=revision, cache=cache, setting=setting, what="a model"),
     ):
-        HfApi().repo_info(repository, revision=revision, timeout=ANSWER_TIMEOUT_S)
+        HfApi().repo_info(repository, revision=revision, timeout=timeout_s)
         folder = snapshot_download(
             repository,
             revision=revision,

@@ -34,8 +34,11 @@ class NotifySink:
 
     name = "notify"
 
-    def __init__(self, run_dir: Path, *, name: str, notify: tuple[str, ...]) -> None:
+    def __init__(
+        self, run_dir: Path, *, name: str, notify: tuple[str, ...], command_timeout_s: float = COMMAND_TIMEOUT_S
+    ) -> None:
         self._run_dir, self._name, self._notify = run_dir, name, notify
+        self._command_timeout_s = command_timeout_s
 
     def begin(self, run: Run) -> None:
         """Nobody is told that a run begins."""
@@ -55,7 +58,7 @@ class NotifySink:
         elif is_url(self._notify):
             post(self._notify[0], content)
         else:
-            run_command(self._notify, content)
+            run_command(self._notify, content, timeout_s=self._command_timeout_s)
 
 
 def url_in(variable: str, environment: Mapping[str, str] = os.environ) -> str:
@@ -111,7 +114,7 @@ def post(url: str, content: bytes) -> None:
         raise NotifyError(f"{parts.hostname} was not told: {_words(error, url)}") from None
 
 
-def run_command(words: Sequence[str], content: bytes) -> None:
+def run_command(words: Sequence[str], content: bytes, *, timeout_s: float) -> None:
     """Runs a command with the JSON on its standard input; what it prints goes to the log of the sinks."""
     program = Path(words[0]).name
     argv = [str(Path(words[0]).expanduser()), *words[1:]]
@@ -120,12 +123,12 @@ def run_command(words: Sequence[str], content: bytes) -> None:
             argv,
             input=content,
             capture_output=True,
-            timeout=COMMAND_TIMEOUT_S,
+            timeout=timeout_s,
             check=False,
             env=dict(os.environ),
         )
     except subprocess.TimeoutExpired:
-        raise NotifyError(f"{program} did not end within {COMMAND_TIMEOUT_S:.0f} s") from None
+        raise NotifyError(f"{program} did not end within {timeout_s:g} s") from None
     except OSError as error:
         raise NotifyError(f"{program} could not be started: {error.strerror}") from None
     if answer.returncode != 0:

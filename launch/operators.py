@@ -72,6 +72,7 @@ def build_operators(
     on_progress: Report,
     python: str = sys.executable,
     should_stop: Callable[[], bool] = lambda: False,
+    progress_every_s: float = PROGRESS_EVERY_S,
 ) -> None:
     """Builds what is missing of `names`; EnvironmentFaultError names what has to be installed, or the log.
 
@@ -89,7 +90,7 @@ def build_operators(
         if missing:
             check_toolchain(missing)
         for name in missing:
-            builder = _Builder(name, extensions_dir=extensions_dir, python=python)
+            builder = _Builder(name, extensions_dir=extensions_dir, python=python, progress_every_s=progress_every_s)
             if not builder.run(on_progress, should_stop):
                 return
             _marker(extensions_dir, name).touch()
@@ -177,8 +178,9 @@ def _only_builder(extensions_dir: Path, on_progress: Report) -> Iterator[None]:
 class _Builder:
     """The process that compiles one operator, with its log."""
 
-    def __init__(self, name: str, *, extensions_dir: Path, python: str) -> None:
+    def __init__(self, name: str, *, extensions_dir: Path, python: str, progress_every_s: float) -> None:
         self.name = name
+        self.progress_every_s = progress_every_s
         self.log = extensions_dir / f"{name}.log"
         self.argv = [python, "-m", "trainer.runtime.operators", name]
         self.environment = _environment(extensions_dir, python)
@@ -220,11 +222,11 @@ class _Builder:
         on_progress: Report,
         should_stop: Callable[[], bool],
     ) -> None:
-        next_line = started + PROGRESS_EVERY_S
+        next_line = started + self.progress_every_s
         while process.poll() is None and not should_stop():
             if time.monotonic() >= next_line:
                 on_progress(f"  {self.name}: {format_seconds(time.monotonic() - started)}")
-                next_line += PROGRESS_EVERY_S
+                next_line += self.progress_every_s
             time.sleep(_POLL_S)
 
 

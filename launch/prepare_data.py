@@ -33,14 +33,21 @@ _ENVIRONMENT = {
 
 
 def prepare_data(
-    request: PrepareRequest, *, python: str = sys.executable, on_progress: Callable[[str], None]
+    request: PrepareRequest,
+    *,
+    python: str = sys.executable,
+    on_progress: Callable[[str], None],
+    grace_s: float = GRACE_S,
 ) -> DataProfile:
-    """The profile of the prepared data; raises the ShardwiseError that the subprocess ended with."""
+    """The profile of the prepared data; raises the ShardwiseError that the subprocess ended with.
+
+    On an interrupt the subprocess has `grace_s` to clean up.
+    """
     listed = list_files(request)
     profile = find_prepared(listed)
     if profile is None:
         started_ns = time.time_ns()
-        profile = _run(listed, python, on_progress)
+        profile = _run(listed, python, on_progress, grace_s)
         write_index(listed, profile, started_ns)
     if profile.is_stream:
         assert profile.cache_dir is not None
@@ -48,7 +55,7 @@ def prepare_data(
     return profile
 
 
-def _run(listed: PrepareRequest, python: str, on_progress: Callable[[str], None]) -> DataProfile:
+def _run(listed: PrepareRequest, python: str, on_progress: Callable[[str], None], grace_s: float) -> DataProfile:
     with tempfile.TemporaryDirectory(prefix="shardwise-data-") as folder:
         request_path, answer_path = Path(folder, "request.json"), Path(folder, "answer.json")
         codec.write(request_path, listed)
@@ -58,6 +65,7 @@ def _run(listed: PrepareRequest, python: str, on_progress: Callable[[str], None]
                 errors,
                 on_progress,
                 _ENVIRONMENT if listed.window_bytes is None else _ENVIRONMENT | _online(),
+                grace_s,
             )
             errors.seek(0)
             if exit_code != 0:
@@ -71,7 +79,11 @@ def _online() -> dict[str, str]:
 
 
 def _relay(
-    command: list[str], errors: IO[str], on_progress: Callable[[str], None], environment: Mapping[str, str]
+    command: list[str],
+    errors: IO[str],
+    on_progress: Callable[[str], None],
+    environment: Mapping[str, str],
+    grace_s: float,
 ) -> int:
     """Runs the command, passing on its lines; ended with it when this process is interrupted."""
     try:
@@ -94,16 +106,16 @@ def _relay(
         return process.wait()
     finally:
         process.stdout.close()
-        _end(process)
+        _end(process, grace_s)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[str], grace_s: float) -> None:
     """Asks a process that still runs to clean up and go, and kills it if it does not."""
     if process.poll() is not None:
         return
     process.terminate()
     try:
-        process.wait(GRACE_S)
+        process.wait(grace_s)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -54,8 +53,7 @@ def start_ranks() -> Callable[[Sequence[str], int], str]:
         }
         launcher = [sys.executable]  # one rank is a process without a group, as a launch of one is
         if num_ranks > 1:
-            launcher += ["-m", "torch.distributed.run"]
-            launcher += [f"--nproc_per_node={num_ranks}", f"--master_port={_free_port()}"]
+            launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
         done = subprocess.run(
             [*launcher, *argv],
             env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
@@ -121,9 +119,3 @@ def _read_course(run_dir: Path) -> Course:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     weights = load_file(run_dir / "export" / "model.safetensors")
     return Course([line["loss"] for line in lines], [line["grad_norm"] for line in lines], weights)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

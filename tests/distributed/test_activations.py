@@ -49,12 +49,12 @@ def cases_of(sharding: Sharding, *kept: Checkpointing, moved: Sequence[Checkpoin
 NONE, FULL, EVERY_N = Checkpointing.NONE, Checkpointing.FULL, Checkpointing.EVERY_N
 ATTENTION, SELECTIVE = Checkpointing.ATTENTION, Checkpointing.SELECTIVE
 TORCH_CASES = [
-    *cases_of(Sharding.DDP, FULL, moved=[ATTENTION]),
-    *cases_of(Sharding.FSDP, FULL, EVERY_N, ATTENTION, SELECTIVE, moved=[NONE, FULL]),
+    *cases_of(Sharding.DDP, moved=[ATTENTION]),
+    *cases_of(Sharding.FSDP, FULL, EVERY_N, ATTENTION, SELECTIVE, moved=[NONE]),
 ]
 DEEPSPEED_CASES = [
-    *cases_of(Sharding.ZERO1, SELECTIVE, moved=[EVERY_N]),
-    *cases_of(Sharding.ZERO3, FULL, ATTENTION, SELECTIVE, moved=[NONE, FULL]),
+    *cases_of(Sharding.ZERO1, moved=[EVERY_N]),
+    *cases_of(Sharding.ZERO3, FULL, SELECTIVE, moved=[ATTENTION]),
 ]
 COMPILED_TORCH = [
     Case(Sharding.DDP, SELECTIVE, compiles=True),

@@ -37,13 +37,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "stalled": {"method": Method.LORA, "lr": 0.0, "eval_every_steps": 1, "early_stop": 2},
 }
 TORCH = (
-    (Sharding.DDP, "lora"), (Sharding.DDP, "full"), (Sharding.DDP, "fused"), (Sharding.DDP, "resumed"),
-    (Sharding.FSDP, "lora"), (Sharding.FSDP, "full"), (Sharding.FSDP, "fused"), (Sharding.FSDP_GRAD_OP, "lora"),
+    (Sharding.DDP, "lora"), (Sharding.DDP, "full"), (Sharding.DDP, "resumed"),
+    (Sharding.FSDP, "lora"), (Sharding.FSDP, "full"), (Sharding.FSDP, "fused"),
 )  # fmt: skip
 STALLED = ((Sharding.DDP, "stalled"), (Sharding.FSDP, "stalled"))
 ZERO = (
-    (Sharding.ZERO1, "lora"), (Sharding.ZERO2, "lora"), (Sharding.ZERO3, "lora"), (Sharding.ZERO3, "full"),
-    (Sharding.ZERO3, "fused"),
+    (Sharding.ZERO1, "lora"), (Sharding.ZERO3, "lora"), (Sharding.ZERO3, "full"), (Sharding.ZERO3, "fused"),
 )  # fmt: skip
 
 

@@ -137,20 +137,28 @@ def test_the_engine_of_the_plan_is_the_one_that_ran(name, runs):
     assert max(owned) < 0.51 * NUM_ELEMENTS
 
 
-def test_a_rank_holds_its_share_of_its_machine(runs):
-    """Bytes between steps are those of two shards, not of four; the peak is up to an eighth over the predicted.
-
-    As in `test_memory_shares`: gloo's threads let go of what they sent in their own time. In 24 runs, half of them on a
-    busy machine, the prediction was 0.889 to 0.987 of the peak, in five steps.
-    """
+@pytest.fixture(scope="module")
+def predicted():
     chosen = setting(
         Sharding.HSDP, precision=Precision.FP32, optimizer=Optimizer.ADAMW_FUSED, num_ranks=NUM_RANKS,
         ranks_per_node=NUM_SHARDS, seq_len=SEQ_LEN, loss=LossHead.CHUNKED, loss_chunk_tokens=CHUNK_TOKENS,
     )  # fmt: skip
-    predicted = estimate_memory(SHAPE, chosen, cpu(NUM_RANKS))
-    line = lines_of(runs / "shares")[-1]
-    assert predicted.steady_allocated_bytes == pytest.approx(line["memory_allocated_bytes"], rel=0.005)
-    assert 0.85 < predicted.peak_allocated_bytes / line["memory_peak_bytes"] < 1.15
+    return estimate_memory(SHAPE, chosen, cpu(NUM_RANKS))
+
+
+def test_a_rank_holds_its_share_of_its_machine(runs, predicted):
+    """Bytes between steps are those of two shards, not of four."""
+    measured = lines_of(runs / "shares")[-1]["memory_allocated_bytes"]
+    assert predicted.steady_allocated_bytes == pytest.approx(measured, rel=0.005)
+
+
+@pytest.mark.long
+def test_a_rank_peaks_about_where_predicted(runs, predicted):
+    """As in `test_memory_shares`: gloo's threads let go of what they sent in their own time.
+
+    In 24 runs, half of them on a busy machine, the prediction was 0.889 to 0.987 of the peak, in five steps.
+    """
+    assert 0.85 < predicted.peak_allocated_bytes / lines_of(runs / "shares")[-1]["memory_peak_bytes"] < 1.15
 
 
 def test_a_run_goes_back_on_all_ranks_alike(runs, cache_dir, read_course):

@@ -35,17 +35,16 @@ PLACES = (SINGLE, DDP, FSDP, ZERO2, ZERO3, ZERO2_HOST, ZERO3_HOST, HSDP)
 
 
 COVERING = (
-    *(Move(place, place) for place in PLACES),
+    *(Move(place, place) for place in (SINGLE, FSDP, ZERO2, ZERO3, ZERO2_HOST, HSDP)),
     Move(SINGLE, FSDP), Move(FSDP, ZERO3), Move(ZERO3, ZERO2_HOST), Move(ZERO2_HOST, DDP), Move(DDP, ZERO2),
-    Move(ZERO2, ZERO3_HOST), Move(ZERO3_HOST, SINGLE), Move(ZERO2_HOST, FSDP), Move(FSDP, ZERO1),
-    Move(DDP, ZERO3_ALL_HOST),
-    Move(ZERO3, FSDP, "tied"), Move(FSDP, ZERO2, "tied"), Move(ZERO2, SINGLE, "tied"),
-    Move(ZERO2, FSDP, "lora"), Move(FSDP, ZERO3, "lora"), Move(ZERO3, SINGLE, "lora"),
-    Move(FSDP, FSDP, "dora"), Move(ZERO3, ZERO3, "dora"),
-    Move(ZERO2, ZERO2, "bf16"), Move(ZERO3, ZERO3, "bf16"), Move(FSDP, FSDP, "bf16"), Move(ZERO2_HOST, FSDP, "bf16"),
+    Move(ZERO2, ZERO3_HOST), Move(ZERO3_HOST, SINGLE),
+    Move(ZERO3, FSDP, "tied"), Move(FSDP, ZERO2, "tied"),
+    Move(ZERO2, FSDP, "lora"), Move(FSDP, ZERO3, "lora"),
+    Move(FSDP, FSDP, "dora"),
+    Move(ZERO3, ZERO3, "bf16"), Move(FSDP, FSDP, "bf16"),
     Move(ZERO3, ZERO3, "pure-bf16"),
-    Move(SINGLE, SINGLE, "fp16"), Move(SINGLE, FSDP, "fp16"),
-    Move(SINGLE, HSDP), Move(HSDP, ZERO3), Move(ZERO3, HSDP, "lora"),
+    Move(SINGLE, FSDP, "fp16"),
+    Move(SINGLE, HSDP), Move(HSDP, ZERO3),
 )  # fmt: skip
 REST = [
     *(
@@ -54,11 +53,12 @@ REST = [
         for move in (Move(*pair, kind) for pair in product(PLACES, repeat=2))
         if move not in COVERING
     ),
+    Move(FSDP, ZERO1), Move(DDP, ZERO3_ALL_HOST),
+    Move(ZERO3, ZERO3, "dora"), Move(SINGLE, SINGLE, "fp16"),
+    Move(ZERO2, ZERO2, "bf16"), Move(ZERO2_HOST, FSDP, "bf16"), Move(HSDP, HSDP, "bf16"), Move(HSDP, ZERO3, "bf16"),
     Move(FSDP, ZERO2, "pure-bf16"),
-    Move(HSDP, HSDP, "bf16"),
-    Move(HSDP, ZERO3, "bf16"),
     *(Move(source, target, "qlora") for source, target in product((SINGLE, FSDP, ZERO2, HSDP), repeat=2)),
-]
+]  # fmt: skip
 # One process, two ranks, three ranks, one process again; two steps on each.
 WAYS = ((SINGLE, ZERO3, FSDP_3, SINGLE), (SINGLE, FSDP, ZERO2_3, SINGLE))
 
@@ -110,6 +110,7 @@ def test_five_steps_after_a_move_are_those_of_staying(move, moved):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)  # the first makes all moves
 @pytest.mark.parametrize("move", REST, ids=str)
 def test_every_engine_goes_on_from_every_other(move, moved_all):
     check_digest(move, moved_all)
@@ -283,7 +284,7 @@ def test_counts_that_differ_are_refused_where_one_count_is_kept_for_many(moved):
     left = moved.leave(f"plain-{SINGLE}")
     source = edited(left, moved.folder / "edited count", uncount("model.norm.weight"))
     attempt = Attempt("uneven", moved.plan(ZERO2, is_resumed=True), source)
-    with pytest.raises(AssertionError, match="times; ZeRO keeps one count for both"):
+    with pytest.raises(AssertionError, match=r"model\.norm\.weight"):
         moved.run([attempt])
     moved.run([Attempt("uneven on one process", moved.plan(SINGLE, is_resumed=True), source)])
     arrived = moved.checkpoint("uneven on one process").manifest.parameters

@@ -87,7 +87,7 @@ def test_w52_deepspeed_reads_nothing_to_a_place_between_blocks_and_says_it_has(t
             "TORCH_EXTENSIONS_DIR": str(folder_with_operators("async_io")),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         },
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("canary: ")]

@@ -5,6 +5,7 @@ DistributedDataParallel is the reference; `test_engines` holds it against plain 
 """
 
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -214,16 +215,10 @@ def wrong_run(tmp_path_factory, cache_dir, run_ranks) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "offload: the plan says nvme_all, nvme_optimizer runs",
-        "weights on NVMe: the plan says 2, 0 runs",
-        "buckets: reduce elements: the plan says 262144, 131072 runs",
-    ],
-)
-def test_ranks_stop_where_deepspeed_does_something_else(line, wrong_run):
-    assert line in wrong_run
+def test_ranks_stop_where_deepspeed_does_something_else(wrong_run):
+    """Each line names what differs, the plan's value and the one that runs."""
+    for what in ("offload:.*nvme_all.*nvme_optimizer", "weights on NVMe:.*2.*0", "reduce elements:.*262144.*131072"):
+        assert re.search(what, wrong_run), what
 
 
 READS_TWICE = """

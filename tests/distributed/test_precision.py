@@ -249,12 +249,12 @@ def test_every_forward_multiplies_in_fp8_recomputation_too(case, run):
 @each([*FP8_CASES, HYBRID_FP8])
 def test_the_report_says_what_was_converted_and_what_ran(case, run):
     facts = run.engaged(0).facts
-    mark = " (experimental)" if case.recipe is Fp8Recipe.MXFP8 else ""
-    assert facts["fp8 recipe"] == f"{case.recipe}{mark}: {RECIPE_CLASSES[case.recipe]}"
+    assert str(case.recipe) in facts["fp8 recipe"] and RECIPE_CLASSES[case.recipe] in facts["fp8 recipe"]
+    assert ("experimental" in facts["fp8 recipe"]) is (case.recipe is Fp8Recipe.MXFP8)
     assert facts["fp8 layers"] == str(NUM_LINEARS)
-    assert facts["fp8 layers left in 16 bit"] == "1 outside the blocks (lm_head)"
+    assert facts["fp8 layers left in 16 bit"].startswith("1 ") and "lm_head" in facts["fp8 layers left in 16 bit"]
     forwards = case.accumulation * (2 if case.checkpointing is Checkpointing.FULL else 1)
-    assert facts["fp8 products"] == f"{NUM_LINEARS * forwards} in forwards", "of the first step"
+    assert facts["fp8 products"].split()[0] == str(NUM_LINEARS * forwards), "of the first step"
 
 
 def test_the_layers_take_over_the_very_weights(torch_runs):
@@ -283,6 +283,7 @@ print("scaler:", accelerator.scaler, "autocast:", seen)
     assert "scaler: None autocast: [False]" in run_python(program)
 
 
+@pytest.mark.cold
 def test_w22_accelerates_fp8_is_off_or_partial(tmp_path):
     program = """
 import inspect, torch, accelerate
@@ -308,7 +309,7 @@ def run_python(program: str, **environment: str) -> str:
     """What a program prints, in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -77,6 +77,10 @@ def lacks_units(case: Case) -> bool:
     return case[0].uses_deepspeed and case[2] is Precision.FP16_MIXED and not HAS_FP16_UNITS
 
 
+def lacks_operator(case: Case) -> bool:
+    return case[1].uses_nvme and lacks_libaio()
+
+
 def num_ranks_of(case: Case) -> int:
     return 4 if case in HYBRID_CASES else 2
 
@@ -106,10 +110,10 @@ def steps_of(tmp_path_factory, cache_dir, start_ranks) -> Callable[[Case], Run]:
     folder = tmp_path_factory.mktemp("spikes")
 
     def train(cases: tuple[Case, ...]) -> None:
-        if lacks_libaio():
-            pytest.skip(NO_LIBAIO)
-        folder_with_operators("cpu_adam", "async_io")
-        plans = {name_of(case): plan_of(case, cache_dir, folder) for case in cases if not lacks_units(case)}
+        cases = tuple(case for case in cases if not (lacks_units(case) or lacks_operator(case)))
+        if any(case[1].uses_nvme for case in cases):
+            folder_with_operators("async_io")
+        plans = {name_of(case): plan_of(case, cache_dir, folder) for case in cases}
         for plan in plans.values():
             check_nvme(plan)
         attempts = [str(write_attempt(folder / name, plan)) for name, plan in plans.items()]
@@ -118,6 +122,8 @@ def steps_of(tmp_path_factory, cache_dir, start_ranks) -> Callable[[Case], Run]:
     def read(case: Case) -> Run:
         if lacks_units(case):
             pytest.skip(NO_FP16_UNITS)
+        if lacks_operator(case):
+            pytest.skip(NO_LIBAIO)
         if not (folder / name_of(case)).exists():
             train(next(cases for cases in (CASES, MORE_CASES, HYBRID_CASES, FP16_CASES) if case in cases))
         attempt = folder / name_of(case) / "attempts" / "1"

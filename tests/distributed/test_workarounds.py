@@ -16,7 +16,7 @@ import yaml
 
 CANARY_WORKER = Path(__file__).parent / "canary_worker.py"
 LEDGER = Path(__file__).parents[2] / "docs" / "workarounds.md"
-TIMEOUT_S = 300
+TIMEOUT_S = 600
 
 
 def run_python(code: str, **environment: str) -> str:
@@ -52,6 +52,7 @@ def test_w2_accelerate_counts_one_deepspeed_rank_where_gloo_is_not_named(canary)
     assert canary("deepspeed_without_backend") == {"num_processes": 1, "started": 2}
 
 
+@pytest.mark.cold
 def test_w3_deepspeed_builds_its_shared_memory_operator_unless_it_is_told_not_to():
     code = "import deepspeed; print('shm:', deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'])"
     assert "shm: True" in run_python(code, DS_ACCELERATOR="cpu")
@@ -130,6 +131,7 @@ def test_w7_accelerate_starts_one_rank_of_multi_cpu(tmp_path):
     assert re.findall(r"rank . of .", done.stdout) == ["rank 0 of 1"], "of two that were asked for"
 
 
+@pytest.mark.cold
 def test_w8_unwrapping_a_model_imports_deepspeed():
     code = """
 import sys, torch, accelerate

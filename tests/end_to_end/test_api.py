@@ -28,7 +28,7 @@ def test_an_estimate_says_whether_it_fits():
 def test_training_returns_the_report(capsys):
     report = shardwise.train("job.yaml", "train.steps=2", run_dir="runs/api")
     assert isinstance(report, shardwise.Report) and report.step == 2 and report.export == "export"
-    assert "finished at step 2 of 2" in capsys.readouterr().out
+    assert "step 2 of 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

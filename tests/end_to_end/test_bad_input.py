@@ -211,9 +211,9 @@ CASES = [
     Case("vram of zero", nothing, ("plan", "job.yaml", "--vram", "0GiB"), 2, ("0GiB",)),
     Case("unknown option", nothing, ("plan", "job.yaml", "--fast"), 2, ("--fast",)),
     Case("unknown command", nothing, ("trian", "job.yaml"), 2, ("trian", "train")),
-    Case("no run to watch", nothing, ("watch", "run"), 2, ("run: is neither a run directory nor the id of a job",)),
-    Case("a page of no run", nothing, ("report", "run", "--html", "x"), 2, ("run: is not a run directory",)),
-    Case("no job for a ladder", nothing, ("ladder", "nothing.yaml"), 2, ("nothing.yaml: there is no such file",)),
+    Case("no run to watch", nothing, ("watch", "run"), 2, ("run:",)),
+    Case("a page of no run", nothing, ("report", "run", "--html", "x"), 2, ("run:",)),
+    Case("no job for a ladder", nothing, ("ladder", "nothing.yaml"), 2, ("nothing.yaml:",)),
     Case("partition without Slurm", nothing, ("plan", "job.yaml", "--partition", "x"), 4, ("scontrol",)),
     Case("nodes without Slurm", nothing, ("plan", "job.yaml", "--nodes", "2"), 4, ("scontrol",)),
     Case(
@@ -244,9 +244,9 @@ CASES = [
         2,
         ("model.tokenizer", "qwen2"),
     ),
-    Case("report of no run", nothing, ("report", "text"), 2, ("not a run directory",)),
-    Case("export of no run", nothing, ("export", "text", "out"), 2, ("not a run directory",)),
-    Case("init over a file", nothing, ("init", "--model", "m", "--data", "d", "-o", "job.yaml"), 2, ("exists",)),
+    Case("report of no run", nothing, ("report", "text"), 2, ("text:",)),
+    Case("export of no run", nothing, ("export", "text", "out"), 2, ("text:",)),
+    Case("init over a file", nothing, ("init", "--model", "m", "--data", "d", "-o", "job.yaml"), 2, ("job.yaml:",)),
 ]
 
 
@@ -315,7 +315,7 @@ class TestARunThatIsThere:
         for name in ("plan.json", "metrics.jsonl"):  # it did train
             (copy / name).write_bytes((run_dir / name).read_bytes())
         answer = place.run("train", "job.yaml", "--resume", "--run-dir", copy, check=False)
-        assert answer.returncode == 2 and "has no checkpoint" in answer.stderr
+        assert answer.returncode == 2 and f"{copy}" in answer.stderr and "checkpoint" in answer.stderr
 
     def refused(self, place, run_dir, expected, path, old, new):
         content = path.read_bytes()

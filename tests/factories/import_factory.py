@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from trainer.runtime.export_check import logits_of, prompt_ids
 from trainer.runtime.import_run import import_checkpoint
+from trainer.spec.errors import InputError
 from trainer.spec.import_request import Imported, ImportRequest
 
 IDS = prompt_ids(256)
@@ -23,6 +25,13 @@ FIRST = "model.embed_tokens.weight"
 
 def imported(checkpoint: Path, out: Path, **request: Any) -> Imported:
     return import_checkpoint(ImportRequest(checkpoint=str(checkpoint), out=str(out), **request))
+
+
+def assert_refused(checkpoint: Path, out: Path, fact: str, **request: Any) -> None:
+    """The import ends with an InputError that matches `fact`, and leaves nothing behind."""
+    with pytest.raises(InputError, match=fact):
+        imported(checkpoint, out, **request)
+    assert not out.exists()
 
 
 def logits(folder: Path) -> torch.Tensor:

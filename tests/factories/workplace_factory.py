@@ -21,6 +21,7 @@ TINY_CONFIG = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": True,
 }
+LIMIT_S = 600.0  # of a command, also where other work keeps every core busy
 SENTENCES = ("the cat sat on the mat", "a dog ran over the hill", "we plan before we train", "memory is a budget")
 
 
@@ -52,7 +53,7 @@ class Workplace(NamedTuple):
     def command(self, *words: str | Path) -> list[str]:
         return [sys.executable, "-P", "-m", "launch.cli", *map(str, words)]
 
-    def run(self, *words: str | Path, check: bool = True, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    def run(self, *words: str | Path, check: bool = True, timeout: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
         answer = subprocess.run(
             self.command(*words),
             cwd=self.folder,

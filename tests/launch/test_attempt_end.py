@@ -47,7 +47,7 @@ def test_a_rank_that_leaves_no_report_is_a_failed_run_with_its_last_words(attemp
     rank_says(attempt, 0, "starting\nValueError: the sky fell\nbye\n")
     end = end_of(attempt)
     assert end.fault is Fault.ERROR and not end.has_trained and not end.has_report
-    assert "last words: ValueError: the sky fell" in (end.report.error or "")
+    assert "ValueError: the sky fell" in (end.report.error or "")
     assert (end.report.ending, end.report.plan.num_ranks, end.report.num_steps) == (Ending.FAILED, 2, 2)
 
 
@@ -58,23 +58,23 @@ def test_out_of_memory_on_one_rank_outweighs_the_failure_it_causes_on_another(at
 
 
 @pytest.mark.parametrize(
-    ("number", "kills", "words", "fault", "told"),
+    ("number", "kills", "words", "fault", "fact"),
     [
-        (9, None, "", Fault.KILLED, "rank 1 was killed by SIGKILL, often out of host memory"),
-        (9, 0, "", Fault.KILLED, "rank 1 was killed by SIGKILL"),
-        (9, 1, "", Fault.HOST_OUT_OF_MEMORY, "the kernel killed rank 1 for want of host memory"),
-        (11, 1, "", Fault.KILLED, "rank 1 was killed by SIGSEGV"),
-        (6, 0, "what():  std::bad_alloc", Fault.OUT_OF_MEMORY, "rank 1 ended itself: it could not allocate memory"),
-        (6, 0, "memory allocation of 12345 bytes failed", Fault.OUT_OF_MEMORY, "rank 1 ended itself: it could not"),
-        (6, 0, "Assertion `x' failed", Fault.KILLED, "rank 1 was killed by SIGABRT"),
+        (9, None, "", Fault.KILLED, "SIGKILL"),
+        (9, 0, "", Fault.KILLED, "SIGKILL"),
+        (9, 1, "", Fault.HOST_OUT_OF_MEMORY, "host memory"),
+        (11, 1, "", Fault.KILLED, "SIGSEGV"),
+        (6, 0, "what():  std::bad_alloc", Fault.OUT_OF_MEMORY, "memory"),
+        (6, 0, "memory allocation of 12345 bytes failed", Fault.OUT_OF_MEMORY, "memory"),
+        (6, 0, "Assertion `x' failed", Fault.KILLED, "SIGABRT"),
     ],
 )
-def test_a_signal_is_out_of_memory_only_with_evidence(attempt: Path, number, kills, words, fault, told):
+def test_a_signal_is_out_of_memory_only_with_evidence(attempt: Path, number, kills, words, fault, fact):
     launcher_says(attempt, KILLED.format(number=number))
     rank_says(attempt, 1, words)
     write_report(attempt, 0, ending=Ending.FAILED, error="RuntimeError: Connection closed by peer")
     end = end_of(attempt, num_oom_kills=kills)
-    assert end.fault is fault and (end.report.error or "").startswith(told)
+    assert end.fault is fault and "rank 1" in (end.report.error or "") and fact in (end.report.error or "")
     assert end.report.ending is (Ending.OUT_OF_MEMORY if fault.is_memory else Ending.FAILED)
     assert not end.is_final, "a signal may not come again"
 
@@ -116,7 +116,7 @@ def test_a_rank_that_may_start_no_thread_is_out_of_memory_under_a_cap_alone(atte
     end = end_of(attempt, step=4)
     assert end.fault is (Fault.OUT_OF_MEMORY if is_capped else Fault.ERROR)
     if not is_capped:
-        assert (end.report.error or "").startswith("rank 1 ended with code 1 and left no report\nlast words: libgomp")
+        assert (end.report.error or "").startswith("rank 1 ended with code 1") and "libgomp" in (end.report.error or "")
 
 
 def test_what_the_supervisor_saw_outweighs_what_ranks_say_of_their_end(attempt: Path):
@@ -127,8 +127,8 @@ def test_what_the_supervisor_saw_outweighs_what_ranks_say_of_their_end(attempt: 
 
 def test_a_launcher_that_was_killed_is_no_rank_that_failed(attempt: Path):
     end = end_of(attempt, return_code=-9, step=2)
-    assert end.fault is Fault.KILLED and end.report.error == "the launcher was killed by SIGKILL"
-    assert end.report.step == 2
+    assert (end.fault, end.report.step) == (Fault.KILLED, 2)
+    assert "launcher" in (end.report.error or "") and "SIGKILL" in (end.report.error or "")
 
 
 def test_a_lone_rank_that_was_killed_is_named(attempt: Path):
@@ -152,9 +152,7 @@ def test_a_rank_that_torchrun_ended_is_not_the_cause(attempt: Path):
 
 def test_a_damaged_report_is_passed_over(attempt: Path):
     (attempt / "report.json").write_text('{"ending": ')
-    assert "no rank left a report, the launcher ended with code 3" in (
-        end_of(attempt, return_code=3).report.error or ""
-    )
+    assert "code 3" in (end_of(attempt, return_code=3).report.error or "")
 
 
 def test_last_words_without_any_output(tmp_path: Path):
@@ -173,20 +171,19 @@ def on_two(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("words", "fault", "expected"),
+    ("words", "fault", "fact"),
     [
-        (KILLED.format(number=9), Fault.KILLED, "rank 3 was killed by SIGKILL"),
-        (LEFT.format(code=3), Fault.ERROR, "rank 3 ended with code 3 and left no report"),
+        (KILLED.format(number=9), Fault.KILLED, "SIGKILL"),
+        (LEFT.format(code=3), Fault.ERROR, "code 3"),
     ],
 )
-def test_a_launcher_counts_its_own_ranks_from_0(on_two: Path, words: str, fault: Fault, expected: str):
+def test_a_launcher_counts_its_own_ranks_from_0(on_two: Path, words: str, fault: Fault, fact: str):
     (on_two / "logs" / "launcher-1.log").write_text(words)
     end = end_of(on_two)
-    assert end.fault is fault and (end.report.error or "").startswith(expected)
+    assert end.fault is fault and "rank 3" in (end.report.error or "") and fact in (end.report.error or "")
 
 
 def test_a_machine_that_is_lost_is_the_cause_whatever_its_ranks_say(on_two: Path):
     write_report(on_two, 0, ending=Ending.FAILED, error="RuntimeError: Connection closed by peer")
-    end = end_of(on_two, lost="n2 (node 1) was lost: its connection ended")
-    assert end.is_machine_lost and end.fault is Fault.KILLED
-    assert end.report.error == "n2 (node 1) was lost: its connection ended"
+    end = end_of(on_two, lost="n2 (node 1) was lost")
+    assert (end.is_machine_lost, end.fault, end.report.error) == (True, Fault.KILLED, "n2 (node 1) was lost")

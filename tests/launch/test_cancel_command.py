@@ -52,27 +52,26 @@ def supervised(run_dir: Path, *, num_interrupts: int = 1) -> Iterator["subproces
             process.kill()
 
 
+@pytest.mark.cold
 def test_the_supervisor_of_this_machine_is_asked_to_save_and_end(tmp_path: Path):
     write_attempt(tmp_path, steps=[1])
     with supervised(tmp_path) as process:
         text = cancel(tmp_path)
         assert process.stdout is not None and process.stdout.readline() == "interrupt\n"
-    assert f"asked to save a checkpoint and end: process {process.pid}" in text and is_cancelled(tmp_path)
+    assert "checkpoint" in text and f"process {process.pid}" in text and is_cancelled(tmp_path)
 
 
 def test_now_is_a_second_interrupt(tmp_path: Path):
     write_attempt(tmp_path, steps=[1])
     with supervised(tmp_path, num_interrupts=2) as process:
-        assert "asked to end at once" in cancel(tmp_path, now=True)
+        assert f"process {process.pid}" in cancel(tmp_path, now=True)
         assert process.wait(20) == 0
 
 
 def test_a_supervisor_of_another_machine_is_named_with_what_to_do_there(tmp_path: Path):
     write_attempt(tmp_path, steps=[1])
     write_holder(tmp_path, os.getpid(), "n3")
-    with pytest.raises(
-        EnvironmentFaultError, match=f"process {os.getpid()} on n3 .*on n3 run: kill -INT {os.getpid()}"
-    ):
+    with pytest.raises(EnvironmentFaultError, match=f"n3.*kill -INT {os.getpid()}"):
         cancel(tmp_path)
     assert is_cancelled(tmp_path)
 
@@ -86,6 +85,6 @@ def test_a_run_that_ended_has_nothing_to_cancel_and_gets_no_mark(tmp_path: Path,
 
 def test_jobs_that_cannot_be_reached_stay_and_end_when_they_start(tmp_path: Path):
     write_submission(tmp_path, "12", "13")
-    with pytest.raises(EnvironmentFaultError, match="its jobs stay: there is no Slurm here"):
+    with pytest.raises(EnvironmentFaultError, match="no Slurm"):
         cancel(tmp_path)
     assert must_end_at_start(tmp_path, {"SLURM_JOB_ID": "13"})

@@ -22,29 +22,26 @@ def candidate(*, method: Method = Method.FULL, **strategy: object) -> Candidate:
 
 
 @pytest.mark.parametrize(
-    ("saved", "wanted", "words"),
+    ("saved", "wanted", "obstacle"),
     [
         (SAVED, candidate(), None),
         (SAVED, candidate(optimizer=Optimizer.ADAMW_FUSED, sharding=Sharding.ZERO3), None),
         (SAVED, candidate(optimizer=Optimizer.DEEPSPEED_CPU_ADAM), None),
         (SAVED, candidate(precision=Precision.BF16_MIXED), None),
-        (SAVED, candidate(optimizer=Optimizer.ADAMW_8BIT), "cannot go on from a checkpoint of adamw"),
-        (SAVED, candidate(optimizer=Optimizer.SGD), "cannot go on from a checkpoint of adamw"),
-        (SAVED, candidate(precision=Precision.BF16), "keeps weights in fewer bits than the checkpoint of fp32"),
-        (SAVED, candidate(method=Method.LORA), "trains other weights than the checkpoint holds"),
-        (msgspec.structs.replace(SAVED, optimizer=Optimizer.LION), candidate(optimizer=Optimizer.LION), None),
-        (msgspec.structs.replace(SAVED, precision=Precision.BF16), candidate(precision=Precision.BF16), None),
-        (msgspec.structs.replace(SAVED, lora=ADAPTERS), candidate(method=Method.LORA), None),
-        (
-            msgspec.structs.replace(SAVED, lora=ADAPTERS),
-            candidate(method=Method.QLORA),
-            "trains other weights than the checkpoint holds",
-        ),
+        (SAVED, candidate(optimizer=Optimizer.ADAMW_8BIT), "adamw"),
+        (SAVED, candidate(optimizer=Optimizer.SGD), "adamw"),
+        (SAVED, candidate(precision=Precision.BF16), "fp32"),
+        (SAVED, candidate(method=Method.LORA), "weights"),
+        (replace(SAVED, optimizer=Optimizer.LION), candidate(optimizer=Optimizer.LION), None),
+        (replace(SAVED, precision=Precision.BF16), candidate(precision=Precision.BF16), None),
+        (replace(SAVED, lora=ADAPTERS), candidate(method=Method.LORA), None),
+        (replace(SAVED, lora=ADAPTERS), candidate(method=Method.QLORA), "weights"),
         (None, candidate(optimizer=Optimizer.SGD), None),
     ],
 )
-def test_a_fallback_goes_on_where_its_state_means_the_same(saved, wanted, words):
-    assert obstacle_to_resume(saved, wanted) == words
+def test_a_fallback_goes_on_where_its_state_means_the_same(saved, wanted, obstacle):
+    found = obstacle_to_resume(saved, wanted)
+    assert found is None if obstacle is None else obstacle in (found or "")
 
 
 def test_facts_are_read_from_a_manifest_whatever_else_it_holds(tmp_path: Path):

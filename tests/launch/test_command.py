@@ -51,24 +51,20 @@ def test_a_path_with_spaces_and_quotes_stays_one_argument():
     assert str(folder / "plan.json") in argv
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+def test_settings_of_another_launcher_do_not_leak():
+    names = {
         "ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION", "FSDP_OFFLOAD_PARAMS", "PARALLELISM_CONFIG_TP_SIZE",
         "MEGATRON_LM_TP_DEGREE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PET_NNODES",
         "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE", "PMI_RANK",
-    ],
-)  # fmt: skip
-def test_settings_of_another_launcher_do_not_leak(name: str):
-    assert name not in environment({name: "1"})
+    }  # fmt: skip
+    assert names & set(environment(dict.fromkeys(names, "1"))) == set()
 
 
-@pytest.mark.parametrize(
-    "name", ["WANDB_API_KEY", "HF_TOKEN", "NCCL_SOCKET_IFNAME", "HTTPS_PROXY", "SLURM_JOB_ID", "HF_HOME", "CFLAGS"]
-)
 @pytest.mark.parametrize("plan", [engine_plan(Sharding.NONE), cuda_plan()])
-def test_everything_else_passes_untouched(name: str, plan: Plan):
-    assert environment({name: "as it was"}, plan)[name] == "as it was"
+def test_everything_else_passes_untouched(plan: Plan):
+    names = ["WANDB_API_KEY", "HF_TOKEN", "NCCL_SOCKET_IFNAME", "HTTPS_PROXY", "SLURM_JOB_ID", "HF_HOME", "CFLAGS"]
+    theirs = dict.fromkeys(names, "as it was")
+    assert environment(theirs, plan).items() >= theirs.items()
 
 
 def test_a_stale_accelerator_is_replaced_by_the_plans():
@@ -129,10 +125,8 @@ def test_cards_that_cannot_copy_to_each_other_go_through_host_memory(
     hardware = hanging_machine(**rates)
     plan = engine_plan(Sharding.DDP, num_ranks=num_ranks, kind=DeviceKind.CUDA, hardware=hardware)
     assert environment({}, plan).get("NCCL_P2P_DISABLE") == expected
-    assert (
-        codec.decode(codec.encode(plan), Plan, origin="plan.json").hardware.needs_p2p_disabled
-        is hardware.needs_p2p_disabled
-    )
+    read_back = codec.decode(codec.encode(plan), Plan, origin="plan.json").hardware
+    assert read_back.needs_p2p_disabled is hardware.needs_p2p_disabled
 
 
 def test_a_plan_for_the_cpu_says_nothing_about_gpus():
@@ -192,7 +186,7 @@ def run(argv: list[str], plan: Plan, *, cwd: Path, **base: str) -> subprocess.Co
     [
         (Sharding.NONE, 1, "ACCELERATE_USE_CPU"),
         (Sharding.DDP, 2, None),
-        (Sharding.ZERO2, 1, "ACCELERATE_USE_DEEPSPEED"),
+        pytest.param(Sharding.ZERO2, 1, "ACCELERATE_USE_DEEPSPEED", marks=pytest.mark.long),
         (Sharding.ZERO3, 2, "ACCELERATE_USE_DEEPSPEED"),
         (Sharding.FSDP, 2, "ACCELERATE_USE_FSDP"),
     ],
@@ -210,8 +204,7 @@ def test_accelerate_starts_every_rank_on_a_cpu_without_a_question_or_a_warning(
         [*argv[:start], str(tmp_path / "rank.py"), "seen"], plan, cwd=tmp_path, ACCELERATE_USE_MEGATRON_LM="true"
     )
     assert done.returncode == 0, done.stdout
-    assert "had defaults used instead" not in done.stdout
-    assert "Warning" not in done.stdout
+    assert "had defaults used instead" not in done.stdout and "Warning" not in done.stdout
     seen = {path.name: json.loads(path.read_text()) for path in (tmp_path / "seen").iterdir()}
     assert set(seen) == {str(rank) for rank in range(num_ranks)}
     for rank in seen.values():
@@ -224,7 +217,10 @@ def test_accelerate_starts_every_rank_on_a_cpu_without_a_question_or_a_warning(
         assert int(rank["WORLD_SIZE"] or 1) == num_ranks
 
 
-@pytest.mark.parametrize(("sharding", "num_ranks"), [(Sharding.NONE, 1), (Sharding.DDP, 2), (Sharding.ZERO2, 2)])
+@pytest.mark.parametrize(
+    ("sharding", "num_ranks"),
+    [(Sharding.NONE, 1), pytest.param(Sharding.DDP, 2, marks=pytest.mark.long), (Sharding.ZERO2, 2)],
+)
 def test_a_trainer_in_the_working_directory_is_not_taken_for_ours(tmp_path: Path, sharding: Sharding, num_ranks: int):
     for name in ("trainer", "launch", "slurm", "accelerate"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('SHADOWED')")
@@ -234,8 +230,7 @@ def test_a_trainer_in_the_working_directory_is_not_taken_for_ours(tmp_path: Path
     argv = launch_command(tmp_path / "attempt", log_dir=None, python=sys.executable)
     done = run(argv, plan, cwd=tmp_path, PYTHONPATH=":")
     assert done.returncode != 0
-    assert "SHADOWED" not in done.stdout
-    assert "is not a shardwise plan of this version" in done.stdout
+    assert "SHADOWED" not in done.stdout and "plan.json" in done.stdout
 
 
 def test_ranks_take_a_kernel_of_the_hub_from_the_cache_alone():

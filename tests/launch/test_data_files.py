@@ -3,12 +3,12 @@
 import gzip
 import lzma
 import os
+import shutil
 import sysconfig
 from pathlib import Path
 
 import msgspec
 import pytest
-from datasets import Dataset, DatasetDict
 from prepare_request_factory import listed_request, request_for
 
 from launch.data_files import (
@@ -38,6 +38,10 @@ def listed(*sources, tmp_path, **settings):
     return [Path(file.path) for file in request.files]
 
 
+def names(*sources, tmp_path):
+    return [path.name for path in listed(*sources, tmp_path=tmp_path)]
+
+
 def test_a_file_is_itself_whatever_its_name(tmp_path):
     write(tmp_path, "notes", 'odd name\'s "copy"\n.xyz')
     for path in tmp_path.iterdir():
@@ -63,26 +67,20 @@ def test_a_folder_is_its_text_sorted_with_sub_folders_and_without_what_is_hidden
     write(tmp_path, "text/.hidden.txt", "text/.git/config.txt", "text/picture.png", "text/settings.json")
     write(tmp_path, "text/__init__.py", content="")
     found = listed(tmp_path / "text", tmp_path=tmp_path)
-    assert [str(path.relative_to(tmp_path / "text")) for path in found] == [
-        "a.TXT",
-        "b.md",
-        "z.py",
-        "sub/c.rst",
-        "sub/rows.jsonl",
-    ]
+    expected = ["a.TXT", "b.md", "z.py", "sub/c.rst", "sub/rows.jsonl"]
+    assert [str(path.relative_to(tmp_path / "text")) for path in found] == expected
 
 
 def test_json_files_are_rows_only_where_a_folder_has_nothing_else(tmp_path):
     write(tmp_path, "rows/a.json", "rows/b.json")
-    assert [path.name for path in listed(tmp_path / "rows", tmp_path=tmp_path)] == ["a.json", "b.json"]
+    assert names(tmp_path / "rows", tmp_path=tmp_path) == ["a.json", "b.json"]
     write(tmp_path, "text/a.txt", "text/settings.json")
-    assert [path.name for path in listed(tmp_path / "text", tmp_path=tmp_path)] == ["a.txt"]
+    assert names(tmp_path / "text", tmp_path=tmp_path) == ["a.txt"]
 
 
 def test_several_sources_keep_their_order(tmp_path):
     write(tmp_path, "b.txt", "a.txt")
-    names = [path.name for path in listed(tmp_path / "b.txt", tmp_path / "a.txt", tmp_path=tmp_path)]
-    assert names == ["b.txt", "a.txt"]
+    assert names(tmp_path / "b.txt", tmp_path / "a.txt", tmp_path=tmp_path) == ["b.txt", "a.txt"]
 
 
 def test_the_evaluation_source_is_listed_beside(tmp_path):
@@ -98,19 +96,19 @@ def test_source_bytes_count_by_weight(tmp_path):
     assert source_bytes(request) == 205
 
 
-REFUSED = [
-    ("none.txt", "data.train: {source} was not found: there is no {source}"),
-    ("empty.txt", "data.train: {source} is empty (0 bytes)"),
-    ("void", "data.train: {source} holds no text and no rows among its 0 non-empty files"),
-    ("pictures", "data.train: {source} holds no text and no rows among its 1 non-empty files"),
-    ("model.PT", "data.train: {source}: .pt files are not read; give text, or rows as .arrow, .csv"),
-    ("pipe", "is neither a file nor a folder"),
-]
-
-
-@pytest.mark.parametrize("name, message", REFUSED)
+@pytest.mark.parametrize(
+    ("name", "fact"),
+    [
+        ("none.txt", "no"),
+        ("empty.txt", "0 bytes"),
+        ("void", "0 "),
+        ("pictures", "1 "),
+        ("model.PT", ".arrow, .csv"),
+        ("pipe", "file"),
+    ],
+)
 @pytest.mark.parametrize("setting", ["data.train", "data.eval"])
-def test_a_source_that_cannot_be_read_is_refused_with_the_place_looked_at(tmp_path, name, message, setting):
+def test_a_source_that_cannot_be_read_is_refused_with_the_place_looked_at(tmp_path, name, fact, setting):
     write(tmp_path, "model.PT", "pictures/a.png", "a.txt")
     write(tmp_path, "empty.txt", "void/a.txt", content="")
     os.mkfifo(tmp_path / "pipe")
@@ -122,31 +120,29 @@ def test_a_source_that_cannot_be_read_is_refused_with_the_place_looked_at(tmp_pa
     )
     with pytest.raises(InputError) as caught:
         list_files(request)
-    expected = message.format(source=source).replace("data.train", setting)
-    assert expected in str(caught.value)
-    assert str(caught.value).startswith(setting)
+    head, _, reason = str(caught.value).partition(str(source))
+    assert head == f"{setting}: " and fact in reason
 
 
 def test_a_missing_relative_path_is_named_in_full(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError) as caught:
         listed("no/such.txt", tmp_path=tmp_path)
-    assert f"there is no {tmp_path}/no/such.txt" in str(caught.value)
-    assert "hub" not in str(caught.value)
+    assert f"{tmp_path}/no/such.txt" in str(caught.value) and "hub" not in str(caught.value)
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
 def test_a_weight_that_draws_nothing_is_refused(tmp_path, weight):
     write(tmp_path, "a.txt")
-    with pytest.raises(InputError, match="must be above 0"):
+    with pytest.raises(InputError, match=r"weight.*above 0"):
         listed((tmp_path / "a.txt", weight), tmp_path=tmp_path)
 
 
 def test_a_folder_of_rows_is_its_training_split_as_on_the_hub(tmp_path):
     write(tmp_path, "set/data/train-00000-of-00002.parquet", "set/data/train-00001-of-00002.parquet")
     write(tmp_path, "set/data/test-00000-of-00001.parquet", "set/README.md", "set/dataset_info.json")
-    names = [path.name for path in listed(tmp_path / "set", tmp_path=tmp_path)]
-    assert names == ["train-00000-of-00002.parquet", "train-00001-of-00002.parquet"]
+    expected = ["train-00000-of-00002.parquet", "train-00001-of-00002.parquet"]
+    assert names(tmp_path / "set", tmp_path=tmp_path) == expected
 
 
 def test_a_split_of_a_folder_can_be_asked_for_on_either_side(tmp_path):
@@ -159,24 +155,33 @@ def test_a_split_of_a_folder_can_be_asked_for_on_either_side(tmp_path):
 
 def test_text_beside_rows_leaves_a_folder_as_it_is(tmp_path):
     write(tmp_path, "mixed/train.jsonl", "mixed/test.py", "mixed/rows.csv.zst")
-    names = [path.name for path in listed(tmp_path / "mixed", tmp_path=tmp_path)]
-    assert names == ["rows.csv.zst", "test.py", "train.jsonl"]
+    assert names(tmp_path / "mixed", tmp_path=tmp_path) == ["rows.csv.zst", "test.py", "train.jsonl"]
 
 
-def saved_by_datasets(folder):
-    """A folder as the library itself writes it."""
+@pytest.fixture
+def saved_by_datasets(tmp_path, saved_once):
+    """A folder as the library itself writes it, where a test may change it."""
+    shutil.copytree(saved_once, tmp_path, dirs_exist_ok=True)
+
+
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory):
+    from datasets import Dataset, DatasetDict
+
+    folder = tmp_path_factory.mktemp("saved")
     train = Dataset.from_dict({"text": ["one", "two", "three"]})
     DatasetDict({"train": train, "test": train.select([0])}).save_to_disk(folder / "both", num_proc=None)
     train.save_to_disk(folder / "alone", num_shards=2)
+    return folder
 
 
+@pytest.mark.usefixtures("saved_by_datasets")
 def test_what_datasets_saved_is_the_files_that_it_lists(tmp_path):
-    saved_by_datasets(tmp_path)
     write(tmp_path, "alone/left-behind.arrow")
-    names = [str(path.relative_to(tmp_path)) for path in listed(tmp_path / "alone", tmp_path=tmp_path)]
-    assert names == ["alone/data-00000-of-00002.arrow", "alone/data-00001-of-00002.arrow"]
-    names = [str(path.relative_to(tmp_path)) for path in listed(tmp_path / "both", tmp_path=tmp_path)]
-    assert names == ["both/train/data-00000-of-00001.arrow"]
+    expected = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    assert names(tmp_path / "alone", tmp_path=tmp_path) == expected
+    both = tmp_path / "both"
+    assert listed(both, tmp_path=tmp_path) == [both / "train" / "data-00000-of-00001.arrow"]
 
 
 def part_problem(tmp_path, name, **part):
@@ -186,32 +191,31 @@ def part_problem(tmp_path, name, **part):
     return str(caught.value)
 
 
+@pytest.mark.usefixtures("saved_by_datasets")
 def test_a_part_that_a_source_has_not_is_named_with_what_it_has(tmp_path):
-    saved_by_datasets(tmp_path)
     write(tmp_path, "a.jsonl", "set/train.jsonl", "set/test.jsonl")
-    folder = f"data.train: {tmp_path}"
-    assert part_problem(tmp_path, "both", split="dev") == f"{folder}/both has no split dev; it has test, train"
-    assert part_problem(tmp_path, "set", split="dev") == f"{folder}/set has no split dev; it has test, train"
-    assert part_problem(tmp_path, "set", subset="en") == f"{folder}/set has no subset en; it has none"
-    assert "alone has no split dev; it is one data set that was saved alone" in part_problem(
-        tmp_path, "alone", split="dev"
-    )
-    assert part_problem(tmp_path, "a.jsonl", split="dev") == (
-        f"{folder}/a.jsonl has no split dev; only folders and data sets do"
-    )
+    for name, part, facts in (
+        ("both", {"split": "dev"}, ("split dev", "test, train")),
+        ("set", {"split": "dev"}, ("split dev", "test, train")),
+        ("set", {"subset": "en"}, ("subset en", "none")),
+        ("alone", {"split": "dev"}, ("split dev", "one data set")),
+        ("a.jsonl", {"split": "dev"}, ("split dev", "only folders and data sets")),
+    ):
+        head, _, reason = part_problem(tmp_path, name, **part).partition(f"{tmp_path}/{name} ")
+        assert head == "data.train: " and all(fact in reason for fact in facts), reason
 
 
+@pytest.mark.usefixtures("saved_by_datasets")
 def test_a_saved_folder_that_lost_a_file_is_refused(tmp_path):
-    saved_by_datasets(tmp_path)
     (tmp_path / "alone" / "data-00001-of-00002.arrow").unlink()
-    assert part_problem(tmp_path, "alone").endswith("has lost some of the 2 files that its state.json lists")
+    assert "2 files" in part_problem(tmp_path, "alone") and "state.json" in part_problem(tmp_path, "alone")
     (tmp_path / "alone" / "state.json").write_text("{")
-    assert "state.json is damaged" in part_problem(tmp_path, "alone")
+    assert "damaged" in part_problem(tmp_path, "alone")
 
 
 def test_compressed_files_count_for_about_what_they_hold(tmp_path):
     """The factors lie between those of the standard library's sources and of prose."""
-    text = b"".join(Path(found.path).read_bytes() for found in python_stdlib_files(STDLIB)[:150])
+    text = b"".join(Path(found.path).read_bytes() for found in python_stdlib_files(STDLIB)[:40])
     for name, content in (("a.txt.gz", gzip.compress(text)), ("a.txt.xz", lzma.compress(text))):
         (tmp_path / name).write_bytes(content)
         request = listed_request(tmp_path / name, cache_root=tmp_path)
@@ -252,7 +256,6 @@ def test_a_standard_library_without_sources_says_what_to_do(tmp_path):
     write(tmp_path, "os.py", content="x" * 120)
     with pytest.raises(InputError) as caught:
         python_stdlib_files(tmp_path)
-    assert f"{tmp_path} holds 120 bytes of sources, 500000 needed" in str(caught.value)
-    assert "libpython3-stdlib" in str(caught.value)
-    assert "data.train=FILE" in str(caught.value)
+    for fact in (str(tmp_path), "120 bytes", "500000", "libpython3-stdlib", "data.train=FILE"):
+        assert fact in str(caught.value)
     assert len(str(caught.value).splitlines()) <= 3

@@ -1,14 +1,13 @@
 """Data sets from a hub that runs here: a real server, asked by the real library in a process of its own."""
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hub_questions import NO_HUB, ask_hub
 from hub_server import COMMIT, Hub, serving
 
 OLD_COMMIT = "f" * 40
@@ -37,18 +36,21 @@ from trainer.spec.data_request import PrepareRequest
 from trainer.spec.errors import ShardwiseError
 from trainer.spec.job import BadRows, DataFormat, DataSource
 
-source, home = json.loads(sys.argv[1]), sys.argv[2]
-request = PrepareRequest(
-    sources=(DataSource(**source),), eval_share=None, eval_source=None, format=DataFormat.AUTO, fields={}, packing=None,
-    bad_rows=BadRows.FAIL, bad_rows_max=0.0, seq_len=8, vocab_size=9, tokenizer=None, cache_root=home, hub_home=home,
-)
-try:
-    listed = list_files(request)
-except ShardwiseError as error:
-    print(json.dumps([int(error.exit_code), str(error)]))
-else:
-    names = [file.path.partition("/snapshots/")[2] for file in listed.files]
-    print(json.dumps([0, names, [Path(file.path).read_text() for file in listed.files], listed.revisions]))
+answers, home = [], sys.argv[2]
+for source in json.loads(sys.argv[1]):
+    request = PrepareRequest(
+        sources=(DataSource(**source),), eval_share=None, eval_source=None, format=DataFormat.AUTO, fields={},
+        packing=None, bad_rows=BadRows.FAIL, bad_rows_max=0.0, seq_len=8, vocab_size=9, tokenizer=None, cache_root=home,
+        hub_home=home,
+    )
+    try:
+        listed = list_files(request)
+    except ShardwiseError as error:
+        answers.append([int(error.exit_code), str(error)])
+    else:
+        names = [file.path.partition("/snapshots/")[2] for file in listed.files]
+        answers.append([0, names, [Path(file.path).read_text() for file in listed.files], listed.revisions])
+print(json.dumps(answers))
 """
 
 
@@ -59,24 +61,14 @@ def hub() -> Iterator[Hub]:
         yield served
 
 
-NO_HUB = "http://127.0.0.1:9"
+def ask_all(home: Path, *sources: dict[str, str], endpoint: str = NO_HUB, **environment: str) -> list[Any]:
+    """For each source: [exit code, error] or [0, files below snapshots/, their contents, references]."""
+    return ask_hub(PROGRAM, json.dumps(sources), str(home), home=home, endpoint=endpoint, **environment)
 
 
-def ask(home: Path, source: str, *, endpoint: str = NO_HUB, environment: dict[str, str] | None = None, **part: str):
-    """[exit code, words] or [0, files below snapshots/, their contents, references]."""
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith("HF_") and "PROXY" not in name.upper()
-    }
-    answer = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps({"source": source, **part}), str(home)],
-        env=kept | {"HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1", "HOME": str(home)} | (environment or {}),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert answer.returncode == 0, answer.stderr
-    return json.loads(answer.stdout.splitlines()[-1])
+def ask(home: Path, source: str, *, endpoint: str = NO_HUB) -> Any:
+    (answer,) = ask_all(home, {"source": source}, endpoint=endpoint)
+    return answer
 
 
 def downloaded(home: Path) -> set[str]:
@@ -108,17 +100,19 @@ def test_only_the_files_of_the_split_are_downloaded_and_their_commit_is_recorded
 def test_what_was_downloaded_is_not_asked_for_again_and_needs_no_hub(tmp_path, hub):
     first = ask(tmp_path, "org/plain", endpoint=hub.url)
     assert first[1:3] == [[f"{COMMIT}/train [x].csv"], ["text\na\n"]]
-    assert ask(tmp_path, "org/plain") == first
-    assert ask(tmp_path, f"org/plain@{COMMIT}") == first
-    code, words = ask(tmp_path, "org/plain", split="test")
-    assert (code, "the hub cannot be reached" in words) == (4, True)
-    assert ask(tmp_path, "org/plain", split="test", endpoint=hub.url)[2] == ["text\nb\n"]
+    test_split = {"source": "org/plain", "split": "test"}
+    again, by_commit, (code, error) = ask_all(
+        tmp_path, {"source": "org/plain"}, {"source": f"org/plain@{COMMIT}"}, test_split
+    )
+    assert again == by_commit == first
+    assert code == 4 and "hub" in error
+    assert ask_all(tmp_path, test_split, endpoint=hub.url)[0][2] == ["text\nb\n"]
 
 
 def test_a_revision_is_pinned(tmp_path, hub):
     assert ask(tmp_path, "org/plain@v1", endpoint=hub.url)[3] == [f"org/plain@{OLD_COMMIT}"]
-    assert ask(tmp_path, "org/plain@v1")[3] == [f"org/plain@{OLD_COMMIT}"]
-    assert ask(tmp_path, "org/plain")[0] == 4
+    pinned, main = ask_all(tmp_path, {"source": "org/plain@v1"}, {"source": "org/plain"})
+    assert (pinned[3], main[0]) == ([f"org/plain@{OLD_COMMIT}"], 4)
 
 
 def test_a_download_that_was_broken_off_is_gone_on_with(tmp_path, hub):
@@ -141,49 +135,43 @@ def test_a_cache_that_lacks_a_shard_is_completed(tmp_path, hub):
 
 
 REFUSED = [
-    ({"source": "org/gated"}, "data.train: org/gated is gated; ask for access at "
-     "https://huggingface.co/datasets/org/gated, then run: hf auth login"),
-    ({"source": "org/gone"}, "data.train: org/gone is neither a folder here nor a data set on the hub that you may "
-     "see; check the name or, for a private one, run: hf auth login"),
-    ({"source": "org/rows@v9"}, "data.train: org/rows has no revision v9"),
-    ({"source": "org/rows", "subset": "en"}, "data.train: org/rows has no subset en; it has default"),
-    ({"source": "org/plain", "split": "dev"}, "data.train: org/plain has no split dev; it has test, train"),
-    ({"source": "org/script"}, "data.train: org/script is made by its program script.py, which is never run; the hub "
-     "may hold it as Parquet:\ndata.train=org/script@refs/convert/parquet"),
-    ({"source": "org/pictures"}, "data.train: org/pictures holds no rows and no text, only .png, .tar"),
-]  # fmt: skip
+    ({"source": "org/gated"}, ("https://huggingface.co/datasets/org/gated", "hf auth login")),
+    ({"source": "org/gone"}, ("hf auth login",)),
+    ({"source": "org/rows@v9"}, ("revision v9",)),
+    ({"source": "org/rows", "subset": "en"}, ("subset en", "default")),
+    ({"source": "org/plain", "split": "dev"}, ("split dev", "test, train")),
+    ({"source": "org/script"}, ("script.py", "\ndata.train=org/script@refs/convert/parquet")),
+    ({"source": "org/pictures"}, (".png, .tar",)),
+]
 
 
-@pytest.mark.parametrize("source, words", REFUSED, ids=[row[1][:50] for row in REFUSED])
-def test_each_refusal_is_one_line_with_the_next_step(tmp_path, hub, source, words):
-    assert ask(tmp_path, endpoint=hub.url, **source) == [2, words]
+def test_each_refusal_names_the_source_and_the_next_step(tmp_path, hub):
+    answers = ask_all(tmp_path, *(source for source, _ in REFUSED), endpoint=hub.url)
+    for (source, facts), (code, error) in zip(REFUSED, answers, strict=True):
+        assert code == 2 and error.startswith(f"data.train: {source['source'].partition('@')[0]} ")
+        assert [fact for fact in facts if fact not in error] == []
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path):
-    assert ask(tmp_path, "org/rows") == [
-        4,
-        f"data.train: org/rows is neither a folder here nor in {tmp_path / 'hub'}, and the hub cannot be reached; "
-        "name a local folder",
-    ]
+    code, error = ask(tmp_path, "org/rows")
+    assert (code, len(error.splitlines())) == (4, 1)
+    for fact in ("data.train: org/rows", str(tmp_path / "hub"), "reached", "name a local folder"):
+        assert fact in error
 
 
 def test_offline_is_respected_and_named(tmp_path, hub):
-    code, words = ask(tmp_path, "org/rows", endpoint=hub.url, environment={"HF_HUB_OFFLINE": "1"})
-    assert code == 4
-    assert "and HF_HUB_OFFLINE is set; name a local folder" in words
-    assert hub.requests == []
+    ((code, error),) = ask_all(tmp_path, {"source": "org/rows"}, endpoint=hub.url, HF_HUB_OFFLINE="1")
+    assert (code, hub.requests) == (4, [])
+    assert "HF_HUB_OFFLINE" in error and "name a local folder" in error
 
 
 def test_a_hub_that_never_answers_is_given_up(tmp_path):
-    """Left to itself, the library would ask for minutes, and the program be ended by the limit in `ask`."""
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        code, words = ask(tmp_path, "org/rows", endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}")
-    assert (code, "the hub cannot be reached" in words) == (4, True)
+    """Left to itself, the library would ask for minutes, longer than the limit in `ask_hub`."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        code, error = ask(tmp_path, "org/rows", endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}")
+    assert code == 4 and "reached" in error
 
 
 def test_a_path_that_is_missing_is_not_looked_for_on_the_hub(tmp_path, hub):
-    code, words = ask(tmp_path, "data/rows.jsonl", endpoint=hub.url)
-    assert (code, words.startswith("data.train: data/rows.jsonl was not found: there is no ")) == (2, True)
-    assert hub.requests == []
+    code, error = ask(tmp_path, "data/rows.jsonl", endpoint=hub.url)
+    assert (code, hub.requests) == (2, []) and "data.train: data/rows.jsonl" in error

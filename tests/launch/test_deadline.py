@@ -25,4 +25,4 @@ def test_the_stop_comes_when_the_margin_is_all_that_is_left(tmp_path, left_s, st
     for _ in range(2):
         deadline.stop_in_time(stop, watchdog, Console(told))
     assert (stop.kind is StopKind.REQUEUE) is stops
-    assert told.getvalue().count("stopping with a checkpoint") == (1 if stops else 0)
+    assert told.getvalue().count("checkpoint") == (1 if stops else 0)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from doctor_factory import BrokenMachine
+from hanging_programs import pids_in, under_a_limit, wait_until_gone
 from hub_server import Hub, serving
 from workplace_factory import make_workplace
 
@@ -56,12 +57,12 @@ def test_a_machine_that_trains_has_no_fault(workplace):
     assert [row for row in diagnosis["findings"] if row["level"] == "fault"] == []
     assert (code, diagnosis["num_faults"]) == (0, 0)
     (torch,) = findings_of(diagnosis, "torch", "fine")
-    assert torch["sentence"].startswith("torch ")
+    assert "torch" in torch["sentence"]
     (met,) = findings_of(diagnosis, "collective", "fine")
-    assert met["sentence"].endswith("ends in time, with the right values")
+    assert "all-gather" in met["sentence"]
     sentences = [row["sentence"] for row in findings_of(diagnosis, "job", "fine")]
-    assert any(sentence.startswith("job.yaml: ") and "micro batch" in sentence for sentence in sentences)
-    assert "the data's 40 files can be read" in sentences
+    assert any("job.yaml" in sentence and "micro batch" in sentence for sentence in sentences)
+    assert any("40 files" in sentence for sentence in sentences)
 
 
 def test_quick_leaves_out_what_takes_long(workplace):
@@ -69,22 +70,33 @@ def test_quick_leaves_out_what_takes_long(workplace):
     told_of = {row["check"] for row in diagnosis["findings"]}
     assert code == 0 and told_of.isdisjoint({check.name for check in CHECKS if check.is_slow})
     (torch,) = findings_of(diagnosis, "torch", "fine")
-    assert torch["sentence"].endswith("is installed (not loaded)")
+    assert "not loaded" in torch["sentence"]
 
 
-def test_a_job_that_finds_no_model(workplace):
-    workplace.write_job(model={"config": "no/such/folder/here"})
-    code, diagnosis = doctor(workplace, "job.yaml", "--quick")
+NO_WEIGHTS = {"config": None, "name": "org/name", "tokenizer": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "sentence", "fix"),
+    [
+        ({"model": {"config": "no/such/folder/here"}}, (), "model.config: no/such/folder/here", ""),
+        ({"data": {"train": "missing.jsonl"}}, (), "missing.jsonl", None),
+        ({}, ("limits.vram=2MiB",), "", ""),
+        ({"model": NO_WEIGHTS}, (), "HF_HUB_OFFLINE", "name a local folder"),
+        ({"log": {"wandb": "online"}}, (), "log.wandb: online", "wandb login"),
+    ],
+    ids=["no model", "no data", "fits nowhere", "offline hub", "no key of wandb"],
+)
+def test_a_job_that_cannot_run_is_a_fault_of_the_job(workplace, changes, overrides, sentence, fix):
+    if changes:
+        workplace.write_job(**changes)
+    if "log" in changes:
+        for name in ("WANDB_MODE", "WANDB_API_KEY"):
+            workplace.environment.pop(name, None)
+    code, diagnosis = doctor(workplace, "job.yaml", *overrides, "--quick")
     (found,) = findings_of(diagnosis, JOB_CHECK, "fault")
-    assert code == ExitCode.ENVIRONMENT and found["sentence"].startswith("model.config: no/such/folder/here")
-    assert found["fix"]
-
-
-def test_a_job_that_finds_no_data(workplace):
-    workplace.write_job(data={"train": "missing.jsonl"})
-    code, diagnosis = doctor(workplace, "job.yaml", "--quick")
-    (found,) = findings_of(diagnosis, JOB_CHECK, "fault")
-    assert code == ExitCode.ENVIRONMENT and "missing.jsonl" in found["sentence"]
+    assert code == ExitCode.ENVIRONMENT and sentence in found["sentence"]
+    assert fix is None or (found["fix"] and fix in found["fix"])
 
 
 def test_a_job_whose_architecture_only_transformers_knows(workplace):
@@ -96,30 +108,6 @@ def test_a_job_whose_architecture_only_transformers_knows(workplace):
     (workplace.folder / "model" / "config.json").write_text(json.dumps(config))
     code, diagnosis = doctor(workplace, "job.yaml", "--quick")
     assert (code, findings_of(diagnosis, JOB_CHECK, "fault")) == (0, [])
-
-
-def test_a_job_that_fits_nowhere(workplace):
-    code, diagnosis = doctor(workplace, "job.yaml", "limits.vram=2MiB", "--quick")
-    (found,) = findings_of(diagnosis, JOB_CHECK, "fault")
-    assert code == ExitCode.ENVIRONMENT and found["fix"]
-
-
-def test_a_job_whose_model_is_on_a_hub_that_is_not_to_be_asked(workplace):
-    workplace.write_job(model={"config": None, "name": "org/name", "tokenizer": None})
-    code, diagnosis = doctor(workplace, "job.yaml", "--quick")
-    (found,) = findings_of(diagnosis, JOB_CHECK, "fault")
-    assert code == ExitCode.ENVIRONMENT
-    assert "HF_HUB_OFFLINE is set" in found["sentence"] + found["fix"] and "name a local folder" in found["fix"]
-
-
-def test_a_job_that_logs_to_wandb_without_a_key(workplace):
-    workplace.write_job(log={"wandb": "online"})
-    for name in ("WANDB_MODE", "WANDB_API_KEY"):
-        workplace.environment.pop(name, None)
-    code, diagnosis = doctor(workplace, "job.yaml", "--quick")
-    (found,) = findings_of(diagnosis, JOB_CHECK, "fault")
-    assert code == ExitCode.ENVIRONMENT and found["sentence"].startswith("log.wandb: online:")
-    assert found["fix"].startswith("run wandb login")
 
 
 @pytest.mark.parametrize("words", [("missing.yaml",), ("job.yaml", "train.no_such=1")])
@@ -137,9 +125,7 @@ def test_no_secret_is_ever_shown(workplace):
         workplace.environment.update(HF_ENDPOINT=hub.url, WANDB_BASE_URL=hub.url, no_proxy="127.0.0.1")
         answer = workplace.run("doctor", check=False)
     text = answer.stdout + answer.stderr
-    assert (
-        "does not know the token that is kept" in text and "a key is kept" in text and "CUDA_HOME=/[redacted]" in text
-    )
+    assert "hf auth login" in text and f"{hub.url} answers" in text and "CUDA_HOME=/[redacted]" in text
     for secret in (*SECRETS.values(), "open-sesame-1815"):
         assert secret not in text
 
@@ -150,7 +136,7 @@ def test_findings_hold_no_secret_before_they_are_printed(tmp_path, monkeypatch):
     environment = {"HOME": str(tmp_path), **SECRETS, "CUDA_HOME": f"/{SECRETS['AWS_SECRET_ACCESS_KEY']}"}
     out = io.StringIO()
     run_doctor(DoctorOptions(quick=True), Console(out), environment=environment)
-    assert "CUDA_HOME=/[redacted]: no such folder" in out.getvalue()
+    assert "CUDA_HOME=/[redacted]" in out.getvalue()
 
 
 def test_faults_come_first_and_the_last_line_sums_up():
@@ -158,22 +144,11 @@ def test_faults_come_first_and_the_last_line_sums_up():
     found = diagnosis_of(
         Finding(check="a check", level=each.level, sentence=each.sentence, fix=each.fix) for each in named
     )
-    assert render_diagnosis(found).splitlines() == [
-        "faults: training would fail",
-        "  a check  broken",
-        "           -> mend it",
-        "  a check  gone",
-        "           -> get it",
-        "",
-        "warnings",
-        "  a check  slow",
-        "           -> faster",
-        "",
-        "fine",
-        "  a check  well",
-        "",
-        "2 faults, 1 warning",
-    ]
+    faults, warnings, rest, (last,) = (part.splitlines() for part in render_diagnosis(found).split("\n\n"))
+    remedies = ["  a check  broken", "           -> mend it", "  a check  gone", "           -> get it"]
+    assert faults[0].startswith("faults") and faults[1:] == remedies
+    assert warnings == ["warnings", "  a check  slow", "           -> faster"]
+    assert (rest, last) == (["fine", "  a check  well"], "2 faults, 1 warning")
     assert found.exit_code is ExitCode.ENVIRONMENT
     assert diagnosis_of([warning("slow", "faster")]).exit_code is ExitCode.DONE
 
@@ -205,22 +180,27 @@ def test_a_check_that_hangs_costs_its_own_answer_only(tmp_path):
         yield fine("never")
 
     checks = (Check(name="hanging", find=hang), Check(name="quick", find=lambda _machine: [fine("answered")]))
-    told = list(run_checks(machine, checks, deadline_s=0.3))
+    told, _ = under_a_limit(
+        lambda limit_s: list(run_checks(machine, checks, deadline_s=limit_s)),
+        lambda found: found[1].level is Level.FINE,
+    )
     assert [(found.check, found.level) for found in told] == [("hanging", Level.WARNING), ("quick", Level.FINE)]
-    assert told[0].sentence.startswith("this check did not come to an end within 0.3 s")
+    assert " s" in told[0].sentence
 
 
 def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path):
     marker = tmp_path / "child"
     script = f"sleep 600 & echo $! > {marker}; wait"
-    assert ask(["/bin/sh", "-c", script], environment={"PATH": "/usr/bin:/bin"}, timeout_s=0.5).exit_code is None
-    child = int(marker.read_text())
-    deadline = time.monotonic() + 5
-    while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
-        assert time.monotonic() < deadline, "it outlived its parent"
-        time.sleep(0.05)
+    environment = {"PATH": "/usr/bin:/bin"}
+    answer, _ = under_a_limit(
+        lambda limit_s: ask(["/bin/sh", "-c", script], environment=environment, timeout_s=limit_s),
+        lambda _: bool(pids_in(marker)),
+    )
+    assert answer.exit_code is None
+    wait_until_gone(pids_in(marker)[0])
 
 
+@pytest.mark.cold
 def test_nothing_heavy_is_loaded(workplace):
     program = (
         "import sys; from launch.cli import main; main(['doctor', '--quick']); "

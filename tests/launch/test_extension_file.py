@@ -33,31 +33,28 @@ def test_any_signature_that_can_be_called_so_is_taken(tmp_path, signature):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "facts"),
     [
-        ("def loss(logits): pass\n", "line 1: loss must be callable as loss(logits, labels)"),
-        ("def loss(a, b, c): pass\n", "line 1: loss must be callable as loss(logits, labels)"),
-        ("def loss(a, b, *, c): pass\n", "line 1: loss must be callable as loss(logits, labels)"),
-        ("\nasync def on_step(step, metrics): pass\n", "line 2: on_step is async; write a plain function"),
-        ("x = 1\n", "defines none of format_row, build_model, loss, on_step"),
-        ("def fromat_row(row): pass\n", "did you mean format_row?"),
-        ("def loss(:\n", "is no Python that this version reads, line 1"),
-        ("def loss(a, b): pass\0\n", "is no Python that this version reads"),
-        ("class loss: pass\n", "defines none of"),
+        ("def loss(logits): pass\n", ("line 1", "loss(logits, labels)")),
+        ("def loss(a, b, c): pass\n", ("line 1", "loss(logits, labels)")),
+        ("def loss(a, b, *, c): pass\n", ("line 1", "loss(logits, labels)")),
+        ("\nasync def on_step(step, metrics): pass\n", ("line 2", "on_step", "async")),
+        ("x = 1\n", ("format_row, build_model, loss, on_step",)),
+        ("def fromat_row(row): pass\n", ("did you mean format_row?",)),
+        ("def loss(:\n", ("Python", "line 1")),
+        ("def loss(a, b): pass\0\n", ("Python",)),
+        ("class loss: pass\n", ("format_row, build_model, loss, on_step",)),
     ],
 )
-def test_what_cannot_be_called_is_refused_with_the_line(tmp_path, text, message):
+def test_what_cannot_be_called_is_refused_with_the_line(tmp_path, text, facts):
     path = written(tmp_path, text)
     with pytest.raises(InputError) as caught:
         read_extension(path)
     assert str(caught.value).startswith(f"extensions: {path}")
-    assert message in str(caught.value)
+    assert [fact for fact in facts if fact not in str(caught.value)] == []
 
 
-@pytest.mark.parametrize(("make", "reason"), [("missing", "No such file"), ("folder", "Is a directory")])
-def test_a_file_that_cannot_be_read_is_named(tmp_path, make, reason):
-    path = tmp_path / "mine.py"
-    if make == "folder":
-        path.mkdir()
-    with pytest.raises(InputError, match=f"cannot be read: {reason}"):
-        read_extension(str(path))
+@pytest.mark.parametrize(("name", "reason"), [("mine.py", "No such file"), ("", "Is a directory")])
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name, reason):
+    with pytest.raises(InputError, match=f"^extensions: {tmp_path / name}.*{reason}"):
+        read_extension(str(tmp_path / name))

@@ -22,7 +22,7 @@ from trainer.spec.units import MIB
 def test_bytes_that_do_not_fit_are_said_with_both_numbers_and_the_settings(tmp_path: Path):
     with mounted_disk(tmp_path / "disk", "1m") as disk:
         check_room(disk / "not" / "yet", num_bytes=MIB // 2, num_files=3, what="the data")
-        with pytest.raises(EnvironmentFaultError, match=r"the data needs 2 MiB, 1 MiB are free; .*folders.huggingface"):
+        with pytest.raises(EnvironmentFaultError, match=r"the data.* 2 MiB.* 1 MiB.*folders\.huggingface"):
             check_room(disk / "hub", num_bytes=2 * MIB, num_files=3, what="the data")
 
 
@@ -30,7 +30,7 @@ def test_inodes_that_do_not_fit_are_said_too(tmp_path: Path):
     with mounted_disk(tmp_path / "disk", "1m,nr_inodes=20") as disk:
         free = os.statvfs(disk).f_favail
         check_room(disk, num_bytes=1, num_files=free, what="the data")
-        with pytest.raises(EnvironmentFaultError, match=f"needs {free + 1} inodes, {free} are free"):
+        with pytest.raises(EnvironmentFaultError, match=f"{free + 1} inodes.*{free}"):
             check_room(disk, num_bytes=1, num_files=free + 1, what="the data")
 
 
@@ -39,7 +39,7 @@ def test_what_shares_a_cache_is_added_up(tmp_path: Path):
         weights = Need("the weights of org/model", disk, MIB * 3 // 4, 2)
         data, here = Need("the data of org/rows", disk, MIB // 2, 1), Need("the data of org/more", disk, 0, 0)
         check_room_of([weights, here])
-        with pytest.raises(EnvironmentFaultError, match="the weights of org/model with the data of org/rows needs"):
+        with pytest.raises(EnvironmentFaultError, match=r"org/model.*org/rows"):
             check_room_of([weights, data, here])
 
 
@@ -72,13 +72,10 @@ def test_what_is_missing_is_said_in_words(tmp_path: Path, monkeypatch):
         request=replace(inputs.request, files=(remote, *inputs.request.files), eval_files=(remote,)),
     )
     scored = inputs._replace(request=replace(inputs.request, eval_files=(remote,)))
-    assert missing_for(scored) == ("the data of org/rows",)
-    environment = {"KERNELS_CACHE": str(tmp_path / "kernels")}
-    assert missing_for(lacking, kernel=KERNEL, environment=environment) == (
-        "the weights of org/model",
-        "the data of org/rows",
-        f"the kernel {KERNEL}",
-    )
+    (data,) = missing_for(scored)
+    missing = missing_for(lacking, kernel=KERNEL, environment={"KERNELS_CACHE": str(tmp_path / "kernels")})
+    assert "org/rows" in data and len(missing) == 3
+    assert all(name in text for name, text in zip(("org/model", "org/rows", KERNEL), missing, strict=True))
 
 
 def test_a_kernel_is_here_once_a_build_of_its_commit_is(tmp_path: Path):

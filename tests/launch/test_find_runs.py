@@ -36,7 +36,7 @@ def test_a_directory_is_its_run_and_a_sweep_its_points_in_their_order(place: Pat
     assert names(find_runs(str(place / "runs" / "local"), NO_SLURM)) == ["local"]
     sweep = find_runs("runs/sweep/", NO_SLURM)
     assert sweep.is_sweep and names(sweep) == [f"point-{number}" for number in range(1, 12)]
-    with pytest.raises(InputError, match=r"is a sweep of 11 points; name one: runs/sweep/point-1$"):
+    with pytest.raises(InputError, match=r"11 points.* runs/sweep/point-1$"):
         one_run(sweep, "runs/sweep")
 
 
@@ -49,17 +49,17 @@ def test_a_job_is_found_by_the_files_of_its_run(place: Path):
 
 
 @pytest.mark.parametrize(
-    ("word", "words"),
+    ("word", "fact"),
     [
-        ("runs/none", "is neither a run directory nor the id of a job"),
-        ("runs", "is not a run directory"),
-        ("99", "there is no Slurm here to ask"),
-        ("20_99", "there is no Slurm here to ask"),
-        ("12; ls", "is neither"),
+        ("runs/none", "id of a job"),
+        ("runs", "run directory"),
+        ("99", "no Slurm"),
+        ("20_99", "no Slurm"),
+        ("12; ls", "id of a job"),
     ],
 )
-def test_what_means_no_run_is_said(place: Path, word, words):
-    with pytest.raises(InputError, match=words):
+def test_what_means_no_run_is_said(place: Path, word, fact):
+    with pytest.raises(InputError, match=f"{word}.*{fact}"):
         find_runs(word, NO_SLURM)
 
 

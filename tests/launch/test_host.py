@@ -41,6 +41,11 @@ V1_MOUNTS = "".join(
     for number, name in enumerate(("memory", "cpu,cpuacct", "cpuset"), 32)
 )
 NO_LIMIT_V1 = "9223372036854771712\n"
+FILE_CACHE_V1 = "cache 9\ninactive_file 1\nactive_file 1\ntotal_inactive_file 30\ntotal_active_file 12\n"
+BOTH_MOUNTS = (
+    "32 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+    "38 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n"
+)
 
 
 def v2_machine(folder, path, groups):
@@ -108,29 +113,40 @@ def test_cpuinfo_gives_the_name_and_the_flags_that_decide_a_precision(machine, n
 
 
 @pytest.mark.parametrize(
-    ("text", "numbers"), [("0-3,8\n", {0, 1, 2, 3, 8}), ("5", {5}), ("", set()), ("0-1,4-5", {0, 1, 4, 5})]
+    ("parse", "value_by_text"),
+    [
+        (parse_cpu_list, {"0-3,8\n": {0, 1, 2, 3, 8}, "5": {5}, "": set(), "0-1,4-5": {0, 1, 4, 5}}),
+        (parse_ethernet_speed, {"10000\n": 1_250_000_000, "-1\n": None, "": None, "65535": None}),  # bytes
+        (parse_infiniband_rate, {"400 Gb/sec (4X NDR)\n": 50 * 10**9, "2.5 Gb/sec (1X SDR)": 312_500_000, "": None}),
+        (parse_limit, {"max\n": None, "": None, NO_LIMIT_V1: None, "9223372036854775807": None, "1024\n": 1024}),
+        (parse_cpu_max, {"max 100000\n": None, "150000 100000\n": 1.5, "": None, "1 0": None}),  # cores
+        (lambda quota: parse_quota(quota, "100000\n"), {"-1\n": None, "400000\n": 4}),  # of the older files
+        (parse_file_cache, {"anon 100\ninactive_file 30\nactive_file 12\n": 42, FILE_CACHE_V1: 42, "": 0}),
+        (parse_mountinfo, {"": (), "garbage\n": (), "1 2 3 - ext4\n": ()}),
+    ],
+    ids=["cpu list", "ethernet", "infiniband", "limit", "cpu.max", "quota", "file cache", "no mount"],
 )
-def test_cpu_lists_are_expanded(text, numbers):
-    assert parse_cpu_list(text) == numbers
+def test_files_of_the_kernel_are_read_as_figures(parse, value_by_text):
+    assert {text: parse(text) for text in value_by_text} == value_by_text
+
+
+def local_disks(text):
+    return once_each([mount for mount in parse_mountinfo(text) if is_local_disk(mount)])
 
 
 def test_disks_are_local_writable_and_each_once():
-    mounts = parse_mountinfo(captured("rtx4090_desktop", "mountinfo"))
-    disks = once_each([mount for mount in mounts if is_local_disk(mount)])
-    assert [(disk.mount_point, disk.filesystem, disk.device) for disk in disks] == [
-        ("/", "ext4", "259:2"),
-        ("/mnt/big disk", "xfs", "259:5"),
-    ]
+    disks = local_disks(captured("rtx4090_desktop", "mountinfo"))
+    found = [(disk.mount_point, disk.filesystem, disk.device) for disk in disks]
+    assert found == [("/", "ext4", "259:2"), ("/mnt/big disk", "xfs", "259:5")]
 
 
 def test_two_volumes_of_one_btrfs_are_one_disk():
-    mounts = parse_mountinfo(captured("no_gpu_laptop", "mountinfo"))
-    (disk,) = once_each([mount for mount in mounts if is_local_disk(mount)])
+    (disk,) = local_disks(captured("no_gpu_laptop", "mountinfo"))
     assert (disk.mount_point, disk.source) == ("/", "/dev/mapper/luks-3f2a")
 
 
 def test_a_disk_is_known_by_its_device_and_else_by_its_number():
-    mounts = parse_mountinfo(
+    disks = local_disks(
         "1 0 0:50 / /a rw - overlay overlay rw\n"
         "2 0 0:51 / /b rw - overlay overlay rw\n"
         "3 0 0:60 /x /c rw - btrfs /dev/sdb rw\n"
@@ -138,19 +154,12 @@ def test_a_disk_is_known_by_its_device_and_else_by_its_number():
         "5 0 8:1 / /data\\040two rw - ext4 /dev/sdc rw\n"
         "6 0 8:2 / /cdrom ro,relatime - ext4 /dev/sdd ro\n"
     )
-    names = [mount.mount_point for mount in once_each([mount for mount in mounts if is_local_disk(mount)])]
-    assert names == ["/a", "/b", "/c", "/data two"]
+    assert [disk.mount_point for disk in disks] == ["/a", "/b", "/c", "/data two"]
 
 
 def test_windows_drives_and_driver_folders_of_wsl_are_no_local_disks():
-    mounts = parse_mountinfo(captured("wsl_rtx3080", "mountinfo"))
-    names = [mount.mount_point for mount in once_each([mount for mount in mounts if is_local_disk(mount)])]
-    assert names == ["/", "/usr/lib/modules/6.6.87.2-microsoft-standard-WSL2"]
-
-
-@pytest.mark.parametrize("text", ["", "garbage\n", "1 2 3 - ext4\n"])
-def test_a_line_that_is_no_mount_is_passed_over(text):
-    assert parse_mountinfo(text) == ()
+    disks = local_disks(captured("wsl_rtx3080", "mountinfo"))
+    assert [disk.mount_point for disk in disks] == ["/", "/usr/lib/modules/6.6.87.2-microsoft-standard-WSL2"]
 
 
 @pytest.mark.parametrize(
@@ -162,18 +171,6 @@ def test_a_line_that_is_no_mount_is_passed_over(text):
 )
 def test_bridges_inside_the_machine_are_internal(names, is_internal):
     assert {is_internal_interface(name) for name in names} == {is_internal}
-
-
-@pytest.mark.parametrize(("text", "speed"), [("10000\n", 1_250_000_000), ("-1\n", None), ("", None), ("65535", None)])
-def test_ethernet_speed_is_in_bytes(text, speed):
-    assert parse_ethernet_speed(text) == speed
-
-
-@pytest.mark.parametrize(
-    ("text", "rate"), [("400 Gb/sec (4X NDR)\n", 50_000_000_000), ("2.5 Gb/sec (1X SDR)", 312_500_000), ("", None)]
-)
-def test_infiniband_rate_is_in_bytes(text, rate):
-    assert parse_infiniband_rate(text) == rate
 
 
 @pytest.mark.parametrize("machine", [name for name in MACHINES if captured(name, "version")])
@@ -206,33 +203,6 @@ def test_slurm_is_a_login_node_a_job_or_nothing():
 def test_slurm_says_what_a_job_was_given(environment, memory, cores):
     assert slurm_memory_bytes(environment) == memory
     assert slurm_num_cores(environment) == cores
-
-
-@pytest.mark.parametrize(
-    ("text", "limit"),
-    [("max\n", None), ("", None), (NO_LIMIT_V1, None), ("9223372036854775807", None), ("1024\n", 1024)],
-)
-def test_no_limit_has_three_spellings(text, limit):
-    assert parse_limit(text) == limit
-
-
-@pytest.mark.parametrize(
-    ("text", "cores"), [("max 100000\n", None), ("150000 100000\n", 1.5), ("", None), ("1 0", None)]
-)
-def test_cpu_max_is_in_cores(text, cores):
-    assert parse_cpu_max(text) == cores
-
-
-def test_the_older_quota_is_in_cores():
-    assert parse_quota("-1\n", "100000\n") is None
-    assert parse_quota("400000\n", "100000\n") == 4
-
-
-def test_file_cache_is_counted_once():
-    assert parse_file_cache("anon 100\ninactive_file 30\nactive_file 12\n") == 42
-    v1 = "cache 9\ninactive_file 1\nactive_file 1\ntotal_inactive_file 30\ntotal_active_file 12\n"
-    assert parse_file_cache(v1) == 42
-    assert parse_file_cache("") == 0
 
 
 def test_a_container_with_its_own_namespace_sees_its_limits_at_the_top(tmp_path):
@@ -271,23 +241,20 @@ def test_the_tightest_of_nested_groups_binds(tmp_path):
     assert limits.cores == frozenset({4, 5, 6, 7})
 
 
-def test_the_throttling_limit_counts_as_a_limit(tmp_path):
-    limits = v2_machine(
-        tmp_path,
-        "/job",
-        {"/job": {"memory.max": f"{8 * GIB}\n", "memory.high": f"{6 * GIB}\n", "memory.current": "0\n"}},
-    )
-    assert (limits.memory_bytes, limits.available_bytes) == (6 * GIB, 6 * GIB)
-
-
-def test_a_group_over_its_limit_has_nothing_free(tmp_path):
-    limits = v2_machine(tmp_path, "/job", {"/job": {"memory.high": f"{GIB}\n", "memory.current": f"{2 * GIB}\n"}})
-    assert limits.available_bytes == 0
-
-
-def test_a_limit_without_its_use_leaves_what_is_free_unknown(tmp_path):
-    limits = v2_machine(tmp_path, "/job", {"/job": {"memory.max": f"{GIB}\n"}})
-    assert (limits.memory_bytes, limits.available_bytes) == (GIB, None)
+@pytest.mark.parametrize(
+    ("path", "group", "files", "expected"),
+    [
+        ("/job", "/job", {"max": 8 * GIB, "high": 6 * GIB, "current": 0}, (6 * GIB, 6 * GIB)),
+        ("/job", "/job", {"high": GIB, "current": 2 * GIB}, (GIB, 0)),
+        ("/job", "/job", {"max": GIB}, (GIB, None)),
+        ("/../../elsewhere", "", {"max": 4 * GIB, "current": 0}, (4 * GIB, 4 * GIB)),
+        ("/gone", "", {"max": 4 * GIB, "current": 0}, (4 * GIB, 4 * GIB)),
+    ],
+    ids=["throttled", "over its limit", "use unknown", "outside the visible tree", "gone"],
+)
+def test_the_memory_of_a_group_is_bounded_by_each_of_its_limits(tmp_path, path, group, files, expected):
+    limits = v2_machine(tmp_path, path, {group: {f"memory.{name}": f"{value}\n" for name, value in files.items()}})
+    assert (limits.memory_bytes, limits.available_bytes) == expected
 
 
 def test_slurm_on_version_1_limits_the_step(tmp_path):
@@ -335,20 +302,10 @@ def test_a_group_below_the_root_of_the_mount_is_found(tmp_path):
     assert limits.memory_bytes == GIB
 
 
-@pytest.mark.parametrize("path", ["/../../elsewhere", "/gone"])
-def test_a_group_outside_the_visible_tree_falls_back_to_its_top(tmp_path, path):
-    limits = v2_machine(tmp_path, path, {"": {"memory.max": f"{4 * GIB}\n", "memory.current": "0\n"}})
-    assert limits.memory_bytes == 4 * GIB
-
-
 def test_both_versions_side_by_side_bind_together(tmp_path):
     machine = Machine(tmp_path)
     machine.write("proc/self/cgroup", "4:memory:/a\n0::/b\n")
-    machine.write(
-        "proc/self/mountinfo",
-        "32 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
-        "38 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n",
-    )
+    machine.write("proc/self/mountinfo", BOTH_MOUNTS)
     machine.write("sys/fs/cgroup/memory/a/memory.limit_in_bytes", f"{5 * GIB}\n")
     machine.write("sys/fs/cgroup/unified/b/cpu.max", "100000 100000\n")
     limits = read_cgroup_limits(machine.root)
@@ -533,11 +490,7 @@ def test_a_file_that_is_not_there_reads_as_empty(tmp_path):
 def test_kills_are_those_of_our_group_else_of_the_machine(tmp_path, files, kills):
     machine = Machine(tmp_path)
     machine.write("proc/self/cgroup", "4:memory:/a\n0::/b\n")
-    machine.write(
-        "proc/self/mountinfo",
-        "32 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
-        "38 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n",
-    )
+    machine.write("proc/self/mountinfo", BOTH_MOUNTS)
     machine.write("proc/vmstat", "pgfault 1\noom_kill 7\n")
     for group in ("memory/a", "unified/b"):
         (machine.root / "sys/fs/cgroup" / group).mkdir(parents=True)

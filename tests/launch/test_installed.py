@@ -48,6 +48,7 @@ def test_what_is_not_there_has_no_version(tmp_path: Path, monkeypatch: pytest.Mo
     assert installed_version("no-such-package") is None
 
 
+@pytest.mark.cold
 def test_no_mail_parser_is_loaded_for_it() -> None:
     code = "import sys, launch.installed as i; i.installed_version('torch'); sys.exit('email' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
@@ -56,10 +57,7 @@ def test_no_mail_parser_is_loaded_for_it() -> None:
 @pytest.mark.parametrize(
     ("requirement", "expected"),
     [
-        (
-            'Requires-Dist: part<0.19,>=0.18.2; extra == "part"',
-            "part 0.17.2 is installed; whole 5.0 takes <0.19,>=0.18.2",
-        ),
+        ('Requires-Dist: part<0.19,>=0.18.2; extra == "part"', ("part 0.17.2", "whole 5.0", "<0.19,>=0.18.2")),
         ("Requires-Dist: part>=0.17.2,<0.18", None),
         ("Requires-Dist: part", None),
         ("Requires-Dist: part-of-another>=1.0", None),
@@ -67,13 +65,14 @@ def test_no_mail_parser_is_loaded_for_it() -> None:
     ],
 )
 def test_a_version_that_its_user_leaves_aside_is_named_with_what_it_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requirement: str, expected: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requirement: str, expected: tuple[str, ...] | None
 ) -> None:
     for name in ("part-0.17.2", "whole-5.0"):
         (tmp_path / f"{name}.dist-info").mkdir()
     (tmp_path / "whole-5.0.dist-info" / "METADATA").write_text(f"Name: whole\n{requirement}\n\nA description\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert unfit_version("part", user="whole") == expected
+    found = unfit_version("part", user="whole")
+    assert found is None if expected is None else all(fact in (found or "") for fact in expected)
 
 
 def test_a_version_of_what_is_missing_is_not_unfit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,44 +11,18 @@ from hypothesis import strategies as st
 from launch.job_yaml import LARGEST_FILE_BYTES, read_yaml, read_yaml_file, write_scalar
 from trainer.spec.errors import InputError
 
+TEXTS = ["off", "no", "on", "0x10", "0o17", "24:00:00", "2024-01-01", "1%", "none", "1e5 steps", "1e999999999",
+         "9" * 40, "="]  # fmt: skip
+VALUES = {
+    "true": True, "False": False, "1e-4": 1e-4, "1.5e3": 1500.0, "3E+2": 300.0, ".5": 0.5, "2.": 2.0, "010": 10,
+    "1_000": 1000, "-7": -7, "null": None, "~": None, "": None, ".inf": float("inf"), "'5'": "5",
+}  # fmt: skip
 
-@pytest.mark.parametrize(
-    ("written", "value"),
-    [
-        ("off", "off"),
-        ("no", "no"),
-        ("on", "on"),
-        ("true", True),
-        ("False", False),
-        ("1e-4", 1e-4),
-        ("1.5e3", 1500.0),
-        ("3E+2", 300.0),
-        (".5", 0.5),
-        ("2.", 2.0),
-        ("010", 10),
-        ("1_000", 1000),
-        ("-7", -7),
-        ("0x10", "0x10"),
-        ("0o17", "0o17"),
-        ("24:00:00", "24:00:00"),
-        ("2024-01-01", "2024-01-01"),
-        ("1%", "1%"),
-        ("null", None),
-        ("~", None),
-        ("", None),
-        ("none", "none"),
-        (".inf", float("inf")),
-        ("1e5 steps", "1e5 steps"),
-        ("1e999999999", "1e999999999"),
-        ("9" * 40, "9" * 40),
-        ("'5'", "5"),
-        ("=", "="),
-    ],
-)
-def test_scalars_are_what_they_look_like(written, value):
-    found = read_yaml(written, origin="x")
-    assert found == value
-    assert type(found) is type(value)
+
+def test_scalars_are_what_they_look_like():
+    for written, value in (VALUES | {text: text for text in TEXTS}).items():
+        found = read_yaml(written, origin="x")
+        assert (found, type(found)) == (value, type(value)), written
 
 
 def test_merge_keys_and_anchors_work():
@@ -56,30 +30,29 @@ def test_merge_keys_and_anchors_work():
     assert read_yaml(text, origin="x") == {"base": {"a": 1, "b": 2}, "other": {"a": 1, "b": 3}}
 
 
-WRONG = [
-    ("a: [1, 2", "line 1, column 9: expected ',' or ']', but got '<stream end>' while parsing a flow sequence"),
-    ("a: 1\nb: 2\na: 3\n", "line 3, column 1: 'a' stands twice"),
-    ("x: {a: 1, a: 1}", "line 1, column 11: 'a' stands twice"),
-    ("a: b: c", "line 1, column 5: mapping values are not allowed here"),
-    ("a:\n\t- b", "line 2, column 1: found character '\\t' that cannot start any token"),
-    ("a: *nowhere", "line 1, column 4: found undefined alias 'nowhere'"),
-    ("a: !!python/object:os.system x", "line 1, column 4: could not determine a constructor for the tag"),
-    ("a: !!int many", "line 1, column 4: 'many' is no number"),
-    ("a: !!float x", "line 1, column 4: 'x' is no number"),
-    ("--- a\n--- b", "line 2, column 1: but found another document expected a single document in the stream"),
-    ("{[1]: 2, ? [3] : 4}", "found unhashable key"),
-    ("a\0: 1", "line 1: holds a character that text does not have"),
-    ("ok: 1\nb: \x07", "line 2: holds a character that text does not have"),
-    ("[" * 1500, "is nested too deeply"),
-]
-
-
-@pytest.mark.parametrize(("text", "words"), WRONG, ids=[words[:50] for _, words in WRONG])
-def test_each_fault_is_one_line_with_its_place(text, words):
+@pytest.mark.parametrize(
+    ("text", "place", "fact"),
+    [
+        ("a: [1, 2", "line 1, column 9: ", "']'"),
+        ("a: 1\nb: 2\na: 3\n", "line 3, column 1: ", "'a'"),
+        ("x: {a: 1, a: 1}", "line 1, column 11: ", "'a'"),
+        ("a: b: c", "line 1, column 5: ", "mapping values"),
+        ("a:\n\t- b", "line 2, column 1: ", "'\\t'"),
+        ("a: *nowhere", "line 1, column 4: ", "'nowhere'"),
+        ("a: !!python/object:os.system x", "line 1, column 4: ", "constructor"),
+        ("a: !!int many", "line 1, column 4: ", "'many'"),
+        ("a: !!float x", "line 1, column 4: ", "'x'"),
+        ("--- a\n--- b", "line 2, column 1: ", "another document"),
+        ("{[1]: 2, ? [3] : 4}", "", "unhashable"),
+        ("a\0: 1", "line 1: ", "character"),
+        ("ok: 1\nb: \x07", "line 2: ", "character"),
+        pytest.param("[" * 1000, "", "nested", id="depth"),
+    ],
+)
+def test_each_fault_is_one_line_with_its_place(text, place, fact):
     with pytest.raises(InputError) as caught:
         read_yaml(text, origin="job.yaml")
-    assert str(caught.value).startswith("job.yaml: ")
-    assert words in str(caught.value)
+    assert str(caught.value).startswith(f"job.yaml: {place}") and fact in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -87,15 +60,15 @@ def test_a_missing_file_a_folder_and_other_bytes_are_one_line(tmp_path):
     (tmp_path / "latin.yaml").write_bytes(b"a: 1\nb: caf\xe9\n")
     (tmp_path / "model.safetensors").write_bytes(b"\0" * (LARGEST_FILE_BYTES + 1))
     cases = {
-        tmp_path / "gone.yaml": "gone.yaml: there is no such file",
-        tmp_path: f"{tmp_path.name}: is a folder, not a file",
-        tmp_path / "latin.yaml": "latin.yaml: line 2: is not UTF-8 text",
-        tmp_path / "model.safetensors": "model.safetensors: is larger than 1 MiB",
-        tmp_path / "latin.yaml" / "x": "x: cannot be read: Not a directory",
-        tmp_path / ("n" * 300): "cannot be read: File name too long",
+        tmp_path / "gone.yaml": "no such file",
+        tmp_path: "folder",
+        tmp_path / "latin.yaml": "line 2: .*UTF-8",
+        tmp_path / "model.safetensors": "1 MiB",
+        tmp_path / "latin.yaml" / "x": "Not a directory",
+        tmp_path / ("n" * 300): "File name too long",
     }
-    for path, words in cases.items():
-        with pytest.raises(InputError, match=re.escape(words)):
+    for path, fact in cases.items():
+        with pytest.raises(InputError, match=f"{re.escape(path.name)}: .*{fact}"):
             read_yaml_file(path)
 
 

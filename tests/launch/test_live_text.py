@@ -52,24 +52,6 @@ memory     ####|-  61 of 80 GiB card
 card       98% busy, 650 W, 71 C
 incidents  1 restart, 2 steps skipped
 """,
-    (40, "unicode"): """\
-tiny-20261122-173000: training
-progress   ███░░░  50%, 1 min 10 s left
-loss       █▅▃▂▁▁  4.9513
-speed      ██████  6.63k tokens/s
-memory     ████│░  61 of 80 GiB card
-card       98% busy, 650 W, 71 C
-incidents  1 restart, 2 steps skipped
-""",
-    (80, "ascii"): """\
-tiny-20261122-173000: training, step 150 of 300, attempt 2
-progress   ##########----------  50%, 1 min 10 s left
-loss       #*+==~~--.....______  4.9513, held out 5.1943, learning rate 0.0003
-speed      ####################  6.63k tokens/s, 114% of the predicted 5.84k
-memory     ###############|----  61 of 80 GiB card, peak 55, predicted 54 GiB
-card       98% busy, 650 W, 71 C
-incidents  1 restart, 2 steps skipped, out of memory at step 3 with zero2/bf16..
-""",
     (80, "unicode"): """\
 tiny-20261122-173000: training, step 150 of 300, attempt 2
 progress   ██████████░░░░░░░░░░  50%, 1 min 10 s left
@@ -85,15 +67,6 @@ progress   ################----------------  50%, 1 min 10 s left
 loss       #**++==~~~-----........_________  4.9513, held out 5.1943, learning rate 0.0003
 speed      ################################  6.63k tokens/s, 114% of the predicted 5.84k, MFU 41.0%
 memory     ########################-|------  61 of 80 GiB card, peak 55, predicted 54 GiB
-card       98% busy, 650 W, 71 C
-incidents  1 restart, 2 steps skipped, out of memory at step 3 with zero2/bf16: predicted 70 GiB; the next fallback
-""",
-    (120, "unicode"): """\
-tiny-20261122-173000: training, step 150 of 300, attempt 2
-progress   ████████████████░░░░░░░░░░░░░░░░  50%, 1 min 10 s left
-loss       █▇▇▆▆▅▅▄▄▄▃▃▃▃▃▂▂▂▂▂▂▂▂▁▁▁▁▁▁▁▁▁  4.9513, held out 5.1943, learning rate 0.0003
-speed      ████████████████████████████████  6.63k tokens/s, 114% of the predicted 5.84k, MFU 41.0%
-memory     ████████████████████████░│░░░░░░  61 of 80 GiB card, peak 55, predicted 54 GiB
 card       98% busy, 650 W, 71 C
 incidents  1 restart, 2 steps skipped, out of memory at step 3 with zero2/bf16: predicted 70 GiB; the next fallback
 """,
@@ -135,12 +108,12 @@ def test_a_loss_that_is_no_number_says_so_and_keeps_its_curve():
     assert line.startswith("loss       #*+==~~--.....______  no number")
 
 
-@pytest.mark.parametrize("width", range(1, 130))
 @pytest.mark.parametrize("glyphs", GLYPHS.values(), ids=GLYPHS)
-def test_no_line_is_wider_than_the_terminal(width, glyphs):
+def test_no_line_is_wider_than_the_terminal(glyphs):
     strange = ON_A_CARD._replace(title="学習 run", incidents=("a\x1b[2Kb\nc 学習" * 20,))
-    for line in block_lines(strange, width=width, glyphs=glyphs):
-        assert num_columns(line) <= width and line.isprintable()
+    for width in range(1, 130):
+        for line in block_lines(strange, width=width, glyphs=glyphs):
+            assert num_columns(line) <= width and line.isprintable(), width
 
 
 def test_colors_change_no_letter():

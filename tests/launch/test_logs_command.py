@@ -74,20 +74,18 @@ def test_the_newest_run_needs_no_name(run_dir: Path):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"attempt": 3}, r"--attempt 3: runs/one has no such attempt; it has 1"),
-        ({"rank": 8}, r"--rank 8: attempt 1 has ranks 0 to 0"),
-    ],
+    ("options", "facts"),
+    [({"attempt": 3}, r"--attempt 3: runs/one .* 1$"), ({"rank": 8}, r"--rank 8: attempt 1 .*0 to 0")],
 )
-def test_what_there_is_not_is_said(run_dir: Path, options, words):
-    with pytest.raises(InputError, match=words):
+def test_what_there_is_not_is_said(run_dir: Path, options, facts):
+    with pytest.raises(InputError, match=facts):
         logs(run=str(run_dir), **options)
 
 
 def test_a_run_that_wrote_nothing_says_why(run_dir: Path):
     write_submission(Path("runs/two"), "12")
-    assert logs(run="runs/two") == ["runs/two: nothing was written yet: there is no Slurm here"]
+    (line,) = logs(run="runs/two")
+    assert line.startswith("runs/two: ") and "no Slurm" in line
 
 
 def test_last_lines_are_found_however_long_they_are(tmp_path: Path):
@@ -121,7 +119,7 @@ class Followed:
         self.lines.append(text)
 
     def wait_for(self, text: str) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not any(text in line for line in self.lines):
             assert time.monotonic() < deadline, f"{text} did not come: {self.lines}"
             time.sleep(0.01)
@@ -137,7 +135,7 @@ def following(run_dir: Path, **options: object) -> Iterator[tuple[Followed, Call
         codes.append(run_logs(wanted, console, environment=NO_SLURM, look_s=0.01, ask_s=0.05))  # type: ignore[arg-type] # has `line`
 
     def end() -> ExitCode:
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
         return codes[0]
 
@@ -183,7 +181,7 @@ def test_ctrl_c_ends_following_in_order(run_dir: Path):
             assert process.stdout is not None
             assert [process.stdout.readline() for _ in range(2)][1] == "rank 0 did step 100\n"
             process.send_signal(signal.SIGINT)
-            assert process.wait(20) == 0 and process.stdout.read().strip() == ""
+            assert process.wait(60) == 0 and process.stdout.read().strip() == ""
 
 
 def _shell() -> dict[str, str]:

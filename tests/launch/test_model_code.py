@@ -1,15 +1,13 @@
 """Code that comes with a model: which files would run, where they are from, and that nothing here runs them."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 from custom_model import CONFIG, MARKER, custom_files, write_custom_model
+from hub_questions import NO_HUB, ask_hub
 from hub_server import COMMIT, Hub, serving
 from msgspec.structs import replace
 from planning_factory import plan_of
@@ -89,24 +87,24 @@ def named(model_class: str) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "fact"),
     [
-        ({"auto_map": None}, "brings no code for a causal language model"),
-        ({"auto_map": {"AutoConfig": "configuration_tiny.TinyConfig"}}, "brings no code for a causal language model"),
-        ({"model_type": None}, "config.json: names no model_type"),
-        (named("other/repo--modeling_tiny.TinyForCausalLM"), "takes its code from other/repo, and "),
-        (named("../modeling_tiny.TinyForCausalLM"), "which is no MODULE.CLASS"),
-        (named("TinyForCausalLM"), "which is no MODULE.CLASS"),
-        (named("modeling_gone.TinyForCausalLM"), "modeling_gone.py cannot be read: No such file"),
-        (named("broken.TinyForCausalLM"), "broken.py is no Python that this version reads"),
+        ({"auto_map": None}, "causal language model"),
+        ({"auto_map": {"AutoConfig": "configuration_tiny.TinyConfig"}}, "causal language model"),
+        ({"model_type": None}, "model_type"),
+        (named("other/repo--modeling_tiny.TinyForCausalLM"), "other/repo"),
+        (named("../modeling_tiny.TinyForCausalLM"), "MODULE.CLASS"),
+        (named("TinyForCausalLM"), "MODULE.CLASS"),
+        (named("modeling_gone.TinyForCausalLM"), "modeling_gone.py cannot be read"),
+        (named("broken.TinyForCausalLM"), "broken.py"),
     ],
 )
-def test_what_cannot_run_is_refused_in_a_line(tmp_path, config, words):
+def test_what_cannot_run_is_refused_in_a_line(tmp_path, config, fact):
     folder = write_custom_model(tmp_path / "tiny", has_weights=False, config=config)
     (folder / "broken.py").write_text("def f(:\n")
     with pytest.raises(InputError) as refused:
         code_in(folder)
-    assert words in str(refused.value) and len(str(refused.value).splitlines()) == 1
+    assert fact in str(refused.value) and len(str(refused.value).splitlines()) == 1
 
 
 def test_a_run_keeps_the_files_and_goes_on_with_its_own(tmp_path):
@@ -125,25 +123,14 @@ def test_files_that_changed_since_the_plan_are_refused(tmp_path):
     folder = write_custom_model(tmp_path / "tiny", has_weights=False)
     plan = replace(plan_of("tiny", "1xRTX-4090"), model_code=code_in(folder))
     (folder / "tiny_layers.py").write_text("raise SystemExit\n")
-    with pytest.raises(InputError, match=r"tiny_layers\.py changed since the plan was made; start again"):
+    with pytest.raises(InputError, match=r"tiny_layers\.py changed"):
         keep_model_code(plan, tmp_path / "run")
 
 
 def ask(home: Path, model: dict[str, str], hub: Hub | None) -> list[object]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    endpoint = hub.url if hub is not None else "http://127.0.0.1:9"
-    answer = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(model), str(home)],
-        env={**kept, "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1", "HOME": str(home), MARKER: f"{home}/marker"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert answer.returncode == 0, answer.stderr
-    found = json.loads(answer.stdout.splitlines()[-1])
-    assert isinstance(found, list)
-    return found
+    endpoint = hub.url if hub is not None else NO_HUB
+    marker = {MARKER: f"{home}/marker"}
+    return ask_hub(PROGRAM, json.dumps(model), str(home), home=home, endpoint=endpoint, **marker)
 
 
 def test_a_hub_is_asked_for_code_only_where_the_job_trusts_it_and_at_the_commit_of_the_config(tmp_path):

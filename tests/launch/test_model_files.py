@@ -101,9 +101,7 @@ def test_presets_hold_no_dtype_which_would_decide_the_precision():
 
 
 def test_a_preset_without_weights_cannot_be_started_from():
-    assert refused(job(name="tiny-llama")) == (
-        "model.name: tiny-llama is a shape without weights; write model.config: tiny-llama"
-    )
+    assert "model.config: tiny-llama" in refused(job(name="tiny-llama"))
 
 
 def test_a_folder_answers_with_absolute_paths(tmp_path, monkeypatch):
@@ -190,65 +188,56 @@ def test_another_tokenizer_may_be_named(tmp_path):
 
 
 def test_what_is_no_model_here_says_what_a_name_may_be():
-    assert refused(job(name="llama-3.1-8")) == (
-        "model.name: llama-3.1-8 is no folder here, no hub id (ORG/NAME) and no preset; did you mean llama-3.1-8b?"
-    )
-    assert "; presets: falcon-7b, gemma-2-9b" in refused(job(config="zzz"))
+    line = refused(job(name="llama-3.1-8"))
+    assert line.startswith("model.name: llama-3.1-8 ") and "ORG/NAME" in line and "did you mean llama-3.1-8b?" in line
+    assert "falcon-7b, gemma-2-9b" in refused(job(config="zzz"))
     for name in ("../gone/model", "/gone", "a/b/c", "a b/c", "org/..", "x" * 300, "~nobody-at-all/model"):
         assert name in refused(job(name=name))
 
 
 def test_a_file_is_no_folder_of_weights(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    assert "is a file; name the folder that holds config.json" in refused(job(name=str(tmp_path / "model.gguf")))
+    line = refused(job(name=str(tmp_path / "model.gguf")))
+    assert "model.gguf is a file" in line and "config.json" in line
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (None, "holds no config.json; name the folder of a Hugging Face model"),
-        ("", "config.json: is not JSON"),
-        ("{", "config.json: is not JSON"),
-        ("[]", "config.json: is not a JSON object"),
-        ("[" * 100_000, "config.json: is not JSON"),
-    ],
+    ("config", "fact"),
+    [(None, "no config.json"), ("", "not JSON"), ("{", "not JSON"), ("[]", "JSON object"), ("[" * 100_000, "not JSON")],
+    ids=["none", "empty", "cut", "list", "deep"],
 )
-def test_a_folder_with_a_bad_config_is_refused(tmp_path, config, words):
+def test_a_folder_with_a_bad_config_is_refused(tmp_path, config, fact):
     folder = write_model(tmp_path / "model", config=config)
-    assert words in refused(job(name=str(folder)))
-    assert words in refused(job(config=str(folder)))
+    for wanted in (job(name=str(folder)), job(config=str(folder))):
+        assert "config.json" in refused(wanted) and fact in refused(wanted)
 
 
 def test_a_config_file_that_may_not_be_read_is_named(tmp_path):
     (tmp_path / "config.json").mkdir()
-    assert "holds no config.json" in refused(job(config=str(tmp_path)))
+    assert "no config.json" in refused(job(config=str(tmp_path)))
 
 
 def test_weights_of_another_vocabulary_than_the_config_are_refused(tmp_path):
     folder = write_model(tmp_path / "model", rows=20, tokens=tokenizer(10))
-    assert refused(job(name=str(folder))) == (
-        f"{folder}: config.json says vocab_size 16, but model.embed_tokens.weight has 20 rows; "
-        "config.json and weights are not of one model"
-    )
+    line = refused(job(name=str(folder)))
+    for fact in (str(folder), "vocab_size 16", "model.embed_tokens.weight", "20 rows"):
+        assert fact in line
 
 
 def test_damaged_and_pickled_weights_are_refused(tmp_path):
     folder = write_model(tmp_path / "model", rows=None)
     (folder / "pytorch_model.bin").write_bytes(b"x")
-    assert "holds only pickled weights" in refused(job(name=str(folder)))
+    assert "pickled" in refused(job(name=str(folder)))
     (folder / "model.safetensors").write_bytes(safetensors()[:-1])
-    assert "model.safetensors: is truncated: its header promises 768 B of tensors, the file holds 767 B" in refused(
-        job(name=str(folder))
-    )
+    line = refused(job(name=str(folder)))
+    assert "model.safetensors" in line and "768 B" in line and "767 B" in line
 
 
 @pytest.mark.parametrize(("size", "added"), [(17, 0), (20, 3)])
 def test_a_tokenizer_with_more_words_than_the_model_is_refused_with_both_numbers(tmp_path, size, added):
     folder = write_model(tmp_path / "model", tokens=tokenizer(size, added=added))
-    assert refused(job(name=str(folder))) == (
-        f"model.tokenizer: {folder} has {size + added} tokens, the model's vocab_size is 16; "
-        "give the model's own tokenizer"
-    )
+    line = refused(job(name=str(folder)))
+    assert line.startswith(f"model.tokenizer: {folder} ") and f"{size + added} tokens" in line and " 16" in line
 
 
 @pytest.mark.parametrize(("size", "added", "template"), [(16, 1, None), (2, 40, None), (15, 0, "chatml")])
@@ -275,9 +264,7 @@ def test_a_larger_tokenizer_from_scratch_is_mended_in_the_config(tmp_path):
     shape = write_model(tmp_path / "shape", rows=None, tokens=None)
     words = write_model(tmp_path / "words", config=None, rows=None, tokens=tokenizer(30))
     line = refused(job(config=str(shape), tokenizer=str(words)))
-    assert line.endswith(
-        f"has 30 tokens, the model's vocab_size is 16; write vocab_size 30 into {shape / 'config.json'}"
-    )
+    assert " 16" in line and f"vocab_size 30 into {shape / 'config.json'}" in line
 
 
 @pytest.mark.parametrize(("size", "added"), [(16, 0), (10, 6), (0, 0)])
@@ -291,7 +278,7 @@ def test_a_tokenizer_that_fits_is_taken(tmp_path, size, added):
 )
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content):
     folder = write_model(tmp_path / "model", tokens=content)
-    assert "tokenizer.json: is not a tokenizer of the tokenizers library" in refused(job(name=str(folder)))
+    assert f"{folder}/tokenizer.json: " in refused(job(name=str(folder)))
 
 
 def test_the_size_of_a_tokenizer_of_either_kind_is_its_largest_id(tmp_path):
@@ -315,17 +302,15 @@ def test_a_tokenizer_of_the_library_has_the_size_it_says(tmp_path):
 def test_a_tokenizer_that_is_not_there_is_refused(tmp_path):
     (tmp_path / "words").mkdir()
     (tmp_path / "tokenizer.json").write_text(tokenizer(3))
-    assert "holds no tokenizer; expected one of tokenizer.json" in refused(
-        job(config="tiny-llama", tokenizer=str(tmp_path / "words"))
-    )
-    assert "is a file; name the folder it is in" in refused(
-        job(config="tiny-llama", tokenizer=str(tmp_path / "tokenizer.json"))
-    )
-    assert "model.tokenizer: gone is no folder here" in refused(job(config="tiny-llama", tokenizer="gone"))
     write_cached(tmp_path, "org/mute", tokens=None)
-    assert "model.tokenizer: org/mute has no tokenizer" in refused(
-        job(config="tiny-llama", tokenizer="org/mute"), tmp_path
-    )
+    for named, facts in (
+        (str(tmp_path / "words"), ("no tokenizer", "tokenizer.json")),
+        (str(tmp_path / "tokenizer.json"), ("is a file",)),
+        ("gone", ("no folder",)),
+        ("org/mute", ("no tokenizer",)),
+    ):
+        line = refused(job(config="tiny-llama", tokenizer=named), tmp_path)
+        assert line.startswith(f"model.tokenizer: {named} ") and [fact for fact in facts if fact not in line] == []
 
 
 def test_a_model_without_a_tokenizer_of_its_own_has_none(tmp_path):

@@ -9,7 +9,6 @@ import pytest
 from report_factory import make_report
 from sink_factory import write_program
 
-from launch import notify_sink
 from launch.notify_sink import NotifyError, NotifySink, message
 from launch.sink import End
 from trainer.spec.report import Ending
@@ -76,7 +75,7 @@ def test_a_url_in_a_variable_is_read_when_somebody_is_told(tmp_path, monkeypatch
 
 def test_a_variable_that_is_gone_by_then_is_a_sentence(tmp_path, monkeypatch):
     monkeypatch.delenv("TEAM_WEBHOOK", raising=False)
-    with pytest.raises(NotifyError, match=r"^\$TEAM_WEBHOOK is not set in this environment"):
+    with pytest.raises(NotifyError, match=r"\$TEAM_WEBHOOK"):
         tell(tmp_path, "$TEAM_WEBHOOK")
 
 
@@ -91,14 +90,15 @@ def test_user_and_password_go_into_a_header_and_nowhere_else(tmp_path):
 def test_an_answer_that_refuses_names_the_host_and_no_more(tmp_path):
     with listening(403) as server, pytest.raises(NotifyError) as caught:
         tell(tmp_path, f"http://me:word@127.0.0.1:{server.server_port}/services/T0/secret")
-    assert str(caught.value) == "127.0.0.1 was not told: it answered 403"
+    assert "127.0.0.1" in str(caught.value) and "403" in str(caught.value)
+    assert "secret" not in str(caught.value) and "word" not in str(caught.value)
 
 
 @pytest.mark.parametrize("url", ["http://me:word@127.0.0.1:9/secret", "http://me:word@127.0.0.1:99999/secret"])
 def test_a_host_that_is_not_there_is_a_sentence_without_the_url(url, tmp_path):
     with pytest.raises(NotifyError) as caught:
         tell(tmp_path, url)
-    assert str(caught.value).startswith("127.0.0.1 was not told: ")
+    assert "127.0.0.1" in str(caught.value)
     assert "secret" not in str(caught.value) and "word" not in str(caught.value)
 
 
@@ -113,18 +113,18 @@ def test_a_command_gets_its_words_as_they_are_and_the_message_on_standard_input(
 
 def test_a_command_that_fails_is_its_exit_code_and_its_last_line(tmp_path):
     program = write_program(tmp_path, "import sys\nsys.exit('first\\nno such person')")
-    with pytest.raises(NotifyError, match=r"^program ended with exit code 1: no such person$"):
+    with pytest.raises(NotifyError, match=r"^program .* 1: no such person$"):
         tell(tmp_path, str(program))
 
 
-def test_a_command_that_hangs_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(notify_sink, "COMMAND_TIMEOUT_S", 1.0)
-    with pytest.raises(NotifyError, match="did not end within 1 s"):
-        tell(tmp_path, str(write_program(tmp_path, "import time\ntime.sleep(60)")))
+def test_a_command_that_hangs_is_ended(tmp_path):
+    program = str(write_program(tmp_path, "import time\ntime.sleep(600)"))
+    with pytest.raises(NotifyError, match=r"program .* 0\.3 s"):
+        NotifySink(tmp_path, name="bot-1", notify=(program,), command_timeout_s=0.3).end(FINISHED)
 
 
 def test_a_command_that_cannot_be_started_is_a_sentence(tmp_path):
-    with pytest.raises(NotifyError, match="gone could not be started: No such file"):
+    with pytest.raises(NotifyError, match=r"gone .*No such file"):
         tell(tmp_path, str(tmp_path / "gone"))
 
 

@@ -31,6 +31,19 @@ def make_gpu(**changes):
     return Gpu(**{**values, **changes})
 
 
+def links_of(machine):
+    """Between each two cards."""
+    texts = [
+        parse(captured(machine, file))
+        for parse, file in (
+            (parse_topology, "topo.txt"),
+            (parse_peer_access, "p2p.txt"),
+            (parse_nvlink_rates, "nvlink.txt"),
+        )
+    ]
+    return {(link.a, link.b): link for link in build_links([row.gpu for row in rows_of(machine)], *texts)}
+
+
 @pytest.mark.parametrize("machine", GPU_MACHINES)
 def test_every_line_of_every_captured_machine_is_a_card(machine):
     assert len(rows_of(machine)) == len(captured(machine, "query-gpu.csv").splitlines())
@@ -107,7 +120,7 @@ def test_a_line_that_is_no_card_becomes_a_sentence():
         text + "Unable to determine the device handle for GPU1: 0000:41:00.0: Unknown Error\n"
     )
     assert len(rows) == 1
-    assert problems == ("nvidia-smi: Unable to determine the device handle for GPU1: 0000:41:00.0: Unknown Error",)
+    assert len(problems) == 1 and "GPU1: 0000:41:00.0: Unknown Error" in problems[0]
 
 
 def test_a_field_of_a_newer_driver_is_named():
@@ -196,11 +209,12 @@ def test_slices_become_devices_of_their_own():
 
 
 def test_nvswitch_joins_every_pair_with_18_links():
-    gpus = [row.gpu for row in rows_of("nvlink_8x_h100")]
-    links = build_links(gpus, *_link_texts("nvlink_8x_h100"))
+    links = links_of("nvlink_8x_h100")
     assert len(links) == 28
-    assert {(link.kind, link.num_nvlinks, link.has_peer_access) for link in links} == {(LinkKind.NVLINK, 18, True)}
-    assert {link.bytes_per_s for link in links} == {18 * 26_562_000_000}
+    assert {(link.kind, link.num_nvlinks, link.has_peer_access) for link in links.values()} == {
+        (LinkKind.NVLINK, 18, True)
+    }
+    assert {link.bytes_per_s for link in links.values()} == {18 * 26_562_000_000}
 
 
 def test_columns_of_network_cards_do_not_shift_the_numa_nodes():
@@ -210,8 +224,7 @@ def test_columns_of_network_cards_do_not_shift_the_numa_nodes():
 
 
 def test_a_mesh_has_pairs_with_two_one_and_no_nvlink():
-    gpus = [row.gpu for row in rows_of("nvlink_4x_v100")]
-    links = {(link.a, link.b): link for link in build_links(gpus, *_link_texts("nvlink_4x_v100"))}
+    links = links_of("nvlink_4x_v100")
     assert (links[0, 3].num_nvlinks, links[0, 3].bytes_per_s) == (2, 2 * 25_781_000_000)
     assert (links[0, 1].num_nvlinks, links[0, 1].bytes_per_s) == (1, 25_781_000_000)
     assert (links[1, 3].kind, links[1, 3].num_nvlinks, links[1, 3].has_peer_access) == (LinkKind.SOCKET, 0, False)
@@ -219,8 +232,7 @@ def test_a_mesh_has_pairs_with_two_one_and_no_nvlink():
 
 
 def test_two_pcie_cards_have_the_rate_of_the_narrower_slot_and_no_peer_access():
-    gpus = [row.gpu for row in rows_of("pcie_2x_rtx3090")]
-    (link,) = build_links(gpus, *_link_texts("pcie_2x_rtx3090"))
+    (link,) = links_of("pcie_2x_rtx3090").values()
     assert (link.kind, link.num_nvlinks, link.has_peer_access) == (LinkKind.NUMA_NODE, 0, False)
     assert link.bytes_per_s == 8 * 1_969_230_769
 
@@ -229,9 +241,7 @@ def test_two_pcie_cards_have_the_rate_of_the_narrower_slot_and_no_peer_access():
     ("pair", "kind"), [((0, 1), LinkKind.PCIE_HOST), ((0, 2), LinkKind.SOCKET), ((2, 3), LinkKind.PCIE_SWITCH)]
 )
 def test_pcie_paths_have_their_kind(pair, kind):
-    gpus = [row.gpu for row in rows_of("mixed_models")]
-    links = {(link.a, link.b): link for link in build_links(gpus, *_link_texts("mixed_models"))}
-    assert links[pair].kind is kind
+    assert links_of("mixed_models")[pair].kind is kind
 
 
 def test_unknown_paths_and_rates_stay_unknown():
@@ -275,55 +285,25 @@ def test_a_slot_of_unknown_generation_has_no_rate():
     assert pcie_bytes_per_s(make_gpu(pcie_generation=9, pcie_width=16)) is None
 
 
-@pytest.mark.parametrize(
-    ("output", "exit_code", "remedy", "proves_gpu"),
-    [
-        (
-            "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 580.95\n",
-            18,
-            "restart the machine",
-            True,
-        ),
-        (
-            "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that the latest "
-            "NVIDIA driver is installed and running.\n",
-            9,
-            "sudo modprobe nvidia",
-            False,
-        ),
-        ("Failed to initialize NVML: GPU access blocked by the operating system\n", 17, "wsl --update", True),
-        ("Failed to initialize NVML: Insufficient Permissions\n", 4, "usermod -aG video", True),
-        ("Failed to initialize NVML: Unknown Error\n", 255, "restart the container", True),
-        (
-            "NVIDIA-SMI couldn't find libnvidia-ml.so library in your system. Please make sure that the NVIDIA Display "
-            "Driver is properly installed and present in your system.\n",
-            12,
-            "docker run --gpus all",
-            False,
-        ),
-        (
-            "Unable to determine the device handle for GPU 0000:04:00.0: Unknown Error\n",
-            255,
-            "sudo dmesg | grep -i xid",
-            True,
-        ),
-        ("Unable to determine the device handle for GPU0: GPU is lost.  Reboot the system\n", 15, "restart", True),
-        ("No devices were found\n", 6, "--gpus", False),
-        ("", None, "restarting the machine", False),
-        ("", -11, "exit code -11: it printed nothing", False),
-        ("\nsomething else\nmore", 3, "exit code 3: something else", False),
-    ],
-)
+NVML = "Failed to initialize NVML: "
+FAILURES = [
+    (f"{NVML}Driver/library version mismatch\nNVML library version: 580.95\n", 18, "restart the machine", True),
+    ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", 9, "modprobe nvidia", False),
+    (f"{NVML}GPU access blocked by the operating system\n", 17, "wsl --update", True),
+    (f"{NVML}Insufficient Permissions\n", 4, "usermod -aG video", True),
+    (f"{NVML}Unknown Error\n", 255, "restart the container", True),
+    ("NVIDIA-SMI couldn't find libnvidia-ml.so library in your system.\n", 12, "docker run --gpus all", False),
+    ("Unable to determine the device handle for GPU 0000:04:00.0: Unknown Error\n", 255, "dmesg | grep -i xid", True),
+    ("Unable to determine the device handle for GPU0: GPU is lost.  Reboot the system\n", 15, "restart", True),
+    ("No devices were found\n", 6, "--gpus", False),
+    ("", None, "restart", False),
+    ("", -11, "code -11", False),
+    ("\nsomething else\nmore", 3, "code 3: something else", False),
+]
+
+
+@pytest.mark.parametrize(("output", "exit_code", "remedy", "proves_gpu"), FAILURES)
 def test_every_failure_has_a_remedy(output, exit_code, remedy, proves_gpu):
     failure = explain_failure(output, exit_code)
-    assert remedy in failure.sentence
-    assert failure.proves_gpu is proves_gpu
+    assert remedy in failure.sentence and failure.proves_gpu is proves_gpu
     assert 2 <= len(failure.sentence.splitlines()) <= 3
-
-
-def _link_texts(machine):
-    return (
-        parse_topology(captured(machine, "topo.txt")),
-        parse_peer_access(captured(machine, "p2p.txt")),
-        parse_nvlink_rates(captured(machine, "nvlink.txt")),
-    )

@@ -1,5 +1,7 @@
 """The report on an attempt that ran out of memory names what dominated, what was held, and what comes next."""
 
+import re
+
 import pytest
 from msgspec.structs import replace
 from planning_factory import plan_of
@@ -55,25 +57,23 @@ def text_of(end: MemoryEnd) -> str:
     return " ".join(page_text(oom_page(end), width=100).split())
 
 
+def lacking(text: str, *patterns: str) -> list[str]:
+    """The patterns that the page does not hold."""
+    return [pattern for pattern in patterns if not re.search(pattern, text)]
+
+
 def test_it_says_where_it_happened_and_what_dominated(plan):
     text = text_of(MemoryEnd(2, plan, failed(), (STATE,)))
-    assert "attempt 2 ran out of memory" in text
-    assert "Rank 1 could not allocate in backward of step 7." in text
-    assert "Error: OutOfMemoryError: CUDA out of memory." in text
-    assert (
-        "A need of 1.17 GiB where 2 GiB are usable, which fits; at most 1000 MiB allocated, at loss backward." in text
-    )
-    assert "The largest part is logits, 60% of that" in text
-    assert "saved activations 300 MiB 30%" in text
+    assert not lacking(text, "attempt 2 ", "Rank 1 .*backward of step 7", "OutOfMemoryError: CUDA out of memory")
+    assert not lacking(text, "1.17 GiB .*2 GiB .*1000 MiB .*loss backward", "logits, 60%")
+    assert not lacking(text, "saved activations 300 MiB 30%")
 
 
 def test_it_shows_what_the_rank_held_and_how_much_is_fragments(plan):
     text = text_of(MemoryEnd(1, plan, failed(), (STATE,)))
-    assert "gradients 60 MiB 30%" in text
-    assert "Fragmentation: 500 MiB of what is reserved is in no use, 25% of it." in text
-    assert "Largest blocks in use: 512 MiB, 128 MiB." in text
-    assert "free on the device 10 MiB" in text and "data limit" not in text
-    assert "| Allocated memory | 1500 MiB |" in text
+    assert not lacking(text, "gradients 60 MiB 30%", "Fragmentation: 500 MiB .*25%", "512 MiB, 128 MiB")
+    assert not lacking(text, "free on the device 10 MiB", r"\| Allocated memory \| 1500 MiB \|")
+    assert "data limit" not in text
 
 
 def test_it_names_the_limit_that_a_cpu_met(plan):
@@ -81,12 +81,12 @@ def test_it_names_the_limit_that_a_cpu_met(plan):
         rank=0, phase="forward", step=1, tensors={}, data_bytes=3 * GIB, data_limit_bytes=2 * GIB, host_bytes=GIB
     )
     text = text_of(MemoryEnd(1, plan, failed(), (state,)))
-    assert "data of the process 3 GiB" in text and "its data limit 2 GiB" in text
-    assert "Fragmentation" not in text
+    assert not lacking(text, "3 GiB", "data limit 2 GiB") and "Fragmentation" not in text
 
 
 def test_a_rank_that_left_nothing_is_said_to_have_left_nothing(plan):
-    assert "A rank ended after step 6 before it could say what it held." in text_of(MemoryEnd(1, plan, failed()))
+    text = text_of(MemoryEnd(1, plan, failed()))
+    assert not lacking(text, "after step 6") and "step 7" not in text
 
 
 def test_it_names_the_processes_that_hold_the_card(plan):
@@ -98,17 +98,14 @@ def test_it_names_the_processes_that_hold_the_card(plan):
         holders=(Holder(pid=4711, name="python", memory_bytes=9 * GIB),),
     )
     text = text_of(MemoryEnd(1, plan, failed(), cards=(card,)))
-    assert "Who holds the card now" in text and "3 4711 python 9 GiB" in text
-    assert "Who holds the card" not in text_of(MemoryEnd(1, plan, failed(), cards=(replace(card, holders=()),)))
+    assert "3 4711 python 9 GiB" in text
+    assert "4711" not in text_of(MemoryEnd(1, plan, failed(), cards=(replace(card, holders=()),)))
 
 
 def test_what_comes_next_is_the_fallback_with_its_need(plan):
     following = replace(failed().plan, micro_batch=2, accumulation=4)
-    end = MemoryEnd(1, plan, failed(), next_candidate=following, decision="going on with the next fallback")
-    text = text_of(end)
-    assert "Going on with the next fallback." in text
-    assert "The next attempt runs none/fp32/adamw, method full, micro batch 2 x 4" in text
-    assert "it is predicted to need 1.17 GiB" in text
+    text = text_of(MemoryEnd(1, plan, failed(), next_candidate=following, decision="going on"))
+    assert not lacking(text, "Going on", "none/fp32/adamw, method full, micro batch 2 x 4.* 1.17 GiB")
 
 
 def test_without_a_fallback_it_offers_what_the_plan_predicts_to_need_less(plan):
@@ -116,9 +113,8 @@ def test_without_a_fallback_it_offers_what_the_plan_predicts_to_need_less(plan):
         replace(failed().plan, memory=replace(failed().plan.memory, need_bytes=size * MIB)) for size in (9, 1200)
     )
     offering = replace(plan, candidates=(high, replace(low, micro_batch=1)), methods=())
-    text = text_of(MemoryEnd(1, offering, failed(), decision="no fallback is left"))
-    assert "No fallback is left." in text
-    assert "9 MiB: none/fp32/adamw, method full, micro batch 1 x 2" in text
+    text = text_of(MemoryEnd(1, offering, failed(), decision="none is left"))
+    assert not lacking(text, "None is left", "9 MiB: none/fp32/adamw, method full, micro batch 1 x 2")
     assert "1.17 GiB: " not in text
     sizes = [
         replace(low, micro_batch=size, memory=replace(low.memory, need_bytes=size * MIB)) for size in (1, 2, 4, 8, 16)
@@ -128,7 +124,7 @@ def test_without_a_fallback_it_offers_what_the_plan_predicts_to_need_less(plan):
     assert -1 not in places and places == sorted(places)  # the nearest first, the smallest last
     assert "2 MiB: none" not in text
     nothing = text_of(MemoryEnd(1, replace(plan, candidates=(high,), methods=()), failed()))
-    assert "Nothing in the plan needs less." in nothing
+    assert "MiB: none/" not in nothing and "train.method: lora" in nothing
 
 
 def test_it_is_written_beside_what_the_ranks_left_and_never_raises(plan, tmp_path):
@@ -139,6 +135,6 @@ def test_it_is_written_beside_what_the_ranks_left_and_never_raises(plan, tmp_pat
     memory_state_path(attempt_dir, 0).write_bytes(b'{"rank": 0')  # it was cut short
     path = write_oom_report(attempt_dir, cpu, failed(), next_candidate=None, decision="")
     assert path == attempt_dir / FILE
-    assert "Rank 1 could not allocate" in path.read_text()
+    assert "Rank 1 " in path.read_text()
     assert write_oom_report(tmp_path / "2", cpu, failed(), next_candidate=None, decision="") is None
     assert write_oom_report(tmp_path / "no number", cpu, failed(), next_candidate=None, decision="") is None

@@ -5,14 +5,15 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
 import pytest
 from engine_plan_factory import engine_plan
+from hanging_programs import pids_in, wait_until_gone
 from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
 
-from launch import operators
 from launch.command import launch_environment
 from launch.operators import (
     build_operators,
@@ -80,20 +81,12 @@ def test_what_a_fallback_needs_is_built_beforehand_too():
     assert needed_operators(plan) == ("cpu_adam",)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        extensions_dir(HOME, VERSIONS | {"torch": "2.13.0+cu130"}, ("avx2",)),
-        extensions_dir(HOME, VERSIONS | {"deepspeed": "0.20.0"}, ("avx2",)),
-        extensions_dir(HOME, VERSIONS | {"python": "3.12.1"}, ("avx2",)),
-        extensions_dir(HOME, VERSIONS | {"cuda": "13.0"}, ("avx2",)),
-        extensions_dir(HOME, VERSIONS, ("avx2", "avx512f")),
-        extensions_dir(HOME, VERSIONS, ("avx2",), environment="/home/user/another/.venv 1"),
-    ],
-)
-def test_operators_of_another_combination_are_kept_elsewhere(other: Path):
-    assert other != extensions_dir(HOME, VERSIONS, ("avx2",))
-    assert other.parent == HOME / "operators"
+def test_operators_of_another_combination_are_kept_elsewhere():
+    changes = ({}, {"torch": "2.13.0+cu130"}, {"deepspeed": "0.20.0"}, {"python": "3.12.1"}, {"cuda": "13.0"})
+    folders = {extensions_dir(HOME, VERSIONS | change, ("avx2",)) for change in changes}
+    folders.add(extensions_dir(HOME, VERSIONS, ("avx2", "avx512f")))
+    folders.add(extensions_dir(HOME, VERSIONS, ("avx2",), environment="/home/user/another/.venv 1"))
+    assert len(folders) == len(changes) + 2 and {folder.parent for folder in folders} == {HOME / "operators"}
 
 
 def test_a_patch_release_of_python_and_the_order_of_flags_change_nothing():
@@ -115,19 +108,17 @@ def test_nothing_needed_touches_nothing(tmp_path: Path):
     assert not (tmp_path / "cache").exists()
 
 
-def test_the_seconds_of_a_build_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(operators, "PROGRESS_EVERY_S", 0.1)
+def test_the_seconds_of_a_build_are_shown(tmp_path: Path):
     lines: list[str] = []
     python = fake_python(tmp_path, then="while not (folder / 'go').exists(): time.sleep(0.01)")
 
     def note(line: str) -> None:
         lines.append(line)
-        if line.startswith("  cpu_adam: ") and "built" not in line:
+        if len(lines) == 2:  # the first says that it begins
             (tmp_path / "go").touch()
 
-    build_operators(("cpu_adam",), extensions_dir=tmp_path, on_progress=note, python=python)
-    assert lines[0].startswith("building DeepSpeed's cpu_adam")
-    assert len(lines) >= 3
+    build_operators(("cpu_adam",), extensions_dir=tmp_path, on_progress=note, python=python, progress_every_s=0.1)
+    assert len(lines) >= 3 and all("cpu_adam" in line for line in lines)
     assert "built in" in lines[-1]
 
 
@@ -144,10 +135,11 @@ def test_a_failed_build_shows_its_error_and_its_log_and_is_tried_again(tmp_path:
 def test_a_missing_cuda_toolkit_is_named_with_what_to_install(tmp_path: Path):
     words = "MissingCUDAException: CUDA_HOME does not exist, unable to compile CUDA op(s)"
     failing = fake_python(tmp_path, then=f"print({words!r}); sys.exit(1)")
-    with pytest.raises(EnvironmentFaultError, match=r"unable to compile CUDA op.*\n.*nvcc.*or set CUDA_HOME"):
+    with pytest.raises(EnvironmentFaultError, match=r"unable to compile CUDA op.*\n.*nvcc.*CUDA_HOME"):
         build_operators(("cpu_adam",), extensions_dir=tmp_path, on_progress=lambda _: None, python=failing)
 
 
+@pytest.mark.cold
 def test_a_stopped_build_ends_with_its_compilers_and_counts_for_nothing(tmp_path: Path):
     spawn = (
         "import subprocess; p = subprocess.Popen(['sleep', '600'])\n"
@@ -160,21 +152,11 @@ def test_a_stopped_build_ends_with_its_compilers_and_counts_for_nothing(tmp_path
         extensions_dir=tmp_path,
         on_progress=lambda _: None,
         python=fake_python(tmp_path, then=spawn),
-        should_stop=lambda: compiler.exists() and bool(compiler.read_text()),
+        should_stop=lambda: bool(pids_in(compiler)),
     )
-    assert not is_running(int(compiler.read_text()))
+    wait_until_gone(*pids_in(compiler))
     build_operators(("cpu_adam",), extensions_dir=tmp_path, on_progress=lambda _: None, python=fake_python(tmp_path))
     assert len(asked(tmp_path)) == 2
-
-
-def is_running(pid: int) -> bool:
-    """False once the process has ended, whether or not anybody has collected it."""
-    for _ in range(500):
-        status = Path(f"/proc/{pid}/stat")
-        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def test_two_builders_take_turns_and_the_second_finds_the_work_done(tmp_path: Path):
@@ -195,7 +177,7 @@ def test_two_builders_take_turns_and_the_second_finds_the_work_done(tmp_path: Pa
 
     build_operators(("cpu_adam",), extensions_dir=tmp_path, on_progress=note, python=python)
     first.join()
-    assert lines == [f"waiting: process {os.getpid()} is building DeepSpeed's operators in {tmp_path}"]
+    assert len(lines) == 1 and f"process {os.getpid()}" in lines[0] and str(tmp_path) in lines[0]
     assert len(asked(tmp_path)) == 1
 
 
@@ -220,8 +202,7 @@ def test_a_stale_lock_is_named_and_removed_even_where_everything_is_built(tmp_pa
     lines: list[str] = []
     build_operators(("cpu_adam",), extensions_dir=tmp_path, on_progress=lines.append, python="never started")
     assert not lock.exists()
-    assert len(lines) == 1
-    assert str(lock) in lines[0]
+    assert len(lines) == 1 and str(lock) in lines[0]
 
 
 def test_without_locks_nothing_is_said(tmp_path: Path):
@@ -230,38 +211,33 @@ def test_without_locks_nothing_is_said(tmp_path: Path):
 
 def test_a_missing_compiler_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CXX", "no-such-c++")
-    with pytest.raises(
-        EnvironmentFaultError, match=r"no C\+\+ compiler \(no-such-c\+\+\)\ninstall it: apt install g\+\+"
-    ):
+    with pytest.raises(EnvironmentFaultError, match=r"no-such-c\+\+(.|\n)*apt install g\+\+"):
         check_toolchain(("cpu_adam",))
 
 
 @pytest.mark.parametrize(
     ("refused", "names", "package"),
-    [("Python.h", ("cpu_adam",), r"python3\.\d+-dev"), ("libaio.h", ("cpu_adam", "async_io"), "libaio-dev")],
+    [
+        ("Python.h", ("cpu_adam",), r"python3\.\d+-dev"),
+        ("libaio.h", ("cpu_adam", "async_io"), "libaio-dev"),
+        ("libaio.h", ("cpu_adam",), None),  # only async_io uses it
+    ],
 )
 def test_missing_headers_are_named_with_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str, names: tuple[str, ...], package: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str, names: tuple[str, ...], package: str | None
 ):
     compiler = tmp_path / "c++"
     compiler.write_text(f"#!/bin/sh\n! grep -q {refused}\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    with pytest.raises(EnvironmentFaultError, match=f"apt install {package}"):
+    refuses = pytest.raises(EnvironmentFaultError, match=f"apt install {package}") if package else nullcontext()
+    with refuses:
         check_toolchain(names)
-
-
-def test_libaio_is_asked_for_only_by_the_operator_that_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    compiler = tmp_path / "c++"
-    compiler.write_text("#!/bin/sh\n! grep -q libaio.h\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    check_toolchain(("cpu_adam",))
 
 
 def test_a_cache_that_cannot_be_made_is_the_machines_fault(tmp_path: Path):
     (tmp_path / "file").touch()
-    with pytest.raises(EnvironmentFaultError, match="cannot be made"):
+    with pytest.raises(EnvironmentFaultError, match=str(tmp_path / "file" / "cache")):
         build_operators(("cpu_adam",), extensions_dir=tmp_path / "file" / "cache", on_progress=lambda _: None)
 
 
@@ -327,5 +303,4 @@ def test_async_io_writes_a_file_past_the_page_cache_and_reads_it_back(tmp_path: 
 def test_the_builder_refuses_a_name_that_is_no_operator():
     argv = [sys.executable, "-m", "trainer.runtime.operators", "warp_drive"]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "no such operator: warp_drive; there are cpu_adam" in done.stderr
+    assert done.returncode == 2 and "warp_drive" in done.stderr and "cpu_adam" in done.stderr

@@ -1,13 +1,12 @@
 """`shardwise plan` as it is typed: one machine or several, questions on limits, text, JSON and a page, exit codes."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+from typed_command import Run, in_empty_home, typed, write_rows
 
-from launch.cli import main
 from trainer.spec import codec
 from trainer.spec.errors import ExitCode
 from trainer.spec.plan import Plan
@@ -19,37 +18,20 @@ train: {{seq_len: 1024, tokens_per_step: 16384, tokens: 2M}}
 """
 
 
-class Answer(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Answer]
-
-
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """`shardwise COMMAND job.yaml WORDS` in an empty home."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("SHARDWISE_CACHE", "SHARDWISE_SITE_CONFIG", "XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    (tmp_path / "rows.txt").write_text("a row of text\n" * 1000)
+    in_empty_home(tmp_path, monkeypatch)
     job = tmp_path / "job.yaml"
-    job.write_text(JOB.format(data=tmp_path / "rows.txt"))
-
-    def typed(command: str, *words: str, job: Path = job) -> Answer:
-        code = main([command, str(job), *words])
-        out, err = capsys.readouterr()
-        return Answer(code, out, err)
-
-    return typed
+    job.write_text(JOB.format(data=write_rows(tmp_path)))
+    return lambda command, *words: typed(capsys, command, str(job), *words)
 
 
 def test_a_machine_that_is_not_here_is_planned_for(run: Run) -> None:
     code, out, err = run("plan", "--hardware", "1xRTX-4090")
     assert (code, err) == (ExitCode.DONE, "")
-    assert out.startswith("job: full training of llama, 1.24B parameters, on 1 x RTX-4090\n\ntakes ")
+    first, _, then = out.partition("\n\n")
+    assert first.endswith("1.24B parameters, on 1 x RTX-4090") and then.startswith("takes ")
 
 
 def test_cards_are_chosen_on_a_machine_that_is_not_here(run: Run) -> None:
@@ -57,8 +39,7 @@ def test_cards_are_chosen_on_a_machine_that_is_not_here(run: Run) -> None:
     assert code == ExitCode.DONE
     assert out.splitlines()[0].endswith(" on 1 x RTX-4090")
     code, _, err = run("plan", "--hardware", "2xRTX-4090", "--gpus", "2")
-    assert code == ExitCode.INPUT
-    assert "there is no GPU 2; this machine offers GPUs 0 and 1" in err
+    assert code == ExitCode.INPUT and "GPU 2" in err and "GPUs 0 and 1" in err
 
 
 def test_json_is_a_plan_that_reads_back(run: Run) -> None:
@@ -77,20 +58,18 @@ def test_json_is_a_plan_that_reads_back(run: Run) -> None:
 )
 def test_methods_and_mechanisms_are_planned(run: Run, words: tuple[str, ...]) -> None:
     code, out, err = run("plan", *words, "--hardware", "1xRTX-4090")
-    assert (code, err) == (ExitCode.DONE, "")
-    assert "not trained by this version" not in out
+    assert (code, err) == (ExitCode.DONE, "") and "\ntakes " in out
 
 
 def test_where_nothing_fits_the_error_stands(run: Run) -> None:
     code, out, err = run("plan", "model.name=llama-3.1-70b", "--hardware", "1xRTX-4060-8GB")
     assert (code, out) == (ExitCode.NOTHING_FITS, "")
-    assert err.startswith("shardwise: nothing fits: full training of 70.6B parameters")
+    assert err.startswith("shardwise: ") and "70.6B parameters" in err
 
 
 def test_what_cannot_be_trained_is_wrong_input(run: Run) -> None:
     code, _, err = run("plan", "train.method=qlora", "pin.sharding=none", "--hardware", "2xRTX-4090")
-    assert code == ExitCode.INPUT
-    assert "would train 2 different models on 2 ranks" in err
+    assert code == ExitCode.INPUT and "2 ranks" in err
 
 
 # --- several machines -------------------------------------------------------------------------------------------
@@ -101,17 +80,14 @@ def test_several_machines_are_explained_and_compared(run: Run) -> None:
     assert code == ExitCode.DONE
     assert out.count("\ntakes ") == 2
     compared = out.rpartition("\n\n")[2]
-    assert compared.startswith("machines compared\n")
-    assert "fastest: 2xH100-SXM5-80GB" in compared
-    assert "cheapest: " in compared
+    assert "fastest: 2xH100-SXM5-80GB" in compared and "cheapest: " in compared
     assert max(map(len, out.splitlines())) <= 100
 
 
 def test_one_machine_that_fits_is_enough(run: Run) -> None:
     words = ("model.name=llama-3.1-70b", "--hardware", "1xRTX-4060-8GB", "--hardware", "8xH100-SXM5-80GB")
     code, out, _ = run("plan", *words)
-    assert code == ExitCode.DONE
-    assert "nothing fits" in out
+    assert code == ExitCode.DONE and "nothing fits" in out
     assert run("plan", *words[:3])[0] == ExitCode.NOTHING_FITS
 
 
@@ -143,14 +119,13 @@ def test_a_question_is_answered_in_text_and_in_json(run: Run, option: str, quest
 
 def test_questions_may_be_asked_together_and_of_several_machines(run: Run) -> None:
     _, out, _ = run("plan", "--hardware", "1xRTX-4090", "--hardware", "1xL4", "--longest-seq", "--largest-batch")
-    assert out.count("the longest sequence that fits") == out.count("the largest micro batch that fits") == 2
+    assert out.count("the longest sequence") == out.count("the largest micro batch") == 2
 
 
 def test_a_machine_that_holds_nothing_answers_so(run: Run) -> None:
     words = ("model.name=llama-3.1-70b", "--hardware", "1xRTX-4060-8GB", "--longest-seq")
     code, out, _ = run("plan", *words)
-    assert code == ExitCode.NOTHING_FITS
-    assert "nothing fits, by no method that may be taken" in out
+    assert code == ExitCode.NOTHING_FITS and "nothing fits" in out
 
 
 # --- the page ---------------------------------------------------------------------------------------------------
@@ -159,20 +134,17 @@ def test_a_machine_that_holds_nothing_answers_so(run: Run) -> None:
 def test_the_page_holds_every_machine_and_the_comparison(run: Run, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     code, out, _ = run("plan", "--hardware", "1xRTX-4090", "--hardware", "1xL4", "--html", str(page))
-    html = page.read_text()
-    assert code == ExitCode.DONE
-    assert "takes " in out
-    assert html.count("<h1>") == 3
-    assert "machines compared" in html
+    assert code == ExitCode.DONE and "takes " in out
+    assert page.read_text().count("<h1>") == 3
 
 
 def test_the_page_answers_questions_too(run: Run, tmp_path: Path) -> None:
     page = tmp_path / "limits.html"
     assert run("plan", "--hardware", "1xRTX-4090", "--longest-seq", "--html", str(page)).code == ExitCode.DONE
-    assert "the longest sequence that fits" in page.read_text()
+    assert "the longest sequence" in page.read_text()
 
 
 def test_a_page_in_a_folder_that_is_not_there_is_wrong_input(run: Run, tmp_path: Path) -> None:
-    code, _, err = run("plan", "--hardware", "1xRTX-4090", "--html", str(tmp_path / "none" / "plan.html"))
-    assert code == ExitCode.INPUT
-    assert "name a file in a folder that exists" in err
+    page = str(tmp_path / "none" / "plan.html")
+    code, _, err = run("plan", "--hardware", "1xRTX-4090", "--html", page)
+    assert code == ExitCode.INPUT and page in err

@@ -1,18 +1,17 @@
 """`shardwise plan --partition` as it is typed on a login node: against captured clusters, and a real one."""
 
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from slurm_cluster import SlurmCluster
 from slurm_texts import install_slurm
+from typed_command import Answer, Run, in_empty_home, typed, write_rows
 
 from launch.asked_nodes import sbatch_option
-from launch.cli import main
 from launch.partition_hardware import read_partition_hardware
 from trainer.spec import codec
 from trainer.spec.errors import ExitCode
@@ -29,40 +28,21 @@ limits: {{hours: 100}}
 """
 
 
-class Answer(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def text(self) -> str:
-        """What was printed, without where lines were wrapped."""
-        return " ".join(self.out.split())
-
-
-Run = Callable[..., Answer]
-
-
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """`shardwise plan job.yaml WORDS` in an empty home, on a login node of `cluster`."""
-    monkeypatch.setenv("HOME", str(tmp_path))
+    in_empty_home(tmp_path, monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for name in ("SHARDWISE_CACHE", "SHARDWISE_SITE_CONFIG", "XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    (tmp_path / "rows.txt").write_text("a row of text\n" * 1000)
     (tmp_path / "bin").mkdir()
 
-    def typed(*words: str, cluster: str = "fake_nodes", more: str = "") -> Answer:
+    def planned(*words: str, cluster: str = "fake_nodes", more: str = "") -> Answer:
         for name, value in install_slurm(tmp_path / "bin", cluster).items():
             monkeypatch.setenv(name, value)
         job = tmp_path / "job.yaml"
-        job.write_text(JOB.format(data=tmp_path / "rows.txt", more=more))
-        code = main(["plan", str(job), *words])
-        out, err = capsys.readouterr()
-        return Answer(code, out, err)
+        job.write_text(JOB.format(data=write_rows(tmp_path), more=more))
+        return typed(capsys, "plan", str(job), *words)
 
-    return typed
+    return planned
 
 
 def test_a_partition_is_planned_for_and_told_how_many_nodes_are_worth_it(run: Run) -> None:
@@ -71,29 +51,30 @@ def test_a_partition_is_planned_for_and_told_how_many_nodes_are_worth_it(run: Ru
     assert answer.out.splitlines()[0].endswith(" on 2 nodes of 8 x A100-SXM4-80GB")
     title = next(line for line in answer.out.splitlines() if line.startswith("nodes: "))
     assert title.startswith("nodes: 2 are 1.") and title.endswith("; gpu allows 4") and ", 4 are 3." in title
-    assert "on 2 nodes: " in answer.text and " at a limit of 2-00:00:00: one job" in answer.text
-    for words in (
-        "partition gpu: 4 nodes of 8 x A100-SXM4-80GB (128 cores, 1003 GiB RAM); a job is taken to have whole nodes",
-        "gpu:a100 fits A100-SXM4-80GB, A100-PCIe-80GB: the first is assumed",
-        "assumed from the catalogue, since Slurm does not say",
-        "which accounts and QOS you may use is not known (You are not running a supported accounting_storage plugin)",
+    for fact in (
+        "on 2 nodes: ",
+        " 2-00:00:00: one job",
+        "4 nodes of 8 x A100-SXM4-80GB (128 cores, 1003 GiB RAM)",
+        "A100-SXM4-80GB, A100-PCIe-80GB: the first",
+        "assumed from the catalogue",
+        "QOS",
+        "You are not running a supported accounting_storage plugin",  # Slurm's own words
     ):
-        assert words in answer.text
+        assert fact in answer.text
 
 
 def test_one_node_is_the_default_and_a_run_longer_than_the_limit_is_several_jobs(run: Run) -> None:
     answer = run("--partition", "gpu", "slurm.time=0:30:00")
     assert answer.out.splitlines()[0].endswith(" on 8 x A100-SXM4-80GB")
-    assert "on 1 node: " in answer.text and "at a limit of 00:30:00: " in answer.text
-    assert " jobs, which continue each other" in answer.text
+    assert "on 1 node: " in answer.text and " 00:30:00: " in answer.text and " jobs, " in answer.text
     too_long = run("--partition", "gpu", "slurm.time=3-00:00:00")
-    assert "slurm.time 3-00:00:00 is more than gpu allows, 2-00:00:00" in too_long.text
+    assert re.search(r"slurm\.time 3-00:00:00 .*gpu .*2-00:00:00", too_long.text)
 
 
 def test_a_constraint_and_a_share_of_a_node_are_those_of_the_line_or_of_the_job(run: Run) -> None:
     answer = run("--partition", "gpu", "--constraint", "hbm40g", "slurm.gpus=2")
     assert answer.out.splitlines()[0].endswith(" on 2 x A100-SXM4-40GB")
-    assert "a job asks for 2 GPUs, 64 cores, 251 GiB RAM of each" in answer.text
+    assert "2 GPUs, 64 cores, 251 GiB RAM" in answer.text
     for more in ("slurm: {constraint: hbm40g}", "slurm: {extra: [--constraint=hbm40g]}", "slurm: {extra: [-C hbm40g]}"):
         assert run("--partition", "gpu", more=more).out.splitlines()[0].endswith(" on 4 x A100-SXM4-40GB")
 
@@ -124,7 +105,7 @@ def test_a_file_of_a_probe_gives_the_rest_of_the_node(run: Run, tmp_path: Path) 
 def test_nodes_without_gpus_are_planned_for(run: Run) -> None:
     answer = run("--partition", "cpu", "--nodes", "2", "train.tokens=1M")
     assert answer.out.splitlines()[0].endswith(" on 2 nodes of 1 rank on CPU, 195 GiB RAM each")
-    assert "Slurm lists no GPU here; where the nodes have some, --hardware 4xNAME states them" in answer.text
+    assert "--hardware 4xNAME" in answer.text
 
 
 @pytest.mark.parametrize(
@@ -151,7 +132,7 @@ def test_a_login_node_plans_for_the_partition_of_the_job_and_says_so(run: Run) -
     more = "slurm: {partition: gpu, nodes: 3}"
     answer = run(more=more)
     assert answer.out.splitlines()[0].endswith(" on 3 nodes of 8 x A100-SXM4-80GB")
-    assert "planned for partition gpu, which the job file names (slurm.partition)" in answer.text
+    assert re.search(r"partition gpu.*\(slurm\.partition\)", answer.text)
     other = run("--hardware", "1xRTX-4090", more=more)
     assert other.out.splitlines()[0].endswith(" on 1 x RTX-4090") and "partition gpu" not in other.text
     assert run("--nodes", "2", more=more).out.splitlines()[0].endswith(" on 2 nodes of 8 x A100-SXM4-80GB")
@@ -167,13 +148,12 @@ def test_elsewhere_a_job_that_names_a_partition_is_planned_for_this_machine(
 
 def test_nodes_alone_are_those_of_the_default_partition(run: Run) -> None:
     answer = run("--nodes", "2", "--hardware", "8xA100-SXM4-40GB")
-    assert "planned for partition debug, the cluster's default" in answer.text
+    assert re.search(r"partition debug.*default", answer.text)
 
 
 def test_other_plans_load_nothing_of_it(tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
-    job.write_text(JOB.format(data=tmp_path / "rows.txt", more=""))
-    (tmp_path / "rows.txt").write_text("a row of text\n" * 1000)
+    job.write_text(JOB.format(data=write_rows(tmp_path), more=""))
     script = (
         "import sys; from launch.cli import main; "
         f"code = main(['plan', {str(job)!r}, '--hardware', '1xRTX-4090']); "
@@ -198,22 +178,21 @@ def test_questions_on_limits_are_answered_for_a_partition(run: Run) -> None:
     assert json.loads(answer.out.splitlines()[0])["machine"] == "8 x A100-SXM4-80GB"
 
 
-@pytest.mark.parametrize(
-    ("extra", "expected"),
-    [
-        (("--constraint=a100",), "a100"),
-        (("--constraint a100&ib",), "a100&ib"),
-        (("--constraint", "a100"), "a100"),
-        (("-C a100",), "a100"),
-        (("-Ca100",), "a100"),
-        (("--comment=x", "-C", "a100"), "a100"),
-        (("--cpus-per-task=4",), None),
-        (("--constraint",), None),
-        ((), None),
-    ],
-)
-def test_a_constraint_among_options_of_sbatch(extra: tuple[str, ...], expected: str | None) -> None:
-    assert sbatch_option(extra, "--constraint", "-C") == expected
+CONSTRAINTS = {
+    ("--constraint=a100",): "a100",
+    ("--constraint a100&ib",): "a100&ib",
+    ("--constraint", "a100"): "a100",
+    ("-C a100",): "a100",
+    ("-Ca100",): "a100",
+    ("--comment=x", "-C", "a100"): "a100",
+    ("--cpus-per-task=4",): None,
+    ("--constraint",): None,
+    (): None,
+}
+
+
+def test_a_constraint_among_options_of_sbatch() -> None:
+    assert {extra: sbatch_option(extra, "--constraint", "-C") for extra in CONSTRAINTS} == CONSTRAINTS
 
 
 def test_a_real_cluster_is_read(slurm: SlurmCluster) -> None:
@@ -222,5 +201,5 @@ def test_a_real_cluster_is_read(slurm: SlurmCluster) -> None:
     assert (answer.hardware.num_nodes, answer.hardware.host.num_cores) == (4, 96)
     assert answer.hardware.host.ram_bytes == 1_000_000 * MIB
     assert (answer.time_limit_s, answer.num_allowed_nodes, answer.group.gres) == (2 * 86400, 4, "gpu:h100:8")
-    assert answer.access is None and "is not known (You are not running" in answer.hardware.notes[-1]
+    assert answer.access is None and "You are not running" in answer.hardware.notes[-1]
     assert read_partition_hardware(None, nodes=1, environment=slurm.environment).partition.name == "cpu"

@@ -101,7 +101,7 @@ def test_only_an_unknown_architecture_takes_its_memory_from_the_dry_run(is_descr
     taken = plan_of_simulated(plan, Simulated(candidate=plan.chosen, memory=memory), [])
     assert taken.chosen.memory == (memory if is_described else plan.chosen.memory)
     assert taken.fallbacks == plan.fallbacks
-    assert any("no closed form knows llama" in note for note in taken.notes) == is_described
+    assert any("no closed form" in note for note in taken.notes) == is_described
 
 
 def test_a_fallback_that_is_taken_leaves_the_ones_behind_it():
@@ -112,7 +112,7 @@ def test_a_fallback_that_is_taken_leaves_the_ones_behind_it():
     assert f"micro batch {decided.chosen.micro_batch}: " in decided.chosen.reasons[2]
     assert decided.fallbacks == plan.fallbacks[2:]
     assert plan.chosen not in decided.candidates
-    assert any(note.startswith(f"not taken: {plan.chosen.strategy.name}, micro batch") for note in decided.notes)
+    assert any(plan.chosen.strategy.name in note and "micro batch" in note for note in decided.notes)
 
 
 def test_another_candidate_that_is_taken_has_fallbacks_of_its_own_and_the_first_is_rejected():
@@ -126,22 +126,23 @@ def test_another_candidate_that_is_taken_has_fallbacks_of_its_own_and_the_first_
     assert decided.chosen.strategy == other.strategy
     assert all(each.strategy != plan.chosen.strategy for each in decided.candidates)
     (rejection,) = [each for each in decided.rejections if each.strategy == plan.chosen.strategy.name]
-    assert "by its dry run" in rejection.reason
+    assert "dry run" in rejection.reason
     assert decided.fallbacks != plan.fallbacks
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "fact"),
     [
-        ({"sharding": Sharding.ZERO3}, "zero3 (DeepSpeed) has no dry run"),
-        ({"offload": Offload.OPTIMIZER}, "offload optimizer has no dry run"),
+        ({"sharding": Sharding.ZERO3}, "zero3"),
+        ({"offload": Offload.OPTIMIZER}, "offload optimizer"),
         ({"sharding": Sharding.FSDP}, None),
     ],
 )
-def test_what_a_dry_run_cannot_run_is_named(change, words):
+def test_what_a_dry_run_cannot_run_is_named(change, fact):
     plan = plan_of("tiny", "8xH100-SXM5-80GB")
     candidate = replace(plan.chosen, strategy=replace(plan.chosen.strategy, **change))
-    assert obstacle_to_dry_run(candidate, plan.model_shape, is_cpu=False) == words
+    obstacle = obstacle_to_dry_run(candidate, plan.model_shape, is_cpu=False)
+    assert obstacle is None if fact is None else fact in (obstacle or "")
 
 
 def test_flash_attention_has_a_dry_run_where_the_model_also_has_sdpa():
@@ -149,17 +150,15 @@ def test_flash_attention_has_a_dry_run_where_the_model_also_has_sdpa():
     candidate = replace(plan.chosen, attention=Attention.FLASH)
     without = replace(plan.model_shape, attentions=(Attention.FLASH, Attention.EAGER))
     assert obstacle_to_dry_run(candidate, plan.model_shape, is_cpu=False) is None
-    assert obstacle_to_dry_run(candidate, without, is_cpu=False) == "flash-attn for llama has no dry run"
+    assert "flash-attn" in (obstacle_to_dry_run(candidate, without, is_cpu=False) or "")
 
 
 def test_a_plan_without_a_dry_run_stays_as_it_is_and_says_so(capsys):
     plan = plan_of("tiny", "1xRTX-4090")
     plan = replace(plan, candidates=(replace(plan.chosen, checkpointing=Checkpointing.SELECTIVE),))
-    assert simulated_plan(plan, Console()) == (
-        plan,
-        ["no dry run: checkpointing selective has no dry run; the figures are the closed form's"],
-    )
-    with pytest.raises(InputError, match="no closed form knows llama, and checkpointing selective has no dry run"):
+    taken, (line,) = simulated_plan(plan, Console())
+    assert taken == plan and "checkpointing selective" in line
+    with pytest.raises(InputError, match=r"llama.*checkpointing selective"):
         simulated_plan(replace(described(plan), fallbacks=()), Console())
 
 
@@ -184,8 +183,7 @@ def test_a_dry_run_that_does_not_fit_ends_the_plan_of_that_machine(capsys):
     answers, lines = simulated_answers([("small", small), ("other", other)], Console())
     error = str(dict(answers)["small"])
     assert isinstance(dict(answers)["small"], NothingFitsError)
-    assert re.match(r"nothing fits by its dry run: .* needs .* by its dry run; 100 MiB are usable\n", error)
-    assert "smallest change that would fit" in error
+    assert re.match(r".* needs .*; 100 MiB .*\n", error) and "smallest change" in error
     assert (dict(answers)["other"], list(lines)) == (other, ["other"])
 
 
@@ -193,7 +191,7 @@ def test_an_architecture_that_no_reader_knows_is_refused_without_simulate_and_to
     workplace = make_workplace(tmp_path)
     (workplace.folder / "model" / "config.json").write_text(json.dumps(OLMO2))
     monkeypatch.chdir(workplace.folder)
-    with pytest.raises(InputError, match=r"model_type 'olmo2' is not supported.*`shardwise plan --simulate`"):
+    with pytest.raises(InputError, match=r"'olmo2'.*`shardwise plan --simulate`"):
         read_inputs(workplace.job, [], environment=workplace.environment)
 
 
@@ -210,4 +208,4 @@ def test_a_plan_of_an_architecture_that_no_reader_knows_is_trained(tmp_path):
     assert report.ending is Ending.FINISHED
     assert plan.model_shape.num_parameters == 2 * 320 * 32 + 2 * (3072 + 6144 + 112) + 32
     assert plan.chosen.memory.peak_allocated_bytes == pytest.approx(measured, rel=0.03)
-    assert "dry run of none/" in answer.stderr
+    assert "dry run" in answer.stderr

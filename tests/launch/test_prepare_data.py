@@ -57,7 +57,7 @@ def test_the_profile_comes_back_with_its_progress(request_of, text):
     profile, lines = prepare(request_of(text, eval_share=0.1))
     assert profile.num_rows > 0
     assert Path(profile.cache_dir, "tokens.bin").is_file()
-    assert lines[0] == "making a tokenizer of 300 tokens"
+    assert "300 tokens" in lines[0]
 
 
 def test_what_was_prepared_is_found_without_starting_anything(request_of, text):
@@ -143,25 +143,24 @@ def test_a_problem_with_the_data_is_an_input_error_with_its_lines(request_of, tm
     path.write_text('{"text": "good"}\n' * 50 + "{}\n")
     with pytest.raises(InputError) as caught:
         prepare(request_of(path))
-    assert str(caught.value).startswith("data: 1 of 51 rows cannot be used: ")
-    assert f"{path}:51: has no field" in str(caught.value)
+    assert "1 of 51 rows" in str(caught.value) and f"{path}:51: " in str(caught.value)
     with pytest.raises(InputError, match=r"data\.bad_rows_max"):
         prepare(request_of(path, bad_rows=BadRows.SKIP))
 
 
 def test_a_missing_source_is_an_input_error_before_anything_starts(request_of, tmp_path):
-    with pytest.raises(InputError, match="was not found"):
+    with pytest.raises(InputError, match=r"none\.txt"):
         prepare(request_of(tmp_path / "none.txt"), python="/no/such/python")
 
 
 def test_a_missing_tokenizer_is_an_input_error(request_of, text):
-    with pytest.raises(InputError, match=r"model\.tokenizer: /no/such is not a folder"):
+    with pytest.raises(InputError, match=r"model\.tokenizer: /no/such"):
         find(request_of(text, tokenizer="/no/such"))
 
 
 def test_a_cache_that_cannot_be_written_is_an_environment_fault(request_of, text, tmp_path):
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(EnvironmentFaultError, match="cannot be made: Not a directory"):
+    with pytest.raises(EnvironmentFaultError, match=f"{tmp_path}/cache.*Not a directory"):
         prepare(request_of(text))
 
 
@@ -171,7 +170,7 @@ def test_a_cache_that_cannot_be_written_is_an_environment_fault(request_of, text
         ("sys.stderr.write('one\\ntwo\\n'); sys.exit(2)", InputError, "one\ntwo"),
         ("sys.stderr.write('disk is full\\n'); sys.exit(4)", EnvironmentFaultError, "disk is full"),
         ("sys.stderr.write('a\\nb\\nc\\nlast\\n'); sys.exit(2)", InputError, "b\nc\nlast"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", EnvironmentFaultError, "ended by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", EnvironmentFaultError, "SIGKILL"),
         ("1 / 0", ShardwiseError, "ZeroDivisionError"),
     ],
 )
@@ -183,7 +182,7 @@ def test_an_exit_code_becomes_the_error_it_stands_for(request_of, text, tmp_path
 
 
 def test_a_python_that_is_not_there_is_an_environment_fault(request_of, text):
-    with pytest.raises(EnvironmentFaultError, match="/no/such/python: cannot be started"):
+    with pytest.raises(EnvironmentFaultError, match="/no/such/python"):
         prepare(request_of(text), python="/no/such/python")
 
 
@@ -194,8 +193,8 @@ def test_a_users_trainer_in_the_working_directory_is_not_run(request_of, text, t
 
 
 @pytest.mark.parametrize("heeds_the_request", [True, False])
-def test_an_interrupt_ends_the_subprocess(request_of, text, tmp_path, monkeypatch, heeds_the_request):
-    monkeypatch.setattr("launch.prepare_data.GRACE_S", 0.5)
+@pytest.mark.cold
+def test_an_interrupt_ends_the_subprocess(request_of, text, tmp_path, heeds_the_request):
     ignoring = "" if heeds_the_request else "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     python = fake_python(tmp_path, ignoring + "print(os.getpid(), flush=True)\ntime.sleep(600)")
     pids = []
@@ -205,7 +204,7 @@ def test_an_interrupt_ends_the_subprocess(request_of, text, tmp_path, monkeypatc
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare_data(request_of(text), python=python, on_progress=interrupt)
+        prepare_data(request_of(text), python=python, on_progress=interrupt, grace_s=0.3)
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
 
@@ -229,11 +228,12 @@ def start_preparing(folder):
         start_new_session=True,
         text=True,
     )
-    assert process.stdout.readline() == "making a tokenizer of 300 tokens\n", process.communicate()
+    assert "300 tokens" in process.stdout.readline(), process.communicate()
     assert len(preparations_of(folder)) == 1
     return process
 
 
+@pytest.mark.cold
 def test_ctrl_c_leaves_no_process_and_no_half_cache(tmp_path):
     process = start_preparing(tmp_path)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it
@@ -243,6 +243,7 @@ def test_ctrl_c_leaves_no_process_and_no_half_cache(tmp_path):
     assert [folder.name for folder in (tmp_path / "cache" / "data").iterdir()] == ["locks"]
 
 
+@pytest.mark.cold
 def test_the_subprocess_does_not_outlive_a_killed_parent(tmp_path):
     process = start_preparing(tmp_path)
     process.kill()
@@ -267,6 +268,7 @@ def preparations_of(folder):
     return found
 
 
+@pytest.mark.cold
 def test_nothing_heavy_is_imported():
     program = (
         "import sys, launch.prepare_data, launch.data_files\n"

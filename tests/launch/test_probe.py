@@ -26,6 +26,8 @@ from trainer.spec.hardware import (
 )
 from trainer.spec.units import GIB, MIB
 
+UNKNOWN_HOST = Host(cpu_name=None, num_cores=None, ram_bytes=None, ram_available_bytes=None)
+
 
 def probe(machine, *, gpus=None, cuda_visible_devices=None, **changes):
     environment = machine.environment
@@ -75,10 +77,10 @@ def test_the_cards_to_plan_for_and_the_links_between_them(tmp_path, name, used, 
 def test_a_busy_card_and_uneven_memory_are_said(tmp_path):
     hardware = probe(lay_out(tmp_path, "shared_4x_a100"))
     (busy,) = hardware.excluded
-    assert busy.startswith("GPU 1 is busy: python3.11 (pid 1403377), a process (pid 1403378) holds 67.6 GiB of 80 GiB")
-    assert hardware.notes == (
-        "free memory differs from GPU to GPU (77.5 GiB to 79.3 GiB): planning for the least, GPU 3",
-    )
+    for fact in ("GPU 1 ", "python3.11 (pid 1403377)", "(pid 1403378)", "67.6 GiB of 80 GiB"):
+        assert fact in busy
+    (uneven,) = hardware.notes
+    assert "77.5 GiB to 79.3 GiB" in uneven and "GPU 3" in uneven
 
 
 def test_mixed_models_are_named(tmp_path):
@@ -95,7 +97,7 @@ def test_a_slice_can_be_asked_for(tmp_path):
 
 
 def test_asking_for_a_card_that_is_not_there_names_those_that_are(tmp_path):
-    with pytest.raises(InputError, match=r"there is no GPU 9; this machine offers GPUs 0 to 7"):
+    with pytest.raises(InputError, match=r"GPU 9.*GPUs 0 to 7"):
         probe(lay_out(tmp_path, "nvlink_8x_h100"), gpus=(0, 9))
 
 
@@ -103,19 +105,20 @@ def test_cuda_visible_devices_is_respected(tmp_path):
     hardware = probe(lay_out(tmp_path, "nvlink_8x_h100"), cuda_visible_devices="2,3")
     assert indices(hardware) == [2, 3]
     assert [(link.a, link.b) for link in hardware.links] == [(2, 3)]
-    assert hardware.excluded == ("CUDA_VISIBLE_DEVICES=2,3 hides GPUs 0, 1, 4, 5, 6 and 7",)
+    (hidden,) = hardware.excluded
+    assert "CUDA_VISIBLE_DEVICES=2,3" in hidden and "GPUs 0, 1, 4, 5, 6 and 7" in hidden
 
 
 def test_numbers_on_a_machine_of_several_models_are_explained(tmp_path):
     hardware = probe(lay_out(tmp_path, "mixed_models"), cuda_visible_devices="0")
     assert indices(hardware) == [0]
-    assert any("CUDA itself may count otherwise" in note for note in hardware.notes)
+    assert any("CUDA" in note for note in hardware.notes)
 
 
 def test_hiding_every_card_plans_for_the_cpu(tmp_path):
     hardware = probe(lay_out(tmp_path, "rtx4090_desktop"), cuda_visible_devices="")
     assert hardware.device_kind is DeviceKind.CPU
-    assert hardware.excluded == ("CUDA_VISIBLE_DEVICES= hides GPU 0",)
+    assert "CUDA_VISIBLE_DEVICES= " in hardware.excluded[0] and "GPU 0" in hardware.excluded[0]
 
 
 def failing_machine(tmp_path, script, *, is_on_bus):
@@ -136,8 +139,8 @@ NO_DEVICES = 'echo "No devices were found"; exit 6\n'
     [
         (MISMATCH, False, "restart the machine"),
         (NOT_LOADED, True, "sudo modprobe nvidia"),
-        (NO_DEVICES, True, "ask for one"),
-        ("kill -SEGV $$\n", True, "exit code -11"),
+        (NO_DEVICES, True, "--gpus"),
+        ("kill -SEGV $$\n", True, "code -11"),
     ],
 )
 def test_a_card_whose_driver_fails_stops_the_probe_with_the_remedy(tmp_path, script, is_on_bus, remedy):
@@ -149,8 +152,8 @@ def test_a_card_whose_driver_fails_stops_the_probe_with_the_remedy(tmp_path, scr
 
 def test_a_card_whose_driver_hangs_stops_the_probe(tmp_path):
     machine = failing_machine(tmp_path, "exec sleep 300\n", is_on_bus=True)
-    with pytest.raises(EnvironmentFaultError, match="does not answer"):
-        probe(machine, smi_timeout_s=0.5)
+    with pytest.raises(EnvironmentFaultError, match="CUDA_VISIBLE_DEVICES="):
+        probe(machine, smi_timeout_s=0.2)
 
 
 @pytest.mark.parametrize("script", [NOT_LOADED, NO_DEVICES])
@@ -165,7 +168,7 @@ def test_a_failing_program_on_a_machine_without_a_card_is_a_note(tmp_path, scrip
 def test_whoever_hides_the_cards_may_plan_for_the_cpu_with_a_broken_driver(tmp_path, setting):
     hardware = probe(failing_machine(tmp_path, MISMATCH, is_on_bus=True), cuda_visible_devices=setting)
     assert hardware.device_kind is DeviceKind.CPU
-    assert "different versions" in hardware.notes[0]
+    assert "nvidia-smi" in hardware.notes[0]
 
 
 def test_naming_the_card_of_a_broken_driver_does_not_hide_it(tmp_path):
@@ -176,9 +179,10 @@ def test_naming_the_card_of_a_broken_driver_does_not_hide_it(tmp_path):
 def test_a_cap_is_kept(tmp_path):
     hardware = probe(lay_out(tmp_path, "rtx4090_desktop"), vram_cap_bytes=8 * GIB)
     assert hardware.vram_cap_bytes == 8 * GIB
-    assert "capped at 8 GiB" in describe_hardware(hardware)
+    assert " 8 GiB" in describe_hardware(hardware)
 
 
+@pytest.mark.cold
 def test_libraries_are_known_without_importing_one():
     script = (
         "import sys; from launch.probe import read_hardware, LIBRARIES; hardware = read_hardware();"
@@ -201,7 +205,7 @@ def test_a_library_at_a_version_that_its_user_leaves_aside_is_said(tmp_path, mon
     monkeypatch.syspath_prepend(tmp_path)
     hardware = probe(lay_out(tmp_path, "rtx4090_desktop"))
     assert hardware.libraries["kernels"] == "0.0.1"
-    assert hardware.unfit_libraries["kernels"].startswith("kernels 0.0.1 is installed; transformers ")
+    assert "transformers" in hardware.unfit_libraries["kernels"]
 
 
 def test_measuring_fills_disks_and_rates(tmp_path, monkeypatch):
@@ -280,34 +284,42 @@ def test_the_table_of_a_machine_with_everything():
             peer_copies=(PeerCopy(a=0, b=1, bytes_per_s=8 * GIB, is_correct=True), PeerCopy(a=1, b=0)),
         ),
     )
-    assert describe_hardware(hardware) == (
-        "devices    2 nodes, each with\n"
-        "           0: NVIDIA GeForce RTX 4090, 24 GiB (22 GiB free), compute capability 8.9, PCIe 4 x16, NUMA node 0, "
-        "450 W, ECC off, driver 580.95.05, not in the catalogue: its speed is not known\n"
-        "           1: NVIDIA GeForce RTX 4090, 24 GiB (22 GiB free), compute capability 8.9, PCIe 4 x16, NUMA node 0, "
-        "450 W, ECC on, driver 580.95.05\n"
-        "links      pcie host, 16 GiB/s each way, no peer access: 0-1\n"
-        "host       AMD EPYC, 16 cores, avx2\n"
-        "           64 GiB of RAM (60 GiB available), 32 GiB can be pinned, 8 MiB can be locked, "
-        "32 GiB of shared memory\n"
-        "           Windows Subsystem for Linux, Slurm job 17 on node1\n"
-        "disks      / (ext4), 50 GiB free of 100 GiB, rotating, writes 1 GiB/s, reads 2 GiB/s\n"
-        "network    eth0, 10.0.0.2, 10 Gb/s\n"
-        "measured   matrix products in bf16 150 TFLOP/s, fp32 70 TFLOP/s\n"
-        "           attention 120 TFLOP/s\n"
-        "           memory 900 GiB/s, host to device 24 GiB/s, AdamW on the host 90 GiB/s\n"
-        "           all-gather 9 GiB/s (datasheet 16 GiB/s), only without peer access\n"
-        "           copies between GPUs 8 GiB/s, 1 of 2 pairs right\n"
-        "libraries  torch 2.13.0\n"
-        "left out   GPU 2: not in --gpus 0,1\n"
-        "notes      a note"
-    )
+    expected = [
+        ("devices ", "2 nodes"),
+        (
+            "0: ",
+            "24 GiB (22 GiB free)",
+            "8.9",
+            "PCIe 4 x16",
+            "NUMA node 0",
+            "450 W",
+            "ECC off",
+            "580.95.05",
+            "catalogue",
+        ),
+        ("1: ", "ECC on"),
+        ("links ", "16 GiB/s", "no peer access", "0-1"),
+        ("host ", "AMD EPYC", "16 cores", "avx2"),
+        ("64 GiB", "60 GiB", "32 GiB can be pinned", "8 MiB can be locked", "32 GiB of shared"),
+        ("Windows Subsystem for Linux", "Slurm job 17", "node1"),
+        ("disks ", "/ (ext4)", "50 GiB", "100 GiB", "rotating", "writes 1 GiB/s", "reads 2 GiB/s"),
+        ("network ", "eth0", "10.0.0.2", "10 Gb/s"),
+        ("measured ", "bf16 150 TFLOP/s", "fp32 70 TFLOP/s"),
+        ("attention 120 TFLOP/s",),
+        ("memory 900 GiB/s", "host to device 24 GiB/s", "AdamW", "90 GiB/s"),
+        ("all-gather 9 GiB/s (datasheet 16 GiB/s)", "without peer access"),
+        ("8 GiB/s", "1 of 2 pairs"),
+        ("libraries ", "torch 2.13.0"),
+        ("left out ", "GPU 2: not in --gpus 0,1"),
+        ("notes ", "a note"),
+    ]
+    for line, facts in zip(describe_hardware(hardware).splitlines(), expected, strict=True):
+        assert [fact for fact in facts if fact not in line] == [], line
+    assert "not known" not in describe_hardware(hardware).splitlines()[2]
 
 
 def test_what_was_measured_stands_beside_the_datasheet():
-    hardware = hardware_from_spec(
-        "1xL40S", local_host=lambda: Host(cpu_name=None, num_cores=None, ram_bytes=None, ram_available_bytes=None)
-    )
+    hardware = hardware_from_spec("1xL40S", local_host=lambda: UNKNOWN_HOST)
     rates = MeasuredRates(
         matmul_flops_per_s=250 * 10**12,
         matmul_precision="bf16",
@@ -316,27 +328,27 @@ def test_what_was_measured_stands_beside_the_datasheet():
         host_to_device_bytes_per_s=24 * GIB,
     )
     text = describe_hardware(msgspec.structs.replace(hardware, rates=rates))
-    assert "matrix products in bf16 250 TFLOP/s (datasheet 362), fp8 480 TFLOP/s (datasheet 733)\n" in text
-    assert "memory 700 GiB/s (datasheet 805 GiB/s), host to device 24 GiB/s (datasheet 29.8 GiB/s)" in text
+    assert "bf16 250 TFLOP/s (datasheet 362), fp8 480 TFLOP/s (datasheet 733)\n" in text
+    assert "700 GiB/s (datasheet 805 GiB/s)" in text and "24 GiB/s (datasheet 29.8 GiB/s)" in text
 
 
 def test_the_table_of_a_machine_of_which_nothing_is_known():
-    host = Host(cpu_name=None, num_cores=None, ram_bytes=None, ram_available_bytes=None)
-    assert describe_hardware(Hardware(gpus=(), host=host)) == "devices    CPU"
-    two = Hardware(gpus=(), host=host, num_cpu_devices=2, vram_cap_bytes=GIB)
-    assert describe_hardware(two) == "devices    CPU, 2 ranks, capped at 1 GiB"
+    assert describe_hardware(Hardware(gpus=(), host=UNKNOWN_HOST)) == "devices    CPU"
+    two = Hardware(gpus=(), host=UNKNOWN_HOST, num_cpu_devices=2, vram_cap_bytes=GIB)
+    (line,) = describe_hardware(two).splitlines()
+    assert "CPU, 2 ranks" in line and "1 GiB" in line
 
 
 @pytest.mark.parametrize(
-    ("slurm", "text"),
+    ("slurm", "fact"),
     [
-        (SlurmEnvironment(has_sbatch=True), "Slurm, outside a job: this may be a login node"),
+        (SlurmEnvironment(has_sbatch=True), "login node"),
         (SlurmEnvironment(has_sbatch=True, job_id="3"), "Slurm job 3"),
     ],
 )
-def test_slurm_is_said(slurm, text):
-    host = Host(cpu_name=None, num_cores=None, ram_bytes=None, ram_available_bytes=None, slurm=slurm)
-    assert describe_hardware(Hardware(gpus=(), host=host)).endswith(text)
+def test_slurm_is_said(slurm, fact):
+    host = msgspec.structs.replace(UNKNOWN_HOST, slurm=slurm)
+    assert fact in describe_hardware(Hardware(gpus=(), host=host))
 
 
 def test_links_of_many_pairs_take_one_line(tmp_path):

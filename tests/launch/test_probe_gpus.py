@@ -1,10 +1,8 @@
 """Running nvidia-smi: as few runs as needed, and an answer whatever the program does."""
 
-import time
-from pathlib import Path
-
 import pytest
 from captured_machine import Machine, lay_out
+from hanging_programs import pids_in, under_a_limit, wait_until_gone
 
 from launch.probe_gpus import find_nvidia_smi, read_gpus, run_all
 from trainer.spec.units import KIB, MIB
@@ -12,6 +10,13 @@ from trainer.spec.units import KIB, MIB
 
 def read(machine, **changes):
     return read_gpus(root=machine.root, environment=machine.environment, **changes)
+
+
+def change_nvidia_smi(machine, old, new):
+    """The stand-in answers one question otherwise."""
+    program = machine.programs / "nvidia-smi"
+    assert old in program.read_text()
+    program.write_text(program.read_text().replace(old, new))
 
 
 def test_a_machine_without_gpu_starts_no_program(tmp_path):
@@ -71,21 +76,18 @@ def test_mig_slices_are_devices_numbered_after_the_cards(tmp_path):
 
 def test_mig_without_a_slice_is_named(tmp_path):
     machine = lay_out(tmp_path, "mig_a100")
-    script = (
-        (machine.programs / "nvidia-smi").read_text().replace("exec cat list.txt", "echo 'GPU 0: x (UUID: y)'; exit")
-    )
-    (machine.programs / "nvidia-smi").write_text(script)
+    change_nvidia_smi(machine, "exec cat list.txt", "echo 'GPU 0: x (UUID: y)'; exit")
     findings = read(machine)
     assert [gpu.index for gpu in findings.gpus] == [1]
-    assert "MIG is on but no slice can be seen" in findings.excluded[0]
+    assert "MIG" in findings.excluded[0]
 
 
 def test_a_card_that_forbids_computing_is_named(tmp_path):
     findings = read(lay_out(tmp_path, "mixed_models"))
     assert [gpu.index for gpu in findings.gpus] == [0, 1, 2]
-    assert findings.excluded == (
-        "GPU 3 (NVIDIA RTX A4000): its compute mode is Prohibited; `sudo nvidia-smi -c 0` lifts it",
-    )
+    (excluded,) = findings.excluded
+    for fact in ("GPU 3 (NVIDIA RTX A4000)", "Prohibited", "`sudo nvidia-smi -c 0`"):
+        assert fact in excluded
 
 
 def test_a_card_that_shares_the_memory_of_the_host_has_that_memory(tmp_path):
@@ -95,22 +97,15 @@ def test_a_card_that_shares_the_memory_of_the_host_has_that_memory(tmp_path):
 
 def test_a_card_whose_memory_is_not_known_is_named(tmp_path):
     machine = lay_out(tmp_path, "unified_gb10")
-    script = (
-        (machine.programs / "nvidia-smi")
-        .read_text()
-        .replace("exec cat query-gpu.csv", "sed s/GB10/H100/ query-gpu.csv; exit")
-    )
-    (machine.programs / "nvidia-smi").write_text(script)
+    change_nvidia_smi(machine, "exec cat query-gpu.csv", "sed s/GB10/H100/ query-gpu.csv; exit")
     findings = read(machine)
     assert findings.gpus == ()
-    assert findings.excluded == ("GPU 0 (NVIDIA H100): the driver does not say how much memory it has",)
+    assert "GPU 0 (NVIDIA H100)" in findings.excluded[0] and "memory" in findings.excluded[0]
 
 
 def test_a_narrow_slot_is_said(tmp_path):
-    assert (
-        "GPU 1 (NVIDIA GeForce RTX 3090) runs on 8 of its 16 PCIe lanes"
-        in read(lay_out(tmp_path, "pcie_2x_rtx3090")).notes
-    )
+    notes = read(lay_out(tmp_path, "pcie_2x_rtx3090")).notes
+    assert any("GPU 1 (NVIDIA GeForce RTX 3090)" in note and "8 of its 16 PCIe lanes" in note for note in notes)
 
 
 def test_fields_that_an_older_driver_does_not_know_read_as_unknown(tmp_path):
@@ -137,47 +132,28 @@ def test_a_field_unknown_for_ever_does_not_loop(tmp_path):
 
 def test_one_dead_card_among_good_ones_is_a_note(tmp_path):
     machine = lay_out(tmp_path, "rtx4090_desktop")
-    script = (machine.programs / "nvidia-smi").read_text()
-    machine.programs.joinpath("nvidia-smi").write_text(
-        script.replace(
-            "exec cat query-gpu.csv", 'cat query-gpu.csv; echo "Unable to determine the device handle"; exit 15'
-        )
-    )
+    answer = 'cat query-gpu.csv; echo "Unable to determine the device handle"; exit 15'
+    change_nvidia_smi(machine, "exec cat query-gpu.csv", answer)
     findings = read(machine)
-    assert len(findings.gpus) == 1
-    assert findings.notes == ("nvidia-smi: Unable to determine the device handle",)
+    assert len(findings.gpus) == len(findings.notes) == 1
+    assert "Unable to determine the device handle" in findings.notes[0]
 
 
 def test_a_program_that_hangs_is_killed_with_its_children(tmp_path):
-    machine = Machine(tmp_path)
-    machine.install_nvidia_smi("sleep 300 & echo $! >> " + str(tmp_path / "child") + "\nwait\n")
-    findings = read(machine, timeout_s=0.5)
-    assert findings.failure is not None
-    assert "does not answer" in findings.failure.sentence
-    for child in (tmp_path / "child").read_text().split():
-        _wait_until_gone(int(child))
-
-
-def _wait_until_gone(pid):
-    for _ in range(500):
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except FileNotFoundError:
-            return
-        if state == "Z":
-            return
-        time.sleep(0.01)
-    pytest.fail(f"process {pid} is still alive")
+    machine, child = Machine(tmp_path), tmp_path / "child"
+    machine.install_nvidia_smi(f"sleep 300 & echo $! >> {child}\nwait\n")
+    findings, _ = under_a_limit(lambda limit_s: read(machine, timeout_s=limit_s), lambda _: bool(pids_in(child)))
+    assert findings.failure is not None and "does not answer" in findings.failure.sentence
+    for pid in pids_in(child):
+        wait_until_gone(pid)
 
 
 def test_a_further_run_that_hangs_is_a_note(tmp_path):
     machine = lay_out(tmp_path, "pcie_2x_rtx3090")
-    script = (machine.programs / "nvidia-smi").read_text()
-    machine.programs.joinpath("nvidia-smi").write_text(script.replace("exec cat topo.txt", "exec sleep 300"))
-    findings = read(machine, timeout_s=1)
-    assert len(findings.gpus) == 2
-    assert findings.links == ()
-    assert "`nvidia-smi topo -m` did not answer in 1 s: left out" in findings.notes
+    change_nvidia_smi(machine, "exec cat topo.txt", "exec sleep 300")
+    findings, limit_s = under_a_limit(lambda limit_s: read(machine, timeout_s=limit_s), lambda found: bool(found.gpus))
+    assert (len(findings.gpus), findings.links) == (2, ())
+    assert any("`nvidia-smi topo -m`" in note and f"{limit_s:g} s" in note for note in findings.notes)
 
 
 @pytest.mark.parametrize("is_on_bus", [True, False])
@@ -189,8 +165,7 @@ def test_a_failure_says_whether_a_card_is_on_the_bus(tmp_path, is_on_bus):
     if is_on_bus:
         machine.put_gpu_on_bus()
     findings = read(machine)
-    assert findings.gpus == ()
-    assert findings.failure is not None
+    assert findings.gpus == () and findings.failure is not None
     assert findings.is_gpu_on_bus is is_on_bus
 
 
@@ -199,7 +174,7 @@ def test_a_card_without_a_driver_is_noted_with_the_remedy(tmp_path):
     machine.put_gpu_on_bus()
     machine.put_gpu_on_bus("0000:01:00.1", pci_class="0x040300")  # its sound
     (note,) = read(machine).notes
-    assert note.startswith("1 NVIDIA GPU on PCI (0000:01:00.0), but no NVIDIA driver is installed")
+    assert "1 NVIDIA GPU " in note and "(0000:01:00.0)" in note and "driver" in note
 
 
 def test_a_driver_without_its_tools_is_noted_with_another_remedy(tmp_path):
@@ -208,8 +183,7 @@ def test_a_driver_without_its_tools_is_noted_with_another_remedy(tmp_path):
     machine.put_gpu_on_bus("0000:02:00.0", pci_class="0x030200")
     machine.write("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.124.06\n")
     (note,) = read(machine).notes
-    assert note.startswith("2 NVIDIA GPUs on PCI (0000:01:00.0, 0000:02:00.0)")
-    assert "docker run --gpus all" in note
+    assert "2 NVIDIA GPUs " in note and "(0000:01:00.0, 0000:02:00.0)" in note and "docker run --gpus all" in note
 
 
 def test_a_card_of_another_maker_is_not_nvidias(tmp_path):

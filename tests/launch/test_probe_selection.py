@@ -29,40 +29,32 @@ def indices(gpus):
 
 
 def test_equal_idle_cards_are_all_used():
-    chosen, excluded = select_gpus([make_gpu(0), make_gpu(1)], wanted=None)
-    assert indices(chosen) == [0, 1]
-    assert excluded == ()
-
-
-def test_no_card_is_no_card():
+    gpus = (make_gpu(0), make_gpu(1))
+    assert select_gpus(gpus, wanted=None) == (gpus, ())
     assert select_gpus([], wanted=None) == ((), ())
 
 
 def test_only_what_is_asked_for_is_used():
-    chosen, excluded = select_gpus([make_gpu(index) for index in range(8)], wanted=(1, 0))
+    chosen, (excluded,) = select_gpus([make_gpu(index) for index in range(8)], wanted=(1, 0))
     assert indices(chosen) == [0, 1]
-    assert excluded == ("GPUs 2 to 7: not in --gpus 1,0",)
+    assert "GPUs 2 to 7" in excluded and "--gpus 1,0" in excluded
 
 
 def test_an_index_that_does_not_exist_names_those_that_do():
-    with pytest.raises(InputError, match=r"--gpus 0,5: there is no GPU 5; this machine offers GPUs 0 and 1"):
+    with pytest.raises(InputError, match=r"--gpus 0,5: .*GPU 5.*GPUs 0 and 1"):
         select_gpus([make_gpu(0), make_gpu(1)], wanted=(0, 5))
-    with pytest.raises(InputError, match="this machine offers no GPU"):
+    with pytest.raises(InputError, match="no GPU"):
         select_gpus([], wanted=(0,))
 
 
-def test_a_busy_card_is_skipped_with_who_holds_it():
+def test_a_busy_card_is_skipped_with_who_holds_it_and_used_where_it_is_asked_for():
     holder = Holder(pid=4242, name="python", memory_bytes=12 * GIB)
-    busy = make_gpu(1, free_bytes=12 * GIB, holders=(holder,))
-    chosen, excluded = select_gpus([make_gpu(0), busy], wanted=None)
+    gpus = (make_gpu(0), make_gpu(1, free_bytes=12 * GIB, holders=(holder,)))
+    chosen, (excluded,) = select_gpus(gpus, wanted=None)
     assert indices(chosen) == [0]
-    assert excluded == ("GPU 1 is busy: python (pid 4242) holds 12 GiB of 24 GiB; --gpus 1 uses it all the same",)
-
-
-def test_a_busy_card_that_is_asked_for_is_used():
-    chosen, excluded = select_gpus([make_gpu(0), make_gpu(1, free_bytes=12 * GIB)], wanted=(0, 1))
-    assert indices(chosen) == [0, 1]
-    assert excluded == ()
+    for fact in ("GPU 1 ", "python (pid 4242)", "12 GiB of 24 GiB", "--gpus 1"):
+        assert fact in excluded
+    assert select_gpus(gpus, wanted=(0, 1)) == (gpus, ())
 
 
 @pytest.mark.parametrize(("held_gib", "is_used"), [(1.5, True), (6, True), (6.1, False)])
@@ -88,11 +80,11 @@ def test_where_all_are_busy_the_most_free_memory_is_taken(free_gib, used):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "chosen", "sentence"),
+    ("gpus", "chosen", "rest"),
     [
         # 2 x 24 GiB and 142 TFLOP/s are worth more than 1 x 24 GiB and 165
-        ([make_4090(0), make_gpu(1), make_gpu(2)], [1, 2], "GPU 0 (NVIDIA GeForce RTX 4090, 24 GiB): another model"),
-        ([make_4090(0), make_gpu(1)], [0], "GPU 1 (NVIDIA GeForce RTX 3090, 24 GiB): another model"),
+        ([make_4090(0), make_gpu(1), make_gpu(2)], [1, 2], "GPU 0 (NVIDIA GeForce RTX 4090, 24 GiB)"),
+        ([make_4090(0), make_gpu(1)], [0], "GPU 1 (NVIDIA GeForce RTX 3090, 24 GiB)"),
         # a card without a row: memory alone decides
         ([make_gpu(0, name="X", spec_name=None, memory_bytes=80 * GIB, free_bytes=None), make_gpu(1)], [0], "GPU 1"),
         # equal memory: the newer chip
@@ -109,11 +101,9 @@ def test_where_all_are_busy_the_most_free_memory_is_taken(free_gib, used):
         ),
     ],
 )
-def test_of_several_models_the_best_equal_ones_are_planned_for_and_the_rest_named(gpus, chosen, sentence):
-    found, excluded = select_gpus(gpus, wanted=None)
-    assert indices(found) == chosen
-    assert len(excluded) == 1
-    assert excluded[0].startswith(sentence)
+def test_of_several_models_the_best_equal_ones_are_planned_for_and_the_rest_named(gpus, chosen, rest):
+    found, (excluded,) = select_gpus(gpus, wanted=None)
+    assert indices(found) == chosen and excluded.startswith(rest)
 
 
 def test_mixed_cards_that_were_asked_for_are_still_planned_alike():
@@ -126,7 +116,7 @@ def test_of_mig_slices_one_is_used():
     slices = [make_gpu(index, is_mig_on=True, name="A100 MIG 3g.20gb", spec_name=None) for index in (2, 3)]
     chosen, excluded = select_gpus(slices, wanted=None)
     assert indices(chosen) == [2]
-    assert excluded == ("GPU 3: MIG slices do not work together; one is used",)
+    assert len(excluded) == 1 and "GPU 3" in excluded[0] and "MIG" in excluded[0]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +144,7 @@ def test_cuda_visible_devices_is_read_as_cuda_reads_it(setting, seen):
 
 def test_hidden_cards_are_named():
     _, (sentence,) = visible_gpus([make_gpu(index) for index in range(4)], "0")
-    assert sentence == "CUDA_VISIBLE_DEVICES=0 hides GPUs 1 to 3"
+    assert "CUDA_VISIBLE_DEVICES=0" in sentence and "GPUs 1 to 3" in sentence
 
 
 def test_processes_are_given_cards_by_uuid():
@@ -165,7 +155,7 @@ def test_processes_are_given_cards_by_uuid():
 
 def test_uneven_free_memory_is_said():
     note = free_memory_note([make_gpu(0), make_gpu(1, free_bytes=22 * GIB)])
-    assert note == "free memory differs from GPU to GPU (22 GiB to 24 GiB): planning for the least, GPU 1"
+    assert note is not None and "22 GiB to 24 GiB" in note and "GPU 1" in note
 
 
 @pytest.mark.parametrize("free", [(24 * GIB, 24 * GIB - 1), (24 * GIB, None), (24 * GIB,), ()])
@@ -191,4 +181,4 @@ def test_holders_are_named_largest_first():
     holders = [Holder(pid=pid, name=None if pid == 2 else f"p{pid}", memory_bytes=pid * GIB) for pid in (1, 2, 3, 4, 5)]
     assert name_holders(holders) == "p5 (pid 5), p4 (pid 4), p3 (pid 3), 2 more"
     assert name_holders(holders[1:2]) == "a process (pid 2)"
-    assert name_holders([]) == "a process that is not visible from here"
+    assert "pid" not in name_holders([])

@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from launch.process_record import ProcessRecord, descendants, read_records, record_of, write_record
 
 
@@ -58,6 +60,7 @@ def test_records_survive_the_file_and_half_written_ones_are_left(tmp_path: Path)
     assert read_records(tmp_path / "missing") == {}
 
 
+@pytest.mark.cold
 def test_descendants_are_found_across_sessions():
     parent = subprocess.Popen(
         [

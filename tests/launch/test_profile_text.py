@@ -54,8 +54,8 @@ def test_times_stand_beside_the_prediction_with_their_spread():
     lines = lines_of(None, [0.7, 0.9])
     assert "a step 800 ms 1 s" in lines
     assert "the job, 30 steps 24 s 30 s" in lines
-    assert "2 steps were timed, from 700 ms to 900 ms; saving, scoring and loading come on top." in lines
-    assert "1 step was timed; saving, scoring and loading come on top." in lines_of(None, [0.7])
+    assert any(line.startswith("2 steps ") and "700 ms to 900 ms" in line for line in lines)
+    assert any(line.startswith("1 step ") for line in lines_of(None, [0.7]))
     assert not any("operator" in line or "profile/" in line for line in lines)
 
 
@@ -66,7 +66,7 @@ def test_a_profile_says_where_time_and_memory_go():
     assert "aten::mm 45 600 ms 75.0%" in lines
     assert "weights 9 MiB 10 MiB" in lines
     assert "forward 25 MiB" in lines
-    assert "40 MiB of the first micro batch; those that allocated most of it, 12 MiB together:" in lines
+    assert any("40 MiB" in line and "12 MiB" in line for line in lines)
     assert "transformer block 3, mlp 12 MiB" in lines
     assert "mlp 36 MiB" in lines
     assert "profile/trace.json.gz: every operator with its time" in lines

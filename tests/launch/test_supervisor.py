@@ -12,7 +12,8 @@ from engine_plan_factory import engine_plan
 from report_factory import make_report
 
 from launch.attempt_end import AttemptEnd
-from launch.process_record import read_records
+from launch.local_ranks import LocalRanks
+from launch.process_record import read_records, record_of, write_record
 from launch.supervisor import StopKind, StoppedEarlyError, StopRequest, run_attempt
 from launch.watchdog import Watchdog, WatchLimits
 from trainer.spec import codec
@@ -82,6 +83,23 @@ def test_a_stop_request_reaches_ranks_in_their_own_session(attempt: Path):
     stop.note(signal.SIGTERM, None)
     end = run(launcher_argv(attempt, make_report(ending=Ending.PREEMPTED), seconds=60), attempt, stop)
     assert end.report.ending is Ending.PREEMPTED and stop.kind is StopKind.REQUEUE
+
+
+def test_a_rank_that_registers_after_another_was_told_is_told_too(attempt: Path):
+    ranks = LocalRanks(["sleep", "60"], attempt_dir=attempt, environment=os.environ)
+    sleepers = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    try:
+        for rank, sleeper in enumerate(sleepers):
+            record = record_of(sleeper.pid)
+            assert record is not None
+            write_record(attempt / "pids" / f"rank-{rank}.json", record)
+            ranks.tell()
+            assert sleeper.wait(timeout=30) == -signal.SIGUSR1
+    finally:
+        for sleeper in sleepers:
+            sleeper.kill()
+            sleeper.wait()
+        ranks.end()
 
 
 def test_a_second_interrupt_ends_everything_at_once(attempt: Path):

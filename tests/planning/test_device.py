@@ -142,18 +142,24 @@ def test_cpu_ranks_share_memory_and_cores() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "flops_per_core"),
+    ("flags", "flops_per_core", "sums_bf16_apart"),
     [
-        (("avx2", "avx512f", "avx512_bf16", "amx_bf16"), 80 * 10**9),
-        (("avx512f",), 80 * 10**9),
-        (("avx2",), 40 * 10**9),
-        ((), 20 * 10**9),
+        (("avx2", "avx512f", "avx512_bf16", "amx_bf16"), 80 * 10**9, False),
+        (("avx2", "avx512f", "avx512_bf16"), 80 * 10**9, False),
+        (("avx2", "avx512f"), 80 * 10**9, True),
+        (("avx2",), 40 * 10**9, False),
+        ((), 20 * 10**9, False),
     ],
 )
-def test_the_assumed_rate_of_a_cpu_follows_its_vectors(flags: tuple[str, ...], flops_per_core: int) -> None:
+def test_the_rate_and_the_sums_of_a_cpu_follow_its_vectors(
+    flags: tuple[str, ...],
+    flops_per_core: int,
+    sums_bf16_apart: bool,
+) -> None:
     device = device_of(machine("1xCPU", host=replace(CPU_HOST, cpu_flags=flags)))
     assert device.matmul_flops_per_s == 4 * flops_per_core
     assert device.is_matmul_assumed
+    assert device.sums_bf16_apart is sums_bf16_apart
 
 
 def test_a_cap_holds_for_each_cpu_rank() -> None:

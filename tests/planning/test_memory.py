@@ -12,9 +12,11 @@ from estimate_factory import (
     MISTRAL_7B,
     QWEN_HALF_B,
     TINY,
+    config,
     cpu,
     gpu,
     setting,
+    shape_of,
 )
 from msgspec.structs import replace
 
@@ -235,6 +237,14 @@ def test_full_checkpointing_keeps_the_inputs_of_blocks() -> None:
         assert block_activations(chosen, recipe_of(chosen, gpu(), dims), dims).kept == 32 * width * 4096 * 2048
 
 
+def test_of_every_n_blocks_the_first_recomputes_and_what_fills_no_group_does_not() -> None:
+    dims = dims_of(LLAMA_8B)
+    for every, num_recomputed in ((4, 8), (5, 6), (32, 1)):
+        chosen = setting(precision=BF16, checkpointing=Checkpointing.EVERY_N, checkpoint_every_n=every)
+        found = block_activations(chosen, recipe_of(chosen, gpu(), dims), dims)
+        assert found.kept == num_recomputed * 2 * 4096 * 2048 + (32 - num_recomputed) * found.whole
+
+
 LOGITS = 128256 * 2048
 
 
@@ -307,6 +317,17 @@ def test_parameter_offload_leaves_a_window_of_gathered_weights_on_the_device() -
     live = replace(default_buckets(dims_of(LLAMA_8B)), live_parameters=2_000_000_000)
     wider = estimate(LLAMA_8B, replace(chosen, buckets=live))
     assert wider.peak_allocated_bytes - found.peak_allocated_bytes == 2 * 1_000_000_000
+
+
+@pytest.mark.parametrize(("precision", "width", "to_fp32"), [(MIXED, 2, 4), (BF16, 2, 4), (FP32, 4, 0)])
+def test_zero_2_reduces_from_two_buckets_and_converts_one_to_fp32(
+    precision: Precision, width: int, to_fp32: int
+) -> None:
+    dims = dims_of(LLAMA_8B)
+    chosen = setting(Sharding.ZERO2, precision=precision, num_ranks=8)
+    bucket, largest = 4096 * 4096, 128256 * 4096  # the largest gradient is copied into a bucket
+    found = sharding_memory(chosen, recipe_of(chosen, gpu(), dims), dims)
+    assert found.buffers_backward == (2 * width + to_fp32) * bucket + width * largest
 
 
 def test_nvme_takes_the_state_and_leaves_buffers_in_host_ram() -> None:
@@ -440,3 +461,18 @@ def test_a_cpu_keeps_a_margin_for_workspaces_and_the_process() -> None:
     found = estimate_memory(TINY, setting(precision=FP32), cpu())
     assert found.need_bytes == pytest.approx(1.05 * found.peak_allocated_bytes + cpu().context_bytes, abs=2)
     assert found.peak_reserved_bytes == found.peak_allocated_bytes
+
+
+def test_bf16_products_take_fp32_sums_where_the_cpu_has_no_bf16():
+    """oneDNN's fp32 kernels: 4 bytes a logit beside the logits, where those of a slice stood otherwise."""
+    shape = shape_of(config(32000, 256, 688, 4, 8, 4))
+    rows = {"loss": LossHead.FUSED, "checkpointing": FULL, "micro_batch": 8, "seq_len": 512}
+
+    def found(precision: Precision, *flags: str) -> MemoryEstimate:
+        return estimate_memory(shape, setting(precision=precision, **rows), cpu(flags=flags))
+
+    native, apart = found(BF16, "avx512f", "avx512_bf16"), found(BF16, "avx512f")
+    assert (native.peak_event, apart.peak_event) == ("forward_end", "forward_end")
+    assert apart.peak_allocated_bytes - native.peak_allocated_bytes == 4 * 32000 * (8 * 512 - 256)
+    for other in (FP32, Precision.FP16_MIXED):
+        assert found(other, "avx512f") == found(other)

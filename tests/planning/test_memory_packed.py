@@ -19,21 +19,23 @@ from trainer.runtime.optimizers import build_optimizer
 from trainer.spec.data_profile import DataProfile, LengthHistogram
 from trainer.spec.strategy import Attention, Checkpointing, LossHead, Optimizer, Precision
 
-VOCAB, HIDDEN, HEADS, SEQ_LEN, MICRO_BATCH, DOCUMENT = 4096, 192, 6, 256, 4, 64
+VOCAB, HIDDEN, FFN, LAYERS, HEADS = 1024, 128, 352, 2, 4
+SEQ_LEN, MICRO_BATCH, DOCUMENT = 256, 2, 64
 HEAD_DIM, TOKENS = HIDDEN // HEADS, MICRO_BATCH * SEQ_LEN
-LLAMA = config(VOCAB, HIDDEN, 512, 4, HEADS, 2, is_tied=True, max_position_embeddings=512)
+LLAMA = config(VOCAB, HIDDEN, FFN, LAYERS, HEADS, 2, is_tied=True, max_position_embeddings=512)
 NEOX = {
-    "model_type": "gpt_neox", "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 512,
-    "num_hidden_layers": 4, "num_attention_heads": HEADS, "tie_word_embeddings": True, "max_position_embeddings": 512,
+    "model_type": "gpt_neox", "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": FFN,
+    "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "tie_word_embeddings": True,
+    "max_position_embeddings": 512,
 }  # fmt: skip
 FALCON = {
-    "model_type": "falcon", "vocab_size": VOCAB, "hidden_size": HIDDEN, "ffn_hidden_size": 512,
-    "num_hidden_layers": 4, "num_attention_heads": HEADS, "num_kv_heads": 2, "new_decoder_architecture": True,
+    "model_type": "falcon", "vocab_size": VOCAB, "hidden_size": HIDDEN, "ffn_hidden_size": FFN,
+    "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_kv_heads": 2, "new_decoder_architecture": True,
     "parallel_attn": True, "bias": False, "alibi": False, "hidden_dropout": 0.0, "attention_dropout": 0.0,
 }  # fmt: skip
 MPT = {
-    "model_type": "mpt", "vocab_size": VOCAB, "d_model": HIDDEN, "n_heads": HEADS, "n_layers": 4, "max_seq_len": 512,
-    "no_bias": True, "attn_config": {"attn_type": "multihead_attention", "alibi": True},
+    "model_type": "mpt", "vocab_size": VOCAB, "d_model": HIDDEN, "n_heads": HEADS, "n_layers": LAYERS,
+    "max_seq_len": 512, "no_bias": True, "attn_config": {"attn_type": "multihead_attention", "alibi": True},
 }  # fmt: skip
 POSITIONS = 8 * TOKENS
 COSINES = 2 * 4 * (TOKENS - SEQ_LEN) * HEAD_DIM  # of each row, rather than of one
@@ -43,7 +45,7 @@ CASES = {
     "llama recomputed": (LLAMA, Attention.SDPA, Checkpointing.FULL, POSITIONS + COSINES),
     "falcon recomputed": (FALCON, Attention.SDPA, Checkpointing.FULL, POSITIONS + COSINES + MASK),
     "mpt": (MPT, Attention.EAGER, Checkpointing.NONE, POSITIONS),
-    "gpt_neox": (NEOX, Attention.SDPA, Checkpointing.NONE, POSITIONS + COSINES // 4 - 4 * 4 * TOKENS * HIDDEN),
+    "gpt_neox": (NEOX, Attention.SDPA, Checkpointing.NONE, POSITIONS + COSINES // 4 - 4 * LAYERS * TOKENS * HIDDEN),
 }
 
 
@@ -90,19 +92,15 @@ def predicted(fields: dict[str, Any], document: float | None, chosen: dict[str, 
 
 @pytest.mark.parametrize("name", CASES)
 def test_packed_rows_hold_what_was_predicted(name):
+    """The rise to a thousandth of the peak: less than half of any of the terms beside the positions."""
     fields, attention, checkpointing, rise = CASES[name]
     chosen = choices(attention, checkpointing)
-    assert predicted(fields, DOCUMENT, chosen) == pytest.approx(measured(fields, DOCUMENT, chosen), rel=0.02)
+    packed = measured(fields, DOCUMENT, chosen)
+    assert predicted(fields, DOCUMENT, chosen) == pytest.approx(packed, rel=0.02)
     assert predicted(fields, DOCUMENT, chosen) - predicted(fields, None, chosen) == rise
-
-
-@pytest.mark.parametrize("name", ["llama", "mpt", "gpt_neox"])
-def test_the_rise_is_that_of_a_step(name):
-    """To a thousandth of the peak: less than half of any of the terms beside the positions."""
-    fields, attention, checkpointing, rise = CASES[name]
-    chosen = choices(attention, checkpointing)
-    really = measured(fields, DOCUMENT, chosen) - measured(fields, None, chosen)
-    assert rise == pytest.approx(really, abs=0.001 * measured(fields, None, chosen))
+    if checkpointing is Checkpointing.NONE:
+        plain = measured(fields, None, chosen)
+        assert rise == pytest.approx(packed - plain, abs=0.001 * plain)
 
 
 def profile_of(counts: dict[int, int], *, is_packed: bool = True) -> DataProfile:

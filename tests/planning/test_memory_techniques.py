@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from estimate_factory import config, cpu, setting, shape_of
+from estimate_factory import config, setting, shape_of, this_cpu
 from msgspec.structs import replace
 from rank_factory import rank_plan
 
@@ -23,16 +23,17 @@ from trainer.spec.hardware import DeviceKind
 from trainer.spec.job import GaloreJob, LoraJob
 from trainer.spec.strategy import Checkpointing, LossHead, Method, Optimizer, Precision
 
-FIELDS = config(4096, 192, 512, 4, 6, 2, is_tied=True, head_dim=32)
+FIELDS = config(2048, 128, 352, 4, 4, 2, is_tied=True, head_dim=32)
 LORA, GALORE = LoraJob(rank=8), GaloreJob(rank=16)
 DORA = LoraJob(rank=8, dora=True)  # holds more than its adapters alone: what leaving it saves is compared
 LAYERWISE = GaloreJob(rank=16, layerwise=True)
+CHUNK_TOKENS = 128
 TOLERANCE = 0.02
 SAVING_TOLERANCE = 0.10
 FULL, EAGER = Checkpointing.FULL, LossHead.EAGER
 
 Choices = Mapping[str, Any]
-LARGE: Choices = {"micro_batch": 4, "seq_len": 256}  # activations are most of it
+LARGE: Choices = {"micro_batch": 4, "seq_len": 128}  # activations are most of it
 RECOMPUTED: Choices = {**LARGE, "checkpointing": FULL, "loss": EAGER}  # its peak is in the loss, where all is kept
 SMALL: Choices = {"micro_batch": 1, "seq_len": 64}  # states are
 
@@ -110,7 +111,7 @@ def measured(choices: Choices) -> Bytes:
     chosen = defaults(choices)
     optimizer, galore = chosen.pop("optimizer"), chosen.pop("galore")
     lora, seq_len = chosen.pop("lora"), chosen["seq_len"]
-    plan = rank_plan(Path("nowhere"), model_config=FIELDS, loss_chunk_tokens=256, **chosen)
+    plan = rank_plan(Path("nowhere"), model_config=FIELDS, loss_chunk_tokens=CHUNK_TOKENS, **chosen)
     candidate = replace(plan.chosen, strategy=replace(plan.chosen.strategy, optimizer=optimizer))
     job = replace(plan.job, train=replace(plan.job.train, lora=lora, galore=galore))
     fields = {**plan.model_config, "max_position_embeddings": seq_len}
@@ -152,8 +153,8 @@ def measured(choices: Choices) -> Bytes:
 
 def predicted(choices: Choices) -> Bytes:
     chosen = defaults(choices)
-    chunk = 256 if chosen["loss"] is LossHead.CHUNKED else None
-    estimate = estimate_memory(shape_of(FIELDS), setting(**chosen, loss_chunk_tokens=chunk), cpu())
+    chunk = CHUNK_TOKENS if chosen["loss"] is LossHead.CHUNKED else None
+    estimate = estimate_memory(shape_of(FIELDS), setting(**chosen, loss_chunk_tokens=chunk), this_cpu())
     return Bytes(estimate.peak_allocated_bytes, estimate.steady_allocated_bytes)
 
 

@@ -1,51 +1,29 @@
 """What blocks save is copied to host RAM, once each, and the gradients are the same; on a CPU the copies are real."""
 
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
+from block_models import BATCH, IDS, NUM_BLOCKS, SEQ_LEN, assert_same_gradients, backward, build_blocks, kept_storages
 from engine_plan_factory import TINY_LLAMA
-from rank_factory import rank_plan
 
 from trainer.runtime import host_transfers
 from trainer.runtime.activation_memory import activation_facts
 from trainer.runtime.activation_offload import MIN_BYTES, offload_activations
-from trainer.runtime.model import build_model
 from trainer.spec.errors import InputError
-from trainer.spec.strategy import Checkpointing, LossHead, Precision
+from trainer.spec.strategy import Checkpointing
 
-NUM_BLOCKS = 4
-BATCH, SEQ_LEN, HIDDEN = 4, 48, TINY_LLAMA["hidden_size"]
-IDS = torch.arange(BATCH * SEQ_LEN).reshape(BATCH, SEQ_LEN)
-INPUT_BYTES = 4 * BATCH * SEQ_LEN * HIDDEN  # of a block, in fp32
+INPUT_BYTES = 4 * BATCH * SEQ_LEN * TINY_LLAMA["hidden_size"]  # of a block, in fp32
 
 
 def build(checkpointing: Checkpointing = Checkpointing.NONE, *, moves: bool = True, **config: object):
-    plan = rank_plan(
-        Path("nowhere"),
-        checkpointing=checkpointing,
-        checkpoint_every_n=2 if checkpointing is Checkpointing.EVERY_N else None,
-        activation_offload=moves,
-        loss=LossHead.EAGER,
-        precision=Precision.FP32,
-        model_config={**TINY_LLAMA, "num_hidden_layers": NUM_BLOCKS, **config},
-    )
-    return build_model(plan)
-
-
-def backward(model) -> list[torch.Tensor]:
-    torch.manual_seed(1)
-    model(input_ids=IDS, labels=IDS).backward()
-    return [parameter.grad for parameter in model.parameters()]
+    return build_blocks(checkpointing, activation_offload=moves, config=config)
 
 
 @pytest.mark.parametrize("checkpointing", sorted(set(Checkpointing) - {Checkpointing.SELECTIVE}))
 def test_moving_activations_changes_no_gradient(checkpointing):
     model = build(checkpointing, attention_dropout=0.3)
-    expected = backward(build(Checkpointing.NONE, moves=False, attention_dropout=0.3))
-    for ours, theirs in zip(backward(model), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert_same_gradients(backward(model), backward(build(moves=False, attention_dropout=0.3)))
     assert model.shardwise_activation_offload.num_moved_blocks == NUM_BLOCKS - 1, "the last keeps its own"
 
 
@@ -54,29 +32,19 @@ def test_of_a_recomputed_block_only_its_input_moves():
     backward(model)
     offload = model.shardwise_activation_offload
     assert (offload.num_copies, offload.moved_bytes) == (NUM_BLOCKS - 1, (NUM_BLOCKS - 1) * INPUT_BYTES)
-    assert activation_facts(model)["activation_offload"] == "3 tensors of 3 blocks, 144 KiB, in host RAM"
+    assert all(fact in activation_facts(model)["activation_offload"] for fact in ("3 tensors", "3 blocks", "144 KiB"))
 
 
 def test_each_tensor_moves_once_however_many_operations_save_it():
     """All that the blocks but the last keep, counted by their memory: parameters, small and shared tensors aside."""
-    plain = build(moves=False)
-    own = {parameter.untyped_storage().data_ptr() for parameter in plain.parameters()}
-    sizes: dict[int, int] = {}
-    held = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        pointer, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
-        if pointer not in own and size >= MIN_BYTES:
-            sizes[pointer] = size
-            held.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        plain.model(input_ids=IDS)
-    model = build()
+    plain, model = build(moves=False), build()
+    with kept_storages(plain) as kept:
+        held = plain.model(input_ids=IDS)
+    sizes = [size for size in kept.values() if size >= MIN_BYTES]
+    assert held.last_hidden_state.requires_grad
     backward(model)
     in_last_norm = 2 * INPUT_BYTES  # its input and its normalised input
-    of_a_block = (sum(sizes.values()) - in_last_norm) // NUM_BLOCKS
+    of_a_block = (sum(sizes) - in_last_norm) // NUM_BLOCKS
     assert model.shardwise_activation_offload.moved_bytes == pytest.approx((NUM_BLOCKS - 1) * of_a_block, rel=0.02)
 
 
@@ -131,10 +99,10 @@ def test_parameters_do_not_move():
 
 
 def test_selective_checkpointing_and_offload_exclude_each_other():
-    with pytest.raises(InputError, match=r"activation_offload and pin\.checkpointing: selective exclude each other"):
+    with pytest.raises(InputError, match=r"activation_offload .*pin\.checkpointing: selective"):
         build(Checkpointing.SELECTIVE)
 
 
 def test_a_model_of_one_block_has_nothing_to_move():
-    with pytest.raises(InputError, match="no two blocks"):
+    with pytest.raises(InputError, match=r"pin\.activation_offload: Llama"):
         offload_activations(build(moves=False, num_hidden_layers=1))

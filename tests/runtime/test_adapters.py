@@ -69,25 +69,20 @@ def test_each_named_linear_layer_gets_two_matrices(targets: tuple[str, ...], wid
 
 
 @pytest.mark.parametrize(
-    ("targets", "sentence"),
+    ("targets", "fact"),
     [
-        (
-            ("no_such_proj",),
-            "no_such_proj: LlamaForCausalLM has no linear layer of that name; it has q_proj, k_proj, v_proj, o_proj, "
-            "gate_proj, up_proj, down_proj",
-        ),
-        (("q_proj", "no_such_proj"), "no_such_proj: LlamaForCausalLM has no linear layer of that name; it has "),
-        (("embed_tokens",), "embed_tokens: LlamaForCausalLM has no linear layer of that name; it has "),
-        (("layers.2.mlp.up_proj",), "layers.2.mlp.up_proj: LlamaForCausalLM has no linear layer of that name; it has "),
-        (("proj",), "proj: LlamaForCausalLM has no linear layer of that name; it has "),
-        (("lm_head", "q_proj"), "lm_head: is the head, which has no adapter here; leave it out"),
-        (("q_proj", "all-linear"), "all-linear stands alone; leave out the names beside it"),
+        (("no_such_proj",), "no_such_proj: .*q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj$"),
+        (("q_proj", "no_such_proj"), "no_such_proj: "),
+        (("embed_tokens",), "embed_tokens: "),
+        (("layers.2.mlp.up_proj",), r"layers\.2\.mlp\.up_proj: "),
+        (("proj",), "proj: "),
+        (("lm_head", "q_proj"), "lm_head: "),
+        (("q_proj", "all-linear"), "all-linear "),
     ],
 )
-def test_targets_that_name_no_linear_layer_are_refused(targets: tuple[str, ...], sentence: str) -> None:
-    with pytest.raises(InputError) as error:
+def test_targets_that_name_no_linear_layer_are_refused(targets: tuple[str, ...], fact: str) -> None:
+    with pytest.raises(InputError, match=f"^lora.targets: {fact}") as error:
         adapted(Precision.FP32, LoraJob(targets=targets))
-    assert str(error.value).startswith(f"lora.targets: {sentence}")
     assert "\n" not in str(error.value)
 
 

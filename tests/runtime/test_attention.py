@@ -41,16 +41,14 @@ def test_every_attention_has_a_name_for_transformers():
 def test_flash_without_flash_attn_is_refused_with_what_would_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        EnvironmentFaultError, match=r"flash-attn is not installed here;\ninstall it .* pin\.attention=sdpa"
-    ):
+    with pytest.raises(EnvironmentFaultError, match=r"flash-attn (?s:.*)install (?s:.*)pin\.attention=sdpa"):
         check_attention(Attention.FLASH, LLAMA)
 
 
 @pytest.mark.parametrize("found", ["1.0.9", "4.0.0b1", None])
 def test_flash_is_the_second_generation_of_flash_attn(monkeypatch, found):
     with_flash_attn(monkeypatch, found)
-    with pytest.raises(EnvironmentFaultError, match=f"flash-attn {found or 'none'} is installed here"):
+    with pytest.raises(EnvironmentFaultError, match=rf"flash-attn {found or 'none'}\b"):
         check_attention(Attention.FLASH, LLAMA)
 
 
@@ -65,9 +63,7 @@ def test_flash_is_refused_where_it_would_not_be_told_of_windows(monkeypatch):
     with_flash_attn(monkeypatch, "2.8.3")
     check_attention(Attention.FLASH, read_model_shape(TINY["qwen2_moe"]))
     windowed = read_model_shape(VARIANTS["qwen2_moe with windows"])
-    with pytest.raises(
-        InputError, match=r"does not tell flash-attn of the windows of qwen2_moe;\ngive pin\.attention=sdpa"
-    ):
+    with pytest.raises(InputError, match=r"windows of qwen2_moe\b(?s:.*)pin\.attention=sdpa"):
         check_attention(Attention.FLASH, windowed)
     check_attention(Attention.SDPA, windowed)
 

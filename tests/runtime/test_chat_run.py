@@ -118,7 +118,7 @@ def test_without_a_template_each_line_is_continued_by_itself(runs, interrupts):
     talk = Talk(partner, GREEDY, None, interrupts)
     assert talk.answer("row 1") and talk.answer("row 2")
     assert recorded.prompts == ["row 1", "row 2"]
-    with pytest.raises(InputError, match="no chat template, and so no system message"):
+    with pytest.raises(InputError, match=r"--system: .*chat template"):
         Talk(partner, GREEDY, "Be brief.", interrupts)
 
 
@@ -132,7 +132,7 @@ def test_old_turns_are_left_out_where_the_talk_outgrows_the_model(runs, interrup
     assert all(len(partner.tokenizer(prompt)["input_ids"]) <= 256 - 8 for prompt in recorded.prompts)
     assert "question 0 " in recorded.prompts[1] and "question 0 " not in recorded.prompts[-1]
     assert "question 10 " in recorded.prompts[-1] and recorded.prompts[-1].startswith("<|im_start|>system")
-    with pytest.raises(InputError, match=r"the question has \d+ tokens; the model reads 248 and an answer"):
+    with pytest.raises(InputError, match=r"\d{3} tokens.* 248 "):
         talk.answer("xyz" * 300)
 
 
@@ -177,7 +177,7 @@ def test_temperature_draws_and_zero_does_not(runs, interrupts):
 
 def test_a_run_without_a_tokenizer_has_no_words(base, tmp_path):
     run_dir = save_run(tmp_path / "run", run_of(base, Method.FULL, config=CONFIG))
-    with pytest.raises(InputError, match="without a tokenizer; there are no words"):
+    with pytest.raises(InputError, match=r"/run: .*tokenizer"):
         load_partner(run_dir, checkpoint=None)
 
 
@@ -188,25 +188,25 @@ def command(run_dir: Path, *words: str) -> list[str]:
 def test_a_pipe_gives_one_answer_for_each_line_and_nothing_else(runs):
     answer = subprocess.run(
         command(runs(Method.FULL, "plain"), "--max-new-tokens", "6", "--temperature", "0", "--checkpoint", "last"),
-        input="row 1\n\nrow 2\n", capture_output=True, text=True, check=False, timeout=120,
+        input="row 1\n\nrow 2\n", capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.endswith("\n") and ">" not in answer.stdout[:1]
     opening = answer.stderr.strip().splitlines()
-    assert len(opening) == 1 and "step 4 on cpu, without a chat template" in opening[0]
+    assert len(opening) == 1 and all(fact in opening[0] for fact in ("step 4", "cpu", "chat template"))
 
 
 def test_what_cannot_be_talked_to_is_error_2(runs, tmp_path):
-    for words, message in (
-        ((tmp_path,), "is not a run directory"),
-        ((runs(Method.FULL, "plain"), "--checkpoint", "step-9"), "no checkpoint of step 9; it has step-4"),
-        ((runs(Method.FULL, "plain"), "--temperature", "-1"), "is not a temperature"),
+    for words, facts in (
+        ((tmp_path,), (f"{tmp_path}",)),
+        ((runs(Method.FULL, "plain"), "--checkpoint", "step-9"), ("step 9", "step-4")),
+        ((runs(Method.FULL, "plain"), "--temperature", "-1"), ("temperature", "-1")),
     ):
-        answer = subprocess.run(command(*words), input="", capture_output=True, text=True, check=False, timeout=120)
-        assert answer.returncode == 2 and message in answer.stderr, answer.stderr
+        answer = subprocess.run(command(*words), input="", capture_output=True, text=True, check=False)
+        assert answer.returncode == 2 and all(fact in answer.stderr for fact in facts), answer.stderr
 
 
-def read_until(descriptor: int, words: str, seconds: float = 120.0) -> str:
+def read_until(descriptor: int, words: str, seconds: float = 500.0) -> str:
     """What a terminal shows until it shows some words."""
     seen, end = "", time.monotonic() + seconds
     while words not in seen:
@@ -239,7 +239,7 @@ def test_at_a_terminal_ctrl_c_ends_the_answer_and_then_the_program(base, tokeniz
     )  # fmt: skip
     os.close(follower)
     try:
-        assert "Ctrl-C ends an answer, Ctrl-D the talk" in read_until(leader, "> ")
+        assert "Ctrl-D" in read_until(leader, "> ")
         os.write(leader, b"row 1 2 3\n")
         read_until(leader, "row 1 2 3\r\n")
         read_until(leader, " ")  # words of the answer

@@ -7,6 +7,7 @@ from datetime import datetime
 from functools import lru_cache
 
 import pytest
+from chat_formats import CHATS, FAMILIES, FORMATS
 from chat_tokenizers import byte_level_folder
 from conversations import CONVERSATIONS, TOOLS, TRL_TEMPLATES, assistant, system, trl_template, user
 from transformers import AutoTokenizer
@@ -87,88 +88,20 @@ def test_every_template_is_rendered_and_marked_as_by_transformers(name, monkeypa
     assert num_accepted or name in ("llava_next", "llava_next_training")  # these take only lists of parts
 
 
-PUBLISHED = {
-    "alpaca": (
-        [user("U1"), assistant("A1")],
-        "Below is an instruction that describes a task. Write a response that appropriately completes the request."
-        "\n\n### Instruction:\nU1\n\n### Response:\n",
-        ["A1</s>"],
-    ),
-    "chatml": (
-        [system("S"), *EXCHANGES],
-        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU1<|im_end|>\n<|im_start|>assistant\nA1<|im_end|>\n"
-        "<|im_start|>user\nU2<|im_end|>\n<|im_start|>assistant\n",
-        ["A1<|im_end|>", "A2<|im_end|>"],
-    ),
-    "gemma": (
-        EXCHANGES,
-        "<s><start_of_turn>user\nU1<end_of_turn>\n<start_of_turn>model\nA1<end_of_turn>\n"
-        "<start_of_turn>user\nU2<end_of_turn>\n<start_of_turn>model\n",
-        ["A1<end_of_turn>", "A2<end_of_turn>"],
-    ),
-    "gemma3": (
-        [system("S"), *EXCHANGES],
-        "<s><start_of_turn>user\nS\n\nU1<end_of_turn>\n<start_of_turn>model\nA1<end_of_turn>\n"
-        "<start_of_turn>user\nU2<end_of_turn>\n<start_of_turn>model\n",
-        ["A1<end_of_turn>", "A2<end_of_turn>"],
-    ),
-    "llama2": (
-        [system("S"), *EXCHANGES],
-        "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\nU1 [/INST] A1 </s><s>[INST] U2 [/INST]",
-        [" A1 </s>", " A2 </s>"],
-    ),
-    "llama3": (
-        [system("S"), *EXCHANGES],
-        "<s><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
-        "U1<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nA1<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\nU2<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-        ["A1<|eot_id|>", "A2<|eot_id|>"],
-    ),
-    "mistral": (
-        [system("S"), *EXCHANGES],
-        "<s>[INST] S\n\nU1[/INST] A1</s>[INST] U2[/INST]",
-        [" A1</s>", " A2</s>"],
-    ),
-    "mistral_v1": (
-        [system("S"), *EXCHANGES],
-        "<s> [INST] S\n\nU1 [/INST] A1</s> [INST] U2 [/INST]",
-        [" A1</s>", " A2</s>"],
-    ),
-    "phi3": (
-        [system("S"), *EXCHANGES],
-        "<|system|>\nS<|end|>\n<|user|>\nU1<|end|>\n<|assistant|>\nA1<|end|>\n<|user|>\nU2<|end|>\n<|assistant|>\n",
-        ["A1<|end|>", "A2<|end|>"],
-    ),
-    "plain": (
-        [system("S"), *EXCHANGES],
-        "S\n\nUser: U1\nAssistant: A1</s>\nUser: U2\nAssistant:",
-        [" A1</s>", " A2</s>"],
-    ),
-    "qwen": (
-        EXCHANGES,
-        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
-        "<|im_start|>user\nU1<|im_end|>\n<|im_start|>assistant\nA1<|im_end|>\n"
-        "<|im_start|>user\nU2<|im_end|>\n<|im_start|>assistant\n",
-        ["A1<|im_end|>", "A2<|im_end|>"],
-    ),
-    "zephyr": (
-        [system("S"), *EXCHANGES],
-        "<|system|>\nS</s>\n<|user|>\nU1</s>\n<|assistant|>\nA1</s>\n<|user|>\nU2</s>\n<|assistant|>\n",
-        ["A1</s>", "A2</s>"],
-    ),
-}
-
-
 @pytest.mark.parametrize("name", TEMPLATE_NAMES)
 def test_a_named_template_makes_exactly_its_published_format(name):
-    """The last answer is what follows the generation prompt; only phi3 writes something at the very end."""
-    messages, prompt, learned = PUBLISHED[name]
-    template = named(name)
-    assert template.render(messages[:-1], add_generation_prompt=True).text == prompt
-    text, spans = template.render(messages)
-    assert [text[begin:end] for begin, end in spans] == learned
-    after = {"phi3": "\n</s>"} | dict.fromkeys(("chatml", "gemma", "gemma3", "plain", "qwen", "zephyr"), "\n")
-    assert text == prompt + learned[-1] + after.get(name, "")
+    """And its prompt is what stands before the last answer."""
+    family = FAMILIES[name]
+    tokens = {"bos_token": family.bos or "", "eos_token": family.eos}
+    template = ChatTemplate(load_chat_template(name, None).source, tokens, name=name)
+    for messages, expected in zip(CHATS, FORMATS[name], strict=True):
+        if expected is not None:
+            text, spans = template.render(messages)
+            for begin, end in reversed(spans):
+                text = f"{text[:begin]}«{text[begin:end]}»{text[end:]}"
+            assert text == expected
+            prompt = expected[: expected.rindex("«")].replace("«", "").replace("»", "")
+            assert template.render(messages[:-1], add_generation_prompt=True).text == prompt
 
 
 TWINS = {"gemma": "gemma", "gemma3": "gemma3", "llama3": "llama3", "phi3": "phi3", "qwen": "qwen2_5"}
@@ -196,25 +129,25 @@ def test_a_named_template_renders_as_the_models_own(name, conversation):
 
 REFUSED = [
     ("mistral", [user("a"), user("b")], "message 2 is of user"),
-    ("mistral", [assistant("a")], "mistral holds turns of user and assistant in turn; message 1 is of assistant"),
+    ("mistral", [assistant("a")], "message 1 is of assistant"),
     ("mistral", [user("a"), system("b")], "message 2 is of system"),
-    ("llama2", [user("a"), user("b")], "llama2 holds turns of user and assistant in turn"),
-    ("gemma", [system("a"), user("b")], "gemma has no system message; gemma3 puts it before the first user text"),
-    ("gemma", [user("a"), user("b")], "gemma holds turns of user and assistant in turn; message 2 is of user"),
+    ("llama2", [user("a"), user("b")], "message 2 is of user"),
+    ("gemma", [system("a"), user("b")], "system.*gemma3"),
+    ("gemma", [user("a"), user("b")], "message 2 is of user"),
     ("gemma3", [system("s"), assistant("b")], "message 2 is of assistant"),
-    ("alpaca", [system("a"), user("b")], "alpaca holds one instruction of the user and one response"),
-    ("alpaca", EXCHANGES, "alpaca holds one instruction of the user and one response"),
-    ("phi3", [{"role": "critic", "content": "a"}], "phi3 knows the roles system, user and assistant"),
-    ("qwen", [{"role": "critic", "content": "a"}], "qwen knows the roles system, user, assistant and tool, not critic"),
-    ("zephyr", CONVERSATIONS["tools"], "and no tools"),
-    ("chatml", CONVERSATIONS["tools"], "chatml has no place for tools"),
-    ("llama3", CONVERSATIONS["tools"], "llama3 has no place for tools"),
+    ("alpaca", [system("a"), user("b")], "one instruction.*one response"),
+    ("alpaca", EXCHANGES, "one instruction.*one response"),
+    ("phi3", [{"role": "critic", "content": "a"}], "system, user and assistant"),
+    ("qwen", [{"role": "critic", "content": "a"}], "system, user, assistant and tool, not critic"),
+    ("zephyr", CONVERSATIONS["tools"], "tools"),
+    ("chatml", CONVERSATIONS["tools"], "tools"),
+    ("llama3", CONVERSATIONS["tools"], "tools"),
 ]
 
 
-@pytest.mark.parametrize(("name", "messages", "reason"), REFUSED)
-def test_what_a_format_cannot_hold_is_refused_with_the_reason(name, messages, reason):
-    with pytest.raises(TemplateRefusalError, match=f"the chat template refuses it: .*{reason}"):
+@pytest.mark.parametrize(("name", "messages", "fact"), REFUSED)
+def test_what_a_format_cannot_hold_is_refused_with_the_reason(name, messages, fact):
+    with pytest.raises(TemplateRefusalError, match=rf"\b{name}\b.*{fact}"):
         named(name).render(messages)
 
 
@@ -253,12 +186,12 @@ def test_marks_inside_a_macro_are_where_the_text_is():
 
 def test_one_mark_inside_another_is_refused():
     source = "{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}"
-    with pytest.raises(TemplateRefusalError, match="one generation block inside another"):
+    with pytest.raises(TemplateRefusalError, match="generation"):
         ChatTemplate(source, TOKENS).render(EXCHANGES)
 
 
 def test_a_template_that_jinja2_does_not_read_is_an_input_error():
-    with pytest.raises(InputError, match="jinja2 does not read the template: line 2: Encountered unknown tag 'genera'"):
+    with pytest.raises(InputError, match=r"line 2: .*'genera'"):
         ChatTemplate("a\n{% genera %}", TOKENS)
 
 
@@ -314,13 +247,13 @@ def test_a_job_may_name_a_file(folder, tmp_path):
 
 def test_an_unknown_name_is_answered_with_all_that_are_known(folder):
     put(folder, chat_template=[{"name": "default", "template": "a"}, {"name": "rag", "template": "b"}])
-    with pytest.raises(InputError, match=r"lama3 is no file and no template by that name;\nthere are alpaca, .*rag"):
+    with pytest.raises(InputError, match=r"lama3\b(?s:.*)\balpaca, .*rag"):
         load_chat_template("lama3", folder)
 
 
 def test_a_template_of_another_type_is_an_input_error(folder):
     put(folder, chat_template=[{"name": "default"}])
-    with pytest.raises(InputError, match="its chat_template cannot be read"):
+    with pytest.raises(InputError, match="chat_template"):
         load_chat_template(None, folder)
 
 
@@ -338,7 +271,8 @@ NOT_TOKENS = ("llama2", "mistral_v1", "zephyr")  # in these formats the markers 
 
 @pytest.mark.parametrize("name", TEMPLATE_NAMES)
 def test_the_tokens_that_a_template_is_said_to_need_are_those_it_writes(name, tmp_path):
-    text = named(name).render(PUBLISHED[name][0]).text
+    *_, messages = (chat for chat, text in zip(CHATS, FORMATS[name], strict=True) if text is not None)
+    text = named(name).render(messages).text
     markers = set(re.findall(r"<\|\w+\|>|<(?:start|end)_of_turn>|\[/?INST\]", text))
     bare = load_tokenizer(byte_level_folder(tmp_path / "bare", bos=None, eos="</s>", special=("</s>",)))
     assert set(missing_tokens(named(name), bare)) == (set() if name in NOT_TOKENS else markers)

@@ -1,7 +1,10 @@
 """What each rank gets: the same global batch in every arrangement, exactly once, with its targets counted."""
 
+import re
 from collections import Counter
+from itertools import product
 from math import log
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -33,21 +36,27 @@ def row_numbers(micro_batch):
     ]
 
 
-def global_batch(rows, *, step, sequences_per_step, num_ranks, micro_batch, accumulation):
+class Deal(NamedTuple):
+    """How the rows of a step are dealt: rows of a micro batch, micro batches of a rank, ranks."""
+
+    micro_batch: int
+    accumulation: int = 1
+    num_ranks: int = 1
+
+    @classmethod
+    def of(cls, sequences: int, num_ranks: int, micro_batch: int, at_least: int = 1) -> "Deal":
+        """With as many micro batches as so many sequences need."""
+        return cls(micro_batch, max(at_least, -(-sequences // (num_ranks * micro_batch))), num_ranks)
+
+
+def dealt(rows, deal, *, sequences, step=0, seed=11, rank=0):
+    """The micro batches of a rank, and the targets that it names."""
+    return step_micro_batches(rows, step=step, seed=seed, sequences_per_step=sequences, rank=rank, **deal._asdict())
+
+
+def global_batch(rows, deal, *, step, sequences):
     """Row numbers of a step in the order they are dealt, dummies left out, and the targets that each rank names."""
-    ranks = [
-        step_micro_batches(
-            rows,
-            step=step,
-            seed=11,
-            sequences_per_step=sequences_per_step,
-            rank=rank,
-            num_ranks=num_ranks,
-            micro_batch=micro_batch,
-            accumulation=accumulation,
-        )
-        for rank in range(num_ranks)
-    ]
+    ranks = [dealt(rows, deal, step=step, sequences=sequences, rank=rank) for rank in range(deal.num_ranks)]
     batches = [batches for batches, _ in ranks]
     in_order = [number for rounds in zip(*batches, strict=True) for batch in rounds for number in row_numbers(batch)]
     return [number for number in in_order if number is not None], {targets for _, targets in ranks}, batches
@@ -57,22 +66,14 @@ arrangements = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 4)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
-@given(arrangement=arrangements, sequences_per_step=st.integers(1, 30), step=st.integers(0, 40))
-def test_ranks_micro_batch_and_accumulation_never_change_the_global_batch(rows, arrangement, sequences_per_step, step):
-    num_ranks, micro_batch, accumulation = arrangement
-    accumulation = max(accumulation, -(-sequences_per_step // (num_ranks * micro_batch)))
-    numbers, named_targets, batches = global_batch(
-        rows,
-        step=step,
-        sequences_per_step=sequences_per_step,
-        num_ranks=num_ranks,
-        micro_batch=micro_batch,
-        accumulation=accumulation,
-    )
-    assert numbers == rows.order(seed=11, sequences_per_step=sequences_per_step).rows_of_step(step)
+@given(arrangement=arrangements, sequences=st.integers(1, 30), step=st.integers(0, 40))
+def test_ranks_micro_batch_and_accumulation_never_change_the_global_batch(rows, arrangement, sequences, step):
+    deal = Deal.of(sequences, *arrangement)
+    numbers, named_targets, batches = global_batch(rows, deal, step=step, sequences=sequences)
+    assert numbers == rows.order(seed=11, sequences_per_step=sequences).rows_of_step(step)
     assert named_targets == {sum(LENGTHS[number] - 1 for number in numbers)}
     assert sum(batch.num_targets for rank in batches for batch in rank) == named_targets.pop()
-    assert all(len(rank) == accumulation for rank in batches)
+    assert all(len(rank) == deal.accumulation for rank in batches)
 
 
 def test_every_row_comes_once_an_epoch_over_changing_arrangements(rows):
@@ -80,26 +81,20 @@ def test_every_row_comes_once_an_epoch_over_changing_arrangements(rows):
     seen = []
     for step in range(7):
         num_ranks = (1, 4, 2, 3)[step % 4]
-        numbers, _, _ = global_batch(
-            rows, step=step, sequences_per_step=3, num_ranks=num_ranks, micro_batch=1, accumulation=3
-        )
+        numbers, _, _ = global_batch(rows, Deal(1, 3, num_ranks), step=step, sequences=3)
         seen += numbers
     assert Counter(seen) == Counter(dict.fromkeys(range(7), 3))
 
 
 def test_rank_and_round_take_neighbouring_slices(rows):
     """Eight rows of a step as 2 rounds x 2 ranks x 2 rows: rank 1 has the rows 2, 3 and 6, 7."""
-    batches, _ = step_micro_batches(
-        rows, step=0, seed=0, sequences_per_step=8, rank=1, num_ranks=2, micro_batch=2, accumulation=2
-    )
-    of_step = rows.order(seed=0, sequences_per_step=8).rows_of_step(0)
+    batches, _ = dealt(rows, Deal(2, 2, num_ranks=2), sequences=8, rank=1)
+    of_step = rows.order(seed=11, sequences_per_step=8).rows_of_step(0)
     assert [row_numbers(batch) for batch in batches] == [of_step[2:4], of_step[6:8]]
 
 
 def test_labels_are_the_inputs_and_nothing_on_padding(rows):
-    [batch], _ = step_micro_batches(
-        rows, step=0, seed=0, sequences_per_step=7, rank=0, num_ranks=1, micro_batch=7, accumulation=1
-    )
+    [batch], _ = dealt(rows, Deal(7), sequences=7)
     for place, number in enumerate(row_numbers(batch)):
         length = LENGTHS[number]
         assert batch.input_ids[place, :length].tolist() == rows.row(number).tolist()
@@ -111,9 +106,7 @@ def test_labels_are_the_inputs_and_nothing_on_padding(rows):
 
 
 def test_what_the_last_round_lacks_are_dummies_without_a_target(rows):
-    batches, num_targets = step_micro_batches(
-        rows, step=0, seed=0, sequences_per_step=3, rank=1, num_ranks=2, micro_batch=2, accumulation=2
-    )
+    batches, num_targets = dealt(rows, Deal(2, 2, num_ranks=2), sequences=3, rank=1, seed=0)
     assert [row_numbers(batch)[1:] for batch in batches] == [[None], [None]]
     assert batches[1].num_targets == 0
     assert batches[1].input_ids.shape == (2, 8)
@@ -132,14 +125,11 @@ def test_width_is_a_multiple_of_eight_but_not_above_seq_len(tmp_path, lengths, s
 
 
 def test_more_sequences_than_the_ranks_take_are_refused(rows):
-    with pytest.raises(ValueError, match="9 sequences a step; 2 ranks x 2 x 2 take 8"):
-        step_micro_batches(
-            rows, step=0, seed=0, sequences_per_step=9, rank=0, num_ranks=2, micro_batch=2, accumulation=2
-        )
+    with pytest.raises(ValueError, match=r"9 .* 2 x 2 .*8"):
+        dealt(rows, Deal(2, 2, num_ranks=2), sequences=9)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("micro_batch", [1, 2, 5])
+@pytest.mark.parametrize(("num_ranks", "micro_batch"), [(1, 1), (1, 5), (2, 2), (3, 1), (4, 2), (4, 5)])
 @pytest.mark.parametrize("max_rows", [None, 4, 100])
 def test_evaluation_sees_each_row_once_in_as_many_forwards_on_every_rank(rows, num_ranks, micro_batch, max_rows):
     ranks = [
@@ -206,23 +196,10 @@ def test_packed_rows_are_as_wide_as_a_row_can_be_whatever_ends_short():
         assert (batch.labels[batch.input_ids == rows.layout.pad_id] == IGNORED_LABEL).all()
 
 
-@pytest.mark.parametrize("arrangement", [(1, 6, 1), (2, 1, 3), (3, 2, 1), (4, 1, 2)])
-def test_every_rank_knows_the_targets_of_packed_rows(arrangement):
-    num_ranks, micro_batch, accumulation = arrangement
+@pytest.mark.parametrize("deal", [Deal(6), Deal(1, 3, 2), Deal(2, 1, 3), Deal(1, 2, 4)])
+def test_every_rank_knows_the_targets_of_packed_rows(deal):
     rows = packed_rows((3, 1, 4), (8,), (2, 6), (1, 1, 1, 5), (7, 1))
-    ranks = [
-        step_micro_batches(
-            rows,
-            step=1,
-            seed=3,
-            sequences_per_step=6,
-            rank=rank,
-            num_ranks=num_ranks,
-            micro_batch=micro_batch,
-            accumulation=accumulation,
-        )
-        for rank in range(num_ranks)
-    ]
+    ranks = [dealt(rows, deal, step=1, sequences=6, rank=rank) for rank in range(deal.num_ranks)]
     (named,) = {targets for _, targets in ranks}
     batches = [batch for rank, _ in ranks for batch in rank]
     assert named == sum(batch.num_targets for batch in batches)
@@ -236,60 +213,38 @@ def varied(tmp_path_factory):
     return rows_of_lengths(tmp_path_factory.mktemp("varied"), lengths.tolist(), seq_len=512)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("micro_batch", [1, 2, 3, 8])
+@pytest.mark.parametrize(("num_ranks", "micro_batch"), [(1, 1), (1, 8), (2, 3), (4, 2), (4, 8)])
 def test_epochs_are_the_same_in_every_arrangement(varied, num_ranks, micro_batch):
     """24 rows a step over three epochs of 1000 rows; the third is resumed on one rank."""
-    accumulation, seen = -(-24 // (num_ranks * micro_batch)), Counter()
+    seen = Counter()
     for step in range(125):
-        arrangement = {"num_ranks": num_ranks, "micro_batch": micro_batch, "accumulation": accumulation}
-        if step < 83:
-            numbers, named, _ = global_batch(varied, step=step, sequences_per_step=24, **arrangement)
-        else:
-            numbers, named, _ = global_batch(
-                varied, step=step, sequences_per_step=24, num_ranks=1, micro_batch=24, accumulation=1
-            )
+        deal = Deal.of(24, num_ranks, micro_batch) if step < 83 else Deal(24)
+        numbers, named, _ = global_batch(varied, deal, step=step, sequences=24)
         assert numbers == varied.order(seed=11, sequences_per_step=24).rows_of_step(step)
         assert named == {sum(varied.length(number) - 1 for number in numbers)}
         seen.update(numbers)
     assert seen == Counter(dict.fromkeys(range(1000), 3))
 
 
-@pytest.mark.parametrize("num_ranks, micro_batch, accumulation", [(1, 4, 8), (4, 4, 2), (2, 8, 2), (4, 8, 1)])
-def test_little_of_a_step_is_padding_and_ranks_have_like_work(varied, num_ranks, micro_batch, accumulation):
+@pytest.mark.parametrize("deal", [Deal(4, 8), Deal(4, 2, 4), Deal(8, 2, 2), Deal(8, 1, 4)])
+def test_little_of_a_step_is_padding_and_ranks_have_like_work(varied, deal):
     """Of 32 rows a step; a shuffled order pads 2 tokens and more to each token that it learns."""
     padded, unequal = [], []
     for step in range(31):
-        _, _, ranks = global_batch(
-            varied,
-            step=step,
-            sequences_per_step=32,
-            num_ranks=num_ranks,
-            micro_batch=micro_batch,
-            accumulation=accumulation,
-        )
+        _, _, ranks = global_batch(varied, deal, step=step, sequences=32)
         padded += [batch.input_ids.numel() for rank in ranks for batch in rank]
         rounds = [[batch.input_ids.shape[1] for batch in batches] for batches in zip(*ranks, strict=True)]
         unequal += [max(widths) / min(widths) for widths in rounds]
     lengths = varied.example_lengths
-    shuffled = np.random.default_rng(0).permutation(lengths)[: 31 * 32].reshape(-1, micro_batch).max(axis=1)
+    shuffled = np.random.default_rng(0).permutation(lengths)[: 31 * 32].reshape(-1, deal.micro_batch).max(axis=1)
     assert 1 - lengths.sum() / sum(padded) < 0.08
-    assert 1 - lengths.sum() / (shuffled.sum() * micro_batch) > 0.5
+    assert 1 - lengths.sum() / (shuffled.sum() * deal.micro_batch) > 0.5
     assert np.mean(unequal) < 1.15
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4])
 def test_a_longest_row_is_in_the_first_forward_of_a_run(varied, micro_batch):
-    batches, _ = step_micro_batches(
-        varied,
-        step=0,
-        seed=2,
-        sequences_per_step=8,
-        rank=0,
-        num_ranks=1,
-        micro_batch=micro_batch,
-        accumulation=8 // micro_batch,
-    )
+    batches, _ = dealt(varied, Deal.of(8, 1, micro_batch), sequences=8, seed=2)
     assert batches[0].input_ids.shape[1] == 512 == varied.example_lengths.max()
 
 
@@ -341,9 +296,7 @@ def pairs(tmp_path_factory):
 
 def test_a_micro_batch_of_pairs_holds_the_chosen_answers_and_then_the_rejected_ones(pairs):
     """The longest answer of either kind decides the width and the order: pairs 2, 1, 6 have 16, 14 and 12 tokens."""
-    batches, num_terms = step_micro_batches(
-        pairs, step=0, seed=0, sequences_per_step=7, rank=0, num_ranks=1, micro_batch=3, accumulation=3
-    )
+    batches, num_terms = dealt(pairs, Deal(3, 3), sequences=7, seed=0)
     first = batches[0]
     assert first.input_ids[:, 0].tolist() == [3, 2, 7, 3, 2, 7]
     assert first.input_ids[:, 1].tolist() == [101, 101, 101, 201, 201, 201]
@@ -356,28 +309,17 @@ def test_a_micro_batch_of_pairs_holds_the_chosen_answers_and_then_the_rejected_o
     assert [bool((labels != IGNORED_LABEL).any()) for labels in last.labels] == [True, False, False] * 2
 
 
-@pytest.mark.parametrize("arrangement", [(1, 7, 1), (2, 2, 2), (4, 1, 2), (3, 3, 1)])
+@pytest.mark.parametrize("arrangement", [(1, 7), (2, 2), (4, 1), (3, 3)])
 def test_pairs_are_never_separated_and_each_comes_once_an_epoch(pairs, arrangement):
-    num_ranks, micro_batch, accumulation = arrangement
-    seen = Counter()
-    for step in range(7):
-        for rank in range(num_ranks):
-            batches, num_terms = step_micro_batches(
-                pairs,
-                step=step,
-                seed=4,
-                sequences_per_step=6,
-                rank=rank,
-                num_ranks=num_ranks,
-                micro_batch=micro_batch,
-                accumulation=max(accumulation, -(-6 // (num_ranks * micro_batch))),
-            )
-            assert num_terms == 6
-            for batch in batches:
-                chosen, rejected = batch.input_ids.split(micro_batch)
-                assert torch.equal(chosen[:, 0], rejected[:, 0])
-                assert (chosen[: batch.num_pairs, 1] == 101).all() and (rejected[: batch.num_pairs, 1] == 201).all()
-                seen.update((chosen[: batch.num_pairs, 0] - 1).tolist())
+    deal, seen = Deal.of(6, *arrangement), Counter()
+    for step, rank in product(range(7), range(deal.num_ranks)):
+        batches, num_terms = dealt(pairs, deal, step=step, sequences=6, rank=rank)
+        assert num_terms == 6
+        for batch in batches:
+            chosen, rejected = batch.input_ids.split(deal.micro_batch)
+            assert torch.equal(chosen[:, 0], rejected[:, 0])
+            assert (chosen[: batch.num_pairs, 1] == 101).all() and (rejected[: batch.num_pairs, 1] == 201).all()
+            seen.update((chosen[: batch.num_pairs, 0] - 1).tolist())
     assert seen == Counter(dict.fromkeys(range(7), 6))
 
 
@@ -386,10 +328,15 @@ def test_evaluation_counts_pairs(pairs):
     assert [batch.num_terms for batch in batches] == [2, 2, 1]
 
 
-def test_entropy_leaves_out_the_first_token_of_each_document(tmp_path):
-    """(1, a, b | 2, a, c): the targets are a twice, b once, c once."""
-    layout = rows_of_lengths(tmp_path, (6,)).layout
-    rows = TokenRows(np.array([1, 7, 8, 2, 7, 9], np.uint16), np.array([[0, 6]]), layout, np.array([3]))
+@pytest.mark.parametrize(
+    ("table", "starts"),
+    [([[0, 3], [3, 3]], []), ([[0, 6]], [np.array([3])])],
+    ids=["two rows", "two documents in a row"],
+)
+def test_entropy_leaves_out_the_first_token_of_each_document(tmp_path, table, starts):
+    """Of (1, a, b) and (2, a, c) the targets are a twice, b once, c once."""
+    layout = rows_of_lengths(tmp_path, (3, 3)).layout
+    rows = TokenRows(np.array([1, 7, 8, 2, 7, 9], np.uint16), np.array(table), layout, *starts)
     assert unigram_entropy_nats(rows) == pytest.approx(1.5 * log(2))
 
 
@@ -403,10 +350,17 @@ def test_a_cache_without_starts_is_one_document_a_row(tmp_path):
 def test_starts_that_are_cut_short_or_gone_are_an_environment_fault(tmp_path):
     rows = rows_of_lengths(tmp_path, (4, 4))
     (tmp_path / "layout.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(rows.layout, num_starts=2)))
-    with pytest.raises(EnvironmentFaultError, match="damaged"):
+    with pytest.raises(EnvironmentFaultError, match=rf"^{re.escape(str(tmp_path))}: .*delete"):
         TokenRows.open(tmp_path, "train")
     (tmp_path / "starts.bin").write_bytes(np.array([0], "<i8").tobytes())
-    with pytest.raises(EnvironmentFaultError, match=r"starts\.bin: has 8 bytes, 16 were written; delete"):
+    with pytest.raises(EnvironmentFaultError, match=r"starts\.bin: .*8 bytes, 16 .*delete"):
+        TokenRows.open(tmp_path, "train")
+
+
+def test_a_truncated_cache_is_an_environment_fault_that_names_it(tmp_path):
+    rows_of_lengths(tmp_path, (4, 4))
+    (tmp_path / "tokens.bin").write_bytes((tmp_path / "tokens.bin").read_bytes()[:-2])
+    with pytest.raises(EnvironmentFaultError, match=r"tokens\.bin: .*14 bytes, 16 .*delete"):
         TokenRows.open(tmp_path, "train")
 
 
@@ -416,22 +370,7 @@ def test_rows_are_copies_of_what_is_on_disk(rows):
     assert rows.row(0).tolist()[0] == 1
 
 
-def test_a_truncated_cache_is_an_environment_fault_that_names_it(tmp_path):
-    rows_of_lengths(tmp_path, (4, 4))
-    tokens = tmp_path / "tokens.bin"
-    tokens.write_bytes(tokens.read_bytes()[:-2])
-    with pytest.raises(EnvironmentFaultError, match=r"tokens\.bin: has 14 bytes, 16 were written; delete"):
-        TokenRows.open(tmp_path, "train")
-
-
 def test_a_missing_row_index_is_an_environment_fault(tmp_path):
     rows_of_lengths(tmp_path, (4, 4))
-    with pytest.raises(EnvironmentFaultError, match="damaged"):
+    with pytest.raises(EnvironmentFaultError, match=rf"^{re.escape(str(tmp_path))}: .*delete"):
         TokenRows.open(tmp_path, "eval")
-
-
-def test_entropy_is_that_of_the_targets_alone(tmp_path):
-    """Two rows (1, a, b) and (2, a, c): the targets are a twice, b once, c once; the first tokens count for nothing."""
-    layout = rows_of_lengths(tmp_path, (3, 3)).layout
-    rows = TokenRows(np.array([1, 7, 8, 2, 7, 9], np.uint16), np.array([[0, 3], [3, 3]]), layout)
-    assert unigram_entropy_nats(rows) == pytest.approx(1.5 * log(2))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
+from attempt_runs import reset_accelerate
 from engine_plan_factory import TINY_LLAMA
 from rank_factory import NUM_EVAL_ROWS, rank_plan, write_packed_rows, write_rows
 
@@ -30,15 +30,12 @@ def caches(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(autouse=True)
 def no_accelerate_state() -> Iterator[None]:
-    """Accelerate's state is global."""
     yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    reset_accelerate()
 
 
 def scored(plan: Plan) -> Evaluation:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    reset_accelerate()
     accelerator = build_accelerator(plan, ds_config=None)
     model = build_model(plan)
     rows = TokenRows.open(Path(plan.data.cache_dir), "eval")

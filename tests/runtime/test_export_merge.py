@@ -8,7 +8,6 @@ import torch
 from engine_plan_factory import TINY_LLAMA
 from export_factory import LORA, TINY_GPT2, run_of, save_run, write_base
 from msgspec.structs import replace
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -80,16 +79,27 @@ def trained_model(run_dir: Path, plan: Plan):
     return model
 
 
+def trained_logits(run_dir: Path, plan: Plan) -> torch.Tensor:
+    return logits_of(trained_model(run_dir, plan), IDS)
+
+
 def plain_logits(folder: Path) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         return model(input_ids=IDS).logits
 
 
-@pytest.mark.parametrize("method", [Method.LORA, Method.QLORA])
 @pytest.mark.parametrize(
-    ("config", "kind"),
-    [("llama", "lora"), ("llama", "dora"), ("llama", "rslora"), ("llama", "some"), ("tied", "dora"), ("gpt2", "dora")],
+    ("config", "kind", "method"),
+    [
+        ("llama", "lora", Method.LORA),
+        ("llama", "lora", Method.QLORA),
+        ("llama", "rslora", Method.LORA),
+        ("llama", "some", Method.QLORA),
+        ("tied", "dora", Method.LORA),
+        ("gpt2", "dora", Method.LORA),
+        ("gpt2", "dora", Method.QLORA),
+    ],
 )
 def test_merged_weights_give_the_logits_of_the_adapters_on_the_base_they_were_trained_on(
     config, kind, method, bases, tmp_path
@@ -97,8 +107,7 @@ def test_merged_weights_give_the_logits_of_the_adapters_on_the_base_they_were_tr
     plan = run_of(bases(config), method, lora=ADAPTERS[kind], config=CONFIGS[config])
     run_dir = save_run(tmp_path / "run", plan)
     done = export_run(run_dir, tmp_path / "out", MERGE)
-    model = trained_model(run_dir, plan)
-    expected = logits_of(model, IDS)
+    expected = trained_logits(run_dir, plan)
     assert relative_difference(expected, plain_logits(tmp_path / "out")) < SAME
     assert relative_difference(expected, plain_logits(bases(config))) > 1e-3, "the adapters do something"
     assert len(done.checks) == 2 and done.notes == ()
@@ -108,8 +117,10 @@ def test_merged_weights_give_the_logits_of_the_adapters_on_the_base_they_were_tr
     assert "quantization_config" not in config_text and str(tmp_path) not in config_text
 
 
-@pytest.mark.parametrize("method", [Method.LORA, Method.QLORA])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "method"),
+    [(torch.bfloat16, Method.LORA), (torch.bfloat16, Method.QLORA), (torch.float16, Method.LORA)],
+)
 def test_what_is_merged_is_written_in_the_type_of_the_base(dtype, method, bases, tmp_path):
     precision = {torch.bfloat16: Precision.BF16_MIXED, torch.float16: Precision.FP16_MIXED}[dtype]
     plan = run_of(bases("llama", dtype), method, precision=precision)
@@ -118,7 +129,7 @@ def test_what_is_merged_is_written_in_the_type_of_the_base(dtype, method, bases,
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
-    measured = relative_difference(logits_of(trained_model(run_dir, plan), IDS), logits_of(loaded, IDS))
+    measured = relative_difference(trained_logits(run_dir, plan), logits_of(loaded, IDS))
     assert SAME < measured < ROUNDED[dtype], "rounded, and no more than that"
 
 
@@ -139,10 +150,12 @@ def test_qlora_is_merged_into_the_4_bit_weights_that_it_was_trained_beside(kind,
     plan = run_of(bases("llama", torch.bfloat16), Method.QLORA, precision=Precision.BF16_MIXED, lora=lora)
     run_dir = save_run(tmp_path / "run", plan)
     export_run(run_dir, tmp_path / "out", MERGE._replace(dtype=torch.float32))
-    expected = logits_of(trained_model(run_dir, plan), IDS)
+    expected = trained_logits(run_dir, plan)
     assert relative_difference(expected, plain_logits(tmp_path / "out")) < SAME
     export_run(run_dir, tmp_path / "adapters", Wish())
     original = AutoModelForCausalLM.from_pretrained(bases("llama", torch.bfloat16), dtype=torch.float32)
+    from peft import PeftModel
+
     elsewhere = PeftModel.from_pretrained(original, tmp_path / "adapters").merge_and_unload()
     assert relative_difference(expected, logits_of(elsewhere, IDS)) > 1e-2
 
@@ -158,10 +171,10 @@ def test_adapters_of_a_base_that_was_made_up_are_merged_into_it_and_not_compared
     plan = run_of(None, Method.LORA)
     run_dir = save_run(tmp_path / "run", plan)
     export_run(run_dir, tmp_path / "out", MERGE)
-    expected = logits_of(trained_model(run_dir, plan), IDS)
+    expected = trained_logits(run_dir, plan)
     assert relative_difference(expected, plain_logits(tmp_path / "out")) < SAME
     done = export_run(run_dir, tmp_path / "adapters", Wish())
-    assert done.checks == () and "not compared" in done.notes[0] and "--merge" in done.notes[0]
+    assert done.checks == () and "--merge" in done.notes[0]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(None, SAME), (torch.bfloat16, ROUNDED[torch.bfloat16])])
@@ -169,7 +182,7 @@ def test_a_whole_model_is_written_as_it_was_trained_or_rounded(dtype, tolerance,
     plan = run_of(bases("tied"), Method.FULL, precision=Precision.BF16_MIXED, config=CONFIGS["tied"])
     run_dir = save_run(tmp_path / "run", plan)
     done = export_run(run_dir, tmp_path / "out", Wish(dtype=dtype))
-    measured = relative_difference(logits_of(trained_model(run_dir, plan), IDS), plain_logits(tmp_path / "out"))
+    measured = relative_difference(trained_logits(run_dir, plan), plain_logits(tmp_path / "out"))
     assert measured < tolerance
     assert len(done.checks) == (1 if dtype is None else 2)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -183,33 +196,31 @@ def test_which_checkpoint_is_exported_can_be_said_and_a_better_one_is_named(base
         export_run(run_dir, tmp_path / each, Wish(checkpoint=each)) for each in ("last", "best", "step-4")
     )
     assert [each.checkpoint.step for each in (last, best, named)] == [6, 2, 4]
-    assert last.notes == ("step 2 scored better on the held-out rows (1.0000, the last 1.5000): --checkpoint best",)
+    (note,) = last.notes
+    assert all(fact in note for fact in ("step 2", "1.0000", "1.5000", "--checkpoint best"))
     eager = replace(plan, job=replace(plan.job, eval=replace(plan.job.eval, early_stop=2)))
     codec.write(run_dir / "attempts" / "1" / "plan.json", eager)
     assert export_run(run_dir, tmp_path / "early", Wish()).checkpoint.step == 2, "as a run that stops early does"
-    assert "exported at step 2" in (tmp_path / "best" / "README.md").read_text()
-    for wanted, words in (
-        ("step-5", "no checkpoint of step 5; it has step-2, step-4, step-6"),
-        ("newest", "is none of last, best and step-N"),
-    ):
-        with pytest.raises(InputError, match=words):
+    assert "step 2" in (tmp_path / "best" / "README.md").read_text()
+    for wanted, fact in (("step-5", "step 5.* step-2, step-4, step-6"), ("newest", "newest: .*last, best and step-N")):
+        with pytest.raises(InputError, match=fact):
             export_run(run_dir, tmp_path / "none", Wish(checkpoint=wanted))
 
 
 @pytest.mark.parametrize(
-    ("method", "wish", "words"),
+    ("method", "wish", "fact"),
     [
-        (Method.FULL, MERGE, "no adapters to merge"),
-        (Method.LORA, Wish(format="onnx"), "add --merge"),
-        (Method.LORA, Wish(dtype=torch.bfloat16), "in the type they were trained in"),
-        (Method.FULL, Wish(format="onnx", dtype=torch.bfloat16), "no bf16 kernels"),
+        (Method.FULL, MERGE, "--merge: full"),
+        (Method.LORA, Wish(format="onnx"), r"--format onnx.*--merge"),
+        (Method.LORA, Wish(dtype=torch.bfloat16), r"--dtype: .*--merge"),
+        (Method.FULL, Wish(format="onnx", dtype=torch.bfloat16), "--format onnx: .*bf16"),
     ],
 )
-def test_a_wish_that_does_not_go_with_the_run_is_refused_before_anything_is_built(method, wish, words, tmp_path):
+def test_a_wish_that_does_not_go_with_the_run_is_refused_before_anything_is_built(method, wish, fact, tmp_path):
     run_dir = tmp_path / "run"
     (run_dir / "attempts").mkdir(parents=True)
     codec.write(run_dir / "plan.json", run_of(None, method))
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=fact):
         export_run(run_dir, tmp_path / "out", wish)
 
 
@@ -218,7 +229,7 @@ def test_adapters_whose_base_is_gone_are_exported_only_unchecked(bases, tmp_path
     run_dir = save_run(tmp_path / "run", plan)
     (run_dir / "attempts" / "2").mkdir()
     codec.write(run_dir / "attempts" / "2" / "plan.json", replace(plan, model_path=str(tmp_path / "gone")))
-    with pytest.raises(InputError, match=r"is not there any more; put it back, or export .* with --no-check"):
+    with pytest.raises(InputError, match=r"/gone: (?s:.*)--no-check"):
         export_run(run_dir, tmp_path / "out", Wish())
     export_run(run_dir, tmp_path / "out", Wish(checks=False))
     assert "## Checks" not in (tmp_path / "out" / "README.md").read_text()
@@ -234,13 +245,13 @@ def test_a_folder_of_other_weights_gives_other_logits(method, bases, tmp_path):
     tensors = load_file(path)
     name = next(name for name in tensors if "up_proj" in name)
     save_file({**tensors, name: tensors[name] + 1e-3}, path, metadata={"format": "pt"})
-    expected = logits_of(trained_model(run_dir, plan), IDS)
+    expected = trained_logits(run_dir, plan)
     found = (
         reloaded_logits(tmp_path / "out", IDS)
         if method is Method.FULL
         else reloaded_adapter_logits(tmp_path / "out", bases("llama"), IDS, dtype=torch.float32, is_quantised=False)
     )
-    with pytest.raises(EnvironmentFaultError, match=r"logits differ by .* 1e-05 is allowed; nothing was exported"):
+    with pytest.raises(EnvironmentFaultError, match=r"^out: .* 1e-05\b"):
         check_logits(expected, found, tolerance=SAME, what="out")
 
 
@@ -253,7 +264,7 @@ def test_a_folder_that_fails_its_check_gets_no_name_and_leaves_nothing(tmp_path)
 
 def test_logits_that_are_no_numbers_are_a_difference():
     good = torch.ones(1, 2, 3)
-    with pytest.raises(EnvironmentFaultError, match="logits differ by nan"):
+    with pytest.raises(EnvironmentFaultError, match=r"^out: .*\bnan\b"):
         check_logits(good, good * float("nan"), tolerance=SAME, what="out")
     assert relative_difference(good, good[:, :1]) == float("inf")
 
@@ -295,4 +306,4 @@ def test_a_base_of_16_bit_experts_is_compared_in_fp32_as_well(tmp_path):
     plan = run_of(base, Method.LORA, precision=Precision.BF16_MIXED, config=EXPERTS)
     run_dir = save_run(tmp_path / "run", plan)
     done = export_run(run_dir, tmp_path / "merged", MERGE._replace(dtype=torch.float32))
-    assert "(1e-05 allowed)" in done.checks[0]
+    assert "1e-05" in done.checks[0]

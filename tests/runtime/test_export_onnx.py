@@ -1,9 +1,9 @@
 """ONNX graphs: run by onnxruntime at other shapes than they were traced with, they give the model's logits."""
 
 import importlib.util
+from pathlib import Path
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from engine_plan_factory import TINY_LLAMA
@@ -20,10 +20,19 @@ MIXTRAL = {**TINY_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_e
 ONNX = Wish(format="onnx")
 
 
+def onnx_session(path: Path):
+    import onnxruntime  # not where these tests are collected: it takes a while
+
+    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+
 @pytest.mark.parametrize(
     ("config", "method", "merge"),
-    [(TINY_LLAMA, Method.QLORA, True), (TINY_GPT2, Method.FULL, False), (MIXTRAL, Method.FULL, False)],
-    ids=["llama merged", "gpt2", "mixtral"],
+    [
+        pytest.param(TINY_LLAMA, Method.QLORA, True, id="llama merged"),
+        pytest.param(MIXTRAL, Method.FULL, False, id="mixtral"),
+        pytest.param(TINY_GPT2, Method.FULL, False, id="gpt2", marks=pytest.mark.long),
+    ],
 )
 def test_a_graph_gives_the_logits_of_the_model(config, method, merge, tmp_path):
     plan = run_of(write_base(tmp_path / "base", config), method, lora=LORA, config=config)
@@ -34,8 +43,8 @@ def test_a_graph_gives_the_logits_of_the_model(config, method, merge, tmp_path):
     names = {path.name for path in (tmp_path / "graph").iterdir()}
     assert names >= {"model.onnx", "config.json", "generation_config.json", "README.md"}
     assert not any(name.endswith(".safetensors") for name in names)
-    assert "run by onnxruntime: logits within" in done.checks[-1]
-    session = onnxruntime.InferenceSession(tmp_path / "graph" / "model.onnx", providers=["CPUExecutionProvider"])
+    assert "onnxruntime" in done.checks[-1]
+    session = onnx_session(tmp_path / "graph" / "model.onnx")
     assert [(each.name, each.shape, each.type) for each in session.get_inputs()] == [
         ("input_ids", ["batch", "sequence"], "tensor(int64)"),
         ("attention_mask", ["batch", "sequence"], "tensor(int64)"),
@@ -56,15 +65,14 @@ def test_a_graph_in_fp16_is_within_the_rounding_of_its_type(tmp_path):
     plan = run_of(write_base(tmp_path / "base"), Method.FULL)
     run_dir = save_run(tmp_path / "run", plan)
     done = export_run(run_dir, tmp_path / "graph", ONNX._replace(dtype=torch.float16))
-    assert [check.partition(":")[0] for check in done.checks] == [
-        "rounding", "loaded again by transformers", "run by onnxruntime",
-    ]  # fmt: skip
-    session = onnxruntime.InferenceSession(tmp_path / "graph" / "model.onnx", providers=["CPUExecutionProvider"])
+    for name, check in zip(("rounding", "transformers", "onnxruntime"), done.checks, strict=True):
+        assert name in check
+    session = onnx_session(tmp_path / "graph" / "model.onnx")
     assert session.get_outputs()[0].type == "tensor(float16)"
 
 
 def test_a_missing_package_is_named_with_the_line_that_installs_it(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else found(name))
-    with pytest.raises(EnvironmentFaultError, match=r"onnxscript is not installed; pip install 'shardwise\[onnx\]'"):
+    with pytest.raises(EnvironmentFaultError, match=r"onnxscript .*pip install 'shardwise\[onnx\]'"):
         check_onnx_installed()

@@ -39,9 +39,7 @@ def test_dataclasses_and_the_files_own_name_work_inside(tmp_path):
 
 def test_the_files_folder_does_not_become_a_place_to_import_from(tmp_path):
     (tmp_path / "neighbour_of_mine.py").write_text("x = 1\n")
-    with pytest.raises(
-        InputError, match=r"cannot be imported: ModuleNotFoundError: .*neighbour_of_mine.* \(mine\.py, line 1\)"
-    ):
+    with pytest.raises(InputError, match=r"ModuleNotFoundError: .*neighbour_of_mine.*mine\.py, line 1"):
         load_hooks(extension_of(tmp_path, "import neighbour_of_mine\n", Hook.LOSS))
     assert str(tmp_path) not in sys.path
 
@@ -50,20 +48,19 @@ def test_what_a_hook_raises_is_told_with_its_line(tmp_path):
     text = "def inner(row):\n    return row['missing']\ndef format_row(row):\n    return inner(row)\n"
     hooks = load_hooks(extension_of(tmp_path, text, Hook.FORMAT_ROW))
     assert hooks is not None
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match=r"format_row .*KeyError: 'missing'.*mine\.py, line 2"):
         hooks.call(Hook.FORMAT_ROW, {})
-    assert str(caught.value) == "extensions: format_row raised KeyError: 'missing' (mine.py, line 2)"
 
 
 def test_a_file_that_changed_since_the_plan_is_not_run(tmp_path):
     extension = extension_of(tmp_path, "def on_step(step, metrics): pass\n", Hook.ON_STEP)
     Path(extension.path).write_text("raise SystemExit\n")
-    with pytest.raises(InputError, match="changed since the plan was made"):
+    with pytest.raises(InputError, match=r"mine\.py.* changed"):
         load_hooks(extension)
 
 
 def test_a_file_that_is_gone_is_named(tmp_path):
     extension = extension_of(tmp_path, "def on_step(step, metrics): pass\n", Hook.ON_STEP)
     Path(extension.path).unlink()
-    with pytest.raises(InputError, match=r"mine\.py cannot be read: No such file"):
+    with pytest.raises(InputError, match=r"mine\.py.*No such file"):
         load_hooks(extension)

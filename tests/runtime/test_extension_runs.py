@@ -2,18 +2,15 @@
 
 import json
 import math
-from collections.abc import Iterator
-from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
-from accelerate.state import AcceleratorState, GradientState
+from attempt_runs import metrics_of, run_attempt
 from msgspec.structs import replace
-from rank_factory import rank_plan, write_attempt, write_packed_rows, write_rows
+from rank_factory import rank_plan, write_packed_rows, write_rows
 
-from trainer.runtime.loop import train
-from trainer.runtime.report_writer import ReportWriter, run_paths
 from trainer.runtime.state import RunState
 from trainer.spec.errors import InputError
 from trainer.spec.extension import Extension, Hook
@@ -31,25 +28,16 @@ def loss(logits, labels):
 """
 
 
-@pytest.fixture(autouse=True)
-def no_accelerate_state() -> Iterator[None]:
-    """Accelerate's state is global."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
-def run(folder: Path, plan: Plan, body: str | None, *hooks: Hook) -> tuple[RunState, list[dict[str, float]]]:
+def run(folder: Path, plan: Plan, body: str | None, *hooks: Hook) -> tuple[RunState, list[dict[str, Any]]]:
     """The state after three steps, and the lines of metrics.jsonl."""
     if body is not None:
         path = folder / "mine.py"
         path.write_text(body)
         extension = Extension(path=str(path), sha256=sha256(body.encode()).hexdigest(), hooks=hooks)
         plan = replace(plan, extension=extension)
-    paths = run_paths(write_attempt(folder / "run", plan), started_at=datetime.now(UTC))
-    state = RunState()
-    assert train(plan, paths, ReportWriter(paths, rank=0), state, lambda: False) is Ending.FINISHED
-    return state, [json.loads(line) for line in (paths.run_dir / "metrics.jsonl").read_text().splitlines()]
+    ending, state = run_attempt(folder / "run", plan)
+    assert ending is Ending.FINISHED
+    return state, metrics_of(folder / "run")
 
 
 def plan_of(cache_dir: Path) -> Plan:
@@ -78,7 +66,7 @@ def test_another_loss_is_what_is_learned(tmp_path):
 @pytest.mark.parametrize("answer", ["logits.sum().detach()", "logits.sum(0)", "1.0"])
 def test_a_loss_that_is_no_number_with_a_gradient_is_refused(tmp_path, answer):
     plan = plan_of(write_rows(tmp_path / "rows"))
-    with pytest.raises(InputError, match="loss must return one number with a gradient"):
+    with pytest.raises(InputError, match=r"extensions?: loss\b.*gradient"):
         run(tmp_path, plan, f"def loss(logits, labels):\n    return {answer}\n", Hook.LOSS)
 
 
@@ -95,7 +83,7 @@ def test_a_model_of_ones_own_is_the_one_that_is_trained(tmp_path):
 
 def test_a_model_that_is_none_is_refused(tmp_path):
     plan = plan_of(write_rows(tmp_path / "rows"))
-    with pytest.raises(InputError, match="build_model returned dict; expected a causal language model"):
+    with pytest.raises(InputError, match=r"build_model .*dict"):
         run(tmp_path, plan, "def build_model(config, dtype):\n    return {}\n", Hook.BUILD_MODEL)
 
 
@@ -115,6 +103,5 @@ def test_what_on_step_raises_is_an_incident_and_not_the_end(tmp_path):
     body = "def on_step(step, metrics):\n    assert step < 2, 'enough'\n"
     state, lines = run(tmp_path, plan_of(write_rows(tmp_path / "rows")), body, Hook.ON_STEP)
     assert len(lines) == 3
-    assert state.incidents == [
-        "extensions: on_step raised AssertionError: enough (mine.py, line 2); it was not called again"
-    ]
+    (incident,) = state.incidents
+    assert all(fact in incident for fact in ("on_step", "AssertionError: enough", "mine.py, line 2"))

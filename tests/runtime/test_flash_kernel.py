@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from architecture_factory import TINY
 from hub_kernel_factory import COMMIT, KERNEL, REPOSITORY, hub_environment, put_kernel
 from rank_factory import rank_plan, write_attempt, write_packed_rows
@@ -67,47 +68,35 @@ def test_the_name_is_the_pinned_kernels_for_flash_alone():
 
 @pytest.mark.skipif(is_kernels_available(), reason="kernels is installed")
 def test_without_the_package_the_versions_that_would_do_are_said():
-    words = (
-        rf"{KERNEL} needs kernels from {KERNELS_MIN_VERSION} to below .*, and \S+ is installed here;\n"
-        r"run pip install 'transformers\[kernels\]' on every machine of the run, or give pin\.attention=sdpa$"
-    )
-    with pytest.raises(EnvironmentFaultError, match=words):
+    facts = rf"{KERNEL} .*{KERNELS_MIN_VERSION}(?s:.*)pip install 'transformers\[kernels\]'.*pin\.attention=sdpa"
+    with pytest.raises(EnvironmentFaultError, match=facts):
         load_flash_kernel(KERNEL)
-    with pytest.raises(EnvironmentFaultError, match=words):
+    with pytest.raises(EnvironmentFaultError, match=facts):
         check_attention(Attention.FLASH, read_model_shape(TINY["llama"]), KERNEL)
 
 
 def test_what_is_in_the_cache_is_loaded_and_what_cannot_run_is_refused_with_the_next_step(cache):
     found, missing, foreign, chained = loaded(cache, COMMIT, MISSING, FOREIGN, OPEN)
     assert found == [KERNEL, "torch-cpu"]
-    assert missing == (
-        f"attention: {REPOSITORY}@{MISSING} cannot be loaded: Cannot find a local snapshot for {REPOSITORY};\n"
-        f"where there is a network, run: HF_HUB_OFFLINE=0 python -m trainer.runtime.flash_kernel {REPOSITORY}@{MISSING}"
-        "\nwith the same HF_HOME, or give pin.attention=sdpa"
-    )
-    assert foreign.startswith(
-        f"attention: {REPOSITORY}@{FOREIGN} cannot be loaded: Cannot find a build variant for this system in "
-        f"{REPOSITORY};\nname a commit with a build for torch "
-    )
+    assert f"{REPOSITORY}@{MISSING}" in missing and "HF_HOME" in missing
+    assert f"HF_HUB_OFFLINE=0 python -m trainer.runtime.flash_kernel {REPOSITORY}@{MISSING}\n" in missing
+    assert f"{REPOSITORY}@{FOREIGN}" in foreign and f"a build for torch {torch.__version__}" in foreign
     if not is_kernels_available():  # the package itself would go and look for the other one
-        assert "runs other kernels of the hub, whose commits it leaves open" in chained
+        assert f"{REPOSITORY}@{OPEN}" in chained and "some/kernel" in chained
 
 
 def test_a_folder_in_the_place_of_the_kernel_is_not_taken_for_it(cache, tmp_path):
     put = put_kernel(tmp_path, OTHER)
-    (words,) = loaded(cache, COMMIT, LOCAL_KERNELS=f"{REPOSITORY}={put}")
-    assert (
-        words
-        == f"attention: the plan says {KERNEL}, and {put / 'build' / 'torch-cpu'} was loaded;\nunset LOCAL_KERNELS"
-    )
+    (answer,) = loaded(cache, COMMIT, LOCAL_KERNELS=f"{REPOSITORY}={put}")
+    assert all(fact in answer for fact in (KERNEL, f"{put / 'build' / 'torch-cpu'}", "unset LOCAL_KERNELS"))
 
 
 @pytest.mark.skipif(is_kernels_available(), reason="kernels is installed")
 def test_the_process_that_fetches_ends_with_the_code_of_its_error(capsys):
     assert main([KERNEL]) == ExitCode.ENVIRONMENT
-    assert capsys.readouterr().err.startswith(f"attention: {KERNEL} needs kernels from ")
+    assert KERNEL in capsys.readouterr().err
     assert main([]) == ExitCode.INPUT
-    assert capsys.readouterr().err == "usage: python -m trainer.runtime.flash_kernel OWNER/flash-attn2@COMMIT\n"
+    assert "OWNER/flash-attn2@COMMIT" in capsys.readouterr().err
 
 
 def plan_with(cache_dir: Path, attention: Attention, flash_kernel: str | None = None) -> Plan:

@@ -1,13 +1,13 @@
 """fp16 by autocast and a loss scaler, the same way on a CPU and on a GPU: what is scaled, skipped and told."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
+from attempt_runs import reset_accelerate
 from rank_factory import SEED, rank_plan, write_rows
 
 from trainer.runtime.accelerator import build_accelerator
@@ -38,19 +38,16 @@ def cache_dir(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def no_accelerate_state():
-    """Accelerate's state is global."""
+def no_accelerate_state() -> Iterator[None]:
     yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    reset_accelerate()
 
 
 class Training:
     """A prepared model of one process and its steps."""
 
     def __init__(self, plan: Plan, *, weight_decay: float = 0.1) -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        reset_accelerate()
         self.plan, chosen = plan, plan.chosen
         self.accelerator = build_accelerator(plan, ds_config=None)
         model = build_model(plan)
@@ -80,12 +77,12 @@ class Training:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
 
 
-def fp16_plan(cache_dir: Path, **engine) -> Plan:
-    return rank_plan(cache_dir, precision=Precision.FP16_MIXED, **{"micro_batch": 4, "accumulation": 2, **engine})
-
-
 def fp32_plan(cache_dir: Path, **engine) -> Plan:
     return rank_plan(cache_dir, **{"micro_batch": 4, "accumulation": 2, **engine})
+
+
+def fp16_plan(cache_dir: Path, **engine) -> Plan:
+    return fp32_plan(cache_dir, precision=Precision.FP16_MIXED, **engine)
 
 
 def on_embedding_grads(model: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -239,7 +236,7 @@ def test_gradients_that_overflow_unscaled_end_the_run(cache_dir):
     training.scaler = AmpScaler("cpu", init_scale=4.0)
     on_embedding_grads(training.model, lambda grad: grad * math.nan)
     assert training.run_one().was_skipped
-    with pytest.raises(EnvironmentFaultError, match=r"overflow at loss scale 1, after 2 skipped steps; take a lower"):
+    with pytest.raises(EnvironmentFaultError, match=r"loss scale 1, after 2 skipped steps"):
         training.run_one()
 
 
@@ -277,5 +274,5 @@ def test_the_score_is_taken_in_fp16_too(cache_dir):
 @pytest.mark.parametrize("change", [{"optimizer_in_backward": True}, {"optimizer": Optimizer.LOMO}])
 def test_an_update_inside_the_backward_pass_cannot_wait_for_the_verdict(cache_dir, change):
     plan = fp16_plan(cache_dir, **change)
-    with pytest.raises(InputError, match="updates weights once no gradient has overflowed"):
+    with pytest.raises(InputError, match=rf"fp16-mixed.*\b{plan.chosen.strategy.optimizer}\b"):
         install_precision(build_model(fp16_plan(cache_dir)), plan.chosen, DeviceKind.CPU)

@@ -1,7 +1,5 @@
 """Whether FP8 pays is timed on the model's own matrix shapes, and on a GPU only."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -54,34 +52,33 @@ def test_the_gain_counts_each_shape_as_often_as_the_model_has_it():
     assert nothing.speedup is None and not nothing.pays
 
 
-def test_without_a_gpu_the_answer_says_so(tmp_path):
+def test_without_a_gpu_the_answer_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path, answered = tmp_path / "request.json", tmp_path / "answer.json"
     codec.write(path, Fp8GainRequest(model_config=TINY_LLAMA, tokens=4096))
-    subprocess.run(
-        [sys.executable, "-m", "trainer.runtime.fp8_gain", str(path), str(answered)], timeout=120, check=True,
-        cwd=Path(__file__).parents[2], env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
-    assert codec.read(answered, Fp8Gain) == Fp8Gain(
-        recipe=Fp8Recipe.CURRENT, tokens=4096, problem="there is no CUDA device"
-    )
+    assert main([str(path), str(answered)]) == 0
+    answer = codec.read(answered, Fp8Gain)
+    assert (answer.recipe, answer.tokens, answer.shapes) == (Fp8Recipe.CURRENT, 4096, ())
+    assert answer.problem is not None and "CUDA" in answer.problem
 
 
 def test_the_report_of_a_run_in_fp8_has_what_was_timed_before_it():
     gain = fp8_gain_of(1.31)
     run = replace(engine_plan(Sharding.NONE, precision=Precision.FP8), fp8_gain=gain)
-    assert timed_facts(run) == {"fp8 gain": "measured 1.31x of bf16 on this model's matrix shapes"}
+    assert "1.31x" in timed_facts(run)["fp8 gain"]
     assert timed_facts(replace(run, fp8_gain=None)) == {}
     assert timed_facts(replace(engine_plan(Sharding.NONE, precision=Precision.BF16_MIXED), fp8_gain=gain)) == {}
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
-    [(None, "cannot be read"), ("{}", "missing required field"), ("{", "is not a shardwise fp8gainrequest")],
+    ("content", "fact"),
+    [(None, "No such file"), ("{}", "model_config"), ("{", "fp8gainrequest")],
 )
-def test_a_request_that_cannot_be_read_is_told_in_a_line(tmp_path, capsys, content, words):
+def test_a_request_that_cannot_be_read_is_told_in_a_line(tmp_path, capsys, content, fact):
     path = tmp_path / "request.json"
     if content is not None:
         path.write_text(content)
     assert main([str(path), str(tmp_path / "answer.json")]) == 2
-    assert words in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "request.json" in error and fact in error
     assert main([str(path)]) == 2

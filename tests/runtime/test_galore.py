@@ -2,12 +2,12 @@
 
 import copy
 import inspect
+import re
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from galore_torch.galore_projector import GaLoreProjector
 from msgspec.structs import replace
 from optimizer_factory import random_gradients, tiny_llama, train_steps
 from torch import nn
@@ -57,6 +57,8 @@ def test_class_and_groups_are_those_that_are_expected(inner):
 
 def test_w36_galores_projector_is_a_view_of_all_singular_vectors():
     """Canary: once it fails, `_keep_projectors_only` can go."""
+    from galore_torch.galore_projector import GaLoreProjector
+
     decompose = inspect.unwrap(GaLoreProjector.get_orthogonal_matrix)
     matrix = decompose(GaLoreProjector(8), torch.randn(64, 32), 8, "right")
     assert matrix.shape == (8, 32)
@@ -90,10 +92,9 @@ def test_moments_are_of_rank_by_the_longer_side_and_projectors_of_rank_by_the_sm
         side = projector if is_tall else projector.T
         assert torch.allclose(side @ side.T, torch.eye(8), atol=1e-5)
     facts = optimizer_facts(built)
-    assert facts["optimizer"] == "AdamW of galore_torch"
-    assert facts["projectors"] == (
-        "32 x 8 float32 of 4 matrices, 64 x 8 float32 of 2 matrices, 8 x 64 float32 of 8 matrices"
-    )
+    assert "galore_torch" in facts["optimizer"]
+    shapes = re.findall(r"(\d+ x \d+) float32 of (\d+)", facts["projectors"])
+    assert shapes == [("32 x 8", "4"), ("64 x 8", "2"), ("8 x 64", "8")]
 
 
 def test_the_state_is_a_fraction_of_adamws():
@@ -169,7 +170,7 @@ def test_layerwise_runs_inside_the_backward_pass_with_the_same_result(inner):
     plain, _ = after_steps(inner)
     layerwise, built = after_steps(inner, layerwise=True)
     assert updates_in_backward(built)
-    assert optimizer_facts(built)["updates"].startswith("inside the backward pass, by hooks on 21 parameters")
+    assert "hooks on 21 parameters" in optimizer_facts(built)["updates"]
     assert all(parameter.grad is None for parameter in layerwise.parameters())
     for name, parameter in layerwise.named_parameters():
         assert torch.equal(parameter, plain.get_parameter(name)), name
@@ -203,7 +204,7 @@ def test_adafactor_inside_takes_the_rate_as_it_is():
 
 def test_the_8_bit_optimizer_inside_needs_a_gpu_and_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError, match=r"adamw_8bit waits for a CUDA device .* use adamw or adafactor"):
+    with pytest.raises(InputError, match=r"adamw_8bit .*CUDA.*adamw or adafactor"):
         build_optimizer(Optimizer.ADAMW_8BIT, tiny_llama(), lr=1e-2, weight_decay=0.1, galore=GALORE)
 
 
@@ -216,23 +217,23 @@ def test_the_8_bit_optimizer_inside_is_built_without_the_arguments_that_moved(mo
 
 @pytest.mark.parametrize("inner", [Optimizer.LION, Optimizer.SGD, Optimizer.ADAMW_FUSED])
 def test_what_galore_torch_has_no_class_for_is_refused(inner):
-    with pytest.raises(InputError, match=rf"inside GaLore runs adamw, adamw_8bit, adafactor, not {inner}"):
+    with pytest.raises(InputError, match=rf"adamw, adamw_8bit, adafactor, .*\b{inner}$"):
         build_optimizer(inner, tiny_llama(), lr=1e-2, weight_decay=0.1, galore=GALORE)
 
 
 def test_a_projection_that_does_not_exist_is_refused():
-    with pytest.raises(InputError, match=r"projection: diagonal is not one of galore-torch's: std, reverse_std"):
+    with pytest.raises(InputError, match=r"train\.galore\.projection: diagonal\b.*: std, reverse_std"):
         after_steps(projection="diagonal")
 
 
 def test_a_rank_that_reverse_std_cannot_project_back_is_refused():
-    with pytest.raises(InputError, match=r"rank: 32 must be below 32, the smaller side"):
+    with pytest.raises(InputError, match=r"rank: 32 .* 32, .*reverse_std"):
         after_steps(projection="reverse_std", rank=32)
     after_steps(projection="reverse_std", rank=31)
 
 
 def test_a_model_without_matrices_is_refused():
-    with pytest.raises(InputError, match="finds no matrix"):
+    with pytest.raises(InputError, match=r"train\.method: galore"):
         build_optimizer(Optimizer.ADAMW, nn.LayerNorm(4), lr=1e-2, weight_decay=0.1, galore=GALORE)
 
 

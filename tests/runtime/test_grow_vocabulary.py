@@ -24,9 +24,10 @@ def write_llama(folder, *, is_tied, shard_size="5GB", dtype=torch.float32):
     return model
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-@pytest.mark.parametrize("shard_size", ["5GB", "20KB"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("is_tied", "shard_size", "dtype"),
+    [(True, "5GB", torch.float32), (True, "20KB", torch.bfloat16), (False, "20KB", torch.float32)],
+)
 def test_old_rows_stay_to_the_bit_and_so_what_the_model_says_of_known_tokens(tmp_path, is_tied, shard_size, dtype):
     model = write_llama(tmp_path / "model", is_tied=is_tied, shard_size=shard_size, dtype=dtype)
     grow_vocabulary(tmp_path / "model", 64, tmp_path / "grown")
@@ -56,8 +57,8 @@ def test_a_folder_without_an_embedding_of_that_size_is_refused_and_leaves_nothin
     write_llama(tmp_path / "model", is_tied=True)
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"vocab_size": 47}))
-    with pytest.raises(InputError, match="no embedding of 47 rows was found"):
+    with pytest.raises(InputError, match="47 rows"):
         grow_vocabulary(tmp_path / "model", 64, tmp_path / "grown")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert main([str(tmp_path / "model"), "64", str(tmp_path / "grown")]) == 2
-    assert "no embedding of 47 rows" in capsys.readouterr().err
+    assert "47 rows" in capsys.readouterr().err

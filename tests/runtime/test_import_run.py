@@ -9,15 +9,15 @@ import pytest
 import torch
 from engine_plan_factory import TINY_LLAMA
 from export_factory import write_base
-from import_factory import IDS, config_of, imported, logits, saved_by_torch, zero
+from import_factory import IDS, assert_refused, config_of, imported, logits, saved_by_torch, zero
 from prepare_request_factory import numbered_text
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 from trainer.runtime.export_check import logits_of
 from trainer.runtime.import_run import import_checkpoint
 from trainer.runtime.tokenizer import train_tokenizer, write_trained_tokenizer
-from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.import_request import ImportKind, ImportRequest, WeightType
 
 
@@ -38,7 +38,7 @@ def test_a_sharded_folder_keeps_its_files_and_index(base, tmp_path):
     done = imported(tmp_path / "in", tmp_path / "out")
     names = [sorted(path.name for path in (tmp_path / each).glob("model*")) for each in ("in", "out")]
     assert names[0] == names[1] and len(names[0]) > 2
-    assert done.source == "a Hugging Face model folder: model.safetensors.index.json"
+    assert done.source.endswith(": model.safetensors.index.json")
     assert torch.equal(logits(tmp_path / "out"), logits(base))
 
 
@@ -46,7 +46,7 @@ def test_a_sharded_folder_keeps_its_files_and_index(base, tmp_path):
 def test_pickled_weights_become_safetensors(nest, base, tmp_path):
     saved_by_torch(base, tmp_path / "in", lambda weights: weights if nest is None else {nest: weights, "epoch": 3})
     done = imported(tmp_path / "in", tmp_path / "out")
-    assert done.source == "a Hugging Face model folder: pytorch_model.bin"
+    assert done.source.endswith(": pytorch_model.bin")
     assert [path.name for path in sorted((tmp_path / "out").iterdir())] == ["config.json", "model.safetensors"]
     assert torch.equal(logits(tmp_path / "out"), logits(base))
 
@@ -78,20 +78,24 @@ def test_files_are_of_a_bounded_size_and_have_an_index(base, tmp_path, monkeypat
     assert torch.equal(logits(tmp_path / "out"), logits(base))
 
 
-@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod.", "base_model.model."])
-def test_names_of_wrappers_in_front_are_taken_off(wrapper, base, tmp_path):
-    saved_by_torch(base, tmp_path / "in", lambda weights: {f"{wrapper}{name}": each for name, each in weights.items()})
-    imported(tmp_path / "in", tmp_path / "out")
-    assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(base / "model.safetensors").keys()
-
-
-@pytest.mark.parametrize("wrapper", ["_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."])
-def test_names_of_wrappers_around_blocks_are_taken_off(wrapper, base, tmp_path):
+@pytest.mark.parametrize(
+    ("before", "wrapper"),
+    [
+        ("", "module."),
+        ("", "module._orig_mod."),
+        ("", "base_model.model."),
+        ("layers.0.", "_fsdp_wrapped_module."),
+        ("layers.0.", "_checkpoint_wrapped_module."),
+        ("layers.0.", "_orig_mod."),
+    ],
+)
+def test_names_of_wrappers_of_the_model_or_of_a_block_are_taken_off(before, wrapper, base, tmp_path):
     def wrapped(weights):
-        return {name.replace("layers.0.", f"layers.0.{wrapper}"): each for name, each in weights.items()}
+        return {name.replace(before, before + wrapper, 1): each for name, each in weights.items()}
 
     imported(saved_by_torch(base, tmp_path / "in", wrapped), tmp_path / "out")
-    assert torch.equal(logits(tmp_path / "out"), logits(base))
+    found, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", base))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def test_weights_are_rounded_to_the_type_that_was_asked_for(base, tmp_path):
@@ -115,7 +119,7 @@ def test_tied_weights_are_stored_once(tmp_path):
         return {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}
 
     done = imported(saved_by_torch(tied, tmp_path / "in", with_head), tmp_path / "out")
-    assert "tied weights, stored once: lm_head.weight" in done.notes
+    assert any("tied" in note and "lm_head.weight" in note for note in done.notes)
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(logits(tmp_path / "out"), logits(tied))
 
@@ -126,13 +130,18 @@ def test_tied_weights_that_differ_are_refused(tmp_path):
     def with_other_head(weights):
         return {**weights, "lm_head.weight": weights["model.embed_tokens.weight"] + 1}
 
-    with pytest.raises(InputError, match=r"lm_head.weight and model.embed_tokens.weight differ, and the config ties"):
-        imported(saved_by_torch(tied, tmp_path / "in", with_other_head), tmp_path / "out")
+    assert_refused(
+        saved_by_torch(tied, tmp_path / "in", with_other_head),
+        tmp_path / "out",
+        r"lm_head\.weight.*model\.embed_tokens\.weight.*ties",
+    )
 
 
 @pytest.fixture(scope="module")
 def trainer_folder(base, tmp_path_factory) -> Path:
     """checkpoint-2 of transformers' Trainer, with a tokenizer."""
+    from transformers import Trainer, TrainingArguments  # they load PEFT and datasets
+
     root = tmp_path_factory.mktemp("trainer")
     rows = [{"input_ids": IDS[0], "labels": IDS[0]}] * 4
     settings = TrainingArguments(
@@ -150,9 +159,8 @@ def trainer_folder(base, tmp_path_factory) -> Path:
 
 def test_a_checkpoint_of_transformers_trainer_is_its_model_and_its_tokenizer(trainer_folder, base, tmp_path):
     done = imported(trainer_folder, tmp_path / "out")
-    assert done.kind is ImportKind.TRAINER
-    assert done.source == "a checkpoint of transformers' Trainer: model.safetensors"
-    assert any("not read, as weights only are imported: optimizer.pt, rng_state.pth" in note for note in done.notes)
+    assert done.kind is ImportKind.TRAINER and done.source.endswith(": model.safetensors")
+    assert any("optimizer.pt, rng_state.pth" in note for note in done.notes)
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= written
     assert not {"optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "trainer_state.json"} & written
@@ -167,8 +175,8 @@ def test_a_trainers_folder_under_deepspeed_has_two_forms_of_the_weights(base, tm
     rounded = {name: each.bfloat16() for name, each in load_file(base / "model.safetensors").items()}
     save_file(rounded, folder / "model.safetensors")
     done = imported(folder, tmp_path / "out")
-    assert done.dtype == "BF16" and done.source == "a checkpoint of transformers' Trainer: model.safetensors"
-    assert "global_step2 is there as well and was not taken; --kind deepspeed takes its fp32 masters" in done.notes
+    assert done.dtype == "BF16" and done.source.endswith(": model.safetensors")
+    assert any("global_step2" in note and "--kind deepspeed" in note for note in done.notes)
     done = imported(folder, tmp_path / "masters", kind=ImportKind.DEEPSPEED)
     assert done.dtype == "F32" and torch.equal(logits(tmp_path / "masters"), logits(base))
     shutil.rmtree(folder / "global_step2")
@@ -176,15 +184,11 @@ def test_a_trainers_folder_under_deepspeed_has_two_forms_of_the_weights(base, tm
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (ImportKind.DEEPSPEED, "holds no weights of a DeepSpeed checkpoint; it looks like a Hugging Face model folder"),
-        (ImportKind.PEFT, "is no PEFT adapter: it lacks adapter_config.json"),
-    ],
+    ("kind", "fact"),
+    [(ImportKind.DEEPSPEED, "DeepSpeed.*Hugging Face"), (ImportKind.PEFT, r"PEFT.*adapter_config\.json")],
 )
-def test_a_kind_that_the_files_are_not_is_refused(kind, words, trainer_folder, tmp_path):
-    with pytest.raises(InputError, match=words):
-        imported(trainer_folder, tmp_path / "out", kind=kind)
+def test_a_kind_that_the_files_are_not_is_refused(kind, fact, trainer_folder, tmp_path):
+    assert_refused(trainer_folder, tmp_path / "out", fact, kind=kind)
     assert imported(trainer_folder, tmp_path / "out", kind=ImportKind.HUGGINGFACE).kind is ImportKind.HUGGINGFACE
 
 
@@ -203,62 +207,56 @@ def poison(tensor):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "fact"),
     [
-        (without("model.norm.weight"), "Llama.* that .*/config.json describes; .*\nmissing: model.norm.weight$"),
-        (changed("model.extra", torch.clone), "\nunexpected: model.extra$"),
+        (without("model.norm.weight"), r"Llama.*/config\.json(?s:.*)\nmissing: model\.norm\.weight$"),
+        (changed("model.extra", torch.clone), r"\nunexpected: model\.extra$"),
         (
             lambda weights: {f"x.{name}": each for name, each in weights.items()},
-            r"missing: lm_head.weight, model.embed_tokens.weight, model.layers.0.input_layernorm.weight and 18 more\n"
-            r"unexpected: x.lm_head.weight, .* and 18 more",
+            r"missing: lm_head\.weight, .* 18 more\nunexpected: x\.lm_head\.weight, .* 18 more",
         ),
-        (changed("lm_head.weight", lambda each: each[:-1]), r"its lm_head.weight has shape \(255, 64\), that of"),
-        (changed("model.norm.weight", poison), "model.norm.weight holds NaN or infinity; import an earlier checkpoint"),
-        (changed("model.norm.weight", torch.Tensor.to_sparse), "pickle that calls torch._utils._rebuild_sparse_tensor"),
-        (lambda weights: {**weights, "module.lm_head.weight": weights["lm_head.weight"]}, "holds lm_head.weight twice"),
-        (lambda weights: {**weights, "step": 3}, "'step' is no tensor"),
-        (lambda weights: [*weights.values()], "holds no weights by name, but a list"),
+        (changed("lm_head.weight", lambda each: each[:-1]), r"lm_head\.weight .*\(255, 64\)"),
+        (changed("model.norm.weight", poison), r"model\.norm\.weight .*NaN"),
+        (changed("model.norm.weight", torch.Tensor.to_sparse), r"torch\._utils\._rebuild_sparse_tensor"),
+        (lambda weights: {**weights, "module.lm_head.weight": weights["lm_head.weight"]}, r"lm_head\.weight twice"),
+        (lambda weights: {**weights, "step": 3}, "'step'"),
+        (lambda weights: [*weights.values()], r"\blist\b"),
     ],
-)  # fmt: skip
-def test_weights_that_are_not_the_models_are_refused_and_leave_nothing(change, words, base, tmp_path):
+)
+def test_weights_that_are_not_the_models_are_refused_and_leave_nothing(change, fact, base, tmp_path):
     saved_by_torch(base, tmp_path / "in", change)
-    with pytest.raises(InputError, match=words):
-        imported(tmp_path / "in", tmp_path / "out")
+    assert_refused(tmp_path / "in", tmp_path / "out", fact)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_numbers_too_large_for_the_type_are_refused(base, tmp_path):
     saved_by_torch(base, tmp_path / "in", changed("model.norm.weight", lambda each: each * 1e6))
-    with pytest.raises(InputError, match=r"model.norm.weight has numbers too large for torch.float16"):
-        imported(tmp_path / "in", tmp_path / "out", dtype=WeightType.FP16)
+    assert_refused(
+        tmp_path / "in", tmp_path / "out", r"model\.norm\.weight .*torch\.float16.*--dtype", dtype=WeightType.FP16
+    )
     imported(tmp_path / "in", tmp_path / "out", dtype=WeightType.BF16)
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "fact"),
     [
-        ({"vocab_size": 3}, "config.json: names no model_type"),
-        ({"model_type": "nothing"}, "config.json: is no causal language model that transformers can build"),
-        (
-            {"model_type": "llama", "num_hidden_layers": 10**9},
-            "layers 1000000000, and there are 21 tensors",
-        ),
-        ({"model_type": "bert"}, "is not of the BertLMHeadModel that "),
-        ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "are quantised already .gptq."),
+        ({"vocab_size": 3}, r"config\.json: .*model_type"),
+        ({"model_type": "nothing"}, r"config\.json: .*nothing"),
+        ({"model_type": "llama", "num_hidden_layers": 10**9}, r"layers 1000000000\b.* 21 tensors"),
+        ({"model_type": "bert"}, "BertLMHeadModel"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantised.*gptq"),
     ],
 )
-def test_a_config_of_another_model_is_refused(config, words, base, tmp_path):
+def test_a_config_of_another_model_is_refused(config, fact, base, tmp_path):
     saved_by_torch(base, tmp_path / "in")
     (tmp_path / "in" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=words):
-        imported(tmp_path / "in", tmp_path / "out")
+    assert_refused(tmp_path / "in", tmp_path / "out", fact)
 
 
 def test_a_checkpoint_without_a_config_names_the_option(base, tmp_path):
     saved_by_torch(base, tmp_path / "in")
     (tmp_path / "in" / "config.json").unlink()
-    with pytest.raises(InputError, match=r"holds no config.json; say which model it is of: --config FOLDER, a hub id"):
-        imported(tmp_path / "in", tmp_path / "out")
+    assert_refused(tmp_path / "in", tmp_path / "out", r"config\.json.*--config FOLDER")
     imported(tmp_path / "in", tmp_path / "out", config=config_of(base), config_origin="preset")
     assert torch.equal(logits(tmp_path / "out"), logits(base))
 
@@ -277,38 +275,33 @@ def test_checkpoints_of_shardwise_are_shown_the_way(tmp_path):
     folder.mkdir(parents=True)
     (folder / "MANIFEST.json").write_text("{}")
     (folder.parents[1] / "plan.json").write_text("{}")
-    with pytest.raises(InputError, match=r"shardwise export .*/runs/cats OUT --checkpoint step-30$"):
-        imported(folder, tmp_path / "out")
-    with pytest.raises(InputError, match=r"is a run of shardwise; .*\nshardwise export .*/runs/cats OUT$"):
-        imported(folder.parents[1], tmp_path / "out")
+    assert_refused(folder, tmp_path / "out", r"shardwise export .*/runs/cats OUT --checkpoint step-30$")
+    assert_refused(folder.parents[1], tmp_path / "out", r"\nshardwise export .*/runs/cats OUT$")
 
 
 def test_a_disk_that_is_too_small_is_seen_before_anything_is_written(base, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: _ntuple_diskusage(10**9, 10**9, 1000))
-    with pytest.raises(EnvironmentFaultError, match=r"out: needs 4.. KiB, and 1000 B are free there"):
+    with pytest.raises(EnvironmentFaultError, match=r"/out: .* 4\d\d KiB.* 1000 B\b"):
         imported(saved_by_torch(base, tmp_path / "in"), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_a_folder_that_cannot_be_made_is_said_so(base, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(EnvironmentFaultError, match=r"file/out: cannot be written: "):
+    with pytest.raises(EnvironmentFaultError, match=r"file/out: "):
         imported(base, tmp_path / "file" / "out")
 
 
 def test_a_folder_that_came_meanwhile_is_not_replaced(base, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "theirs").write_text("kept")
-    with pytest.raises(EnvironmentFaultError, match=r"out: cannot be written: Directory not empty"):
+    with pytest.raises(EnvironmentFaultError, match=r"/out: .*Directory not empty"):
         imported(base, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and (tmp_path / "out" / "theirs").exists()
 
 
 def test_a_base_for_what_is_no_adapter_is_refused(base, tmp_path):
-    with pytest.raises(
-        InputError, match=r"--base: .*/base is a Hugging Face model folder and no adapter; leave it out"
-    ):
-        imported(base, tmp_path / "out", base=str(base))
+    assert_refused(base, tmp_path / "out", r"--base: .*/base .*adapter", base=str(base))
 
 
 def test_progress_is_told_in_bytes(base, tmp_path, monkeypatch):

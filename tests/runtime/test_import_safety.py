@@ -3,18 +3,32 @@
 import json
 import os
 import pickle
+import re
 import shutil
 import struct
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 from export_factory import write_base
-from import_factory import FIRST, MASTERS, STATES, config_of, distributed, imported, saved_by_torch, zero
+from import_factory import (
+    FIRST,
+    MASTERS,
+    STATES,
+    assert_refused,
+    config_of,
+    distributed,
+    imported,
+    saved_by_torch,
+    zero,
+)
 from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 
@@ -28,6 +42,8 @@ from trainer.spec.import_request import ImportKind, ImportRequest
 class Bomb:
     """What a pickle of it leaves behind when it is run: a file."""
 
+    calls = "system"
+
     def __init__(self, marker: Path) -> None:
         self.marker = marker
 
@@ -38,15 +54,10 @@ class Bomb:
 class Evaluates(Bomb):
     """The same, through a builtin."""
 
+    calls = "eval"
+
     def __reduce__(self):
         return (eval, (f"open({str(self.marker)!r}, 'w').close()",))
-
-
-class Imports(Bomb):
-    """The same, through a module that importing alone would run."""
-
-    def __reduce__(self):
-        return (exec, (f"import pathlib; pathlib.Path({str(self.marker)!r}).touch()",))
 
 
 @pytest.fixture(scope="module")
@@ -70,34 +81,35 @@ def adapter(base: Path, folder: Path) -> Path:
 
 
 def add_to_torch_file(path: Path, bomb: object) -> None:
-    torch.save({**torch.load(path, weights_only=False), "bomb": bomb}, path)
-
-
-def hide_in_torch_file(path: Path, bomb: object) -> None:
     torch.save({**torch.load(path, weights_only=False), "bomb": [{"deep": (1, bomb)}]}, path)
 
 
+@contextmanager
+def changed_metadata(folder: Path) -> Iterator[Any]:
+    """The metadata of a distributed checkpoint, written again as the body leaves it."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    yield metadata
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 def add_to_metadata(path: Path, bomb: object) -> None:
-    metadata = pickle.loads(path.read_bytes())
-    metadata.planner_data = bomb
-    path.write_bytes(pickle.dumps(metadata))
+    with changed_metadata(path.parent) as metadata:
+        metadata.planner_data = bomb
 
 
 def add_to_part(path: Path, bomb: object) -> None:
     """In the place of a tensor, in as many bytes as it might have."""
-    metadata = pickle.loads((path.parent / ".metadata").read_bytes())
-    place = next(each for index, each in metadata.storage_data.items() if index.fqn == f"model.{FIRST}")
     torch.save([torch.zeros(256, 64), bomb], path.parent / "bomb")
     content, planted = path.read_bytes(), (path.parent / "bomb").read_bytes()
     path.write_bytes(content + planted)
-    place.offset, place.length = len(content), len(planted)
-    (path.parent / ".metadata").write_bytes(pickle.dumps(metadata))
     (path.parent / "bomb").unlink()
+    with changed_metadata(path.parent) as metadata:
+        place = next(each for index, each in metadata.storage_data.items() if index.fqn == f"model.{FIRST}")
+        place.offset, place.length = len(content), len(planted)
 
 
 PICKLES = {
     "pytorch_model.bin": (saved_by_torch, "pytorch_model.bin", add_to_torch_file),
-    "deep in pytorch_model.bin": (saved_by_torch, "pytorch_model.bin", hide_in_torch_file),
     "a bare pickle": (saved_by_torch, "pytorch_model.bin", lambda path, bomb: path.write_bytes(pickle.dumps(bomb))),
     "adapter_model.bin": (adapter, "adapter_model.bin", add_to_torch_file),
     "model_states": (zero, f"global_step2/{STATES}", add_to_torch_file),
@@ -107,14 +119,16 @@ PICKLES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("bomb", [Bomb, Evaluates, Imports])
+@pytest.mark.parametrize("bomb", [Bomb, Evaluates])
 def test_the_bombs_of_these_tests_go_off_where_they_are_unpickled(bomb, marker):
     pickle.loads(pickle.dumps(bomb(marker)))
     assert marker.exists()
 
 
-@pytest.mark.parametrize("bomb", [Bomb, Evaluates, Imports])
-@pytest.mark.parametrize("name", PICKLES)
+@pytest.mark.parametrize(
+    ("name", "bomb"),
+    [*((name, Bomb) for name in PICKLES), ("pytorch_model.bin", Evaluates), (".metadata", Evaluates)],
+)
 def test_a_pickle_that_would_run_code_is_refused_and_not_run(name, bomb, base, marker, tmp_path):
     make, file, plant = PICKLES[name]
     folder = make(base, tmp_path / "in")
@@ -122,13 +136,11 @@ def test_a_pickle_that_would_run_code_is_refused_and_not_run(name, bomb, base, m
     with pytest.raises(InputError) as refused:
         imported(folder, tmp_path / "out", base=str(base) if make is adapter else None)
     assert not marker.exists() and not (tmp_path / "out").exists()
-    assert name == "a bare pickle" or "nothing was run" in str(refused.value)
+    assert name == "a bare pickle" or f".{bomb.calls}" in str(refused.value)
     assert len(str(refused.value).splitlines()) <= 3
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in PICKLES if name not in ("a bare pickle", "deep in pytorch_model.bin")]
-)
+@pytest.mark.parametrize("name", [name for name in PICKLES if name != "a bare pickle"])
 def test_the_same_checkpoint_without_it_is_imported(name, base, tmp_path):
     make, *_ = PICKLES[name]
     folder = make(base, tmp_path / "in")
@@ -160,22 +172,22 @@ def test_classes_that_stand_in_deepspeeds_files_are_not_imported(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "fact"),
     [
-        (b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x04true\x85R.", "posix.system"),
-        (b"\x80\x04\x8c\x08builtins\x8c\x07getattr\x93.", "builtins.getattr"),
-        (b"\x80\x04\x8c\x05torch\x8c\x04load\x93.", "torch.load"),
-        (b"\x80\x04\x8c\x05torch\x8c\x0chub.load_url\x93.", "torch.hub.load_url"),
-        (b"\x80\x02(iposix\nsystem\n.", "the operation INST has no place"),
-        (b"\x80\x02\x82\x01.", "the operation EXT1 has no place"),
-        (b"\x80\x05\x96\xff\xff\xff\xff\xff\x00\x00\x00.", "is damaged"),
-        (b"\x80\x04N.", "holds no metadata"),
-        (b"", "is damaged"),
+        (b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x04true\x85R.", r"posix\.system"),
+        (b"\x80\x04\x8c\x08builtins\x8c\x07getattr\x93.", r"builtins\.getattr"),
+        (b"\x80\x04\x8c\x05torch\x8c\x04load\x93.", r"torch\.load"),
+        (b"\x80\x04\x8c\x05torch\x8c\x0chub.load_url\x93.", r"torch\.hub\.load_url"),
+        (b"\x80\x02(iposix\nsystem\n.", "INST"),
+        (b"\x80\x02\x82\x01.", "EXT1"),
+        (b"\x80\x05\x96\xff\xff\xff\xff\xff\x00\x00\x00.", "damaged"),
+        (b"\x80\x04N.", "no metadata"),
+        (b"", "damaged"),
     ],
 )
-def test_metadata_of_anything_else_is_refused(content, words, tmp_path):
+def test_metadata_of_anything_else_is_refused(content, fact, tmp_path):
     (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=fact):
         load_metadata(tmp_path / ".metadata")
 
 
@@ -188,23 +200,21 @@ def repack(path: Path, *, compression: int = zipfile.ZIP_STORED, more: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "fact"),
     [
-        ({"compression": zipfile.ZIP_DEFLATED}, "is no plain file of tensors: it is compressed, or holds code"),
-        ({"more": {"pytorch_model/constants.pkl": b"\x80\x02)."}}, "is compressed, or holds code"),
+        ({"compression": zipfile.ZIP_DEFLATED}, "compressed, or holds code"),
+        ({"more": {"pytorch_model/constants.pkl": b"\x80\x02)."}}, "compressed, or holds code"),
     ],
 )
-def test_an_archive_that_grows_when_it_is_read_or_holds_code_is_refused(settings, words, base, tmp_path):
+def test_an_archive_that_grows_when_it_is_read_or_holds_code_is_refused(settings, fact, base, tmp_path):
     folder = saved_by_torch(base, tmp_path / "in")
     repack(folder / "pytorch_model.bin", **settings)
-    with pytest.raises(InputError, match=words):
-        imported(folder, tmp_path / "out")
+    assert_refused(folder, tmp_path / "out", fact)
 
 
 def test_a_pickle_of_more_than_its_bound_is_not_read(base, tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.runtime.import_pickles.PICKLE_BYTES", 100)
-    with pytest.raises(InputError, match=r"holds a pickle of \S+ KiB; 100 B is the most that is read"):
-        imported(saved_by_torch(base, tmp_path / "in"), tmp_path / "out")
+    assert_refused(saved_by_torch(base, tmp_path / "in"), tmp_path / "out", r"pytorch_model\.bin: .* \S+ KiB.* 100 B\b")
 
 
 @pytest.mark.parametrize(
@@ -218,8 +228,7 @@ def test_a_file_of_more_than_its_bound_is_not_read(name, bound, base, tmp_path, 
         (folder / name).write_text(json.dumps({"weight_map": places}))
         (folder / "pytorch_model.bin").rename(folder / "pytorch_model-1.bin")
     monkeypatch.setattr(f"trainer.runtime.{bound}", 100)
-    with pytest.raises(InputError, match=rf"{name}: is \S+ \S+; 100 B is the most that is read"):
-        imported(folder, tmp_path / "out")
+    assert_refused(folder, tmp_path / "out", rf"{re.escape(name)}: .*\b100 B\b")
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "..", "sub/model.safetensors", ""])
@@ -231,8 +240,7 @@ def test_an_index_that_names_a_file_elsewhere_is_refused(ending, name, base, tmp
     shutil.copy(base / "model.safetensors", tmp_path / "outside.safetensors")
     places = dict.fromkeys(load_file(base / "model.safetensors"), name)
     (folder / ending).write_text(json.dumps({"weight_map": places}))
-    with pytest.raises(InputError, match="which does not lie beside it; nothing was read"):
-        imported(folder, tmp_path / "out")
+    assert_refused(folder, tmp_path / "out", rf"{re.escape(repr(name))}.*beside")
 
 
 LINKS = {
@@ -253,16 +261,19 @@ def test_a_link_out_of_the_folder_is_refused(name, base, tmp_path):
     folder = LINKS[name](base, tmp_path / "in")
     (folder / name).rename(tmp_path / "outside")
     (folder / name).symlink_to(tmp_path / "outside")
-    with pytest.raises(InputError, match=rf"{Path(name).name}: is a link out of the checkpoint's folder"):
-        imported(folder, tmp_path / "out", base=str(base) if LINKS[name] is adapter else None)
+    assert_refused(
+        folder,
+        tmp_path / "out",
+        rf"{re.escape(Path(name).name)}: .*\blink\b",
+        base=str(base) if LINKS[name] is adapter else None,
+    )
 
 
 def test_a_tokenizer_that_links_to_a_file_elsewhere_is_not_copied(base, tmp_path):
     folder = saved_by_torch(base, tmp_path / "in")
     (tmp_path / "secret").write_text("of somebody else")
     (folder / "tokenizer.json").symlink_to(tmp_path / "secret")
-    with pytest.raises(InputError, match=r"tokenizer.json: is a link out of the checkpoint's folder"):
-        imported(folder, tmp_path / "out")
+    assert_refused(folder, tmp_path / "out", r"tokenizer\.json: .*\blink\b")
     assert not (tmp_path / "out").exists()
 
 
@@ -270,23 +281,19 @@ def test_latest_that_names_a_folder_elsewhere_is_refused(base, tmp_path):
     folder = zero(base, tmp_path / "in")
     (folder / "global_step2").rename(tmp_path / "outside")
     (folder / "latest").write_text("../outside")
-    with pytest.raises(InputError, match=r"names the folder '../outside', which is not one inside of it"):
-        imported(folder, tmp_path / "out")
+    assert_refused(folder, tmp_path / "out", r"folder '\.\./outside'")
     (folder / "latest").write_text("link")
     (folder / "link").symlink_to(tmp_path / "outside")
-    with pytest.raises(InputError, match="names the folder 'link', which is not one inside of it"):
-        imported(folder, tmp_path / "out")
+    assert_refused(folder, tmp_path / "out", "folder 'link'")
 
 
 def test_metadata_that_names_a_file_elsewhere_is_refused(base, tmp_path):
     folder = distributed(base, tmp_path / "in")
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    for place in metadata.storage_data.values():
-        place.relative_path = "../outside"
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with changed_metadata(folder) as metadata:
+        for place in metadata.storage_data.values():
+            place.relative_path = "../outside"
     (folder / "__0_0.distcp").rename(tmp_path / "outside")
-    with pytest.raises(InputError, match=r"names the file '../outside', which does not lie beside it"):
-        imported(folder, tmp_path / "out")
+    assert_refused(folder, tmp_path / "out", r"file '\.\./outside'")
 
 
 def test_a_snapshot_of_the_hubs_cache_is_links_into_its_blobs(base, tmp_path):
@@ -306,8 +313,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(base, tmp_path):
     folder = saved_by_torch(base, tmp_path / "in")
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")
-    with pytest.raises(InputError, match=r"config.json: is no file"):
-        imported(folder, tmp_path / "out")
+    assert_refused(folder, tmp_path / "out", r"config\.json: .*file")
 
 
 def test_names_do_not_reach_the_terminal_as_they_are(base, tmp_path, capsys):
@@ -319,12 +325,8 @@ def test_names_do_not_reach_the_terminal_as_they_are(base, tmp_path, capsys):
     assert "unexpected: a?[2Jb" in error and len(error.splitlines()) == 3
 
 
-def drop_rank(folder: Path) -> None:
-    (folder / "global_step2" / MASTERS.format(0)).unlink()
-
-
-def drop_last_rank(folder: Path) -> None:
-    (folder / "global_step2" / MASTERS.format(1)).unlink()
+def drop(rank: int):
+    return lambda folder: (folder / "global_step2" / MASTERS.format(rank)).unlink()
 
 
 def shorten_masters(folder: Path) -> None:
@@ -345,26 +347,19 @@ def second_checkpoint(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("damage", "fact"),
     [
-        (drop_rank, "lacks the optim_states of rank 0; copy the checkpoint again"),
-        (drop_last_rank, "is of 2 ranks and has optim_states of 1"),
-        (shorten_masters, "the elements of model.norm.weight in it are not those of the optim_states beside it"),
-        (add_tensor_parallelism, r"mp_rank_01_model_states.pt is of a model cut by tensor, pipeline or expert"),
-        (second_checkpoint, r"holds several DeepSpeed checkpoints .* and no `latest`; name one of them"),
+        (drop(0), "optim_states of rank 0"),
+        (drop(1), "2 ranks.*optim_states of 1"),
+        (shorten_masters, r"elements of model\.norm\.weight.*optim_states"),
+        (add_tensor_parallelism, r"mp_rank_01_model_states\.pt.*tensor, pipeline or expert"),
+        (second_checkpoint, r"global_step2.*global_step4.*`latest`"),
     ],
 )
-def test_a_deepspeed_checkpoint_that_is_not_whole_is_refused(damage, words, base, tmp_path):
+def test_a_deepspeed_checkpoint_that_is_not_whole_is_refused(damage, fact, base, tmp_path):
     folder = zero(base, tmp_path / "in")
     damage(folder)
-    with pytest.raises(InputError, match=words):
-        imported(folder, tmp_path / "out")
-
-
-def change_metadata(folder: Path, change) -> None:
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    change(metadata)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert_refused(folder, tmp_path / "out", fact)
 
 
 def lies_of_a_length(metadata) -> None:
@@ -396,37 +391,32 @@ def names_the_model_twice(metadata) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "fact"),
     [
-        (lies_of_a_length, "is damaged: it has 1000000000000 bytes for"),
-        (lies_behind_the_end, "is truncated: it ends within"),
-        (claims_a_huge_tensor, r"its model.embed_tokens.weight has shape \(1000000000, 1000000000\), that of"),
-        (lacks_a_part, r"parts of model.model.embed_tokens.weight that are more or less than the whole"),
-        (names_the_model_twice, "holds the model several times, below ema.model. and model."),
+        (lies_of_a_length, " 1000000000000 bytes"),
+        (lies_behind_the_end, "truncated"),
+        (claims_a_huge_tensor, r"model\.embed_tokens\.weight .*\(1000000000, 1000000000\)"),
+        (lacks_a_part, r"model\.model\.embed_tokens\.weight .*whole"),
+        (names_the_model_twice, r"ema\.model\. and model\."),
     ],
 )
-def test_a_distributed_checkpoint_that_contradicts_itself_is_refused(change, words, base, tmp_path):
+def test_a_distributed_checkpoint_that_contradicts_itself_is_refused(change, fact, base, tmp_path):
     folder = distributed(base, tmp_path / "in")
-    change_metadata(folder, change)
-    with pytest.raises(InputError, match=words):
-        imported(folder, tmp_path / "out")
+    with changed_metadata(folder) as metadata:
+        change(metadata)
+    assert_refused(folder, tmp_path / "out", fact)
 
 
 def test_parts_that_overlap_are_refused(base, tmp_path):
     """Their elements add up to the whole, and leave a hole."""
     folder = distributed(base, tmp_path / "in")
-
-    def cut(metadata):
+    torch.save(torch.ones(32), folder / "half.distcp")
+    with changed_metadata(folder) as metadata:
         tensor = metadata.state_dict_metadata["model.model.norm.weight"]
         place = next(each for index, each in metadata.storage_data.items() if index.fqn == "model.model.norm.weight")
-        half = torch.ones(32)
-        torch.save(half, folder / "half.distcp")
         place.relative_path, place.offset, place.length = "half.distcp", 0, (folder / "half.distcp").stat().st_size
         tensor.chunks = [type(tensor.chunks[0])(torch.Size([0]), torch.Size([32])) for _ in range(2)]
-
-    change_metadata(folder, cut)
-    with pytest.raises(InputError, match=r"parts of model.model.norm.weight that overlap or lie outside of it"):
-        imported(folder, tmp_path / "out")
+    assert_refused(folder, tmp_path / "out", r"model\.model\.norm\.weight .*overlap")
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "adapter_model.bin", "optim_states", ".metadata", ".distcp"])
@@ -464,15 +454,13 @@ def test_a_damaged_safetensors_file_is_refused(damage, base, tmp_path):
             "huge header": struct.pack("<Q", 2**60) + content[8:],
         }[damage]
     )
-    with pytest.raises(InputError, match=r"model.safetensors: is damaged, or no safetensors file"):
-        imported(tmp_path / "in", tmp_path / "out")
+    assert_refused(tmp_path / "in", tmp_path / "out", r"model\.safetensors: .*damaged")
 
 
 def test_a_file_of_torch_before_16_is_refused_with_what_would_do(base, tmp_path):
     folder = saved_by_torch(base, tmp_path / "in")
     torch.save({}, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    with pytest.raises(InputError, match=r"in the form that torch has written since 1.6;\nif you trust it, load it"):
-        imported(folder, tmp_path / "out")
+    assert_refused(folder, tmp_path / "out", r"torch .*since 1\.6")
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -44,8 +44,7 @@ def mean_padded_width(rows, *, micro_batch, sequences_per_step, num_steps):
     return np.mean(widths)
 
 
-@pytest.mark.parametrize("sequences_per_step", [16, 32, 128])
-@pytest.mark.parametrize("micro_batch", [1, 4, 16])
+@pytest.mark.parametrize(("micro_batch", "sequences_per_step"), [(1, 32), (4, 16), (16, 16), (16, 128)])
 def test_the_mean_width_is_that_of_the_batches_training_makes(tmp_path, micro_batch, sequences_per_step):
     lengths = np.minimum(np.random.default_rng(7).geometric(1 / 120, 4096) + 1, 512)
     (counted,) = [width for width in batch_widths(lengths, seq_len=512) if width.micro_batch == micro_batch]

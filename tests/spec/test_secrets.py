@@ -1,6 +1,7 @@
 """Secrets of the environment are found and shown to nobody; what only looks like one is left alone."""
 
 import io
+import json
 import sys
 
 import pytest
@@ -67,6 +68,11 @@ def test_forms_of_secrets_are_found_wherever_they_come_from(text, shown):
 def test_of_two_secrets_the_longer_goes_first():
     environment = {"A_TOKEN": SECRET, "B_TOKEN": f"{SECRET}-and-more"}
     assert redact(f"{SECRET}-and-more", environment) == "[redacted]"
+
+
+def test_a_secret_is_found_as_json_writes_it():
+    secret = f'{SECRET}"\\'
+    assert redact(json.dumps({"key": secret}), {"HF_TOKEN": secret}) == '{"key": "[redacted]"}'
 
 
 @pytest.fixture

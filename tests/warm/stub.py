@@ -49,9 +49,8 @@ def main(address: str, python: str, arguments: list[str]) -> None:
     descriptors = [number for number in descriptors if number != own and is_open(number)][:MAX_DESCRIPTORS]
     alive, holder = posix.pipe()  # the fork is killed when nobody holds the other end
     place = posix.open(".", posix.O_PATH)
-    for number in PASSED_ON:
-        if number not in ignored:
-            signal.signal(number, pass_on)
+    for number in PASSED_ON:  # also what is ignored: the fork may come to listen to it
+        signal.signal(number, pass_on)
     request = repr(
         {
             "arguments": arguments,
@@ -75,8 +74,7 @@ def main(address: str, python: str, arguments: list[str]) -> None:
                 pass_on(number, None)
         elif words[0] == b"cold":
             for number in PASSED_ON:
-                if number not in ignored:
-                    signal.signal(number, signal.SIG_DFL)
+                signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
             posix.close(holder)
             execute(python, arguments)
         elif words[0] == b"with-parent":

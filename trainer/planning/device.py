@@ -51,6 +51,7 @@ class Device(Value, frozen=True, kw_only=True):
     measured_fp8_speedup: float | None = None  # of a model's linear layers over bf16, casts included
     measured_attention_flops_per_s: int | None = None
     halves_fp32_sums: bool = False  # products that sum in fp32 run at half the rate of those that sum in fp16
+    sums_bf16_apart: bool = False  # a product in bf16 sums in an fp32 array as large as its result
     memory_bytes_per_s: int | None = None  # datasheet
     measured_memory_bytes_per_s: int | None = None
     link_bytes_per_s: int | None = None  # to the other devices of the node
@@ -188,6 +189,7 @@ def _cpu_device(hardware: Hardware) -> Device:
         devices_per_node=num_ranks,
         host_ram_bytes=host.ram_bytes,
         num_cores=host.num_cores,
+        sums_bf16_apart=_sums_bf16_apart(host),
         matmul_flops_per_s=(measured // num_ranks) if measured else cores * _assumed_flops_per_core(host),
         is_matmul_assumed=not measured,
         measured_attention_flops_per_s=attention // num_ranks if attention else None,
@@ -198,6 +200,14 @@ def _cpu_device(hardware: Hardware) -> Device:
         measured_host_adam_bytes_per_s=hardware.rates.host_adam_bytes_per_s,
         nvme_bytes_per_s=_fastest_disk(host.disks),
     )
+
+
+def _sums_bf16_apart(host: Host) -> bool:
+    """Whether oneDNN computes bf16 products by its fp32 kernels; with AVX2 alone PyTorch does not ask oneDNN at all.
+
+    Found with torch's profiler and oneDNN's instruction sets limited to those of each kind of CPU.
+    """
+    return "avx512f" in host.cpu_flags and not {"avx512_bf16", "amx_bf16"} & set(host.cpu_flags)
 
 
 def _assumed_flops_per_core(host: Host) -> int:

@@ -17,7 +17,7 @@ from trainer.runtime.checkpoint import CheckpointFolder, Manifest, shards
 from trainer.runtime.checkpoint.manifest import ParameterEntry, TensorEntry, check_manifest
 from trainer.runtime.checkpoint.pieces import Piece, type_of
 from trainer.runtime.checkpoint.shard_reader import OpenShards
-from trainer.runtime.checkpoint.shards import BLOCK_BYTES, check_shards, write_shards
+from trainer.runtime.checkpoint.shards import BLOCK_BYTES, check_shards, is_finite, write_shards
 from trainer.spec.errors import InputError
 
 WEIGHT = torch.arange(7 * 11, dtype=torch.float32).reshape(7, 11)
@@ -171,3 +171,12 @@ def test_a_piece_that_is_fetched_from_elsewhere_is_not_cut(tmp_path: Path, monke
 
     piece = Piece("w", None, 0, torch.empty(999, device="meta"), elsewhere=Elsewhere())
     assert len(write_shards(tmp_path, [piece, piece._replace(start=999)], rank=0, world_size=1, on_point=print)) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("spoilt", [float("nan"), float("inf"), float("-inf")])
+def test_a_value_that_is_not_finite_is_seen_in_every_type(dtype: torch.dtype, spoilt: float) -> None:
+    values = torch.linspace(-1, 1, 100, dtype=dtype)
+    assert is_finite(values)
+    values[50] = spoilt
+    assert not is_finite(values)

@@ -6,7 +6,8 @@ LayerNorm's input; an RMSNorm in a 16-bit model keeps an fp32 copy, and the inpu
 
 The most of a block's backward is alive at the backward of the product gate x up: the product is gone, the gradients of
 product, silu and up are there (+ 3cf - cf), with the gradient of the residual stream and the new gradient of down_proj;
-where f is small beside h, at the backward of the second RMSNorm.
+where f is small beside h, at the backward of the second RMSNorm. On a CPU whose bf16 products sum in an fp32
+array, it is at the product that makes the gradient of gate x up (c f + 4 f).
 
 What is recomputed: `full` makes the whole block again. `every_n` does so in the first of each n, so that nothing is
 made again where all activations are still kept. `attention` keeps the module's input and makes the module again when
@@ -194,7 +195,7 @@ def _cached_casts(
 
 def _temporaries(setting: Setting, recipe: Recipe, dims: Dims, saved: SavedTensors) -> int:
     c, h, f, tokens = recipe.compute_bytes, dims.hidden, dims.ffn, recipe.tokens
-    in_mlp = (2 if dims.is_gated else 1) * c * f + _activation_temporaries(recipe, dims) * f
+    in_mlp = max((2 if dims.is_gated else 1) * c, c + recipe.sum_bytes) * f + _activation_temporaries(recipe, dims) * f
     in_mlp += recipe.residual_bytes * h
     if recipe.is_frozen:
         in_mlp = max(in_mlp, _frozen_temporaries(setting, recipe, dims))

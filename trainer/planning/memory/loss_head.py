@@ -12,6 +12,9 @@ V vocabulary, T tokens of the micro batch, C = min(T, slice of `chunked`), c byt
     fused         logits once in the computing type, cross-entropy in place; its gradient replaces them
     fused_linear  no logits: slices of tokens such that a slice of logits is no larger than the hidden states (Liger)
 
+On a CPU whose bf16 products sum in an fp32 array, 4 V T stand beside the logits until their product is complete, and
+4 V h beside the gradient of the head's weight.
+
 The final norm saves what the norms of a block do. Under autocast the head's weight is cast, 2 V h.
 """
 
@@ -46,6 +49,7 @@ def head_memory(setting: Setting, recipe: Recipe, dims: Dims) -> HeadMemory:
     cast_head = c * dims.embedding if recipe.is_autocast and not recipe.is_frozen else 0
     kept = _final_norm_bytes(recipe, dims) * tokens + cast_head
     cast_gradient = 0 if recipe.is_frozen else c * dims.embedding
+    sums = recipe.sum_bytes * (dims.hidden * tokens if recipe.is_frozen else dims.embedding)
     # Autocast hands the gradient of its cast weight on in fp32.
     gradient = cast_gradient + (recipe.weight_bytes * dims.embedding if recipe.is_autocast and cast_gradient else 0)
     foreign = recipe.stack.logits.get(setting.loss)
@@ -69,7 +73,7 @@ def head_memory(setting: Setting, recipe: Recipe, dims: Dims) -> HeadMemory:
             backward_logits=(12 + capped) * logits,
             backward_extra=0,
             gradient_logits=c * logits,
-            gradient_extra=max(cast_gradient, at_cast) + hidden,
+            gradient_extra=max(cast_gradient + sums, at_cast) + hidden,
         )
     if setting.loss is LossHead.FUSED:
         # The logits once; only a slice of them is ever fp32, and where they are fp32 the gradient takes their place.
@@ -78,11 +82,11 @@ def head_memory(setting: Setting, recipe: Recipe, dims: Dims) -> HeadMemory:
         at_cast = gradient - cast_head - hidden - c * logits if recipe.is_autocast else 0
         return HeadMemory(
             kept=kept + 4 * tokens,
-            forward_logits=c * logits + (8 if dims.caps_logits else 4) * in_slice,
+            forward_logits=c * logits + max((8 if dims.caps_logits else 4) * in_slice, recipe.sum_bytes * logits),
             backward_logits=c * logits + own * in_slice,
             backward_extra=0,
             gradient_logits=c * logits,
-            gradient_extra=max(cast_gradient, at_cast) + hidden,
+            gradient_extra=max(cast_gradient + sums, at_cast) + hidden,
         )
     if setting.loss is LossHead.FUSED_LINEAR:
         in_slice = min(logits, 2 * dims.hidden * tokens)

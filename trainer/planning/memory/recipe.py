@@ -60,6 +60,7 @@ class Recipe(Value, frozen=True, kw_only=True):
     weight_bytes: int  # as the parameter is stored on the device
     compute_bytes: int  # input of a matrix product
     residual_bytes: int  # residual stream
+    sum_bytes: int  # an element of a matrix product's result, beside the result until that is complete
     adapter_inputs: AdapterInputs
     replicates_adapters: bool
     is_autocast: bool
@@ -110,6 +111,7 @@ def recipe_of(setting: Setting, device: Device, dims: Dims) -> Recipe:
         compute_bytes=compute,
         residual_bytes=choices.residual_bytes
         or (4 if is_autocast and (not is_frozen or has_fp32_products) else compute),
+        sum_bytes=4 if device.sums_bf16_apart and precision in (Precision.BF16_MIXED, Precision.BF16) else 0,
         has_fp32_products=has_fp32_products,
         adapter_inputs=AdapterInputs.FUSED
         if fuses_adapters

@@ -1,0 +1,43 @@
+"""Attempts that run in this process: their ending, their state and the lines of their metrics."""
+
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from accelerate.state import AcceleratorState, GradientState
+from rank_factory import write_attempt
+
+from trainer.runtime.loop import train
+from trainer.runtime.report_writer import ReportWriter, run_paths
+from trainer.runtime.state import RunState
+from trainer.spec.plan import Plan
+from trainer.spec.report import Ending
+
+
+def reset_accelerate() -> None:
+    """Forgets the state of Accelerate, which is global, so that another plan can be built in this process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def run_attempt(
+    run_dir: Path, plan: Plan, *, number: int = 1, wants_stop: Callable[[RunState], bool] = lambda state: False
+) -> tuple[Ending, RunState]:
+    """Runs one attempt until it ends, or until `wants_stop` is true of its state."""
+    reset_accelerate()
+    paths = run_paths(write_attempt(run_dir, plan, number=number), started_at=datetime.now(UTC))
+    state = RunState()
+    try:
+        return train(plan, paths, ReportWriter(paths, rank=0), state, lambda: wants_stop(state)), state
+    finally:
+        reset_accelerate()
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses_of(run_dir: Path) -> list[float]:
+    return [line["loss"] for line in metrics_of(run_dir)]

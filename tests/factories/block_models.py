@@ -1,0 +1,83 @@
+"""Tiny Llamas whose blocks recompute, move or compile what they keep, and what a backward pass of them gives."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from engine_plan_factory import TINY_LLAMA
+from rank_factory import rank_plan
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from trainer.runtime.model import build_model
+from trainer.spec.model_shape import read_model_shape
+from trainer.spec.strategy import Attention, Checkpointing, LossHead
+
+NUM_BLOCKS = 4
+BATCH, SEQ_LEN = 4, 48
+IDS = torch.arange(BATCH * SEQ_LEN).reshape(BATCH, SEQ_LEN)
+
+
+class Backward(NamedTuple):
+    """A loss with its gradients, and the bytes that were kept for them, parameters aside."""
+
+    loss: Tensor
+    gradients: list[Tensor]
+    kept_bytes: int
+
+
+def build_blocks(
+    checkpointing: Checkpointing = Checkpointing.NONE,
+    *,
+    fields: Mapping[str, Any] = TINY_LLAMA,
+    config: Mapping[str, Any] = {},
+    **engine: Any,
+) -> PreTrainedModel:
+    """A model of `NUM_BLOCKS` blocks, or of `fields` where they are another model's, with `config` over its fields."""
+    if fields is TINY_LLAMA:
+        fields = {**TINY_LLAMA, "num_hidden_layers": NUM_BLOCKS}
+    plan = rank_plan(
+        Path("nowhere"),
+        checkpointing=checkpointing,
+        checkpoint_every_n=2 if checkpointing is Checkpointing.EVERY_N else None,
+        loss=LossHead.EAGER,
+        attention=Attention.SDPA if Attention.SDPA in read_model_shape(fields).attentions else Attention.EAGER,
+        model_config={**fields, **config},
+        **engine,
+    )
+    return build_model(plan)
+
+
+@contextmanager
+def kept_storages(model: PreTrainedModel) -> Iterator[dict[int, int]]:
+    """The bytes of each storage that is kept for the backward of what runs inside, parameters aside, by address."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        yield kept
+
+
+def backward(model: PreTrainedModel, ids: Tensor = IDS) -> Backward:
+    """One forward and backward pass, with the same random numbers each time."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    with kept_storages(model) as kept:
+        loss = model(input_ids=ids, labels=ids)
+        kept_bytes = sum(kept.values())
+    loss.backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    return Backward(loss.detach(), gradients, kept_bytes)
+
+
+def assert_same_gradients(found: Backward, expected: Backward, *, tolerance: float = 0.0) -> None:
+    for ours, theirs in zip(found.gradients, expected.gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,412 @@
+"""Runs seeded faults of product code through the tests nearest to each, and counts those that no test catches.
+
+    .venv/bin/python tests/mutations/run.py [--only ID ...] [--jobs 2] [--outcome FILE]
+
+The faults are the tables `[[fault]]` of tests/mutations/*.toml. First the nearest tests run once without any fault, and
+must be green. Then each fault is applied to a copy of the repository (hard links; the repository is never written to)
+and its nearest tests run there until the first fails:
+
+    caught     a test failed
+    survived   all tests passed: a hole in the tests
+    broken     nothing can be concluded: an error in collection, no test ran, a time limit, a dead process
+
+A Python that has imported torch and its libraries once is forked for each fault, before any product module is imported.
+Each fork ends all processes that its tests leave behind, also when the runner is killed.
+Exit code: 0 if at least 97 % are caught and none is broken, else 1; 2 for a fault that does not apply.
+"""
+
+# ruff: noqa: T201  # prints its table
+import argparse
+import compileall
+import ctypes
+import fcntl
+import functools
+import importlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process with one thread can be forked
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import msgspec
+import psutil
+import pytest
+
+HERE = Path(__file__).resolve().parent
+LEAST_CAUGHT = 0.97
+BASELINE = "without faults"
+_PRELOADED = (
+    "torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "transformers", "accelerate",
+    "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "safetensors.torch",
+    "hypothesis", "numpy", "rich.console", "yaml", "jinja2",
+)  # fmt: skip
+_FILES_IN_A_BASELINE = 2  # test files that one process runs without faults
+_PREFIX = "seeded-faults-"
+_NOT_COPIED = shutil.ignore_patterns(".*", "runs", "wandb", "dist", "build", "*.egg-info")
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One change of the product, and the tests that should notice it."""
+
+    id: str
+    file: str
+    consequence: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """Tests to run in a tree of their own, which has the fault if there is one."""
+
+    name: str
+    tests: tuple[str, ...]
+    fault: Fault | None = None
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What a job came to."""
+
+    outcome: str  # caught, survived or broken; of the baseline: green or red
+    detail: str  # the test that failed, or why nothing can be concluded
+    seconds: float
+    cpu_seconds: float
+
+
+class _StoppedError(Exception):
+    """A signal asked the runner, or one of its forks, to end."""
+
+
+def main() -> int:
+    options = _options()
+    root = options.project.resolve()
+    try:
+        faults = read_faults(root, options.only)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, _raise_stopped)
+    try:
+        with _workplace() as place:
+            return _run(options, root, faults, place)
+    except _StoppedError:
+        print("stopped", file=sys.stderr)
+        return 130
+
+
+def read_faults(root: Path, only: Sequence[str] | None) -> tuple[Fault, ...]:
+    """The faults of a repository; ValueError for one whose text does not occur exactly once."""
+    tables = [tomllib.loads(path.read_text()) for path in sorted((root / "tests" / "mutations").glob("*.toml"))]
+    faults = tuple(msgspec.convert(each, Fault) for table in tables for each in table["fault"])
+    unknown = set(only or ()) - {fault.id for fault in faults}
+    wrong = [f"--only {name}: there is no such fault" for name in sorted(unknown)]
+    for fault in faults:
+        count = (root / fault.file).read_text().count(fault.old) if (root / fault.file).is_file() else 0
+        if count != 1:
+            wrong.append(f"{fault.id}: its text occurs {count} times in {fault.file}; it must occur once")
+    if wrong:
+        raise ValueError("\n".join(wrong))
+    return tuple(fault for fault in faults if only is None or fault.id in only)
+
+
+def _run(options: argparse.Namespace, root: Path, faults: Sequence[Fault], place: Path) -> int:
+    started = time.monotonic()
+    base = place / "base"
+    shutil.copytree(root, base, ignore=_NOT_COPIED, symlinks=True)
+    compileall.compile_dir(base, quiet=2)
+    if options.preload:
+        _preload(root)
+    run = functools.partial(_run_jobs, root=root, place=place, num_side_by_side=options.jobs, limit_s=options.limit)
+    baseline = run(_baseline(faults))
+    red = [result.detail for result in baseline.values() if result.outcome != "green"]
+    if red:
+        print("The nearest tests are not green without faults:", *red, sep="\n  ")
+        return 1
+    results = run([Job(name=fault.id, tests=fault.tests, fault=fault) for fault in faults])
+    counts = Counter(result.outcome for result in results.values())
+    seconds = time.monotonic() - started
+    print(
+        f"{counts['caught']} of {len(results)} caught, {counts['survived']} survived, {counts['broken']} broken,"
+        f" in {seconds:.0f} s"
+    )
+    is_enough = counts["caught"] >= LEAST_CAUGHT * len(results) and not counts["broken"]
+    if options.outcome is not None:
+        _write_outcome(options.outcome, faults, results, baseline=baseline, seconds=seconds)
+    return 0 if is_enough else 1
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", nargs="+", metavar="ID", help="run these faults alone")
+    parser.add_argument("--jobs", type=int, default=2, help="faults that run side by side (default: 2)")
+    parser.add_argument("--outcome", type=Path, metavar="FILE", help="keep versions, machine and results as JSON")
+    parser.add_argument("--limit", type=float, default=300, metavar="SECONDS", help="of a fault (default: 300)")
+    parser.add_argument("--project", type=Path, default=HERE.parents[1], help="repository (default: this one)")
+    parser.add_argument("--no-preload", dest="preload", action="store_false", help="start at once, run slower")
+    return parser.parse_args()
+
+
+def _preload(root: Path) -> None:
+    """Imports what most tests need, and makes the warm Python of the tests one for all faults."""
+    for name in _PRELOADED:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    sys.path.insert(0, str(root / "tests" / "factories"))
+    importlib.import_module("warm_python").start_warm_python()
+    del sys.path[0]
+
+
+def _baseline(faults: Sequence[Fault]) -> list[Job]:
+    """Every nearest test once, some files in one process; a file leaves out tests of it that are named alone."""
+    named = {test for fault in faults for test in fault.tests}
+    whole = sorted(test for test in named if "::" not in test)
+    single = sorted(test for test in named if "::" in test and test.partition("::")[0] not in whole)
+    by_file: dict[str, list[str]] = {name: [name] for name in whole}
+    for test in single:
+        by_file.setdefault(test.partition("::")[0], []).append(test)
+    files = list(by_file.values())
+    num_jobs = -(-len(files) // _FILES_IN_A_BASELINE)
+    groups = [[test for file in files[start::num_jobs] for test in file] for start in range(num_jobs)]
+    return [Job(name=f"{BASELINE} {number}", tests=tuple(tests)) for number, tests in enumerate(groups, 1)]
+
+
+def _run_jobs(
+    jobs: Sequence[Job], *, root: Path, place: Path, num_side_by_side: int, limit_s: float
+) -> dict[str, Result]:
+    """Results by name; each is printed when its job ends."""
+    waiting, running, results = list(enumerate(jobs)), {}, {}
+    sys.stdout.flush()
+    try:
+        while waiting or running:
+            while waiting and len(running) < num_side_by_side:
+                number, job = waiting.pop(0)
+                folder = place / f"{number:03d}"
+                _make_tree(place / "base", folder, job.fault)
+                pid = _fork(functools.partial(_supervise, job, folder, root=root, limit_s=limit_s))
+                running[pid] = (job, folder, time.monotonic())
+            pid, _, usage = os.wait4(-1, 0)
+            if pid not in running:  # what a fork left behind
+                continue
+            job, folder, started = running.pop(pid)
+            result = _result(
+                job, folder, seconds=time.monotonic() - started, cpu_seconds=usage.ru_utime + usage.ru_stime
+            )
+            results[job.name] = result
+            print(f"{result.outcome:9}{result.seconds:6.1f} s  {job.name:40} {result.detail}", flush=True)
+            if result.outcome in ("broken", "red"):
+                print((folder / "output").read_text(errors="replace")[-4000:], flush=True)
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        for pid in running:
+            os.kill(pid, signal.SIGTERM)
+        for pid in running:
+            os.waitpid(pid, 0)
+    return {job.name: results[job.name] for job in jobs}
+
+
+def _make_tree(base: Path, folder: Path, fault: Fault | None) -> None:
+    """The repository in `folder`/tree, by hard links; the file with the fault is a new one.
+
+    Without a fault it is `base` itself: pytest keeps its compiled test files there for all that follow.
+    """
+    folder.mkdir()
+    if fault is None:
+        (folder / "tree").symlink_to(base)
+        return
+    shutil.copytree(base, folder / "tree", copy_function=os.link, symlinks=True)
+    path = folder / "tree" / fault.file
+    text = path.read_text()
+    path.unlink()
+    path.write_text(text.replace(fault.old, fault.new))
+
+
+def _fork(function: functools.partial[None]) -> int:
+    """Runs a function in a process that ends with it, and that is told when this one dies."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() == parent:
+            function()
+            code = 0
+    except _StoppedError:
+        pass
+    except BaseException:  # noqa: BLE001  # shown; nothing may run on in the copy of the runner
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(code)
+
+
+def _supervise(job: Job, folder: Path, *, root: Path, limit_s: float) -> None:
+    """Runs the tests in a process of their own, and ends every process that descends from this one."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGALRM, _raise_stopped)
+    try:
+        pid = _fork(functools.partial(_run_tests, job, folder, root=root))
+        num_runs = 1 if job.fault is not None else len(job.tests)
+        signal.setitimer(signal.ITIMER_REAL, limit_s * num_runs)
+        os.waitpid(pid, 0)
+    except _StoppedError:
+        (folder / "stopped").touch()
+    finally:
+        for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        _end_descendants()
+
+
+def _end_descendants() -> None:
+    while True:
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.01)
+
+
+def _run_tests(job: Job, folder: Path, *, root: Path) -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with (folder / "output").open("wb") as output, Path(os.devnull).open("rb") as nothing:
+        for stream, target in ((0, nothing), (1, output), (2, output)):
+            os.dup2(target.fileno(), stream)
+    tree = (folder / "tree").resolve()
+    os.chdir(tree)
+    os.environ["PYTHONPATH"] = str(tree)
+    os.environ["TMPDIR"] = str(folder)
+    tempfile.tempdir = None
+    sys.path[:] = [str(tree), *(entry for entry in sys.path if Path(entry).resolve() not in (root, HERE))]
+    importlib.invalidate_caches()
+    record = _Record()
+    options = [
+        "-q",
+        "-o",
+        "addopts=--strict-markers --import-mode=importlib",
+        "-m",
+        "not gpu and not long",
+        "--hypothesis-seed=1",
+    ]
+    stop = [] if job.fault is None else ["-x"]
+    plugins = [
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "ignore::pytest.PytestAssertRewriteWarning",
+        f"--basetemp={folder / 't'}",
+    ]
+    code = int(pytest.main([*options, *stop, *plugins, *job.tests], plugins=[record]))
+    (folder / "result").write_text(
+        json.dumps({"code": code, "passed": record.num_passed, "failed": record.failed, "error": record.error})
+    )
+
+
+class _Record:
+    """A pytest plugin that keeps which test failed first and how many passed."""
+
+    def __init__(self) -> None:
+        self.failed = self.error = ""
+        self.num_passed = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and not self.failed:
+            self.failed = report.nodeid
+        self.num_passed += report.passed and report.when == "call"
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed and not self.error:
+            self.error = f"collecting {report.nodeid} failed"
+
+
+def _result(job: Job, folder: Path, *, seconds: float, cpu_seconds: float) -> Result:
+    outcome, detail = _outcome(folder)
+    if job.fault is None:
+        outcome = "green" if outcome == "survived" else "red"
+    return Result(outcome=outcome, detail=detail, seconds=round(seconds, 1), cpu_seconds=round(cpu_seconds, 1))
+
+
+def _outcome(folder: Path) -> tuple[str, str]:
+    if (folder / "stopped").exists():
+        return "broken", "ran into the time limit"
+    if not (folder / "result").is_file():
+        return "broken", "the process of the tests died"
+    found = json.loads((folder / "result").read_text())
+    if found["error"]:
+        return "broken", found["error"]
+    if found["code"] == pytest.ExitCode.TESTS_FAILED and found["failed"]:
+        return "caught", found["failed"]
+    if found["code"] == pytest.ExitCode.OK and found["passed"]:
+        return "survived", ""
+    return "broken", f"pytest ended with exit code {found['code']}, {found['passed']} tests passed"
+
+
+def _write_outcome(
+    path: Path, faults: Sequence[Fault], results: dict[str, Result], *, baseline: dict[str, Result], seconds: float
+) -> None:
+    counts = Counter(result.outcome for result in results.values())
+    content = {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        **_facts(),
+        "seconds": round(seconds),
+        "cpu_seconds": round(sum(each.cpu_seconds for each in (*baseline.values(), *results.values()))),
+        **{name: counts[name] for name in ("caught", "survived", "broken")},
+        "faults": {
+            fault.id: {"file": fault.file, "consequence": fault.consequence} | msgspec.to_builtins(results[fault.id])
+            for fault in faults
+        },
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _facts() -> dict[str, Any]:
+    """Versions and machine as in the outcome of tests; imported after the last fork, as it imports the product."""
+    sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / "factories")]
+    outcome_file = importlib.import_module("outcome_file")
+    return {"versions": outcome_file._versions(), "machine": outcome_file._machine()}
+
+
+@contextmanager
+def _workplace() -> Iterator[Path]:
+    """A temporary folder, locked for as long as a process of this run lives; those of killed runs are removed."""
+    parent = Path(tempfile.gettempdir())
+    for path in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError), (path / "lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+    place = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    with (place / "lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield place
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _raise_stopped(number: int, _frame: object) -> None:
+    raise _StoppedError(signal.Signals(number).name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""The seeded faults still apply to the product, and the runner tells caught, survived and broken ones apart."""
+
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[1]
+FAULTS = [fault for path in sorted(HERE.glob("*.toml")) for fault in tomllib.loads(path.read_text())["fault"]]
+NUM_FAULTS = 100
+FAULT = """
+[[fault]]
+id = "{id}"
+file = "product/sums.py"
+consequence = "Sums are wrong."
+old = "return a + b"
+new = "{new}"
+tests = ["tests/test_sums.py"]
+"""
+
+
+def test_there_are_a_hundred_faults_and_each_has_a_name_of_its_own():
+    assert len({fault["id"] for fault in FAULTS}) == len(FAULTS) == NUM_FAULTS
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault["id"])
+def test_a_fault_changes_one_place_of_the_product_and_names_the_tests_that_are_there(fault: dict[str, Any]):
+    product = REPOSITORY / fault["file"]
+    text = product.read_text()
+    assert text.count(fault["old"]) == 1, f"{fault['file']} has changed: mend the fault, or replace it by another"
+    changed = text.replace(fault["old"], fault["new"])
+    if product.suffix == ".py":
+        assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(text))
+    assert product.relative_to(REPOSITORY).parts[0] not in ("tests", "benchmarks", "docs")
+    assert fault["tests"] and all((REPOSITORY / test.partition("::")[0]).is_file() for test in fault["tests"])
+    assert fault["consequence"].endswith(".")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A product of one function, and a test of it that sees some faults."""
+    files = {
+        "pyproject.toml": '[tool.pytest.ini_options]\nmarkers = ["gpu", "long"]\n',
+        "product/sums.py": "def add(a, b):\n    return a + b\n",
+        "tests/test_sums.py": "from product.sums import add\n\ndef test_add():\n    assert add(2, 2) == 4\n",
+        "tests/mutations/faults.toml": FAULT.format(id="minus", new="return a - b"),
+    }
+    for name, content in files.items():
+        (tmp_path / "project" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "project" / name).write_text(content)
+    (tmp_path / "scratch").mkdir()
+    return tmp_path / "project"
+
+
+def seed(project: Path, **changes: str) -> None:
+    with (project / "tests/mutations/faults.toml").open("a") as file:
+        file.writelines(FAULT.format(id=name, new=new) for name, new in changes.items())
+
+
+def command(project: Path, *options: str) -> dict[str, Any]:
+    """What `subprocess` starts: the runner on a project, with a folder for temporary files."""
+    words = [sys.executable, str(HERE / "run.py"), "--project", str(project), "--no-preload", *options]
+    return {"args": words, "env": {**os.environ, "TMPDIR": str(project.parent / "scratch")}}
+
+
+def run(project: Path, *options: str) -> tuple[int, str]:
+    """Exit code and output of the runner."""
+    done = subprocess.run(**command(project, *options), capture_output=True, text=True, timeout=300, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def outcomes(output: str) -> dict[str, str]:
+    lines = [line.split() for line in output.splitlines()]
+    return {words[3]: words[0] for words in lines if words[:1] and words[0] in ("caught", "survived", "broken")}
+
+
+@pytest.mark.cold
+def test_a_fault_that_nobody_catches_has_survived_and_one_that_proves_nothing_is_broken(project: Path, tmp_path: Path):
+    seed(project, times="return a * b", dies="import os; os._exit(0)")
+    before = {path: path.read_bytes() for path in project.rglob("*") if path.is_file()}
+    code, output = run(project, "--outcome", str(tmp_path / "outcome.json"))
+    expected = {"minus": "caught", "times": "survived", "dies": "broken"}
+    assert code == 1 and outcomes(output) == expected, output
+    found = json.loads((tmp_path / "outcome.json").read_text())
+    assert {name: fault["outcome"] for name, fault in found["faults"].items()} == expected
+    assert found["faults"]["minus"]["detail"] == "tests/test_sums.py::test_add"
+    assert {path: path.read_bytes() for path in project.rglob("*") if path.is_file()} == before
+    assert not any((tmp_path / "scratch").iterdir())
+
+
+@pytest.mark.cold
+def test_all_faults_caught_is_success_and_red_tests_or_a_fault_that_does_not_apply_are_none(project: Path):
+    assert run(project)[0] == 0
+    (project / "tests/test_sums.py").write_text("def test_add():\n    assert False\n")
+    code, output = run(project)
+    assert code == 1 and "tests/test_sums.py::test_add" in output and "minus" not in output
+    (project / "product/sums.py").write_text("def add(a, b):\n    return sum([a, b])\n")
+    code, output = run(project)
+    assert code == 2 and "minus" in output
+
+
+@pytest.mark.cold
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_runner_that_is_ended_leaves_no_process(project: Path, tmp_path: Path, number: signal.Signals):
+    (project / "tests/test_sums.py").write_text(
+        "import subprocess\n\ndef test_add():\n"
+        f"    sleeper = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        f"    with open({str(tmp_path / 'pid')!r}, 'w') as file:\n        file.write(f'{{sleeper.pid}}\\n')\n"
+        "    sleeper.wait()\n"
+    )
+    process = subprocess.Popen(**command(project), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    path = tmp_path / "pid"
+    while not (path.exists() and path.read_text().endswith("\n")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    sleeper = psutil.Process(int(path.read_text()))
+    process.send_signal(number)
+    process.wait(timeout=120)
+    psutil.wait_procs([sleeper], timeout=120)
+    assert not sleeper.is_running()
+    if number != signal.SIGKILL:
+        assert process.returncode == 130 and not any((tmp_path / "scratch").iterdir())
