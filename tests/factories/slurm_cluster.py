@@ -42,7 +42,7 @@ INSTALLED_BY = "sudo apt-get install --no-install-recommends slurm-wlm munge ipr
 ENDED = frozenset(
     {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE"}
 )
-CALL_TIMEOUT_S = 60
+CALL_TIMEOUT_S = 300  # a machine may be busy; one that hangs is ended by the limit of the test
 _PROGRAMS = ("slurmctld", "slurmd", "munged", "ip", "nsenter", "unshare", "setpriv")
 _UP = frozenset({"idle", "mixed", "allocated", "completing"})  # and answering: otherwise a * is appended
 _POLL_S = 0.05

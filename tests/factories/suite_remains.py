@@ -33,7 +33,7 @@ SEARCH_PATH_OF_ROOT = "/usr/sbin:/sbin"  # a user's PATH often lacks both
 _NAMESPACES, _LINKS = Path("/run/netns"), Path("/sys/class/net")
 _DISK = "tests-"
 _GROUP = "shardwise-test-"
-_GIVE_UP_S = 60.0
+_GIVE_UP_S = 120.0
 _POLL_S = 0.02
 
 

@@ -158,7 +158,7 @@ def kill_family(suite: Suite) -> None:
 
 def end_by_term(suite: Suite) -> None:
     suite.process.terminate()
-    assert suite.process.wait(60) == 128 + signal.SIGTERM
+    assert suite.process.wait(300) == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("end", [kill_group, pytest.param(kill_family, marks=pytest.mark.long), end_by_term])
@@ -188,7 +188,7 @@ def test_what_a_suite_left_whose_keeper_was_killed_is_removed_when_the_next_star
     suite_remains.cluster_folder(slot).rename(tmp_path / "moved")
 
     (tmp_path / "next").mkdir()
-    assert start_suite(tmp_path / "next", "def test_true(): pass\n", "--collect-only").process.wait(60) == 0
+    assert start_suite(tmp_path / "next", "def test_true(): pass\n", "--collect-only").process.wait(300) == 0
     assert_nothing_is_left(slurm, before, slot, tmp_path)
     with running_cluster() as following:
         following.wait_for(following.submit("--output=/dev/null", "--wrap=srun true"), "COMPLETED")
@@ -202,7 +202,7 @@ def test_a_signal_tears_down_fixtures_and_gives_the_exit_code(tmp_path: Path, nu
         assert suite.process.poll() is None, (tmp_path / "output").read_text()
         time.sleep(0.02)
     suite.process.send_signal(number)
-    assert suite.process.wait(60) == 128 + number, (tmp_path / "output").read_text()
+    assert suite.process.wait(300) == 128 + number, (tmp_path / "output").read_text()
     assert (tmp_path / "torn down").exists() and not (tmp_path / "reached").exists()
     assert number.name in (tmp_path / "output").read_text()
 
@@ -213,4 +213,4 @@ def test_a_suite_under_nohup_goes_on_after_hup(tmp_path: Path):
         suite = start_suite(tmp_path, HOLDS_A_FIXTURE.replace("time.sleep(1000)", "os.kill(os.getpid(), 1)"))
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert suite.process.wait(60) == 0 and (tmp_path / "reached").exists()
+    assert suite.process.wait(300) == 0 and (tmp_path / "reached").exists()
