@@ -24,15 +24,16 @@ def told(*run_dirs: Path, html: Path | None = None, as_json: bool = False) -> st
 
 def test_one_run_is_told_in_full_and_several_side_by_side(tmp_path: Path) -> None:
     first, second = write_run(tmp_path / "a"), write_run(tmp_path / "b")
-    assert told(first).startswith(f"{first}: finished at step 40 of 40")
-    assert told(first, second).startswith("2 runs side by side\n")
+    title = told(first).splitlines()[0]
+    assert str(first) in title and "40 of 40" in title
+    assert "2 runs" in told(first, second).splitlines()[0]
 
 
 def test_a_sweep_is_its_points(tmp_path: Path) -> None:
     for number in (0, 1):
         write_run(tmp_path / "sweep" / f"point-{number}")
     text = told(tmp_path / "sweep")
-    assert text.startswith("2 runs side by side\n") and "point-1" in text
+    assert "2 runs" in text.splitlines()[0] and "point-1" in text
 
 
 def test_json_is_the_report_with_what_would_help(tmp_path: Path) -> None:
@@ -41,23 +42,23 @@ def test_json_is_the_report_with_what_would_help(tmp_path: Path) -> None:
     report = report_for(tiny_plan())
     assert answer.pop("run_dir") == str(run_dir)
     (recommended,) = answer.pop("recommendations")
-    assert recommended["gain"] == 2.0 and recommended["text"].startswith("50% of a step is reading data")
+    assert recommended["gain"] == 2.0 and "50%" in recommended["text"]
     assert msgspec.convert(answer, Report) == report
 
 
 def test_json_of_a_run_without_a_report_is_an_error(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "bot", has_report=False)
-    with pytest.raises(InputError, match="has no report yet: the run has not ended"):
+    with pytest.raises(InputError, match="no report"):
         told(run_dir, as_json=True)
-    assert "has no report yet, step 40 of 40" in told(run_dir)
+    assert "40 of 40" in told(run_dir)
 
 
 def test_the_page_is_written_beside_the_text(tmp_path: Path) -> None:
     first, second, page = write_run(tmp_path / "a"), write_run(tmp_path / "b"), tmp_path / "page.html"
     assert told(first, html=page) == told(first)
-    assert read_page(page.read_text()).text.count("loss") >= 1 and "<title>a: full training" in page.read_text()
+    assert read_page(page.read_text()).text.count("loss") >= 1 and "<title>a: " in page.read_text()
     told(first, second, html=page)
-    assert "<title>2 runs side by side</title>" in page.read_text()
+    assert "<title>2 runs " in page.read_text()
 
 
 @pytest.mark.parametrize("name", ["none/page.html", "."])
@@ -70,6 +71,6 @@ def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path, name: str) ->
 def test_the_command_line_takes_runs_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = write_run(tmp_path / "bot")
     assert main(["report", str(run_dir), "--html", str(tmp_path / "page.html")]) == 0
-    assert (tmp_path / "page.html").is_file() and "finished at step 40" in capsys.readouterr().out
+    assert (tmp_path / "page.html").is_file() and "40 of 40" in capsys.readouterr().out
     assert main(["report", str(tmp_path / "nothing")]) == 2
-    assert "is not a run directory" in capsys.readouterr().err
+    assert str(tmp_path / "nothing") in capsys.readouterr().err

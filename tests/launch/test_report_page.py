@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 from msgspec.structs import replace
 from page_reader import read_page
 from reported_run import report_for, step_rows, tiny_plan, write_run
@@ -12,26 +11,14 @@ from run_factory import attempt_record
 from launch.report_charts import loss_chart, marks_of, memory_chart, points_of, step_parts_chart, timeline_chart
 from launch.report_page import run_page
 from launch.report_runs import RecordedRun, read_recorded
-from trainer.planning.page import LineChart, Mark, Page, Quote, Sentence, Span
+from trainer.planning.page import LineChart, Page, Quote, Sentence, Span
 from trainer.planning.page_html import pages_html
 from trainer.spec.report import Ending, Fault, Sample
 
 SECTIONS = [
-    "finished at step 40 of 40, 10.2k tokens in 12 s",
-    "predicted beside measured",
-    "loss",
-    "throughput",
-    "time of a step",
-    "memory of a device",
-    "what was planned, and why: none/fp32/adamw_fused",
-    "runners-up (1 in all)",
-    "not taken: 333 rows of the catalogue",
-    "notes of the plan",
-    "sample",
-    "seen to run",
-    "hardware",
-    "versions",
-]
+    "finished", "predicted", "loss", "throughput", "time", "memory", "what was planned", "runners-up", "not taken",
+    "notes", "sample", "seen", "hardware", "versions",
+]  # fmt: skip
 
 
 def run_of(tmp_path: Path, **changes: Any) -> RecordedRun:
@@ -49,8 +36,11 @@ def words(page: Page, title: str) -> list[str]:
 
 def test_every_section_of_a_finished_run_is_there(tmp_path: Path) -> None:
     page = run_page(run_of(tmp_path))
-    assert titles(page) == SECTIONS
-    assert page.title.startswith("bot: full training of llama on 1 rank on Test CPU")
+    assert [begin for title, begin in zip(titles(page), SECTIONS, strict=True) if not title.startswith(begin)] == []
+    title, *_ = titles(page)
+    assert all(fact in title for fact in ("40 of 40", "10.2k tokens", "12 s"))
+    assert all(fact in page.title for fact in ("bot:", "llama", "1 rank", "Test CPU"))
+    assert [title for title in titles(page) if "none/fp32/adamw_fused" in title]
 
 
 def test_incidents_attempts_and_what_would_help_are_there_where_there_are_any(tmp_path: Path) -> None:
@@ -61,9 +51,10 @@ def test_incidents_attempts_and_what_would_help_are_there_where_there_are_any(tm
     page = run_page(run_of(tmp_path, plan=plan, report=report, rows=step_rows(data_s=1.0)))
     assert {"what would help", "incidents", "attempts"} <= set(titles(page))
     assert words(page, "incidents") == ["step 7: killed", "step 9 was skipped"]
-    assert words(page, "attempts")[0].startswith("attempt 1: none/fp32/adamw, micro batch 4 x 2: from the beginning")
+    first, *_ = words(page, "attempts")
+    assert all(fact in first for fact in ("none/fp32/adamw", "4 x 2", "beginning"))
     html = pages_html([page], title="t")
-    assert "attempt 1: was killed at step 7" in html and "attempts over the time they ran" in html
+    assert "killed at step 7" in html and "attempts over the time" in html
 
 
 def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
@@ -75,8 +66,8 @@ def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     assert reader.tags.count("svg") > 12, "plots, scales and bars"
 
 
-@pytest.mark.parametrize("name", ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "ünï & <b>"])
-def test_whatever_was_named_is_only_text(tmp_path: Path, name: str) -> None:
+def test_whatever_was_named_is_only_text(tmp_path: Path) -> None:
+    name = '<script>alert(1)</script>"><img src=x onerror=alert(1)> ünï & <b>'
     plan = tiny_plan()
     gpu_free = replace(plan.hardware, excluded=(name,), notes=(name,), host=replace(plan.hardware.host, cpu_name=name))
     plan = replace(plan, name=name, notes=(name,), hardware=gpu_free)
@@ -99,10 +90,11 @@ def test_whatever_was_named_is_only_text(tmp_path: Path, name: str) -> None:
 
 def test_a_run_without_a_report_says_so_and_shows_how_far_it_got(tmp_path: Path) -> None:
     page = run_page(run_of(tmp_path, has_report=False, rows=step_rows(range(1, 8))))
-    assert titles(page)[0].startswith("has no report yet, step 7 of 40: the run has not ended")
+    title, *_ = titles(page)
+    (loss,) = words(page, title)
+    assert "7 of 40" in title and "4.8600" in loss
     assert {"predicted beside measured", "loss", "throughput", "hardware"} <= set(titles(page))
     assert not {"sample", "seen to run", "incidents"} & set(titles(page))
-    assert words(page, "has no report") == ["training loss 4.8600 at step 7"]
 
 
 def test_a_run_before_its_first_step_has_a_page(tmp_path: Path) -> None:
@@ -123,12 +115,12 @@ def test_a_fallback_that_ran_in_the_end_is_named(tmp_path: Path) -> None:
     plan = tiny_plan()
     other = replace(plan.chosen, strategy=replace(plan.chosen.strategy, name="none/fp32/other"))
     page = run_page(run_of(tmp_path, plan=plan, report=replace(report_for(plan), plan=other)))
-    assert words(page, "what was planned")[0] == "what ran in the end is a fallback: none/fp32/other"
+    assert "none/fp32/other" in words(page, "what was planned")[0]
 
 
 def test_the_nearest_rejections_are_told_and_how_many_more_there_are(tmp_path: Path) -> None:
     told = words(run_page(run_of(tmp_path)), "not taken")
-    assert len(told) == 6 and told[-1].startswith("and ") and told[-1].endswith("shardwise plan names them all")
+    assert len(told) == 6 and "shardwise plan" in told[-1]
 
 
 def test_a_sample_keeps_its_line_breaks(tmp_path: Path) -> None:
@@ -191,8 +183,6 @@ def test_what_happened_stands_on_the_axis(tmp_path: Path) -> None:
     rows = step_rows(range(1, 8))
     rows[2] |= {"skipped": True, "skipped_rows": [1]}
     rows[4] |= {"skipped": True}
-    assert marks_of(run_of(tmp_path, report=report, rows=rows)) == (
-        Mark(at=3, text="step 3 skipped"),
-        Mark(at=12, text="ran out of memory at step 12"),
-        Mark(at=30, text="went back to step 20"),
-    )
+    marks = marks_of(run_of(tmp_path, report=report, rows=rows))
+    for mark, (at, fact) in zip(marks, ((3, "skipped"), (12, "memory"), (30, "step 20")), strict=True):
+        assert mark.at == at and fact in mark.text

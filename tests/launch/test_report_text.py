@@ -5,6 +5,7 @@ from pathlib import Path
 from msgspec.structs import replace
 from report_factory import make_report
 from reported_run import step_rows, write_run
+from run_factory import attempt_record
 
 from launch.report_runs import read_recorded
 from launch.report_text import parts_line, render_report, render_run
@@ -14,7 +15,7 @@ from trainer.spec.units import GIB
 
 def test_predicted_and_measured_stand_side_by_side_with_the_difference():
     text = render_report(make_report(), run_dir=Path("runs/bot"))
-    assert "runs/bot: finished at step 10 of 10" in text
+    assert "runs/bot: finished" in text and "10 of 10" in text
     (peak,) = [line for line in text.splitlines() if line.startswith("peak allocated")]
     assert peak.split() == ["peak", "allocated", "30", "MiB", "25", "MiB", "+20.0%"]
     (gradients,) = [line for line in text.splitlines() if "gradients" in line]
@@ -25,25 +26,25 @@ def test_predicted_and_measured_stand_side_by_side_with_the_difference():
 
 def test_the_held_out_loss_stands_beside_the_unigram_entropy():
     text = render_report(make_report(), run_dir=Path("r"))
-    assert "held-out loss 4.0000" in text and "unigram entropy of the same tokens 6.0000, ratio 0.67" in text
+    (line,) = [line for line in text.splitlines() if "unigram" in line]
+    assert all(figure in line for figure in ("4.0000", "6.0000", "0.67"))
 
 
 def test_the_share_of_tokens_that_are_right_and_the_score_of_pairs_are_shown():
     report = make_report()
     (last,) = report.evaluations
     text = render_report(replace(report, evaluations=(replace(last, accuracy=0.253),)), run_dir=Path("r"))
-    assert "; 25.3% of them are the most likely token" in text
+    assert "25.3%" in text
     pairs = replace(last, loss=0.61, perplexity=9.25, reward_accuracy=0.7, reward_margin=0.305)
     text = render_report(replace(report, evaluations=(pairs,)), run_dir=Path("r"))
-    assert (
-        "  held-out loss of pairs 0.6100; the chosen answer has the higher reward in 70.0%, mean margin 0.305" in text
-    )
+    assert any(all(figure in line for figure in ("0.6100", "70.0%", "0.305")) for line in text.splitlines())
     assert "unigram" not in text, "a loss of pairs is no entropy"
 
 
 def test_what_was_seen_to_run_and_the_sample_are_shown():
     text = render_report(make_report(), run_dir=Path("r"))
-    assert "seen to run: 1 process, LlamaForCausalLM, AdamW, fp32, attention sdpa, loss chunked" in text
+    (seen,) = [line for line in text.splitlines() if "LlamaForCausalLM" in line]
+    assert all(fact in seen for fact in ("1 process", "AdamW", "fp32", "sdpa", "chunked"))
     assert "before: x x" in text and "after: main():\n              pass" in text
 
 
@@ -51,17 +52,14 @@ def test_a_run_in_fp8_names_its_library_its_scales_and_what_was_timed():
     engaged = make_report().engaged
     assert engaged is not None
     facts = {"fp8 library": "transformer-engine 2.10.0", "fp8 recipe": "current: Float8CurrentScaling"}
-    timed = {"fp8 gain": "measured 1.31x of bf16 on this model's matrix shapes"}
-    told = [
-        render_report(make_report(engaged=replace(engaged, facts=seen)), run_dir=Path("r")).splitlines()
-        for seen in (facts, facts | timed, {})
-    ]
-    line = "fp8: transformer-engine 2.10.0, current: Float8CurrentScaling"
-    assert [[each for each in lines if each.startswith("fp8")] for lines in told] == [
-        [line],
-        [f"{line}, measured 1.31x of bf16 on this model's matrix shapes"],
-        [],
-    ]
+    without, timed, plain = (
+        [line for line in render_report(report, run_dir=Path("r")).splitlines() if line.startswith("fp8")]
+        for seen in (facts, facts | {"fp8 gain": "measured 1.31x of bf16"}, {})
+        for report in [make_report(engaged=replace(engaged, facts=seen))]
+    )
+    assert plain == [] and len(without) == len(timed) == 1
+    assert all(value in line for value in facts.values() for line in (*without, *timed))
+    assert "1.31x" in timed[0] and "1.31x" not in without[0]
 
 
 def test_a_bad_ending_names_its_error_and_incidents():
@@ -70,21 +68,15 @@ def test_a_bad_ending_names_its_error_and_incidents():
         engaged=None, sample=None, evaluations=(), final_loss=None, export=None, checkpoint=None,
     )  # fmt: skip
     text = render_report(report, run_dir=Path("r"))
-    assert "r: failed at step 10" in text and "2 attempts" in text and "resumed from step 4" in text
-    assert "error: ValueError: no" in text and "incident: retried once" in text and "seen to run" not in text
+    assert "r: failed" in text and "2 attempts" in text and "step 4" in text
+    assert "ValueError: no" in text and "retried once" in text and "seen to run" not in text
 
 
 def test_a_run_without_a_report_tells_how_far_it_got(tmp_path: Path):
     run = read_recorded(write_run(tmp_path / "bot", has_report=False, rows=step_rows(range(1, 13))))
     lines = render_run(run).splitlines()
-    assert lines[0] == (
-        f"{tmp_path}/bot: has no report yet, step 12 of 40: "
-        "the run has not ended, or was killed before it could say how"
-    )
-    assert lines[1:3] == [
-        f"  see how it stands: shardwise status {tmp_path}/bot",
-        "  training loss 4.7600 at step 12",
-    ]
+    for line, fact in zip(lines, ("12 of 40", f"shardwise status {tmp_path}/bot", "4.7600"), strict=False):
+        assert fact in line
     (step,) = [line.split() for line in lines if line.startswith("step ")]
     assert step[-3:-1] == ["2", "s"], "measured so far"
 
@@ -93,7 +85,7 @@ def test_what_would_help_is_told_after_the_rest(tmp_path: Path):
     run = read_recorded(write_run(tmp_path / "bot", rows=step_rows(data_s=1.0)))
     lines = render_run(run).splitlines()
     place = lines.index("what would help:")
-    assert lines[place + 1].startswith("  50% of a step is reading data: rows on a faster disk")
+    assert "50%" in lines[place + 1]
     assert "what would help:" not in render_report(make_report(), run_dir=Path("r"))
 
 
@@ -104,19 +96,8 @@ def test_the_parts_of_a_step_are_told_the_longest_first():
 
 
 def attempt(number: int, **changes: object) -> AttemptRecord:
-    record = AttemptRecord(
-        number=number,
-        strategy="ddp/fp32/adamw",
-        num_ranks=2,
-        micro_batch=2,
-        accumulation=2,
-        resumed_from_step=None,
-        step=14,
-        ending=Ending.FINISHED,
-        duration_s=19.0,
-        predicted_peak_bytes=int(8.1 * GIB),
-    )
-    return replace(record, **changes)
+    usual = {"strategy": "ddp/fp32/adamw", "num_ranks": 2, "micro_batch": 2, "duration_s": 19.0}
+    return attempt_record(number, **{**usual, "step": 14, "predicted_peak_bytes": int(8.1 * GIB), **changes})
 
 
 def test_every_attempt_is_told_as_the_documents_show_it():

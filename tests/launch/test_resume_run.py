@@ -51,25 +51,24 @@ def test_without_a_change_the_earlier_plan_goes_on(earlier, run_dir):
 def test_another_machine_takes_the_new_plan_where_the_checkpoint_fits_it(earlier, run_dir):
     plan = replace(earlier, hardware=on_less(earlier).hardware)
     taken, told = resume(plan, earlier, run_dir)
-    assert taken is plan
-    assert told.startswith("resuming with a new plan, because cores was ")
+    assert taken is plan and "cores" in told
 
 
 def test_what_cannot_go_on_gives_way_to_the_best_that_can(earlier, run_dir):
     taken, told = resume(on_less(earlier), earlier, run_dir)
     assert taken.chosen.strategy == earlier.chosen.strategy
     assert taken.chosen.strategy.optimizer in (Optimizer.ADAMW, Optimizer.ADAMW_FUSED)
-    assert "8-bit cannot go on from a checkpoint of adamw; going on under candidate 2" in told
+    assert all(fact in told for fact in ("8-bit", "adamw", "candidate 2"))
     assert taken.fallbacks and all(each.strategy.sharding in Sharding for each in taken.fallbacks)
 
 
 def test_what_was_taken_by_hand_is_refused_and_not_changed(earlier, run_dir):
-    with pytest.raises(InputError, match="8-bit cannot go on from a checkpoint of adamw;\nundo the change, pin what"):
+    with pytest.raises(InputError, match=r"8-bit.*checkpoint of adamw"):
         resume(on_less(earlier), earlier, run_dir, may_choose=False)
 
 
 def test_where_nothing_can_go_on_the_run_does_not_start(earlier, run_dir):
-    with pytest.raises(InputError, match="checkpoint of adamw, nor can another of the 1 candidates;\nundo the change"):
+    with pytest.raises(InputError, match=r"checkpoint of adamw.* 1 candidates"):
         resume(on_less(earlier, others=False), earlier, run_dir)
 
 

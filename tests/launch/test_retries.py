@@ -23,11 +23,11 @@ def after(*tried: Tried) -> int | None:
 @pytest.mark.parametrize("fault", [KILLED, HUNG, ERROR])
 def test_a_death_a_hang_and_an_error_are_followed_by_the_same_again(fault: Fault):
     decision = decide([Tried(1, fault, 7, 6)], CANDIDATES, nothing_in_the_way)
-    assert decision.candidate == 1 and decision.words == "starting again from step 6"
+    assert decision.candidate == 1 and "step 6" in decision.words
 
 
 def test_without_a_checkpoint_it_starts_from_the_beginning():
-    assert "from the beginning" in decide([Tried(0, KILLED, 7, 0)], CANDIDATES, nothing_in_the_way).words
+    assert "beginning" in decide([Tried(0, KILLED, 7, 0)], CANDIDATES, nothing_in_the_way).words
 
 
 def test_what_would_happen_again_is_not_tried_again():
@@ -49,7 +49,7 @@ def test_the_third_failure_of_one_step_is_the_last():
     same = Tried(0, ERROR, 7, 6)
     assert after(same, same) == 0
     decision = decide([same, same, same], CANDIDATES, nothing_in_the_way)
-    assert decision.candidate is None and "3rd time at step 7" in decision.words
+    assert decision.candidate is None and "step 7" in decision.words
 
 
 def test_other_steps_between_do_not_hide_a_step_that_always_fails():
@@ -74,7 +74,7 @@ def test_out_of_memory_takes_the_next_fallback_until_none_is_left(fault: Fault):
     assert after(Tried(0, fault, 0, 0)) == 1
     assert after(Tried(0, fault, 0, 0), Tried(1, fault, 3, 0)) == 2
     decision = decide([Tried(2, fault, 3, 0)], CANDIDATES, nothing_in_the_way)
-    assert decision == (None, "no fallback is left", True)
+    assert decision.candidate is None and decision.is_out_of_fallbacks
 
 
 def test_a_restart_stays_with_the_fallback_that_memory_led_to():
@@ -92,7 +92,7 @@ def test_fallbacks_that_are_no_help_are_passed_over_and_named():
 
     assert decide([Tried(0, MEMORY, 7, 6)], CANDIDATES, refuses_halves).candidate == 2
     none = decide([Tried(0, MEMORY, 7, 6)], CANDIDATES, lambda candidate: "cannot go on")
-    assert none == (None, "no fallback is left (none/fp32/adamw cannot go on)", True)
+    assert none.candidate is None and none.is_out_of_fallbacks and "none/fp32/adamw cannot go on" in none.words
 
 
 def test_a_fallback_that_is_refused_at_its_start_is_followed_by_the_next():

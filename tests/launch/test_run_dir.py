@@ -1,9 +1,5 @@
 """Run directories are never shared, overwritten or guessed."""
 
-import os
-import socket
-import subprocess
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -31,7 +27,7 @@ def test_the_output_of_the_job_names_the_run():
 
 def test_a_used_directory_is_refused_without_resume(tmp_path: Path):
     (tmp_path / "plan.json").write_text("{}")
-    with pytest.raises(InputError, match="is used already; add --resume"):
+    with pytest.raises(InputError, match="--resume"):
         run_dir.use_run_dir(tmp_path)
     assert (tmp_path / "plan.json").read_text() == "{}"
 
@@ -43,7 +39,7 @@ def test_an_empty_directory_can_be_used(tmp_path: Path):
 
 def test_a_file_is_no_run_directory(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="is a file"):
+    with pytest.raises(InputError, match=str(tmp_path / "file")):
         run_dir.use_run_dir(tmp_path / "file")
 
 
@@ -53,9 +49,9 @@ def test_resume_finds_the_newest_run_of_exactly_this_name(tmp_path: Path):
     for name in ("bot-20300101-000000", "bot-20300102-000000", "bot-b-20300104-000000"):
         (tmp_path / name / "plan.json").write_text("{}")
     assert run_dir.find_run_dir(tmp_path / "bot").name == "bot-20300102-000000"
-    with pytest.raises(InputError, match="no run named"):
+    with pytest.raises(InputError, match=str(tmp_path / "other")):
         run_dir.find_run_dir(tmp_path / "other")
-    with pytest.raises(InputError, match="no run named"):
+    with pytest.raises(InputError, match=str(tmp_path / "missing")):
         run_dir.find_run_dir(tmp_path / "missing" / "other")
 
 
@@ -75,35 +71,8 @@ def test_attempts_are_numbered_on(tmp_path: Path):
     assert run_dir.next_attempt(tmp_path) == 11
 
 
-def test_a_directory_in_use_names_its_holder(tmp_path: Path):
-    holder = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import sys; from pathlib import Path; from launch.run_dir import locked\n"
-            "with locked(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()",
-            str(tmp_path),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-    try:
-        with (
-            pytest.raises(EnvironmentFaultError, match=f"in use by process {holder.pid}"),
-            run_dir.locked(tmp_path),
-        ):
-            pass
-    finally:
-        holder.communicate()
-    with run_dir.locked(tmp_path):
-        assert (tmp_path / ".lock").read_text() == f"{os.getpid()} {socket.gethostname()}\n"
-
-
-@pytest.mark.skipif(not Path("/proc/1").exists(), reason="needs /proc")
 def test_a_place_that_cannot_be_written_is_an_environment_fault():
-    with pytest.raises(EnvironmentFaultError, match="cannot be made"):
+    with pytest.raises(EnvironmentFaultError, match="/proc/nowhere"):
         run_dir.make_run_dir(Path("/proc/nowhere/bot"), now=NOON)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from engine_plan_factory import engine_plan
 from report_factory import make_report
+from run_factory import attempt_record
 
 from launch.run_history import earlier_history, num_at_step, refuse_endless_restarts
 from trainer.spec import codec
@@ -26,20 +27,8 @@ def killed(run_dir: Path, number: int, *, step: int) -> None:
 
 
 def record(number: int, *, step: int, fault: Fault | None = Fault.KILLED) -> AttemptRecord:
-    return AttemptRecord(
-        number=number,
-        strategy="ddp",
-        num_ranks=2,
-        micro_batch=1,
-        accumulation=1,
-        resumed_from_step=None,
-        step=step,
-        ending=Ending.PREEMPTED if fault is None else Ending.FAILED,
-        fault=fault,
-        cause=None if fault is None else "rank 1 was killed by SIGKILL",
-        duration_s=1.0,
-        predicted_peak_bytes=1,
-    )
+    ending, cause = (Ending.PREEMPTED, None) if fault is None else (Ending.FAILED, "rank 1 was killed by SIGKILL")
+    return attempt_record(number, step=step, ending=ending, fault=fault, cause=cause)
 
 
 def test_what_the_report_does_not_tell_is_made_from_signs_of_life(tmp_path):
@@ -61,7 +50,7 @@ def test_a_run_that_dies_at_one_step_each_time_is_not_started_again(tmp_path):
         killed(tmp_path, number, step=5)
     refuse_endless_restarts(tmp_path)
     killed(tmp_path, 3, step=5)
-    with pytest.raises(EnvironmentFaultError, match=r"3 attempts in a row ended at step 5.*killed\n.*attempts/3/logs"):
+    with pytest.raises(EnvironmentFaultError, match=r"(?s)step 5.*killed.*attempts/3/logs"):
         refuse_endless_restarts(tmp_path)
 
 
@@ -84,7 +73,7 @@ def test_jobs_that_are_stopped_before_a_step_each_time_are_not_started_for_ever(
     write(10)
     refuse_endless_restarts(tmp_path)
     write(11)
-    with pytest.raises(EnvironmentFaultError, match=r"10 jobs in a row were stopped.*at step 7\n.*slurm.time"):
+    with pytest.raises(EnvironmentFaultError, match=r"(?s)10 jobs.*step 7.*slurm\.time"):
         refuse_endless_restarts(tmp_path)
 
 

@@ -12,6 +12,7 @@ from run_factory import write_holder
 
 from launch.run_dir import locked
 from launch.run_holder import Holder, holder_here, last_holder, parse_holder
+from trainer.spec.errors import EnvironmentFaultError
 
 HOLD = """
 import sys
@@ -34,9 +35,12 @@ def held(run_dir: Path) -> Iterator[int]:
         yield holder.pid
 
 
-def test_the_process_that_holds_the_directory_is_found(tmp_path: Path):
+@pytest.mark.cold
+def test_the_process_that_holds_the_directory_is_found_and_named(tmp_path: Path):
     with held(tmp_path) as pid:
         assert holder_here(tmp_path) == Holder(pid, os.uname().nodename)
+        with pytest.raises(EnvironmentFaultError, match=f"process {pid}"), locked(tmp_path):
+            pass
     assert holder_here(tmp_path) is None, "it is gone, though its name stays"
     assert last_holder(tmp_path) == Holder(pid, os.uname().nodename)
 
@@ -50,7 +54,7 @@ def test_a_holder_of_another_machine_is_named_with_it(tmp_path: Path):
     with locked(tmp_path):
         write_holder(tmp_path, os.getpid(), "elsewhere")  # where another process has this number
         assert holder_here(tmp_path) is None
-    assert last_holder(tmp_path).words == f"process {os.getpid()} on elsewhere"
+    assert last_holder(tmp_path) == Holder(os.getpid(), "elsewhere")
 
 
 def test_a_directory_that_nobody_ever_held_has_no_holder(tmp_path: Path):

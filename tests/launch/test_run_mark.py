@@ -54,5 +54,5 @@ def test_a_run_that_was_not_cancelled_starts(tmp_path: Path):
 
 
 def test_a_mark_that_cannot_be_left_is_said():
-    with pytest.raises(EnvironmentFaultError, match=r"^/proc: cannot be written"):
+    with pytest.raises(EnvironmentFaultError, match="/proc"):
         mark_cancelled(Path("/proc"), now=NOON)

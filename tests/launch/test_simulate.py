@@ -1,5 +1,6 @@
 """The dry run from outside: a value in, a value or one line of an error out."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def test_a_request_goes_out_and_its_answer_comes_back() -> None:
 
 
 def test_a_config_that_is_wrong_is_one_line() -> None:
-    with pytest.raises(InputError, match=r"model config \(llama\): .*65.*4") as raised:
+    with pytest.raises(InputError, match=r"llama.*65.*4") as raised:
         simulate(replace(TINY, model_config={**TINY_LLAMA, "hidden_size": 65}))
     assert "\n" not in str(raised.value)
 
@@ -43,28 +44,28 @@ def program(folder: Path, script: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("script", "kind", "words"),
+    ("script", "kind", "fact"),
     [
-        ("echo one >&2; echo two >&2; exit 1", ShardwiseError, "the dry run failed: two"),
+        ("echo one >&2; echo two >&2; exit 1", ShardwiseError, "two"),
         ("echo full >&2; exit 4", EnvironmentFaultError, "full"),
-        ("kill -KILL $$", EnvironmentFaultError, "ended by SIGKILL"),
-        ("exit 0", InputError, "answer.json: cannot be read"),
+        ("kill -KILL $$", EnvironmentFaultError, "SIGKILL"),
+        ("exit 0", InputError, "answer.json"),
     ],
 )
 def test_a_process_that_fails_is_an_error_of_its_kind(
-    tmp_path: Path, script: str, kind: type[ShardwiseError], words: str
+    tmp_path: Path, script: str, kind: type[ShardwiseError], fact: str
 ) -> None:
-    with pytest.raises(kind, match=words):
+    with pytest.raises(kind, match=fact):
         simulate(TINY, python=program(tmp_path, script))
 
 
 def test_a_process_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentFaultError, match="longer than 0 s"):
+    with pytest.raises(EnvironmentFaultError, match=" 0 s"):
         simulate(TINY, timeout_s=0.1, python=program(tmp_path, "exec sleep 60"))
 
 
 def test_a_python_that_is_not_there_is_named() -> None:
-    with pytest.raises(EnvironmentFaultError, match="/no/python: cannot be started"):
+    with pytest.raises(EnvironmentFaultError, match="/no/python"):
         simulate(TINY, python="/no/python")
 
 
@@ -161,8 +162,7 @@ def test_every_kind_of_the_dry_run_belongs_to_a_part_of_the_closed_form() -> Non
     assert grouped({"gathered_weights": 1, "reduce_buffers": 2, "temporaries": 4})["activations"] == 7
 
 
+@pytest.mark.cold
 def test_torch_stays_out_of_this_process() -> None:
-    import subprocess
-
     code = "import sys, launch.simulate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
