@@ -35,7 +35,7 @@ def te(monkeypatch) -> Iterator[object]:
 
 @pytest.fixture
 def torchao(monkeypatch) -> Iterator[object]:
-    """The stand-in for torchao, with PyTorch's own FP8 product: oneDNN's fails where its instruction sets are limited."""
+    """The stand-in for torchao, with PyTorch's own FP8 product; oneDNN's fails if its instruction sets are limited."""
     had_onednn = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     yield from _library(monkeypatch, "fake_torchao", "torchao", "torchao.float8")
