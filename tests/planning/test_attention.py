@@ -78,13 +78,15 @@ def test_the_attention_is_one_of_the_models(model, hardware):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("mpt", "transformers has eager attention for mpt; flash-attn cannot compute it"),
-        ("gemma2", "transformers has flash and eager attention for gemma2; flash-attn is not installed"),
+        ("mpt", "flash-attn cannot"),
+        ("gemma2", "flash-attn is not installed"),
     ],
 )
 def test_a_model_without_torchs_attention_takes_its_own_and_says_why(model, words):
     situation = situation_of(model, "without flash-attn")
-    assert attention(situation, Precision.BF16_MIXED) == (Attention.EAGER, words)
+    taken, why = attention(situation, Precision.BF16_MIXED)
+    assert taken is Attention.EAGER
+    assert why is not None and f"for {model}" in why and words in why
 
 
 @pytest.mark.parametrize("model", CONFIGS)
@@ -100,36 +102,35 @@ def test_the_model_is_built_with_the_attention_of_its_plan(model):
 @pytest.mark.parametrize(
     ("model", "pinned", "words"),
     [
-        ("gemma2", Attention.SDPA, "transformers has flash and eager attention for gemma2"),
-        ("mpt", Attention.FLASH, "transformers has eager attention for mpt"),
-        ("falcon rw", Attention.FLASH, "transformers has sdpa and eager attention for falcon"),
+        ("gemma2", Attention.SDPA, "flash and eager .*gemma2"),
+        ("mpt", Attention.FLASH, "eager .*mpt"),
+        ("falcon rw", Attention.FLASH, "sdpa and eager .*falcon"),
     ],
 )
 def test_a_pin_that_the_model_does_not_have_is_refused(model, pinned, words):
     situation = situation_of(model, "with flash-attn", attention=pinned)
-    with pytest.raises(InputError, match=rf"^pin\.attention: {pinned} cannot be taken: {words}$"):
+    with pytest.raises(InputError, match=rf"^pin\.attention: {pinned} .*{words}$"):
         check_pins(situation)
 
 
 @pytest.mark.parametrize(
     ("hardware", "kernel", "taken", "words", "runs"),
     [
-        (WITH_KERNELS, KERNEL, Attention.FLASH, f"the job file allows {KERNEL}", KERNEL),
+        (WITH_KERNELS, KERNEL, Attention.FLASH, KERNEL, KERNEL),
         (MACHINES["with flash-attn"], KERNEL, Attention.FLASH, "flash-attn is installed", None),
         (WITH_KERNELS, None, Attention.SDPA, "flash-attn is not installed", None),
         (
             MACHINES["without flash-attn"],
             KERNEL,
             Attention.SDPA,
-            "flash-attn is not installed, nor is kernels, which model.flash_kernel needs "
-            "(pip install 'transformers[kernels]')",
+            "pip install 'transformers[kernels]'",
             None,
         ),
         (
             UNFIT,
             KERNEL,
             Attention.SDPA,
-            "kernels 0.17.2 is installed; transformers 5.23.0 takes >=0.18.2 (pip install 'transformers[kernels]')",
+            "kernels 0.17.2 is installed; transformers 5.23.0 takes >=0.18.2",
             None,
         ),
         (machine("1xV100-32GB", libraries=("kernels",)), KERNEL, Attention.SDPA, None, None),
@@ -142,7 +143,7 @@ def test_a_kernel_of_the_hub_is_taken_where_the_job_names_it_and_flash_attn_is_m
     situation = allowing(hardware, kernel)
     found, why = attention(situation, Precision.BF16_MIXED)
     assert found is taken
-    assert words is None or why == words
+    assert words is None or words in why
     row = next(row for row in CATALOGUE if row.precision is Precision.BF16_MIXED)
     setting = first_setting(situation, row, checkpointing=Checkpointing.NONE, loss=LossHead.EAGER)
     assert (setting.attention, setting.flash_kernel) == (taken, runs)
@@ -155,24 +156,23 @@ def test_the_kernel_is_allowed_for_16_bit_alone():
 def test_a_pin_of_flash_runs_the_kernel_that_the_job_names():
     situation = allowing(WITH_KERNELS, attention=Attention.FLASH)
     check_pins(situation)
-    assert attention(situation, Precision.BF16_MIXED) == (
-        Attention.FLASH,
-        f"the job file says pin.attention: flash, by {KERNEL}",
-    )
+    taken, why = attention(situation, Precision.BF16_MIXED)
+    assert taken is Attention.FLASH
+    assert why is not None and "pin.attention: flash" in why and KERNEL in why
 
 
 @pytest.mark.parametrize(
     ("hardware", "kernel", "words"),
     [
-        (WITH_KERNELS, None, "flash-attn is not installed; use sdpa, or name a prebuilt one in model.flash_kernel"),
+        (WITH_KERNELS, None, ".*sdpa.*model.flash_kernel"),
         (
             UNFIT,
             KERNEL,
-            "kernels 0.17.2 is installed; .* takes >=0.18.2 .pip install 'transformers.kernels.'.; use sdpa",
+            "kernels 0.17.2 .*>=0.18.2 .pip install 'transformers.kernels.'.*sdpa",
         ),
-        (machine("cpu", libraries=("kernels",)), None, "flash-attn needs a GPU; use sdpa"),
+        (machine("cpu", libraries=("kernels",)), None, "flash-attn needs a GPU.*sdpa"),
     ],
 )
 def test_a_pin_of_flash_that_nothing_here_can_run_is_refused_with_what_would_do(hardware, kernel, words):
-    with pytest.raises(InputError, match=rf"^pin\.attention: flash cannot be taken: {words}$"):
+    with pytest.raises(InputError, match=rf"^pin\.attention: flash .*{words}$"):
         check_pins(allowing(hardware, kernel, attention=Attention.FLASH))

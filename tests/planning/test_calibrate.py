@@ -221,10 +221,8 @@ def test_a_plan_is_as_much_slower_as_its_runs_were_and_says_so() -> None:
     assert sum(speed.parts.values()) == pytest.approx(speed.step_s)
     assert speed.tokens_per_s_per_gpu == pytest.approx(was.tokens_per_s_per_gpu / factor)
     assert speed.mfu == pytest.approx(was.mfu / factor)  # type: ignore[operator]
-    assert (
-        "step time corrected by 1.18 from 9 runs like this one on this device (spread 0.0%), "
-        "which measured 1.2 of what was predicted" in after.notes
-    )
+    (note,) = [note for note in after.notes if "1.18" in note]
+    assert all(fact in note for fact in ("9 runs", "0.0%", "1.2 of"))
 
 
 def test_runs_of_one_row_do_not_turn_the_ranking_around() -> None:
@@ -246,19 +244,20 @@ def test_a_setting_that_runs_show_not_to_fit_is_no_longer_taken() -> None:
 @pytest.mark.parametrize(
     ("model", "spec", "words"),
     [
-        ("8b", H100S, "no run on this device yet: expect tokens/s within +-15 %, peak memory within 2 %"),
-        ("1b", "1xRTX-4090", "no run on this device yet: expect tokens/s within +-50 %, peak memory within 2 %"),
-        ("tiny", "1xCPU", "no run on this device yet: expect tokens/s within a factor of 2, peak memory within 2 %"),
+        ("8b", H100S, "+-15 %"),
+        ("1b", "1xRTX-4090", "+-50 %"),
+        ("tiny", "1xCPU", "a factor of 2,"),
     ],
 )
 def test_without_a_run_a_plan_says_what_to_expect(model: str, spec: str, words: str) -> None:
-    assert words in plan_of(model, spec).notes
+    (note,) = [note for note in plan_of(model, spec).notes if note.startswith("no run on this device")]
+    assert words in note and "peak memory within 2 %" in note
 
 
 def test_runs_that_are_not_used_are_counted() -> None:
     notes = plan_after(record_of(shardwise=None, precision=None), record_of(num_parameters=10**6)).notes
-    assert "no run like this one on this device yet: expect tokens/s within +-15 %, peak memory within 2 %" in notes
-    assert "2 runs on this device not used: another version, or a model of another size" in notes
+    assert [note for note in notes if note.startswith("no run like this one") and "+-15 %" in note]
+    assert [note for note in notes if note.startswith("2 runs ") and "another version" in note]
 
 
 def test_after_a_trial_a_row_takes_the_time_it_took_and_the_others_follow() -> None:

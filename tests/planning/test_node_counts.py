@@ -57,7 +57,7 @@ def test_more_nodes_are_held_against_the_fewest_that_fit_and_the_same_method():
 def test_the_section_says_it_in_a_line_and_in_a_table():
     counts = [count_of(1, 1000.0), count_of(2, 1930.0), count_of(4, 3400.0), count_of(8, 3000.0, method="lora")]
     section = node_counts_section(counts, place="gpu", allowed=8, sentences=("on 2 nodes: one job",))
-    assert section.title == "nodes: 2 are 1.93x as fast as 1, 4 are 3.4x; gpu allows 8"
+    assert all(fact in section.title for fact in ("2 are 1.93x", "4 are 3.4x", "gpu allows 8"))
     text = page_text(Page(title="t", sections=(section,)), width=100)
     rows = [line.split() for line in text.splitlines() if line.strip()[:1] in ("1", "2", "8")]
     assert rows[0][:3] == ["1", "1,000", "1.00x"] and rows[1][:3] == ["2", "1,930", "1.93x"]

@@ -1,5 +1,6 @@
 """Rows of unequal length: the longest decides memory, the average time, and padding is no token learned from."""
 
+import re
 from typing import Any
 
 import pytest
@@ -69,42 +70,42 @@ def test_a_plan_for_short_rows_takes_larger_micro_batches_than_for_full_ones() -
 
 
 @pytest.mark.parametrize(
-    ("facts", "micro_batch", "words"),
+    ("facts", "micro_batch", "figures"),
     [
         (
             {},
             4,
             (
-                "10,000 documents of 196 tokens on average, the longest 1,500",
-                "4% of the tokens of batches of 4 are padding, as rows of like length are learned together (61% in "
-                "random order); data.packing=true has none",
-                "the longest row, 1,500 tokens, sets the peak of memory",
+                r"10,000 .*196 .*1,500",
+                r"^4% .* of 4 .*61%.*data\.packing=true",
+                r"1,500 tokens",
             ),
         ),
         (
             {"is_packed": True},
             8,
             (
-                "10,000 documents of 196 tokens on average, the longest 1,500",
-                "packing saves 76% of what padded batches of 8 would compute (7% if sorted by length)",
+                r"10,000 .*196 .*1,500",
+                r"76% .* of 8 .*7%",
             ),
         ),
         (
             {"is_packed": True, "mean_document_tokens": 245.0},
             1,
             (
-                "10,000 documents of 245 tokens on average, the longest 1,500",
-                "packing saves 2% of what padded single rows would compute (2% if sorted by length), and keeps 20% of "
-                "the tokens, which would be cut off at the end of a row",
+                r"10,000 .*245 .*1,500",
+                r"2% .*2% .*20%",
             ),
         ),
         ({"batch_widths": ()}, 4, ()),
     ],
 )
 def test_a_plan_says_what_padding_costs_and_packing_saves(
-    facts: dict[str, Any], micro_batch: int, words: tuple[str, ...]
+    facts: dict[str, Any], micro_batch: int, figures: tuple[str, ...]
 ) -> None:
-    assert data_words(replace(padded(), **facts), micro_batch) == words
+    sentences = data_words(replace(padded(), **facts), micro_batch)
+    for sentence, expected in zip(sentences, figures, strict=True):
+        assert re.search(expected, sentence)
 
 
 def test_the_notes_of_a_plan_have_the_words() -> None:

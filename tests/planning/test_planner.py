@@ -445,29 +445,28 @@ def test_another_method_that_would_fit_is_named_with_its_memory() -> None:
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        ({"seq_len": 262144, "tokens_per_step": 262144}, r"train.seq_len is 262144; the model has 131072 positions"),
-        ({"pin": {"attention": Attention.FLASH}}, r"pin.attention: flash cannot be taken: flash-attn is not installed"),
-        ({"pin": {"sharding": Sharding.NONE}}, r"pin.sharding: none cannot be taken: none would train 8 different"),
-        ({"pin": {"sharding": Sharding.HSDP}}, r"pin.sharding: hsdp cannot be taken: hsdp shards inside a node"),
+        ({"seq_len": 262144, "tokens_per_step": 262144}, r"train\.seq_len.*131072"),
+        ({"pin": {"attention": Attention.FLASH}}, r"pin\.attention: flash .*flash-attn"),
+        ({"pin": {"sharding": Sharding.NONE}}, r"pin\.sharding: none "),
+        ({"pin": {"sharding": Sharding.HSDP}}, r"pin\.sharding: hsdp "),
         (
             {"pin": {"sharding": Sharding.ZERO1, "offload": Offload.OPTIMIZER}},
-            r"pin.sharding: zero1, pin.offload: optimizer: there is no such strategy; with sharding zero1 there is "
-            r"offload none",
+            r"pin\.sharding: zero1, pin\.offload: optimizer.* offload none",
         ),
         (
             {"pin": {"checkpointing": Checkpointing.EVERY_N, "checkpointing_n": 33}},
-            r"pin.checkpointing_n is 33; the model has 32 blocks: 32 or less",
+            r"pin\.checkpointing_n.*32",
         ),
-        ({"pin": {"micro_batch": 5}}, r"pin.micro_batch is 5; a step has 32 sequences .* 8 ranks: 4 or less"),
+        ({"pin": {"micro_batch": 5}}, r"pin\.micro_batch.*32.* 8 .*4"),
     ],
 )
-def test_impossible_combinations_are_refused_in_words(facts: dict[str, Any], words: str) -> None:
+def test_impossible_combinations_are_refused_by_setting_and_figure(facts: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         plan_of("8b", "8xH100-SXM5-80GB", **facts)
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused_with_both_numbers() -> None:
-    with pytest.raises(InputError, match=r"the tokenizer has 5000 tokens and the model 4096"):
+    with pytest.raises(InputError, match=r"5000.*4096"):
         plan_of("tiny", "1xCPU", data=data_of(seq_len=512, vocab_size=5000))
 
 
@@ -620,7 +619,7 @@ def test_host_ram_is_named_beside_the_device_where_both_are_missing() -> None:
 
 def test_one_device_spreads_nothing_when_it_offloads() -> None:
     plan = plan_of("1b", "1xRTX-4060-8GB", pin={"sharding": Sharding.ZERO3, "offload": Offload.OPTIMIZER})
-    assert plan.chosen.reasons[0] == "zero3: one device: nothing to spread, but its engine does the offload (optimizer)"
+    assert plan.chosen.reasons[0].startswith("zero3: ") and "offload (optimizer)" in plan.chosen.reasons[0]
 
 
 @pytest.mark.parametrize("number", [0, -1, 1000])

@@ -49,7 +49,7 @@ def test_a_run_of_the_plan_s_own_choice_that_lost_nothing_is_told_nothing(plan: 
 def test_unused_memory_is_told_with_what_it_would_give() -> None:
     pinned = plan_of("8b", CARDS, pin={"micro_batch": 1, "checkpointing": Checkpointing.FULL})
     (text,) = said(pinned)
-    assert text == "16 GiB unused: checkpointing none is predicted 1.28x (pin.checkpointing=none)"
+    assert all(fact in text for fact in ("16 GiB", "1.28x", "(pin.checkpointing=none)"))
     free = plan_of("8b", CARDS, pin={"micro_batch": 1})
     assert free.chosen.strategy == pinned.chosen.strategy
     (found,) = recommendations(pinned, report_of(pinned), Observed())
@@ -58,16 +58,15 @@ def test_unused_memory_is_told_with_what_it_would_give() -> None:
 
 def test_a_larger_micro_batch_is_told_with_everything_that_goes_with_it() -> None:
     pinned = plan_of("1b", "1xA100-SXM4-80GB", pin={"micro_batch": 1}, seq_len=256)
-    assert said(pinned) == [
-        "55 GiB unused: micro batch 32, loss eager is predicted 5.02x (pin.micro_batch=32 pin.loss=eager)"
-    ]
+    (text,) = said(pinned)
+    assert all(fact in text for fact in ("55 GiB", "5.02x", "(pin.micro_batch=32 pin.loss=eager)"))
 
 
 def test_what_is_recommended_fits_by_the_measured_peak() -> None:
     pinned = plan_of("8b", CARDS, pin={"micro_batch": 1, "checkpointing": Checkpointing.FULL})
-    assert said(pinned, report_of(pinned, peak_factor=0.7))[0].startswith("34 GiB unused: checkpointing none is")
+    assert said(pinned, report_of(pinned, peak_factor=0.7))[0].startswith("34 GiB ")
     more = said(pinned, report_of(pinned, peak_factor=1.25))
-    assert not any("unused: checkpointing none" in text for text in more), "it would need more than is left"
+    assert not any("pin.checkpointing=none" in text for text in more), "it would need more than is left"
     assert said(pinned, report_of(pinned, peak_factor=2.0)) == []
 
 
@@ -86,10 +85,8 @@ def test_a_better_strategy_is_named_with_the_pin_to_leave_out() -> None:
     pinned = plan_of("8b", "8xH100-SXM5-80GB", pin={"offload": Offload.OPTIMIZER})
     free = plan_of("8b", "8xH100-SXM5-80GB").chosen
     (text,) = said(pinned)
-    assert text == (
-        f"{free.strategy.name}, micro batch {free.micro_batch}, is exact and predicted 3.12x, and needs 75.5 GiB of "
-        "79.1 GiB (leave out pin.offload)"
-    )
+    assert text.startswith(f"{free.strategy.name}, micro batch {free.micro_batch}, ")
+    assert all(fact in text for fact in ("3.12x", "75.5 GiB of 79.1 GiB", "pin.offload"))
 
 
 def test_a_candidate_that_was_taken_by_hand_is_held_against_the_first() -> None:
@@ -97,9 +94,7 @@ def test_a_candidate_that_was_taken_by_hand_is_held_against_the_first() -> None:
     slow = next(each for each in plan.candidates if each.strategy.offload is Offload.OPTIMIZER)
     taken = replace(plan, candidates=(slow, *(each for each in plan.candidates if each is not slow)))
     (text,) = said(taken)
-    assert text.startswith(f"{plan.chosen.strategy.name}, micro batch") and text.endswith(
-        "(it is what a plan without --take has)"
-    )
+    assert text.startswith(f"{plan.chosen.strategy.name}, micro batch") and "--take" in text
 
 
 def test_after_an_out_of_memory_nothing_is_said_of_room() -> None:
@@ -123,31 +118,21 @@ def test_after_an_out_of_memory_nothing_is_said_of_room() -> None:
 
 
 @pytest.mark.parametrize(
-    ("observed", "text"),
+    ("observed", "facts"),
     [
-        (
-            {"data_share": 0.2},
-            "20% of a step is reading data: rows on a faster disk (XDG_CACHE_HOME) would give up to 1.25x",
-        ),
-        ({"wait_share": 0.1}, "10% of a step is waiting for the slowest rank: even ranks would give up to 1.11x"),
-        (
-            {"num_steps": 50, "num_skipped": 10},
-            "10 of 50 steps were skipped: a train.lr below 1e-05 that skips none would give 1.25x",
-        ),
-        (
-            {"idle_share": 0.45, "data_share": 0.02, "wait_share": 0.03},
-            "the GPU ran nothing 40% of the time, waiting for the host: a larger micro batch or allow: [compile] would "
-            "give up to 1.67x",
-        ),
-        (
-            {"throttle": "temperature", "throttled_slowdown": 1.3},
-            "clocks were held down (temperature): a step took 1.30x the time meanwhile",
-        ),
+        ({"data_share": 0.2}, ("20%", "XDG_CACHE_HOME", "1.25x")),
+        ({"wait_share": 0.1}, ("10%", "slowest rank", "1.11x")),
+        ({"num_steps": 50, "num_skipped": 10}, ("10 of 50", "train.lr below 1e-05", "1.25x")),
+        ({"idle_share": 0.45, "data_share": 0.02, "wait_share": 0.03}, ("40%", "allow: [compile]", "1.67x")),
+        ({"throttle": "temperature", "throttled_slowdown": 1.3}, ("temperature", "1.30x")),
     ],
 )
-def test_time_that_was_lost_is_told_with_what_it_is_worth(plan: Plan, observed: dict[str, Any], text: str) -> None:
+def test_time_that_was_lost_is_told_with_what_it_is_worth(
+    plan: Plan, observed: dict[str, Any], facts: tuple[str, ...]
+) -> None:
     at_lr = replace(plan, schedule=replace(plan.schedule, lr=1e-5))
-    assert said(at_lr, **observed) == [text]
+    (text,) = said(at_lr, **observed)
+    assert all(fact in text for fact in facts)
 
 
 @pytest.mark.parametrize(
@@ -170,15 +155,14 @@ def test_what_gains_too_little_or_is_not_known_is_not_said(plan: Plan, observed:
 
 def test_a_stream_is_told_to_be_prepared(plan: Plan) -> None:
     stream = replace(plan, data=replace(plan.data, is_stream=True))
-    assert said(stream, data_share=0.5) == [
-        "50% of a step is reading data: rows that were prepared before (data.streaming=false) would give up to 2.00x"
-    ]
+    (text,) = said(stream, data_share=0.5)
+    assert all(fact in text for fact in ("50%", "data.streaming=false", "2.00x"))
 
 
 def test_padding_is_told_where_rows_can_be_packed() -> None:
     padded = plan_of("1b", CARDS, data=data_of(is_packed=False))
-    text = "34% of the positions are padding: data.packing=true is predicted 1.52x"
-    assert text in said(padded, padding_share=0.34)
+    (text,) = said(padded, padding_share=0.34)
+    assert all(fact in text for fact in ("34%", "data.packing=true", "1.52x"))
     pairs = replace(padded, data=replace(padded.data, format=DataFormat.PREFERENCE))
     assert text not in said(pairs, padding_share=0.34)
     packed = replace(padded, data=replace(padded.data, is_packed=True))
@@ -188,23 +172,21 @@ def test_padding_is_told_where_rows_can_be_packed() -> None:
 def test_an_interval_that_costs_much_is_told_a_longer_one(plan: Plan) -> None:
     waits = replace(plan, job=replace(plan.job, checkpoint=replace(plan.job.checkpoint, is_async=False)))
     by_steps = replace(waits, schedule=replace(waits.schedule, checkpoint_every_steps=100, checkpoint_every_s=None))
-    assert said(by_steps, saving_share=0.2, num_saves=3) == [
-        'saving takes 20% of the time: "checkpoint.every=2475 steps" or checkpoint.async=true would give 1.24x'
-    ]
+    (text,) = said(by_steps, saving_share=0.2, num_saves=3)
+    assert all(fact in text for fact in ("20%", '"checkpoint.every=2475 steps"', "checkpoint.async=true", "1.24x"))
     by_time = replace(plan, schedule=replace(plan.schedule, checkpoint_every_steps=None, checkpoint_every_s=1200))
-    assert said(by_time, saving_share=0.1, num_saves=3) == [
-        'saving takes 10% of the time: "checkpoint.every=220 min" would give 1.10x'
-    ]
+    (text,) = said(by_time, saving_share=0.1, num_saves=3)
+    assert all(fact in text for fact in ("10%", '"checkpoint.every=220 min"', "1.10x"))
+    assert "checkpoint.async" not in text
 
 
 def test_an_unusual_error_is_told_until_the_machine_was_measured(plan: Plan) -> None:
     step_s = plan.chosen.speed.step_s
     off = report_of(plan, step_factor=2.0)
     (text,) = said(plan, off)
-    assert text == (
-        f"a step took {2 * step_s:.3g} s, predicted were {step_s:.3g} s: shardwise probe --measure -o hardware.json "
-        "finds what this machine can do, shardwise plan --hardware hardware.json what follows from it"
-    )
+    for fact in (f"{2 * step_s:.3g} s", f"{step_s:.3g} s", "shardwise probe --measure -o hardware.json "):
+        assert fact in text
+    assert "shardwise plan --hardware hardware.json " in text
     assert said(plan, report_of(plan, step_factor=0.5)) != [] and said(plan, report_of(plan, step_factor=1.14)) == []
     measured = replace(plan, hardware=replace(plan.hardware, rates=MeasuredRates(matmul_flops_per_s=10**14)))
     assert not any("probe" in text for text in said(measured, off))

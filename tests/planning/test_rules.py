@@ -410,13 +410,13 @@ def test_a_pinned_setting_refuses_the_rows_that_cannot_serve_it(
 def test_a_pinned_setting_that_no_row_serves_is_an_error_with_its_reason() -> None:
     pin = {"loss": LossHead.FUSED_LINEAR}
     situation = situation_for("tiny", "1xCPU", pin=pin)
-    with pytest.raises(InputError, match=r"pin.loss: fused_linear cannot be taken: loss: fused_linear is Liger's"):
+    with pytest.raises(InputError, match=r"pin\.loss: fused_linear .*Liger"):
         check_pins(situation)
 
 
 def test_a_pinned_pair_that_the_catalogue_lacks_is_an_error_with_its_reason() -> None:
     situation = situation_for("8b", "8xH100-SXM5-80GB", pin={"sharding": Sharding.FSDP, "optimizer": Optimizer.MUON})
-    with pytest.raises(InputError, match=r"there is no such strategy; .*its update needs whole matrices"):
+    with pytest.raises(InputError, match=r"pin\.sharding: fsdp, pin\.optimizer: muon.*whole matrices"):
         check_pins(situation)
 
 

