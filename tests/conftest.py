@@ -11,6 +11,7 @@ import signal
 from collections.abc import Generator, Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 from warm_python import SWITCH, start_warm_python
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded, here or in a process of its own
@@ -22,6 +23,9 @@ __all__ = ["slurm", "slurm_cluster", "state_folder_of_the_tests"]
 pytest_plugins = ["suite_end", "outcome_file", "durations"]
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# The same examples on every run, and no limit of time that a busy machine would miss.
+settings.register_profile("suite", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -239,6 +239,7 @@ def test_the_options_of_every_command_are_frozen():
     }  # fmt: skip
 
 
+@pytest.mark.cold
 def test_the_python_api_re_exports_and_loads_nothing_heavy():
     program = (
         "import sys, shardwise; assert set(shardwise.__all__) <= set(dir(shardwise)); "

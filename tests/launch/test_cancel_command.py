@@ -61,6 +61,7 @@ def test_the_supervisor_of_this_machine_is_asked_to_save_and_end(tmp_path: Path)
     assert "checkpoint" in text and f"process {process.pid}" in text and is_cancelled(tmp_path)
 
 
+@pytest.mark.cold
 def test_now_is_a_second_interrupt(tmp_path: Path):
     write_attempt(tmp_path, steps=[1])
     with supervised(tmp_path, num_interrupts=2) as process:

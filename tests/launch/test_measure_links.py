@@ -47,6 +47,7 @@ def only_note(found: Measurement) -> str:
     return note
 
 
+@pytest.mark.cold
 def test_a_rank_that_never_comes_is_a_note_in_time(stand_in: Path) -> None:
     """Nothing is left behind, neither the rank that waits for the other nor the one that sleeps."""
     stand_in.write_text(

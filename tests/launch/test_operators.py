@@ -181,6 +181,7 @@ def test_two_builders_take_turns_and_the_second_finds_the_work_done(tmp_path: Pa
     assert len(asked(tmp_path)) == 1
 
 
+@pytest.mark.cold
 def test_the_lock_of_a_killed_build_is_stale_and_that_of_a_living_one_is_not(tmp_path: Path):
     lock = tmp_path / "cpu_adam" / "lock"
     lock.parent.mkdir()

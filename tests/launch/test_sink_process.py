@@ -86,6 +86,7 @@ def test_a_sink_that_fails_is_a_line_and_the_others_go_on(way, run_dir, tmp_path
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if "hangs" in way])
+@pytest.mark.cold
 def test_a_sink_that_hangs_is_ended_and_the_others_were_told(way, run_dir, tmp_path, told, monkeypatch):
     monkeypatch.setattr(sink_start, "END_S", 4.0)
     path = write_stand_in(tmp_path / "stand in", way)
@@ -108,6 +109,7 @@ def test_a_job_that_goes_back_to_its_scheduler_waits_less(run_dir, tmp_path, mon
     assert "not done after 1 s" in sinks.end()
 
 
+@pytest.mark.cold
 def test_what_was_ended_leaves_no_process(run_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(sink_start, "END_S", 2.0)
     pids = f"open({str(tmp_path / 'pids')!r}, 'w').write(f'{{os.getpid()}} {{os.getppid()}}')"

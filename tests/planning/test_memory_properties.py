@@ -214,9 +214,11 @@ def test_any_rise_with_more_ranks_is_a_buffer_with_a_name(shape: ModelShape, cho
         return
     more = replace(chosen, num_ranks=2 * chosen.num_ranks, ranks_per_node=min(8, 2 * chosen.num_ranks))
     few, many = events_of(shape, chosen, device), events_of(shape, more, device)
+    # State of a partition that has become too small to be paged is counted by torch.
+    named = NAMED_BUFFERS | ({"optimizer_state"} if "paged" in chosen.strategy.optimizer else set())
     for name, event in many.items():
         rise = sum(event.values()) - sum(few[name].values())
-        assert rise <= sum(max(0, event.get(buffer, 0) - few[name].get(buffer, 0)) for buffer in NAMED_BUFFERS), name
+        assert rise <= sum(max(0, event.get(buffer, 0) - few[name].get(buffer, 0)) for buffer in named), name
 
 
 @given(SHAPES, settings_of(), st.sampled_from([Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP]))

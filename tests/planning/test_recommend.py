@@ -64,7 +64,7 @@ def test_a_larger_micro_batch_is_told_with_everything_that_goes_with_it() -> Non
 
 def test_what_is_recommended_fits_by_the_measured_peak() -> None:
     pinned = plan_of("8b", CARDS, pin={"micro_batch": 1, "checkpointing": Checkpointing.FULL})
-    assert said(pinned, report_of(pinned, peak_factor=0.7))[0].startswith("34 GiB ")
+    assert "pin.checkpointing=none" in said(pinned, report_of(pinned, peak_factor=0.7))[0]
     more = said(pinned, report_of(pinned, peak_factor=1.25))
     assert not any("pin.checkpointing=none" in text for text in more), "it would need more than is left"
     assert said(pinned, report_of(pinned, peak_factor=2.0)) == []

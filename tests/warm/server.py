@@ -335,7 +335,8 @@ def _start(kind: str, target: str, main_module: types.ModuleType) -> None:
     if kind == "-c":
         exec(compile(target, "<string>", "exec"), main_module.__dict__)
     elif kind == "-m":
-        sys.modules.pop(target, None)
+        for name in (target, f"{target}.__main__"):
+            sys.modules.pop(name, None)
         runpy._run_module_as_main(target)  # type: ignore[attr-defined]
     else:
         program = Path(target)
