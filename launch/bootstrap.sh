@@ -20,10 +20,10 @@ usage() {
     cat <<'TEXT'
 install     set up .venv and the shardwise command
 train       install, then train the quickstart example on this machine
-test        everything that continuous integration runs; about twenty minutes on two cores
+test        everything that continuous integration runs; about seventeen minutes on two cores
 test-quick  what computes little, and one small training; about three minutes
 test-long   full products and repeated kills; about two hours
-mutations   a hundred faults, each seeded into a copy of the code: do the tests nearest to it fail? about an hour
+mutations   a hundred faults, each seeded into a copy of the code: do the tests nearest to it fail? about six minutes
 check       ruff, mypy, import-linter, shellcheck
 bench       benchmarks, as ratios measured side by side
 bench-gpu   predictions, small cards, FP8 and other trainers on a GPU, in calls of nine minutes; a rehearsal without one
