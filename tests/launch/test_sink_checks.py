@@ -51,19 +51,18 @@ def test_nodes_without_a_network_write_offline():
 
 
 def test_a_mode_that_is_none_is_refused():
-    with pytest.raises(InputError, match="WANDB_MODE is 'on'; expected online, offline or disabled"):
+    with pytest.raises(InputError, match=r"WANDB_MODE.*'on'"):
         wandb_mode(job(wandb=WandbMode.ONLINE), {"WANDB_MODE": "on"})
 
 
 def test_online_without_a_login_is_refused_with_what_would_do(tmp_path):
     (line,) = problems(tmp_path, job(wandb=WandbMode.ONLINE))
-    assert line.startswith("log.wandb: online: there is no login for http")
-    assert line.endswith("run wandb login, or set WANDB_API_KEY, or set log.wandb=offline")
+    assert all(fact in line for fact in ("log.wandb: ", "wandb login", "WANDB_API_KEY", "log.wandb=offline"))
 
 
 def test_a_key_that_is_none_is_refused_without_showing_it(tmp_path):
     (line,) = problems(tmp_path, job(wandb=WandbMode.ONLINE), WANDB_API_KEY="much-too-short")
-    assert "WANDB_API_KEY invalid" in line and "much-too-short" not in line
+    assert "WANDB_API_KEY" in line and "much-too-short" not in line
 
 
 def test_online_with_a_login_is_taken_wherever_it_stands(tmp_path):
@@ -79,31 +78,22 @@ def test_offline_asks_for_no_login(tmp_path):
 
 def test_packages_that_are_missing_are_named_with_their_line(tmp_path, monkeypatch):
     monkeypatch.setattr(sink_checks, "installed_version", lambda _name: None)
-    lines = problems(tmp_path, job(wandb=WandbMode.OFFLINE, tensorboard=True))
-    assert lines == (
-        "log.wandb: offline: wandb is not installed; pip install wandb, or set log.wandb=off",
-        "log.tensorboard: tensorboard is not installed; pip install 'shardwise[tensorboard]'",
-    )
+    wandb, tensorboard = problems(tmp_path, job(wandb=WandbMode.OFFLINE, tensorboard=True))
+    assert wandb.startswith("log.wandb: ") and "pip install wandb" in wandb
+    assert tensorboard.startswith("log.tensorboard: ") and "pip install 'shardwise[tensorboard]'" in tensorboard
 
 
 def test_a_command_that_is_not_there_is_refused_and_a_url_is_not_tried(tmp_path):
     (line,) = problems(tmp_path, job(notify=("no-such-program", "--to", "me")))
-    assert line == "log.notify: no-such-program is no program that is found here; give its path, or a URL"
+    assert line.startswith("log.notify: ") and "no-such-program" in line
     check_sinks(job(notify=("http://127.0.0.1:9/",)), sink_environment(tmp_path))
     check_sinks(job(notify=("sh", "-c", "true")), sink_environment(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("held", "words"),
-    [
-        ({}, "log.notify: $TEAM_WEBHOOK is not set in this environment; it should hold the URL that is told"),
-        ({"TEAM_WEBHOOK": "ftp://hidden"}, "log.notify: $TEAM_WEBHOOK holds no URL that can be told: "),
-        ({"TEAM_WEBHOOK": "https:///hidden"}, "log.notify: $TEAM_WEBHOOK holds no URL that can be told: "),
-    ],
-)
-def test_a_variable_without_a_url_is_refused_without_showing_what_it_holds(held, words, tmp_path):
+@pytest.mark.parametrize("held", [{}, {"TEAM_WEBHOOK": "ftp://hidden"}, {"TEAM_WEBHOOK": "https:///hidden"}])
+def test_a_variable_without_a_url_is_refused_without_showing_what_it_holds(held, tmp_path):
     (line,) = problems(tmp_path, job(notify=("$TEAM_WEBHOOK",)), **held)
-    assert line.startswith(words) and "hidden" not in line
+    assert line.startswith("log.notify: $TEAM_WEBHOOK") and "hidden" not in line
 
 
 def test_a_variable_with_a_url_is_taken(tmp_path):

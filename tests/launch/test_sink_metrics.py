@@ -9,9 +9,9 @@ from trainer.runtime.metrics import StepMetrics
 GROUPS = {"train", "eval", "speed", "time", "memory", "gpu"}
 
 
-@pytest.mark.parametrize("field", StepMetrics.__struct_fields__)
-def test_every_field_of_a_line_has_a_group(field):
-    assert field == "step" or series_name(field).partition("/")[0] in GROUPS
+def test_every_field_of_a_line_has_a_group():
+    series = {field: series_name(field) for field in StepMetrics.__struct_fields__ if field != "step"}
+    assert {field for field, name in series.items() if name.partition("/")[0] not in GROUPS} == set()
 
 
 @pytest.mark.parametrize(
@@ -23,8 +23,6 @@ def test_every_field_of_a_line_has_a_group(field):
         ("tokens_per_s", "speed/tokens_per_s"),
         ("step_s", "time/step_s"),
         ("memory_peak_bytes", "memory/memory_peak_bytes"),
-        ("host_rss_bytes", "memory/host_rss_bytes"),
-        ("gpu_power_w", "gpu/gpu_power_w"),
         ("reward_margin", "train/reward_margin"),
         ("gpu_utilization", "gpu/gpu_utilization"),
         ("something_new", "other/something_new"),

@@ -8,8 +8,10 @@ import os
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from report_factory import make_report
 from sink_factory import (
     LastWord,
@@ -33,6 +35,7 @@ from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.report import Ending
 
+pytestmark = pytest.mark.cold  # a warm Python has loaded the real wandb, and its signals and pids are another's
 KEEP = "import sys\nopen({path!r}, 'w').write(sys.stdin.read())\n"
 
 
@@ -61,6 +64,12 @@ def wait_until(is_so, *, timeout_s=30.0):
         time.sleep(0.05)
 
 
+def catches(pid, number):
+    """Whether the process has a handler for the signal."""
+    _, _, rest = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")
+    return bool(int(rest.split()[0], 16) >> (number - 1) & 1)
+
+
 def test_a_job_without_sinks_starts_no_process(run_dir, tmp_path):
     sinks = Sinks(run_dir, sink_order(), sink_environment(tmp_path))
     sinks.process.tick()
@@ -81,7 +90,7 @@ def test_a_sink_that_fails_is_a_line_and_the_others_go_on(way, run_dir, tmp_path
     wait_until(has_failed)
     codec.write(run_dir / "report.json", make_report())
     shown = sinks.end(LastWord(has_report=True))
-    assert "wandb" in shown and ("switched off" in shown or "died (exit code 7, fatal: wandb)" in shown)
+    assert "wandb" in shown and ("switched off" in shown or "exit code 7, fatal: wandb" in shown)
     assert json.loads(told.read_text())["ending"] == "finished"
 
 
@@ -93,9 +102,9 @@ def test_a_sink_that_hangs_is_ended_and_the_others_were_told(way, run_dir, tmp_p
     order = sink_order(wandb=WandbMode.ONLINE, notify=notify(tmp_path, told))
     sinks = Sinks(run_dir, order, sink_environment(tmp_path, PYTHONPATH=str(path)))
     shown = sinks.end()
-    assert "waiting for wandb, notify, 4 s at most" in shown
-    assert "wandb, notify: not done after 4 s, and ended; metrics.jsonl has everything" in shown
-    assert str(run_dir / "logs" / "sinks.log") in shown
+    assert all(
+        fact in shown for fact in ("wandb, notify", " 4 s", "metrics.jsonl", str(run_dir / "logs" / "sinks.log"))
+    )
     assert json.loads(told.read_text())["name"] == "bot-1"
 
 
@@ -106,7 +115,7 @@ def test_a_job_that_goes_back_to_its_scheduler_waits_less(run_dir, tmp_path, mon
     order = sink_order(wandb=WandbMode.OFFLINE)
     sinks = Sinks(run_dir, order, sink_environment(tmp_path, PYTHONPATH=str(path)))
     sinks.stop.kind = StopKind.REQUEUE
-    assert "not done after 1 s" in sinks.end()
+    assert " 1 s" in sinks.end()
 
 
 @pytest.mark.cold
@@ -127,7 +136,7 @@ def test_a_process_that_is_killed_is_noticed_while_training_goes_on(run_dir, tmp
     sinks = Sinks(run_dir, sink_order(tensorboard=True), sink_environment(tmp_path))
     os.kill(sinks.process._process.pid, signal.SIGKILL)
     wait_until(lambda: (sinks.process.tick(), sinks.stream.getvalue())[1])
-    assert sinks.stream.getvalue().startswith("tensorboard: the process of the sinks died")
+    assert sinks.stream.getvalue().startswith("tensorboard: ")
     assert sinks.stream.getvalue().count("\n") == 1
     assert sinks.end().count("\n") == 1
 
@@ -135,7 +144,8 @@ def test_a_process_that_is_killed_is_noticed_while_training_goes_on(run_dir, tmp
 def test_a_log_folder_that_cannot_be_made_is_a_line(run_dir, tmp_path):
     (run_dir / "logs").write_text("a file of that name")
     sinks = Sinks(run_dir, sink_order(tensorboard=True), sink_environment(tmp_path))
-    assert sinks.end() == "tensorboard: cannot be started: File exists; training goes on without\n"
+    (line,) = sinks.end().splitlines()
+    assert line.startswith("tensorboard: ") and "File exists" in line
 
 
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
@@ -158,11 +168,12 @@ def test_a_folder_that_vanishes_disturbs_nobody(kind, run_dir, tmp_path, told):
 def test_stop_requests_are_not_for_the_sinks(run_dir, tmp_path, told):
     sinks = Sinks(run_dir, sink_order(notify=notify(tmp_path, told)), sink_environment(tmp_path))
     log = run_dir / "logs" / "sinks.log"
-    time.sleep(1.0)  # the handlers are there
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        os.kill(sinks.process._process.pid, number)
-    assert sinks.end() == "" and log.read_text() == ""
-    assert told.exists()
+    process, numbers = sinks.process._process, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    wait_until(lambda: all(catches(process.pid, number) for number in numbers))
+    for number in numbers:
+        os.kill(process.pid, number)
+    sinks.end()
+    assert process.returncode == 0 and log.read_text() == "" and told.exists()
 
 
 def test_a_supervisor_that_dies_leaves_sinks_that_end_by_themselves(run_dir, tmp_path, told):
@@ -171,7 +182,7 @@ def test_a_supervisor_that_dies_leaves_sinks_that_end_by_themselves(run_dir, tmp
     process.stdin.close()
     assert process.wait(30) == 0
     sinks.process._process = None
-    assert json.loads(told.read_text())["error"] == "the supervisor of the run died without a word"
+    assert json.loads(told.read_text())["error"].startswith("the supervisor")
 
 
 def test_a_run_that_cannot_even_start_is_told_of(tmp_path, told):
@@ -181,10 +192,9 @@ def test_a_run_that_cannot_even_start_is_told_of(tmp_path, told):
         pytest.raises(EnvironmentFaultError),
         running_sinks(plan, run_dir=run_dir, console=console, environment=sink_environment(tmp_path), stop=stop),
     ):
-        raise EnvironmentFaultError("attempts/1: cannot be written: No space left on device")
+        raise EnvironmentFaultError("attempts/1: no space")
     message = json.loads(told.read_text())
-    assert (message["ending"], message["step"]) == ("failed", 0)
-    assert message["error"] == "attempts/1: cannot be written: No space left on device"
+    assert (message["ending"], message["step"], message["error"]) == ("failed", 0, "attempts/1: no space")
 
 
 def test_an_earlier_report_is_not_taken_for_this_one(run_dir, tmp_path, told):
@@ -210,8 +220,6 @@ def test_without_a_name_it_is_the_run_directory_and_a_point_says_its_sweep(tmp_p
 
 
 def test_a_trial_has_no_sinks(tmp_path):
-    from msgspec.structs import replace
-
     plan = replace(logged_plan(wandb=WandbMode.OFFLINE, tensorboard=True, notify=("tell",)), is_trial=True)
     assert order_of(plan, tmp_path, {}).is_empty
 

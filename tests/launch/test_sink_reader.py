@@ -71,7 +71,8 @@ def test_the_first_of_several_lines_without_a_finite_loss_is_an_incident(run_dir
     append_steps(run_dir, [5], skipped=True)
     reader = RunReader(run_dir, first_attempt=1)
     told = [incident.text for line in reader.read_lines() for incident in reader.incidents_of(line)]
-    assert told == ["step 2: the loss is no finite number", "step 5: the step was skipped"]
+    first, second = told
+    assert "step 2" in first and "loss" in first and "step 5" in second and "skipped" in second
 
 
 def test_lines_of_an_earlier_supervisor_are_no_news(run_dir):
@@ -87,7 +88,7 @@ def test_an_attempt_that_failed_is_told_once(run_dir):
     codec.write(run_dir / "report.json", make_report(history=tuple(records)))
     (incident,) = reader.read_incidents()
     assert incident.title == "out of memory"
-    assert incident.text == "attempt 2 at step 5 with none/fp32/adamw: CUDA out of memory"
+    assert all(fact in incident.text for fact in ("attempt 2", "step 5", "none/fp32/adamw", "CUDA out of memory"))
     assert list(reader.read_incidents()) == []
 
 
@@ -100,7 +101,7 @@ def test_a_silence_much_longer_than_a_step_is_told_once():
     assert watch.look(sign, now_s=1) is None
     assert watch.look(sign, now_s=299) is None
     words = watch.look(sign, now_s=302)
-    assert words is not None and words.startswith("no sign of life in backward of step 8 for 5 min")
+    assert words is not None and all(fact in words for fact in ("backward", "step 8", " 5 min"))
     assert watch.look(sign, now_s=900) is None
     assert watch.look(Heartbeat(step=7, count=2, phase="optimizer"), now_s=901) is None
     assert watch.look(Heartbeat(step=7, count=2, phase="optimizer"), now_s=1300) is not None

@@ -67,13 +67,13 @@ def test_the_limits_are_those_of_the_qos_a_job_runs_under(login_as) -> None:
     assert (long.num_allowed_nodes, long.time_limit_s) == (2, 5 * 86400)
     debug = of("gpu", nodes=1, qos="debug", environment=environment)
     assert (debug.num_allowed_nodes, debug.time_limit_s, len(debug.hardware.gpus)) == (1, 1800, 2)
-    assert "you may use it with accounts theory, vision; QOS debug, long, normal" in normal.hardware.notes
+    assert any("theory, vision" in note and "debug, long, normal" in note for note in normal.hardware.notes)
 
 
 def test_a_plan_is_made_of_a_partition_that_is_closed_and_says_so(login_as) -> None:
     environment = login_as("carol")
     answer = read_partition_hardware("staff", nodes=1, environment=environment)
-    assert answer.hardware.notes[-1] == "you have no account for partition staff"
+    assert "no account for partition staff" in answer.hardware.notes[-1]
     assert answer.num_allowed_nodes == 4
 
 
@@ -85,26 +85,26 @@ def test_limits_that_nobody_is_held_to_do_not_count(login_as, tmp_path: Path) ->
         program.replace('case "$*" in', f'case "$*" in\n"show config") printf "{config}\\n"; exit ;;', 1)
     )
     answer = read_partition_hardware("staff", nodes=4, environment=environment)
-    assert answer.access is None and answer.hardware.notes[-1].startswith("Slurm holds nobody to accounts here")
+    assert answer.access is None and "accounts" in answer.hardware.notes[-1]
     assert read_partition_hardware("gpu", nodes=4, environment=environment).time_limit_s == 7 * 86400
 
 
 @pytest.mark.parametrize(
-    ("user", "words", "said"),
+    ("user", "words", "fact"),
     [
-        ("alice", ("--partition", "staff"), "partition staff takes account staff; you have accounts theory, vision"),
-        ("alice", ("--partition", "gpu", "--account", "guests"), "partition gpu does not take account guests"),
-        ("alice", ("--partition", "gpu", "--qos", "scavenge"), "account vision has no QOS scavenge; --qos names one"),
-        ("alice", ("--partition", "gpu", "slurm.extra=[-A guests]"), "partition gpu does not take account guests"),
-        ("alice", ("--partition", "theory", "--account", "theory"), "account theory has no default QOS; --qos names"),
-        ("carol", ("--partition", "gpu"), "you have no account for partition gpu"),
-        ("alice", ("--partition", "gpu", "--qos", "long", "--nodes", "3"), "gives a job 2 (QOS long: 2 nodes a job)"),
-        ("alice", ("--partition", "gpu", "--qos", "debug", "--time", "2:00:00"), "a job may take 00:30:00 at most"),
+        ("alice", ("--partition", "staff"), "account staff"),
+        ("alice", ("--partition", "gpu", "--account", "guests"), "account guests"),
+        ("alice", ("--partition", "gpu", "--qos", "scavenge"), "QOS scavenge"),
+        ("alice", ("--partition", "gpu", "slurm.extra=[-A guests]"), "account guests"),
+        ("alice", ("--partition", "theory", "--account", "theory"), "default QOS; --qos"),
+        ("carol", ("--partition", "gpu"), "no account for partition gpu"),
+        ("alice", ("--partition", "gpu", "--qos", "long", "--nodes", "3"), "QOS long: 2 nodes"),
+        ("alice", ("--partition", "gpu", "--qos", "debug", "--time", "2:00:00"), "00:30:00"),
     ],
 )  # fmt: skip
-def test_what_would_wait_for_good_is_refused(submit: Submit, user: str, words: tuple[str, ...], said: str) -> None:
+def test_what_would_wait_for_good_is_refused(submit: Submit, user: str, words: tuple[str, ...], fact: str) -> None:
     code, out, err = submit(user, *words)
-    assert code == ExitCode.INPUT and said in err and out == ""
+    assert code == ExitCode.INPUT and fact in err and out == ""
 
 
 @pytest.mark.parametrize(

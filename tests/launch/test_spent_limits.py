@@ -38,14 +38,14 @@ def took(*hours: float, num_ranks: int = 1) -> list[AttemptRecord]:
 def test_hours_are_those_of_all_attempts():
     (limit,) = limits_of(job(hours=10), took(1.5, 2.5), num_ranks=8)
     assert limit == Limit("limits.hours", 10, 10, 4.0, 1) and limit.left_s == 6 * HOUR_S
-    assert limit.words == "limits.hours allows 10 h 00 min, 4 h 00 min are used"
+    assert all(fact in limit.words for fact in ("limits.hours", "10 h 00 min", "4 h 00 min"))
 
 
 def test_money_is_hours_of_all_ranks_at_their_price():
     _, limit = limits_of(job(cost=100, price=2.5), [*took(1, num_ranks=8), *took(3, num_ranks=4)], num_ranks=4)
     assert limit == Limit("limits.cost", 100, 40, 20.0, 4) and limit.left_s == 5 * HOUR_S
-    assert limit.words == "limits.cost allows 100, 50.00 are used at 2.5 a GPU-hour"
-    assert limit.after(2 * HOUR_S).words == "limits.cost allows 100, 70.00 are used at 2.5 a GPU-hour"
+    assert all(fact in limit.words for fact in ("limits.cost", " 100,", "50.00", "2.5 a GPU-hour"))
+    assert "70.00" in limit.after(2 * HOUR_S).words
     assert [each.name for each in limits_of(job(cost=100), [])] == ["limits.hours"], "without a price there is no cost"
 
 
@@ -59,11 +59,13 @@ def test_money_is_hours_of_all_ranks_at_their_price():
     ],
 )
 def test_what_would_do_follows_from_the_steps_that_were_done(limit, step, remedy):
-    assert limit.remedy(step, 1000) == f"raise it and add --resume; {remedy} is about what 1000 steps take"
+    words = limit.remedy(step, 1000)
+    assert f"{remedy} " in words and "--resume" in words
 
 
 def test_without_a_step_nobody_knows_what_would_do():
-    assert Limit("limits.hours", 1, 1, 1.0, 1).remedy(0, 1000) == "raise limits.hours and add --resume"
+    words = Limit("limits.hours", 1, 1, 1.0, 1).remedy(0, 1000)
+    assert "limits.hours" in words and "limits.hours=" not in words and "--resume" in words
 
 
 @pytest.mark.parametrize(("value", "rounded"), [(34.3, 35), (0.0121, 0.013), (100, 100), (101, 110), (9.99, 10)])
@@ -96,7 +98,7 @@ def test_a_limit_that_is_spent_ends_the_run_for_good_once(tmp_path: Path, left_s
     lines = told.getvalue().splitlines()
     assert len(lines) == stops and (tmp_path / SPENT_FILE).exists() is stops
     if stops:
-        assert lines[0] == "limits.hours allows 10 h 00 min, 10 h 00 min are used: stopping with a checkpoint"
+        assert lines[0].startswith("limits.hours") and lines[0].count("10 h 00 min") == 2
 
 
 def test_the_stop_comes_with_room_for_an_end(tmp_path: Path, monkeypatch):
@@ -106,7 +108,7 @@ def test_the_stop_comes_with_room_for_an_end(tmp_path: Path, monkeypatch):
         monkeypatch.setattr(time, "monotonic", lambda seconds=seconds: begin + seconds)
         limits.stop_in_time(stop, dog, Console(told))
         assert stop.kind is kind
-    assert "9 h 59 min are used, and a stop takes up to 45 s: stopping with a checkpoint" in told.getvalue()
+    assert "9 h 59 min" in told.getvalue() and "45 s" in told.getvalue()
 
 
 def test_a_run_that_has_done_its_last_step_is_left_to_finish(tmp_path: Path):
@@ -127,10 +129,8 @@ def test_the_report_tells_of_the_limit_that_ended_the_run(tmp_path: Path):
     assert limits.incidents(make_report(ending=Ending.STOPPED)) == (), "somebody else stopped it"
     limits.stop_in_time(StopRequest(), watchdog(tmp_path, step=500), Console(io.StringIO()))
     (first,) = limits.incidents(make_report(ending=Ending.STOPPED, step=500, num_steps=1000))
-    assert first == (
-        "limits.hours allows 24 h 00 min, 25 h 06 min are used: stopped at step 500 of 1000; to go on, raise it and "
-        "add --resume; limits.hours=53 is about what 1000 steps take"
-    )
+    facts = ("24 h 00 min", "25 h 06 min", "step 500 of 1000", "--resume", "limits.hours=53 ")
+    assert [fact for fact in facts if fact not in first] == []
     assert limits.incidents(make_report(ending=Ending.FINISHED)) == ()
 
 
@@ -148,13 +148,11 @@ def test_a_spent_limit_is_refused_until_it_is_raised(tmp_path: Path):
     for hours in (10, 9.5):
         with pytest.raises(InputError) as refused:
             refuse_spent(tmp_path, plan(hours=hours))
-    assert str(refused.value) == (
-        f"--resume: {tmp_path}: limits.hours allows 9 h 30 min, 10 h 00 min are used, at step 500;\n"
-        "raise it and add --resume; limits.hours=21 is about what 1000 steps take"
-    )
+    facts = (str(tmp_path), "9 h 30 min", "10 h 00 min", "step 500", "--resume", "limits.hours=21 ")
+    assert [fact for fact in facts if fact not in str(refused.value)] == []
     assert refused.value.exit_code is ExitCode.INPUT
     refuse_spent(tmp_path, plan(cost=101, price=2.5))
-    with pytest.raises(InputError, match=r"limits.cost allows 99, 100.00 are used at 2.5 a GPU-hour, at step 500"):
+    with pytest.raises(InputError, match=r"limits\.cost.* 99,.*100\.00.*step 500"):
         refuse_spent(tmp_path, plan(cost=99, price=2.5))
 
 
@@ -168,7 +166,7 @@ def test_the_limit_that_ended_a_run_is_spent_although_seconds_of_it_are_left(tmp
     LimitWatch(tmp_path, plan(hours=10), took(10), num_ranks=1).stop_in_time(
         StopRequest(), Watchdog(tmp_path / "attempts" / "1", num_ranks=1), Console(io.StringIO())
     )
-    with pytest.raises(InputError, match=r"limits.hours allows 10 h 00 min, 9 h 59 min are used"):
+    with pytest.raises(InputError, match=r"limits\.hours.*9 h 59 min"):
         refuse_spent(tmp_path, plan(hours=10))
     refuse_spent(tmp_path, plan(hours=10.5))
     (tmp_path / SPENT_FILE).write_text("{")
