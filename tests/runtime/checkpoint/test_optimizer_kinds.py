@@ -38,6 +38,9 @@ KINDS = {
     "layer by layer": (Optimizer.ADAMW, GaloreJob(rank=8, update_gap=3, layerwise=True)),
 }  # fmt: skip
 
+# Projections differ in what is saved, not in how: one of them stands for all but in the comparison in fp32.
+FEW_KINDS = [kind for kind in KINDS if kind not in GALORE or kind == "galore-std-adamw"]
+
 
 def build_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Matrices from 4,096 elements on, which bitsandbytes keeps in 8 bit, and others; the last block of most is cut."""
@@ -88,8 +91,11 @@ def digest(model: nn.Module, optimizer: object) -> str:
     return state_digest(model, optimizer, sharding=Sharding.NONE)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [(torch.float32, kind) for kind in KINDS] + [(torch.bfloat16, kind) for kind in FEW_KINDS],
+    ids=str,
+)
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(dtype, kind, tiny, tmp_path):
     """Five steps, five more; projectors are made anew in between, every third step."""
     model = build_model(dtype=dtype)
@@ -124,7 +130,7 @@ def test_going_back_fills_the_state_that_is_there(kind, tiny, tmp_path):
     assert train(model, optimizer, start=4, stop=8) == losses
 
 
-@pytest.mark.parametrize("kind", [each for each in KINDS if each not in ("sgd", "lomo")])
+@pytest.mark.parametrize("kind", [each for each in FEW_KINDS if each not in ("sgd", "lomo")])
 def test_without_its_state_it_would_not_be_the_same_run(kind, tiny, tmp_path):
     """What proves that the comparison above can fail."""
     model = build_model()
