@@ -78,7 +78,7 @@ PROOFS: tuple[Proof, ...] = (
     ),
     Proof(
         "offload",
-        "tests/distributed/test_offload.py::test_ten_steps_equal_those_of_ddp",
+        "tests/distributed/test_offload.py::test_every_step_equals_that_of_ddp",
         lambda cell: cell.offload is not Offload.NONE and cell.method is Method.FULL,
     ),
     Proof(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from operator_cache import folder_with_operators
-from rank_factory import LR, SEED, rank_plan, write_rows
+from rank_factory import LR, NUM_STEPS, SEED, rank_plan, write_rows
 from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoConfig, LlamaForCausalLM
@@ -34,7 +34,7 @@ class Course(NamedTuple):
 
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory) -> Path:
-    """No rank's gradient reaches 1 in ten steps, where fp16 would skip a step at its first loss scale."""
+    """No rank's gradient reaches 1 in these steps, where fp16 would skip a step at its first loss scale."""
     return write_rows(tmp_path_factory.mktemp("data") / "rows", shortest=16, is_grouped=False)
 
 
@@ -72,9 +72,9 @@ def run_ranks(start_ranks) -> Callable[[Sequence[Path], int], None]:
 
 @pytest.fixture(scope="session")
 def reference(cache_dir: Path) -> Course:
-    """Ten steps in one process of plain PyTorch: no Accelerate, no accumulation, transformers' own logits."""
+    """Some steps in one process of plain PyTorch: no Accelerate, no accumulation, transformers' own logits."""
     torch.manual_seed(SEED)
-    plan = rank_plan(cache_dir)
+    plan = rank_plan(cache_dir, num_steps=NUM_STEPS)
     config = {name: value for name, value in plan.model_config.items() if name != "model_type"}
     model = LlamaForCausalLM(AutoConfig.for_model("llama", **config))
     decayed = [p for p in model.parameters() if p.ndim >= 2]

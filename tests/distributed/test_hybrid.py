@@ -13,7 +13,7 @@ import pytest
 import torch
 from estimate_factory import config, cpu, setting, shape_of
 from msgspec.structs import replace
-from rank_factory import SEQ_LEN, rank_plan, write_attempt
+from rank_factory import NUM_STEPS, SEQ_LEN, rank_plan, write_attempt
 from safetensors.torch import load_file
 from spoilt_rows import spoil, train_plainly
 
@@ -50,17 +50,18 @@ SHAPE = shape_of(FIELDS)
 CHUNK_TOKENS = 40
 
 # As in `test_going_back`.
-NUM_STEPS, SAVED_STEP = 10, 3
+NUM_STEPS_BACK, SAVED_STEP = 10, 3
 BAD_STEPS = range(5, 5 + STEPS_UNTIL_ROLL_BACK)
 PASSED_OVER = PassedOver(after_step=SAVED_STEP, num_steps=BAD_STEPS[-1] - SAVED_STEP)
-TAKEN = {step: step if step <= SAVED_STEP else step + PASSED_OVER.num_steps for step in range(1, NUM_STEPS + 1)}
+TAKEN = {step: step if step <= SAVED_STEP else step + PASSED_OVER.num_steps for step in range(1, NUM_STEPS_BACK + 1)}
 
 # As in `test_best`.
 PATIENCE = 2
 
 
 def hybrid_plan(cache_dir: Path, **settings: Any) -> Plan:
-    return rank_plan(cache_dir, Sharding.HSDP, num_ranks=NUM_RANKS, **{"micro_batch": 2, "accumulation": 1} | settings)
+    defaults = {"micro_batch": 2, "accumulation": 1, "num_steps": NUM_STEPS}
+    return rank_plan(cache_dir, Sharding.HSDP, num_ranks=NUM_RANKS, **defaults | settings)
 
 
 def rehearsed(plan: Plan) -> Plan:
@@ -92,7 +93,9 @@ def runs(tmp_path_factory, cache_dir, run_ranks) -> Path:
     plans["1x2"] = rehearsed(plans["1x2"])
     plans["shares"] = plan_of_shares(cache_dir)
     plans["best"] = plan_of_early_stop(cache_dir)
-    going_back = hybrid_plan(cache_dir, num_steps=NUM_STEPS, checkpoint_every_steps=SAVED_STEP, loss=LossHead.EAGER)
+    going_back = hybrid_plan(
+        cache_dir, num_steps=NUM_STEPS_BACK, checkpoint_every_steps=SAVED_STEP, loss=LossHead.EAGER
+    )
     plans["back"] = spoil(going_back, folder / "extension", BAD_STEPS)
     run_ranks([write_attempt(folder / name, plan) for name, plan in plans.items()], NUM_RANKS)
     return folder
@@ -103,7 +106,7 @@ def lines_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", CLIPPED)
-def test_ten_steps_equal_a_single_process_of_plain_pytorch(name, runs, reference, read_course):
+def test_every_step_equals_that_of_a_single_process_of_plain_pytorch(name, runs, reference, read_course):
     course = read_course(runs / name)
     assert course.losses == pytest.approx(reference.losses, abs=TOLERANCE)
     assert course.grad_norms == pytest.approx(reference.grad_norms, abs=TOLERANCE)
@@ -114,7 +117,7 @@ def test_ten_steps_equal_a_single_process_of_plain_pytorch(name, runs, reference
 
 def test_an_update_within_the_backward_pass_sees_gradients_of_all_copies(runs, cache_dir):
     """Not clipped, so held against a run of one process that is not clipped either."""
-    plan = rank_plan(cache_dir, clip=0.0)
+    plan = rank_plan(cache_dir, clip=0.0, num_steps=NUM_STEPS)
     losses, _ = train_plainly(plan, {step: step for step in range(1, plan.schedule.num_steps + 1)})
     found = [line["loss"] for line in lines_of(runs / "inside-the-backward")]
     assert found == pytest.approx(list(losses.values()), abs=TOLERANCE)
@@ -164,14 +167,14 @@ def test_a_rank_peaks_about_where_predicted(runs, predicted):
 def test_a_run_goes_back_on_all_ranks_alike(runs, cache_dir, read_course):
     """The bad rows are on one rank of four; held against a run that passes over the same rows."""
     course = read_course(runs / "back")
-    losses, weights = train_plainly(rank_plan(cache_dir, num_steps=NUM_STEPS), TAKEN)
+    losses, weights = train_plainly(rank_plan(cache_dir, num_steps=NUM_STEPS_BACK), TAKEN)
     last_bad = BAD_STEPS[-1]
     assert course.losses[BAD_STEPS[0] - 1 : last_bad] == [None] * STEPS_UNTIL_ROLL_BACK
     assert course.losses[:SAVED_STEP] + course.losses[last_bad:] == pytest.approx(list(losses.values()), abs=TOLERANCE)
     for name, weight in weights.items():
         difference = (course.weights[name] - weight).abs()
         assert difference.mean() < 1e-6 and difference.max() < 1e-3, name
-    manifest = open_checkpoint(runs / "back" / "checkpoints" / f"step-{NUM_STEPS:08d}").manifest
+    manifest = open_checkpoint(runs / "back" / "checkpoints" / f"step-{NUM_STEPS_BACK:08d}").manifest
     assert manifest.facts.spikes.passed_over == (PASSED_OVER,)
 
 
@@ -192,7 +195,7 @@ def test_the_export_is_of_the_best_step(runs):
 
 def test_ranks_share_the_writing_with_those_that_hold_the_same(runs):
     """Each a quarter of the bytes: nothing is gathered, and nothing is written twice."""
-    files = open_checkpoint(runs / "back" / "checkpoints" / f"step-{NUM_STEPS:08d}").manifest.files
+    files = open_checkpoint(runs / "back" / "checkpoints" / f"step-{NUM_STEPS_BACK:08d}").manifest.files
     sizes = [file.size_bytes for file in files.values()]
     assert len(sizes) == NUM_RANKS
     assert max(sizes) < 1.1 * sum(sizes) / NUM_RANKS

@@ -42,7 +42,7 @@ def test_state_arrives_to_the_bit_in_files_and_from_files(move, moved):
 
 
 @pytest.mark.parametrize("move", MOVES, ids=str)
-def test_five_steps_after_a_move_are_those_of_staying(move, moved):
+def test_the_steps_after_a_move_are_those_of_staying(move, moved):
     """Between the two kinds of NVMe offload as well: both step in DeepSpeed's CPU Adam."""
     assert moved.difference(move) <= (0.0 if move.source == move.target else 1e-5)
 

@@ -65,7 +65,7 @@ def test_state_arrives_to_the_bit(move, yard):
 
 
 @each(EXACT, MORE_EXACT)
-def test_five_steps_after_a_move_are_those_of_staying(move, yard):
+def test_the_steps_after_a_move_are_those_of_staying(move, yard):
     assert yard.difference(move) <= (0.0 if move.source == move.target else TOLERANCE)
 
 

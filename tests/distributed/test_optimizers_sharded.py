@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from rank_factory import rank_plan, write_attempt
+from rank_factory import NUM_STEPS, rank_plan, write_attempt
 
 from trainer.spec import codec
 from trainer.spec.report import Engaged
@@ -45,6 +45,7 @@ def runs(tmp_path_factory, cache_dir, run_ranks) -> Path:
             optimizer_in_backward=inside and sharding is not Sharding.DDP,
             clip=0.0 if inside else 1.0,  # an update inside the backward pass cannot be clipped
             num_ranks=2,
+            num_steps=NUM_STEPS,
             micro_batch=4,
             accumulation=1,
         )

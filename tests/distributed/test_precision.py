@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from fp16_units import HAS_FP16_UNITS, NO_FP16_UNITS
-from rank_factory import rank_plan, write_attempt
+from rank_factory import NUM_STEPS, rank_plan, write_attempt
 from safetensors.torch import load_file
 
 from trainer.runtime.mixed_precision import INIT_SCALE
@@ -26,7 +26,6 @@ WORKER = Path(__file__).with_name("precision_worker.py")
 FAKE_TE = Path(__file__).parents[1] / "factories" / "fake_te"
 FP16, BF16, FP8 = Precision.FP16_MIXED, Precision.BF16_MIXED, Precision.FP8
 TOLERANCE = 2e-2
-NUM_STEPS = 10
 NUM_LINEARS = 14  # two blocks of seven
 EVAL_FORWARDS = 3  # 24 rows over two ranks of four, or four of two
 
@@ -172,7 +171,7 @@ def each(cases):
 
 
 @each([*FP16_CASES, *ZERO_CASES, *FP8_CASES, HYBRID_FP8])
-def test_ten_steps_follow_plain_pytorch_in_fp32(case, run, reference):
+def test_every_step_follows_plain_pytorch_in_fp32(case, run, reference):
     assert run.losses == pytest.approx(reference.losses, abs=TOLERANCE)
     assert run.losses != pytest.approx(reference.losses, abs=1e-6), "sixteen bits round"
     assert run.weights.keys() == reference.weights.keys(), "what is exported is named as in the plain model"

@@ -18,7 +18,7 @@ from trainer.spec.strategy import Method, Offload, Optimizer, Precision, Shardin
 from trainer.spec.units import MIB
 
 WORKER = Path(__file__).parents[1] / "distributed" / "moving_worker.py"
-STEP, NUM_STEPS = 5, 10
+STEP, NUM_STEPS = 3, 6
 MOST_AT_ONCE = 60  # attempts in one group of ranks, which has a limit of time
 LOCKABLE_BYTES = 12 * MIB  # so little that partitions are cut into several sub-groups
 ODD_LLAMA: dict[str, Any] = {
@@ -67,7 +67,7 @@ KINDS: dict[str, dict[str, Any]] = {
             Optimizer.ADAFACTOR,
         )
     },
-    "galore": {"method": Method.GALORE, "train": {"galore": GaloreJob(rank=4, update_gap=3)}},
+    "galore": {"method": Method.GALORE, "train": {"galore": GaloreJob(rank=4, update_gap=2)}},
     # Large enough for DeepSpeed to swap; DeepSpeed and torch add up so many squares to different norms, so no clipping.
     "large": {"model_config": {**ODD_LLAMA, "vocab_size": 8193, "hidden_size": 65}, "clip": 0.0},
 }

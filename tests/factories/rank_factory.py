@@ -21,6 +21,7 @@ SEQ_LEN = 48
 NUM_EVAL_ROWS = 24
 SEED = 7
 LR = 3e-3
+NUM_STEPS = 6  # of runs that are held step by step against another: enough to learn, so that a difference shows
 
 
 def write_rows(
