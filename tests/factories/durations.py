@@ -13,8 +13,8 @@ import pytest
 
 DURATIONS = Path(__file__).parents[1] / "durations.json"
 SLOW_S = 0.1
-QUICK_TEST_S = 0.5  # a test that takes longer is not quick
-QUICK_FILE_S = 20.0  # of a file, the sum of its quick tests
+QUICK_TEST_S = 0.25  # a test that takes longer is not quick
+QUICK_FILE_S = 6.0  # of a file, the sum of its quick tests
 ALWAYS_QUICK = ("tests/end_to_end/test_train.py::test_a_run_leaves_everything_it_promises",)
 NOT_QUICK = ("tests/distributed/", "tests/end_to_end/", "tests/slurm/test_training.py")
 

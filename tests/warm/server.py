@@ -51,6 +51,7 @@ TAKEN_OVER = (
     "HF_TOKEN", "TRANSFORMERS_VERBOSITY", "CUDA_VISIBLE_DEVICES", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "PYTORCH_NVML_BASED_CUDA_CHECK",
 )  # fmt: skip
+_HELD_BACK = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
 PR_SET_PDEATHSIG, F_SETSIG = 1, 10
 _LIBC = ctypes.CDLL(None, use_errno=True)
 # The filters of an interpreter that was started without options.
@@ -95,9 +96,12 @@ def main() -> None:
                 _send(connection, "cold")
                 connection.close()
                 continue
+            # What a fork is sent before it has handlers of its own waits; ours are not for it.
+            signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
             pid = os.fork()
             if pid == 0:
                 _become(request, descriptors, connection, path)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_BACK)
             _close(descriptors)
             _send(connection, f"pid {pid}")
             process = os.pidfd_open(pid)
@@ -262,6 +266,7 @@ def _reset_signals(ignored: list[int]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_BACK)
 
 
 def _answer_for_stub(stub: int, link: int) -> None:
