@@ -79,20 +79,20 @@ def test_a_source_that_changed_has_another_place(source, tmp_path):
 
 
 def test_without_a_scratch_folder_the_job_is_refused(source):
-    with pytest.raises(InputError, match=r"slurm.stage: .*folders: \{scratch: /a/folder\}"):
+    with pytest.raises(InputError, match=r"slurm\.stage: .*folders: \{scratch: "):
         with_stages(plan_for(source, Stage.MODEL), None)
 
 
 def test_a_disk_without_room_is_named_with_both_sizes(source, small_disk):
     (source / "weights.bin").write_bytes(bytes(300 << 10))
     plan = with_stages(plan_for(source, Stage.MODEL), small_disk)
-    with pytest.raises(EnvironmentFaultError, match=r"is 30\d KiB, .*/small has 2\d\d KiB free"):
+    with pytest.raises(EnvironmentFaultError, match=r" 30\d KiB.*/small .* 2\d\d KiB"):
         copy_staged(plan.staged, on_progress=print)
 
 
 def test_a_folder_that_cannot_be_written_is_an_environment_fault(source, tmp_path):
     (tmp_path / "scratch").write_text("a file")
     plan = with_stages(plan_for(source, Stage.MODEL), tmp_path / "scratch")
-    with pytest.raises(EnvironmentFaultError, match=r"cannot be copied to .*: Not a directory"):
+    with pytest.raises(EnvironmentFaultError, match=r"/scratch.*: Not a directory"):
         copy_staged(plan.staged, on_progress=print)
     assert stat.S_ISREG((tmp_path / "scratch").stat().st_mode)

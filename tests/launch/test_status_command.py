@@ -36,19 +36,20 @@ def test_a_run_is_shown_with_all_that_its_files_tell(runs: Path):
     write_checkpoint(run_dir, 2)
     write_holder(run_dir, 5, "n3")
     lines = status("runs/one").splitlines()
-    assert lines[0] == "runs/one: unknown, step 3 of 100"
-    assert lines[1].startswith("  supervised by process 5 on n3, which cannot be seen from here; last sign of life")
-    assert "  none+none/fp32 on 1 rank" in lines
-    assert "  loss 4.9700, learning rate 0.0003, 1.23k tokens/s, peak 7 MiB on rank 0" in lines
-    assert lines[lines.index("  2 attempts, 1 incident") + 1] == "    step 2: a rank was killed; the same again"
-    assert f"  checkpoint: {Path('runs/one/checkpoints/step-00000002')}" in lines
-    assert "  last line: rank 0 did step 3" in lines and "  logs: runs/one/attempts/2/logs" in lines
+    assert lines[0].startswith("runs/one: unknown") and "3 of 100" in lines[0] and "process 5 on n3" in lines[1]
+    facts = (
+        "none+none/fp32", "loss 4.9700", "0.0003", "1.23k tokens/s", "7 MiB", "2 attempts, 1 incident",
+        "    step 2: a rank was killed; the same again", "runs/one/checkpoints/step-00000002", "rank 0 did step 3",
+        "runs/one/attempts/2/logs",
+    )  # fmt: skip
+    assert [fact for fact in facts if fact not in "\n".join(lines)] == []
 
 
 def test_a_finished_run_needs_one_line_to_say_so(runs: Path):
     write_attempt(runs / "one", steps=[1])
     write_report(runs / "one", Ending.FINISHED, step=100)
-    assert status("runs/one").splitlines()[:2] == ["runs/one: finished, step 100 of 100", "  none+none/fp32 on 1 rank"]
+    first, second, *_ = status("runs/one").splitlines()
+    assert first.startswith("runs/one: finished") and "100 of 100" in first and "none+none/fp32" in second
 
 
 def test_without_slurm_a_submitted_run_says_that_nobody_can_tell(runs: Path):
@@ -57,7 +58,7 @@ def test_without_slurm_a_submitted_run_says_that_nobody_can_tell(runs: Path):
     write_attempt(runs / "one", steps=[1])
     (runs / "one" / "slurm-12.out").write_text("planning\nstep 1\x1b[2K\n\n")
     text = status("runs/one")
-    assert "there is no Slurm here; last sign of life" in text
+    assert "no Slurm here" in text
     assert "last line: step 1 [2K" in text and "logs: runs/one/slurm-12.out" in text
 
 
@@ -69,7 +70,7 @@ def test_all_runs_of_a_folder_the_newest_first(runs: Path):
     (runs / "notes").mkdir()
     lines = status().splitlines()
     assert [line.split()[0] for line in lines[:4]] == [f"runs/{name}" for name in ("new", "middle", "old", "local")]
-    assert "4/100" in lines[3] and lines[4] == "from files alone: there is no Slurm here"
+    assert "4/100" in lines[3] and "no Slurm here" in lines[4]
 
 
 def test_points_of_a_sweep_have_a_line_each_with_what_they_vary(runs: Path):
@@ -94,7 +95,8 @@ def test_runs_of_others_are_counted_and_shown_when_named(runs: Path):
     os.chown(runs / "theirs", 12345, -1)
     text = status()
     assert "runs/mine" in text and "runs/theirs" not in text
-    assert "runs of others in runs are left out: 1" in text
+    (others,) = [line for line in text.splitlines() if "others" in line]
+    assert ": 1" in others
     assert "runs/theirs: lost" in status("runs/theirs")
 
 
@@ -106,7 +108,7 @@ def test_json_holds_one_run_or_a_list(runs: Path):
 
 
 def test_no_runs_is_an_answer(runs: Path):
-    assert status() == f"no runs in {runs}, and none in a queue\n"
+    assert f"no runs in {runs}" in status()
     assert json.loads(status(as_json=True)) == []
 
 
@@ -122,4 +124,4 @@ def test_a_slurm_that_does_not_answer_is_said_and_the_files_are_shown(runs: Path
     write_start(runs / "one", "12")
     write_attempt(runs / "one", steps=[1])
     text = status("runs/one", environment={"PATH": str(tmp_path / "bin")})
-    assert "runs/one: unknown, step 1 of 100" in text and "does not answer" in text
+    assert text.startswith("runs/one: unknown") and "does not answer" in text

@@ -37,40 +37,27 @@ def refuse(tmp_path):
 
 
 CHANGES = [
-    (
-        FILES[:1],
-        [replace(FILES[0], size_bytes=7)],
-        "0.jsonl of 100 bytes, written 2001-09-09T01:46:40.000+00:00 then, "
-        "0.jsonl of 7 bytes, written 2001-09-09T01:46:40.000+00:00 now",
-    ),
-    (
-        FILES[:1],
-        [replace(FILES[0], mtime_ns=10**18 + 10**9)],
-        "0.jsonl of 100 bytes, written 2001-09-09T01:46:40.000+00:00 then, "
-        "0.jsonl of 100 bytes, written 2001-09-09T01:46:41.000+00:00 now",
-    ),
-    (FILES[:1], FILES[:2], "/data/1.jsonl is new"),
-    (FILES[:2], FILES[:1], "/data/1.jsonl is gone"),
+    (FILES[:1], [replace(FILES[0], size_bytes=7)], ("0.jsonl of 100 bytes", "0.jsonl of 7 bytes")),
+    (FILES[:1], [replace(FILES[0], mtime_ns=10**18 + 10**9)], ("01:46:40", "01:46:41")),
+    (FILES[:1], FILES[:2], ("/data/1.jsonl is new",)),
+    (FILES[:2], FILES[:1], ("/data/1.jsonl is gone",)),
     (
         [replace(FILES[0], path=HUB.format("a" * 40), hub=HUB.format("a" * 40))],
         [replace(FILES[0], path=HUB.format("b" * 40), hub=HUB.format("b" * 40))],
-        f"{HUB.format('a' * 40)} of 100 bytes then, {HUB.format('b' * 40)} of 100 bytes now",
+        (HUB.format("a" * 40), HUB.format("b" * 40)),
     ),
 ]
 
 
-@pytest.mark.parametrize(("then", "now", "words"), CHANGES, ids=["size", "time", "new", "gone", "commit"])
-def test_a_file_that_changed_is_refused_with_both_values(refuse, tmp_path, then, now, words):
+@pytest.mark.parametrize(("then", "now", "facts"), CHANGES, ids=["size", "time", "new", "gone", "commit"])
+def test_a_file_that_changed_is_refused_with_both_values(refuse, tmp_path, then, now, facts):
     with pytest.raises(InputError) as caught:
         refuse(then, now)
-    assert str(caught.value) == (
-        f"--resume: the stream of {tmp_path}/run changed: {words};\n"
-        "put the files back as they were, or start a new run without --resume"
-    )
+    assert [fact for fact in ("--resume", f"{tmp_path}/run", *facts) if fact not in str(caught.value)] == []
 
 
 def test_many_changes_are_counted(refuse):
-    with pytest.raises(InputError, match="; and 1 more;"):
+    with pytest.raises(InputError, match="1 more"):
         refuse(FILES, [replace(file, size_bytes=1) for file in FILES])
 
 
@@ -86,6 +73,5 @@ def test_an_unchanged_fingerprint_asks_nothing(refuse):
 def test_what_is_counted_of_a_stream_is_said_to_be_of_its_first_window():
     profile = replace(PROFILE, num_documents=12, num_targets=900, cache_dir=None)
     first, second, *_ = describe_data(profile, Job())
-    assert first.startswith("12 texts to learn from in the first window of a stream, ")
-    assert "900 tokens of the window" in second
-    assert "900 tokens of an epoch" in list(describe_data(replace(profile, is_stream=False), Job()))[1]
+    assert first.startswith("12 texts") and "first window" in first and "900 tokens of the window" in second
+    assert "window" not in list(describe_data(replace(profile, is_stream=False), Job()))[1]

@@ -32,18 +32,18 @@ def test_commas_in_brackets_and_quotes_do_not_part(sweep, expected):
 
 
 @pytest.mark.parametrize(
-    ("sweeps", "says"),
+    ("sweeps", "fact"),
     [
-        (["train.lr"], "expected key=a,b"),
-        (["=1"], "expected key=a,b"),
-        (["train.lr=1e-4,"], "expected key=a,b"),
-        (["train.lr=1,2", "train.lr=3"], "train.lr: is swept twice"),
-        (["train.lr=1,1"], "a value stands there twice"),
-        (["slurm.nodes=1,2"], "slurm is the same for all"),
-        (["output=a,b"], "output is the same for all"),
+        (["train.lr"], "key=a,b"),
+        (["=1"], "key=a,b"),
+        (["train.lr=1e-4,"], "key=a,b"),
+        (["train.lr=1,2", "train.lr=3"], "train.lr: .*twice"),
+        (["train.lr=1,1"], "value .*twice"),
+        (["slurm.nodes=1,2"], "slurm .*same"),
+        (["output=a,b"], "output .*same"),
         ([f"train.seed={','.join(map(str, range(40)))}", f"train.steps={','.join(map(str, range(1, 40)))}"], "1560"),
     ],
 )
-def test_a_sweep_that_cannot_be_is_refused(sweeps, says):
-    with pytest.raises(InputError, match=says):
+def test_a_sweep_that_cannot_be_is_refused(sweeps, fact):
+    with pytest.raises(InputError, match=fact):
         sweep_points(sweeps)

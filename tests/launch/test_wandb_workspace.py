@@ -16,13 +16,12 @@ from trainer.runtime.metrics import StepMetrics
 from trainer.spec.errors import EnvironmentFaultError
 
 KEY = "canary" + "0123456789" * 4
-CHARTS = [chart for section in SECTIONS for chart in section.charts]
 
 
-@pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.title)
-def test_every_series_of_a_chart_is_one_that_is_sent(chart, chosen):
+def test_every_series_of_a_chart_is_one_that_is_sent(chosen):
     sent = {series_name(field) for field in StepMetrics.__struct_fields__} | predicted_series(chosen).keys()
-    assert set(series_of(chart)) <= sent
+    charts = [chart for section in SECTIONS for chart in section.charts]
+    assert charts and {series for chart in charts for series in series_of(chart)} - sent == set()
 
 
 @pytest.fixture
@@ -66,10 +65,9 @@ def test_a_project_that_is_not_there_is_said_with_what_would_do(tmp_path):
     with wandb_server() as server, pytest.raises(EnvironmentFaultError) as caught:
         environment = sink_environment(tmp_path, WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY)
         run_workspace(WorkspaceOptions(project="other", entity="team"), Console(), environment=environment)
-    assert "there is no project team/other" in str(caught.value)
-    assert "--project" in str(caught.value)
+    assert "team/other" in str(caught.value) and "--project" in str(caught.value)
 
 
 def test_without_a_login_it_says_how_to_log_in(tmp_path):
-    with pytest.raises(EnvironmentFaultError, match="run wandb login"):
+    with pytest.raises(EnvironmentFaultError, match="wandb login"):
         run_workspace(WorkspaceOptions(), Console(), environment=sink_environment(tmp_path))
