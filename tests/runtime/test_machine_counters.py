@@ -35,7 +35,8 @@ POWER = "int nvmlDeviceGetPowerUsage(void *device, unsigned *value) { *value = 3
 NO_POWER = "int nvmlDeviceGetPowerUsage(void *device, unsigned *value) { return 3; /* not supported */ }"
 REASONS = "int nvmlDeviceGetCurrentClocks%sReasons(void *device, unsigned long long *bits) { *bits = 0x24; return 0; }"
 ASK = """
-import json, threading
+import ctypes, json, threading
+ctypes.CDLL({driver!r})  # found from here on by its name, as one that is installed is
 from msgspec import to_builtins
 from trainer.runtime.machine_counters import card_samples
 stop = threading.Event()
@@ -50,12 +51,11 @@ print(json.dumps(to_builtins(first)))
 def ask(folder: Path, functions: str, *, uuid: str = UUID) -> "subprocess.CompletedProcess[str]":
     """Asks a driver with these functions in a process of its own."""
     (folder / "nvml.c").write_text(LIBRARY % (UUID, functions))
-    compiler = os.environ.get("CC", "cc")
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libnvidia-ml.so.1", folder / "nvml.c"], check=True)
-    found = os.pathsep.join([str(folder), os.environ.get("LD_LIBRARY_PATH", "")])
+    compiler, name = os.environ.get("CC", "cc"), "libnvidia-ml.so.1"
+    driver = folder / name
+    subprocess.run([compiler, "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", driver, folder / "nvml.c"], check=True)
     return subprocess.run(
-        [sys.executable, "-c", ASK.format(uuid=uuid)],
-        env={**os.environ, "LD_LIBRARY_PATH": found},
+        [sys.executable, "-c", ASK.format(uuid=uuid, driver=str(driver))],
         capture_output=True,
         text=True,
         timeout=120,

@@ -28,7 +28,7 @@ UNCHANGED = [(0, slice(20, 48)), (1, slice(0, 3)), (1, slice(33, 48))]
 UNDER_FLASH = {name: fields for name, fields in {**TINY, **VARIANTS}.items() if name in TINY and name != "mpt"}
 
 
-@pytest.fixture(params=[FLASH, KERNEL])
+@pytest.fixture
 def flash_attn(request, monkeypatch) -> str:
     """The name by which transformers has flash-attn's functions loaded, as on a machine that could run them."""
     load_stand_in(request.param, monkeypatch)
@@ -53,7 +53,16 @@ def token_losses(model: PreTrainedModel, ids: torch.Tensor, places: list[tuple[i
     return model(input_ids=ids, labels=labels, position_ids=POSITIONS)
 
 
-@pytest.mark.parametrize("name", UNDER_FLASH)
+# The two names lead to one function of transformers: one of them is tried with every model type.
+@pytest.mark.parametrize(
+    ("flash_attn", "name"),
+    [
+        pytest.param(kernel, name, marks=() if kernel == FLASH or name == "mistral" else pytest.mark.long)
+        for kernel in (FLASH, KERNEL)
+        for name in UNDER_FLASH
+    ],
+    indirect=["flash_attn"],
+)
 def test_flash_attn_is_told_the_documents_of_every_row(flash_attn, name):
     """Whatever the model hands on: another document changes no loss, and its own loss is that of eager attention."""
     ids = torch.randint(3, 200, (2, WIDTH), generator=torch.Generator().manual_seed(1))

@@ -1,5 +1,8 @@
 """A folder's weights by the model's names: the values of `from_pretrained`, as a whole and by rows."""
 
+import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,12 @@ from trainer.runtime.weight_reader import WeightReader
 from trainer.spec.errors import InputError
 
 LLAMA = TINY["llama"]
-TYPES = [torch.float32, torch.bfloat16]
+# The weights of a folder are fp32; bf16 casts each as it is read. What fp32 differs in does not hang on the model type.
+CASES = [
+    pytest.param(name, dtype, marks=() if name in short else pytest.mark.long, id=f"{name}-{dtype}")
+    for dtype, short in ((torch.bfloat16, TINY), (torch.float32, ("llama", "gpt2", "mixtral")))
+    for name in TINY
+]
 
 
 def write_folder(folder: Path, config: dict[str, Any], *, max_shard_size: int = 2**16) -> PreTrainedModel:
@@ -44,11 +52,23 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("config", TINY.values(), ids=TINY)
-def test_every_tensor_and_any_of_its_rows_are_those_that_from_pretrained_loads(config, dtype, tmp_path):
-    write_folder(tmp_path, config)
-    reader, tensors = reader_of(tmp_path, dtype), loaded(tmp_path, dtype).state_dict()
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory) -> Callable[[str], Path]:
+    """Folders of the model types, each written when it is first asked for, and only read."""
+
+    @cache
+    def folder(name: str) -> Path:
+        path = tmp_path_factory.mktemp("model")
+        write_folder(path, TINY[name])
+        return path
+
+    return folder
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_every_tensor_and_any_of_its_rows_are_those_that_from_pretrained_loads(name, dtype, folder_of):
+    folder = folder_of(name)
+    reader, tensors = reader_of(folder, dtype), loaded(folder, dtype).state_dict()
     assert tensors.keys() >= set(reader.names)
     for name in reader.names:
         assert torch.equal(reader.read(name).to(tensors[name].dtype), tensors[name])
@@ -58,9 +78,8 @@ def test_every_tensor_and_any_of_its_rows_are_those_that_from_pretrained_loads(c
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe"])
-def test_rows_of_stacked_experts_are_read_without_the_other_experts(model_type, tmp_path, monkeypatch):
-    write_folder(tmp_path, TINY[model_type])
-    reader = reader_of(tmp_path)
+def test_rows_of_stacked_experts_are_read_without_the_other_experts(model_type, folder_of, monkeypatch):
+    reader = reader_of(folder_of(model_type))
     stacked = [name for name in reader.names if "experts." in name and reader.read(name).dim() == 3]
     read: list[torch.Size] = []
     monkeypatch.setattr(
@@ -71,11 +90,10 @@ def test_rows_of_stacked_experts_are_read_without_the_other_experts(model_type, 
     assert set(read) == {2}
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("config", TINY.values(), ids=TINY)
-def test_a_skeleton_is_the_loaded_model_but_for_its_weights(config, dtype, tmp_path):
-    write_folder(tmp_path, config)
-    skeleton, model = skeleton_of(tmp_path, dtype), loaded(tmp_path, dtype)
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_a_skeleton_is_the_loaded_model_but_for_its_weights(name, dtype, folder_of):
+    folder = folder_of(name)
+    skeleton, model = skeleton_of(folder, dtype), loaded(folder, dtype)
     ours, theirs = dict(skeleton.model.named_parameters()), dict(model.named_parameters())
     assert [(n, p.shape, p.dtype) for n, p in ours.items()] == [(n, p.shape, p.dtype) for n, p in theirs.items()]
     assert all(is_placeholder(parameter) and parameter.untyped_storage().nbytes() <= 4 for parameter in ours.values())
@@ -149,16 +167,14 @@ def test_an_embedding_that_is_only_there_as_the_head_is_read_from_it(tmp_path):
 def test_a_weight_that_is_missing_is_named(tmp_path):
     write_folder(tmp_path, LLAMA, max_shard_size=2**30)
     spoil(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
-    with pytest.raises(
-        InputError, match=r"lack 1 tensors of LlamaForCausalLM, the first model\.layers\.1\.mlp\.up_proj"
-    ):
+    with pytest.raises(InputError, match=r"model\.layers\.1\.mlp\.up_proj"):
         skeleton_of(tmp_path)
 
 
 def test_a_weight_of_another_shape_is_named_with_both(tmp_path):
     write_folder(tmp_path, LLAMA, max_shard_size=2**30)
     spoil(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(63)}))
-    with pytest.raises(InputError, match=r"model\.norm\.weight has shape \(63,\), that of config\.json \(64,\)"):
+    with pytest.raises(InputError, match=r"model\.norm\.weight.*\(63,\).*\(64,\)"):
         skeleton_of(tmp_path)
 
 
@@ -166,5 +182,5 @@ def test_a_damaged_file_is_named(tmp_path):
     write_folder(tmp_path, LLAMA, max_shard_size=2**30)
     (path,) = tmp_path.glob("*.safetensors")
     path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(InputError, match="its safetensors weights are damaged"):
+    with pytest.raises(InputError, match=re.escape(str(tmp_path))):
         skeleton_of(tmp_path)
