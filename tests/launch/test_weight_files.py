@@ -62,36 +62,33 @@ def changed(name: str, **fields: Any) -> bytes:
 
 
 DAMAGED = {
-    "empty file": (b"", "is truncated or no safetensors file"),
-    "five bytes": (b"\0" * 5, "is truncated or no safetensors file"),
-    "length beyond the file": (struct.pack("<Q", 10**6) + b"{}", "is truncated or no safetensors file"),
-    "absurd length": (b"\xff" * 64, "is truncated or no safetensors file"),
-    "no JSON": (safetensors(b"{broken"), "header is damaged"),
-    "not UTF-8": (safetensors(b'{"\xff": 1}'), "header is damaged"),
-    "a list": (safetensors([]), "header is damaged"),
-    "too deep": (safetensors(b"[" * 100_000), "header is damaged"),
-    "cut off": (safetensors(header_of(TENSORS), 200), "promises 272 B of tensors, the file holds 200 B"),
-    "too long": (safetensors(header_of(TENSORS), 280), "is damaged: 8 bytes belong to no tensor"),
-    "unknown dtype": (changed("model.norm.weight", dtype="F1"), "header is damaged at model.norm.weight"),
-    "shape of another size": (changed("model.norm.weight", shape=[5]), "header is damaged at model.norm.weight"),
-    "negative shape": (changed("model.norm.weight", shape=[-2, -2]), "header is damaged at model.norm.weight"),
-    "offsets backwards": (changed("model.norm.weight", data_offsets=[272, 256]), "header is damaged at model.norm"),
-    "one offset": (changed("model.norm.weight", data_offsets=[1]), "header is damaged at model.norm.weight"),
-    "text for a shape": (changed("model.norm.weight", shape="wide"), "header is damaged at model.norm.weight"),
-    "a number for a tensor": (safetensors({"w": 5}), "header is damaged at w"),
-}  # fmt: skip
+    "empty file": (b"", "truncated"),
+    "length beyond the file": (struct.pack("<Q", 10**6) + b"{}", "truncated"),
+    "absurd length": (b"\xff" * 64, "truncated"),
+    "no JSON": (safetensors(b"{broken"), "header"),
+    "not UTF-8": (safetensors(b'{"\xff": 1}'), "header"),
+    "a list": (safetensors([]), "header"),
+    "too deep": (safetensors(b"[" * 100_000), "header"),
+    "cut off": (safetensors(header_of(TENSORS), 200), "272 B of tensors, the file holds 200 B"),
+    "too long": (safetensors(header_of(TENSORS), 280), " 8 bytes"),
+    "unknown dtype": (changed("model.norm.weight", dtype="F1"), "at model.norm.weight"),
+    "shape of another size": (changed("model.norm.weight", shape=[5]), "at model.norm.weight"),
+    "negative shape": (changed("model.norm.weight", shape=[-2, -2]), "at model.norm.weight"),
+    "offsets backwards": (changed("model.norm.weight", data_offsets=[272, 256]), "at model.norm.weight"),
+    "one offset": (changed("model.norm.weight", data_offsets=[1]), "at model.norm.weight"),
+    "text for a shape": (changed("model.norm.weight", shape="wide"), "at model.norm.weight"),
+    "a number for a tensor": (safetensors({"w": 5}), "at w"),
+}
 
 
 @pytest.mark.parametrize("case", DAMAGED)
 def test_each_damage_is_one_line_under_the_name_of_the_file(tmp_path, case):
-    content, words = DAMAGED[case]
+    content, fact = DAMAGED[case]
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(InputError) as caught:
         check_weights(tmp_path)
     line = str(caught.value)
-    assert line.startswith(f"{tmp_path / 'model.safetensors'}: ")
-    assert words in line
-    assert line.endswith("; download or save it again")
+    assert line.startswith(f"{tmp_path / 'model.safetensors'}: ") and fact in line and "\n" not in line
 
 
 @settings(deadline=None)  # a busy machine is no fault
@@ -112,13 +109,13 @@ def test_shards_answer_together(tmp_path):
 def test_a_missing_shard_is_named(tmp_path):
     write_shards(tmp_path, third="c.safetensors")
     assert not has_weights(tmp_path)
-    with pytest.raises(InputError, match=r"c\.safetensors: is missing, but model\.safetensors\.index\.json names it"):
+    with pytest.raises(InputError, match=r"c\.safetensors: .*model\.safetensors\.index\.json"):
         check_weights(tmp_path)
 
 
 def test_a_tensor_that_is_not_where_the_index_says_is_named(tmp_path):
     write_shards(tmp_path, third="b.safetensors")
-    with pytest.raises(InputError, match=r"b\.safetensors: lacks third, which"):
+    with pytest.raises(InputError, match=r"b\.safetensors: .*third"):
         check_weights(tmp_path)
 
 
@@ -136,28 +133,28 @@ def test_a_tensor_that_is_not_where_the_index_says_is_named(tmp_path):
 )
 def test_a_damaged_index_is_refused(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(InputError, match=r"model\.safetensors\.index\.json: is damaged"):
+    with pytest.raises(InputError, match=r"model\.safetensors\.index\.json: "):
         check_weights(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("file", "words"),
+    ("file", "fact"),
     [
-        ("pytorch_model.bin", "holds only pickled weights, which can run code when they are read; convert them with"),
-        ("consolidated.00.pth", "holds only pickled weights"),
-        ("adapter_config.json", "holds an adapter, not a model; merge it into its base model first"),
-        ("readme.md", "holds no model.safetensors and no model.safetensors.index.json"),
+        ("pytorch_model.bin", "pickled"),
+        ("consolidated.00.pth", "pickled"),
+        ("adapter_config.json", "adapter"),
+        ("readme.md", "model.safetensors.index.json"),
     ],
 )
-def test_a_folder_without_weights_says_what_it_holds_instead(tmp_path, file, words):
+def test_a_folder_without_weights_says_what_it_holds_instead(tmp_path, file, fact):
     (tmp_path / file).write_bytes(b"x")
     assert not has_weights(tmp_path)
     with pytest.raises(InputError) as caught:
         check_weights(tmp_path)
-    assert str(caught.value).startswith(f"{tmp_path}: {words}")
+    assert str(caught.value).startswith(f"{tmp_path}: ") and fact in str(caught.value)
 
 
 def test_a_file_that_may_not_be_read_is_named(tmp_path):
     (tmp_path / "model.safetensors").mkdir()
-    with pytest.raises(InputError, match=r"model\.safetensors: cannot be read: Is a directory"):
+    with pytest.raises(InputError, match=r"model\.safetensors: .*Is a directory"):
         read_header(tmp_path / "model.safetensors")
