@@ -28,13 +28,15 @@ The bounds go from the model's forward to each attention function as keyword arg
 that recomputation and engines hand them on; a model that lost them on the way stops the run.
 """
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import varlen
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -46,6 +48,14 @@ SDPA, PACKED_SDPA, FLASH = "sdpa", "packed_sdpa", "flash_attention_2"
 _NEEDS_MASK = ("falcon", "mpt")  # model types that make their mask without the positions
 _LOSES_BOUNDS = ("falcon", "stablelm")  # whose attention is handed positions, and no other keyword arguments (W31)
 _MAX_FLASH_HEAD = 256
+
+
+def grouped_heads(kernel: Callable[..., Any]) -> dict[str, Any]:
+    """What `varlen_attn` is told of grouped heads: torch 2.11 takes them as they are, later ones only so."""
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
+
+
+_GROUPED_HEADS = grouped_heads(varlen.varlen_attn)
 
 
 def isolate_documents(model: PreTrainedModel) -> None:
@@ -177,11 +187,9 @@ def _row_mask(position_ids: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _by_bounds(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, window: int | None, scale: float) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
     batch, heads, width, _ = query.shape
     queries, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    out = varlen_attn(
+    out = varlen.varlen_attn(
         queries,
         keys,
         values,
@@ -191,7 +199,7 @@ def _by_bounds(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, window
         width,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=key.shape[1] != heads,
+        **(_GROUPED_HEADS if key.shape[1] != heads else {}),
     )
     assert isinstance(out, Tensor)
     return out.view(batch, width, heads, -1)
