@@ -28,11 +28,14 @@ import msgspec  # noqa: E402  (the path comes first)
 from on_gpu import prediction  # noqa: E402
 from on_gpu.all_pieces import PIECES  # noqa: E402
 from on_gpu.bench import Bench  # noqa: E402
+from on_gpu.case import Case  # noqa: E402
 from on_gpu.goals import goals_table  # noqa: E402
 from on_gpu.pieces import StepLog, go_through  # noqa: E402
+from on_gpu.prediction_cases import CASES  # noqa: E402
 from on_gpu.prediction_peaks import portable_hardware, write_peaks  # noqa: E402
 from on_gpu.prediction_runs import peaks_of  # noqa: E402
 from on_gpu.provenance import provenance_table  # noqa: E402
+from on_gpu.side_by_side import run_side_by_side  # noqa: E402
 from written_page import with_tables  # noqa: E402
 
 from launch.console import Console  # noqa: E402
@@ -61,7 +64,14 @@ def main() -> int:
         log = StepLog(out / ("steps-tiny.jsonl" if bench.is_tiny else "steps.jsonl"))
         left = failed = new = 0
         for piece in wanted:
-            progress = go_through(piece, bench, log, until_s=until_s, is_again=options.again, most=options.first)
+            if options.together and piece is prediction.PIECE:
+                run_side_by_side(
+                    piece, bench, log, _chosen(options.only), most=options.together, until_s=until_s, timeout_s=240
+                )
+                continue
+            progress = go_through(
+                piece, bench, log, until_s=until_s, is_again=options.again, most=options.first, only=options.only
+            )
             failed += sum(1 for row in log.rows(piece).values() if "error" in row)
             left += progress.num_left
             new += progress.num_new
@@ -83,6 +93,10 @@ def main() -> int:
     if left:
         return int(ExitCode.REQUEUE)
     return 1 if failed else 0
+
+
+def _chosen(only: str) -> list[Case]:
+    return [case for case in CASES if re.search(only, case.name)]
 
 
 def results(bench: Bench, log: StepLog) -> dict[str, object]:
@@ -126,6 +140,14 @@ def _options() -> argparse.Namespace:
         "--out", type=Path, default=ROOT / "runs" / "bench-gpu", help="models, rows and what was measured"
     )
     parser.add_argument("--first", type=int, help="only so many steps of each piece")
+    parser.add_argument("--only", default="", metavar="REGEX", help="only steps whose name has this in it")
+    parser.add_argument(
+        "--together",
+        type=int,
+        default=0,
+        metavar="N",
+        help="cases of prediction N at a time: their memory alone counts",
+    )
     parser.add_argument("--again", action="store_true", help="measure what is known already")
     parser.add_argument("--tiny", action="store_true", help="rehearse with tiny models, also on a GPU")
     parser.add_argument("--list", action="store_true", help="name the pieces")

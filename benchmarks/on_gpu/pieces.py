@@ -5,6 +5,7 @@ minutes, goes on with the next step. A step is done again with --again, or where
 """
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -65,7 +66,14 @@ class Progress(NamedTuple):
 
 
 def go_through(
-    piece: Piece, bench: Bench, log: StepLog, *, until_s: float, is_again: bool = False, most: int | None = None
+    piece: Piece,
+    bench: Bench,
+    log: StepLog,
+    *,
+    until_s: float,
+    is_again: bool = False,
+    most: int | None = None,
+    only: str = "",
 ) -> Progress:
     """Runs the steps that are not done, in order, while minutes are left; `until_s` is of the monotonic clock.
 
@@ -74,7 +82,7 @@ def go_through(
     done = {} if is_again else log.rows(piece)
     num_left = num_new = 0
     for number, step in enumerate(piece.steps(bench, done)):
-        if step.name in done:
+        if step.name in done or not re.search(only, step.name):
             continue
         is_late = time.monotonic() + step.expected_s > until_s
         if bench.stop.kind is not None or is_late or (most is not None and number >= most):

@@ -4,12 +4,15 @@ Every technique is a `GpuCase`: what its row and settings are, what it needs, an
 Everything up to the launch works without a GPU (`tests/gpu/test_gpu_plans.py` runs it for cards of the catalogue).
 """
 
+import fcntl
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -351,10 +354,24 @@ def run_on_gpu(plan: Plan, run_dir: Path) -> GpuRun:
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     path = attempt_dir / "report.json"
     assert path.exists(), f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-    report = codec.read(path, Report)
-    assert report.error is None, f"{report.error}\n{done.stderr[-4000:]}"
+    run = finished_run(run_dir)
+    assert run.report.error is None, f"{run.report.error}\n{done.stderr[-4000:]}"
+    return run
+
+
+def finished_run(run_dir: Path) -> GpuRun:
+    """What a run left behind, from its files."""
+    report = codec.read(next((run_dir / "attempts").glob("*/report.json")), Report)
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return GpuRun(plan, report, [json.loads(line)["loss"] for line in lines])
+    return GpuRun(codec.read(run_dir / "plan.json", Plan), report, [json.loads(line)["loss"] for line in lines])
+
+
+@contextmanager
+def held(lock: Path) -> Iterator[None]:
+    """Keeps other processes out of what `lock` stands for."""
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _operators(plan: Plan) -> Path:

@@ -17,7 +17,9 @@ from gpu_factory import (
     GpuCase,
     GpuRun,
     case_named,
+    finished_run,
     gpu_plan,
+    held,
     missing_for,
     run_on_gpu,
     write_full_rows,
@@ -41,22 +43,30 @@ EXACT = ("bf16-mixed", "checkpointing-full", "checkpointing-selective", "checkpo
 
 @pytest.fixture(scope="module")
 def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[GpuCase], GpuRun]:
-    """Runs a case once, whoever asks for it."""
-    folder = tmp_path_factory.mktemp("gpu")
-    done: dict[str, GpuRun] = {}
+    """Runs a case once, whoever asks for it: workers of one suite (`-n`) share what was run."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "techniques"
+    folder.mkdir(exist_ok=True)
+    with held(folder / "rows.lock"):
+        if not (folder / "rows").exists():
+            write_full_rows(folder / "rows")
 
     def run(case: GpuCase) -> GpuRun:
         missing = missing_for(case)
         if missing is not None:
             pytest.skip(missing)
-        if case.name not in done:
-            if not done:
-                write_full_rows(folder / "rows")
-            hardware = read_hardware()
-            plan = gpu_plan(case, folder / "rows", replace(hardware, gpus=hardware.gpus[:1]))
-            done[case.name] = run_on_gpu(plan, folder / case.name)
-            _note(done[case.name], case)
-        return done[case.name]
+        with held(folder / f"{case.name}.lock"):
+            place = folder / case.name
+            if not place.exists():
+                hardware = read_hardware()
+                plan = gpu_plan(case, folder / "rows", replace(hardware, gpus=hardware.gpus[:1]))
+                try:
+                    _note(run_on_gpu(plan, place), case)
+                except AssertionError as error:
+                    (place / "problem.txt").write_text(str(error))
+            if (place / "problem.txt").exists():
+                pytest.fail((place / "problem.txt").read_text(), pytrace=False)
+            return finished_run(place)
 
     return run
 

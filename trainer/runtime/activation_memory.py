@@ -162,8 +162,22 @@ class _KeepsSome:
     def __init__(self) -> None:
         self.num_products = self.num_kept_products = self.num_kept_attentions = 0
         self._num_batched = 0
+        self._of_recomputation: _KeepsSome | None = None
 
-    def __call__(self, _: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # noqa: ANN401  # an operator and its arguments
+    def __call__(
+        self,
+        context: SelectiveCheckpointContext,
+        operator: Any,  # noqa: ANN401  # as torch hands it over
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> CheckpointPolicy:
+        if not context.is_recompute:
+            return self._decide(operator, args, kwargs)
+        if self._of_recomputation is None:  # torch 2.11 asks once more, 2.13 no longer does
+            self._of_recomputation = _KeepsSome()
+        return self._of_recomputation._decide(operator, args, kwargs)
+
+    def _decide(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckpointPolicy:  # noqa: ANN401  # an operator and its arguments
         if operator in _PRODUCTS:
             self.num_products += 1
             if self.num_products % 2 == 0:
