@@ -78,7 +78,7 @@ class GpuCase(NamedTuple):
     """One technique: its row and settings, what it needs, and what must be seen of it."""
 
     name: str
-    settings: dict[str, Any]
+    settings: dict[str, Any] = {}
     capability: tuple[int, int] = (8, 0)
     libraries: tuple[str, ...] = ()
     seen: tuple[tuple[str, str], ...] = ()  # (fact of the report, pattern)
@@ -354,9 +354,9 @@ def run_on_gpu(plan: Plan, run_dir: Path) -> GpuRun:
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     path = attempt_dir / "report.json"
     assert path.exists(), f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-    run = finished_run(run_dir)
-    assert run.report.error is None, f"{run.report.error}\n{done.stderr[-4000:]}"
-    return run
+    report = codec.read(path, Report)
+    assert report.error is None, f"{report.error}\n{done.stderr[-4000:]}"
+    return finished_run(run_dir)
 
 
 def finished_run(run_dir: Path) -> GpuRun:

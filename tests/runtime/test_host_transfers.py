@@ -11,7 +11,6 @@ from trainer.runtime.host_transfers import PinnedBuffers
 def buffers(monkeypatch) -> PinnedBuffers:
     """Buffers that are not page-locked, which takes a GPU's driver."""
     monkeypatch.setattr(host_transfers, "_pinned", lambda size: torch.empty(size, dtype=torch.uint8))
-    monkeypatch.setattr(host_transfers, "_unpin", lambda pages: None)
     return PinnedBuffers(finish_copies=lambda: None)
 
 
@@ -35,3 +34,16 @@ def test_rows_of_every_length_pin_no_more_than_the_longest(buffers):
     longest = buffers.pinned_bytes
     buffers.take(5 * 4096 * 3)
     assert buffers.pinned_bytes == longest
+
+
+def test_pages_are_unlocked_as_they_go_and_only_once():
+    """CUDA refuses to lock an address that it holds for locked already, as memory that is mapped again may have."""
+    unlocked = []
+    pages = host_transfers._PinnedPages(-1, 8192)
+    pages.unlock = lambda: unlocked.append("unlocked")
+    whole = torch.frombuffer(pages, dtype=torch.uint8)
+    part = whole[:5000].view(torch.int16)
+    del pages, whole
+    assert unlocked == []
+    del part
+    assert unlocked == ["unlocked"]

@@ -135,9 +135,7 @@ class PinnedBuffers:
             return self._free.pop(index)[:num_bytes]
         if self._free:
             self._finish_copies()
-            released = self._free.pop()
-            self.pinned_bytes -= released.numel()
-            _unpin(released)
+            self.pinned_bytes -= self._free.pop().numel()
         self.pinned_bytes += size
         return _pinned(size)[:num_bytes]
 
@@ -147,12 +145,20 @@ class PinnedBuffers:
         insort(self._free, buffer.as_strided((size,), (1,)), key=Tensor.numel)
 
 
+class _PinnedPages(mmap.mmap):
+    """Whole pages that nothing else lies in; what locked them is undone before they go."""
+
+    unlock: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.unlock is not None:
+            self.unlock()
+
+
 def _pinned(num_bytes: int) -> Tensor:
-    """So many bytes of whole pages that nothing else lies in."""
-    pages = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), num_bytes, 0)))
-    return pages
-
-
-def _unpin(pages: Tensor) -> None:
-    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(pages.data_ptr())))
+    """So many bytes of page-locked memory, for as long as the tensor or a view of it is there."""
+    pages = _PinnedPages(-1, num_bytes)
+    tensor, runtime = torch.frombuffer(pages, dtype=torch.uint8), torch.cuda.cudart()
+    torch.cuda.check_error(int(runtime.cudaHostRegister(tensor.data_ptr(), num_bytes, 0)))
+    pages.unlock = partial(runtime.cudaHostUnregister, tensor.data_ptr())  # the address may be another's later
+    return tensor
