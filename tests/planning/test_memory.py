@@ -440,6 +440,7 @@ def test_what_fits_is_decided_with_margin_context_and_communicators() -> None:
     assert found.need_bytes > found.peak_allocated_bytes + device.context_bytes
     assert found.fits
     assert not estimate(LLAMA_8B, setting(checkpointing=FULL)).fits
+    assert found.outside_bytes == found.device_bytes - found.peak_reserved_bytes > device.context_bytes
 
 
 def test_the_margin_is_smaller_where_the_optimizer_step_is_the_peak() -> None:

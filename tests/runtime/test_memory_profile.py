@@ -4,6 +4,7 @@ import errno
 import resource
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,11 +19,14 @@ from trainer.runtime.memory_profile import (
     WEIGHTS,
     MemoryProfile,
     anonymous_bytes,
+    cap_memory,
     held_bytes,
     highest_rise,
     is_out_of_memory,
 )
 from trainer.spec.errors import InputError
+from trainer.spec.hardware import DeviceKind
+from trainer.spec.units import GIB
 
 SIZE = 512
 WEIGHT_BYTES = 4 * SIZE * SIZE
@@ -202,3 +206,12 @@ def test_a_thread_that_cannot_start_under_a_cap_is_out_of_memory():
         "resource.setrlimit(resource.RLIMIT_DATA, (2**36, -1)); print(before, told(error))"
     )
     assert subprocess.check_output([sys.executable, "-c", program], text=True).split() == ["False", "True"]
+
+
+def test_a_capped_card_holds_what_is_beside_the_allocator_too(monkeypatch):
+    shares = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: shares.append(share))
+    for cap, outside in ((8 * GIB, 2 * GIB), (90 * GIB, GIB), (GIB, 2 * GIB)):
+        cap_memory(DeviceKind.CUDA, torch.device("cuda:0"), cap, outside_bytes=outside)
+    assert shares == [6 / 80, 1.0, 0.0]

@@ -156,11 +156,14 @@ def anonymous_bytes() -> int:
     return status_bytes("RssAnon")
 
 
-def cap_memory(kind: DeviceKind, device: torch.device, cap_bytes: int) -> None:
-    """Makes this device as small as `cap_bytes`: a share for the allocator, or a data limit on the process."""
+def cap_memory(kind: DeviceKind, device: torch.device, cap_bytes: int, *, outside_bytes: int) -> None:
+    """Makes this device as small as `cap_bytes`: a share for the allocator, or a data limit on the process.
+
+    The allocator gets what `outside_bytes` leave, the context and communicators that the plan counts.
+    """
     if kind is DeviceKind.CUDA:
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max(0, cap_bytes - outside_bytes) / total), device)
     else:
         limit = status_bytes("VmData") + cap_bytes + CPU_OVERHEAD_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))

@@ -90,7 +90,8 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
     train_rows = TokenRows.open(cache_dir, "train")
     eval_rows = TokenRows.open(cache_dir, "eval") if plan.data.num_eval_rows else None
     if plan.hardware.vram_cap_bytes is not None:
-        cap_memory(plan.device_kind, accelerator.device, plan.hardware.vram_cap_bytes)
+        cap, outside = plan.hardware.vram_cap_bytes, plan.chosen.memory.outside_bytes
+        cap_memory(plan.device_kind, accelerator.device, cap, outside_bytes=outside)
     writer.write_status("loading the model")
     hooks = load_hooks(plan.extension)
     resumption = _begin_resumption(plan, paths, state, ranks)

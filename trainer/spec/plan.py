@@ -52,6 +52,7 @@ class MemoryEstimate(Value, frozen=True, kw_only=True):
     pinned_bytes: int = 0  # host RAM of one node that cannot be paged out
     host_bytes: int = 0  # pageable host RAM of one node
     nvme_bytes: int = 0  # of one node
+    outside_bytes: int = 0  # of `device_bytes`, beside torch's allocator: context and communicators
     checkpoint_bytes: int = 0  # of one checkpoint, from all ranks: trained weights and optimizer state; 0: not known
 
     @property

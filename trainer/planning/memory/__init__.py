@@ -62,6 +62,7 @@ def estimate_memory(
         pinned_bytes=host.pinned,
         host_bytes=host.pageable,
         nvme_bytes=host.nvme,
+        outside_bytes=around.device - around.reserved,
         checkpoint_bytes=step.states.saved,
     )
 
