@@ -101,7 +101,8 @@ def cap_rows(rows: Mapping[str, Row]) -> dict[str, tuple[CapRow, ...]]:
 
 
 def _capped_row(bench: Bench, known: CaseRow, cap_bytes: int) -> Row:
-    ran = run_case(bench, _short(known.result.case, cap_bytes), kind=CAP)
+    beside = 0 if bench.is_tiny else known.context_bytes  # which --vram counts on a GPU
+    ran = run_case(bench, _short(known.result.case, cap_bytes + beside), kind=CAP)
     return row_of(
         CapRow(
             outcome=ran.outcome,

@@ -339,6 +339,7 @@ class GpuRun(NamedTuple):
     plan: Plan
     report: Report
     losses: list[float]
+    skipped: list[int]  # indices of `losses`: after such a step the weights are what they were
 
 
 def run_on_gpu(plan: Plan, run_dir: Path) -> GpuRun:
@@ -362,8 +363,9 @@ def run_on_gpu(plan: Plan, run_dir: Path) -> GpuRun:
 def finished_run(run_dir: Path) -> GpuRun:
     """What a run left behind, from its files."""
     report = codec.read(next((run_dir / "attempts").glob("*/report.json")), Report)
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return GpuRun(codec.read(run_dir / "plan.json", Plan), report, [json.loads(line)["loss"] for line in lines])
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    skipped = [index for index, row in enumerate(rows) if row.get("skipped")]
+    return GpuRun(codec.read(run_dir / "plan.json", Plan), report, [row["loss"] for row in rows], skipped)
 
 
 @contextmanager

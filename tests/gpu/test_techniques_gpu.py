@@ -134,9 +134,13 @@ def test_what_moves_or_recomputes_changes_no_loss(case: GpuCase, run_of: Callabl
 
 @pytest.mark.parametrize("name", ["bf16-mixed", "fp16-mixed", "bf16"])
 def test_a_16_bit_run_follows_fp32(name: str, run_of: Callable[[GpuCase], GpuRun]) -> None:
+    """Up to the first step whose gradients overflow fp16, which is skipped."""
     case = case_named(name)
     tolerance = 5e-2 if case.precision is not Precision.BF16 else 2e-1
-    assert run_of(case).losses == pytest.approx(run_of(case_named("fp32")).losses, abs=tolerance)
+    losses, skipped = run_of(case).losses, run_of(case).skipped
+    same = min(skipped, default=len(losses)) + 1
+    assert same > 1
+    assert losses[:same] == pytest.approx(run_of(case_named("fp32")).losses[:same], abs=tolerance)
 
 
 @pytest.mark.parametrize(("name", "base"), SAVINGS)

@@ -9,8 +9,8 @@ matrix, m >= n, as 2 r m and a projector r n; Adafactor looks for its projector 
 Temporaries of the step: `adamw` (foreach) takes the square root of every second moment at once (w an element);
 `adamw_fused` none; the others work tensor by tensor, and take so many copies of the largest: Adafactor two, and two
 more in 16 bit; Lion two; Muon three of a matrix, with foreach AdamW for what is none; GaLore two of the embedding,
-which is not projected, and whenever it looks for a new projector it decomposes one fp32 gradient at a time
-(torch.linalg.svd of galore_torch). DeepSpeed hands its optimizer one flat partition, which is the largest tensor
+which is not projected, with a head of its own a third, and whenever it looks for a new projector it decomposes one
+fp32 gradient at a time (torch.linalg.svd of galore_torch). DeepSpeed hands its optimizer one flat partition, which is the largest tensor
 then. bitsandbytes updates 8-bit state in one kernel, on a CPU in plain torch; LAMB needs a scratch tensor beside it.
 torchao works on fp32 copies of one tensor's weight and state. Paged state is bitsandbytes' in every stack: torchao
 pages none. transformers' Trainer keeps the embedding's state in fp32.
@@ -42,10 +42,12 @@ def optimizer_bytes(setting: Setting, recipe: Recipe, dims: Dims, *, num_trained
     if setting.method is Method.GALORE:
         at_table = 0 if _is_8bit(optimizer) else 2 * width * dims.embedding
         if optimizer is Optimizer.ADAFACTOR:
-            at_table = _temporaries(optimizer, recipe, dims.embedding, dims.embedding)
+            at_table, width = _temporaries(optimizer, recipe, dims.embedding, dims.embedding), 4
+        # galore_torch keeps the last of them until the next tensor's is there: the head's beside the embedding's.
+        at_both = at_table + (width * dims.head if at_table else 0)
         return OptimizerBytes(
             state=_galore_bytes(setting, recipe, dims),
-            temporaries=max(_projection_bytes(dims), at_table),
+            temporaries=max(_projection_bytes(dims), at_both),
             table_temporaries=at_table,
         )
     tensors = state_tensors(setting, recipe, dims, num_trained=num_trained)
