@@ -9,11 +9,11 @@ matrix, m >= n, as 2 r m and a projector r n; Adafactor looks for its projector 
 Temporaries of the step: `adamw` (foreach) takes the square root of every second moment at once (w an element);
 `adamw_fused` none; the others work tensor by tensor, and take so many copies of the largest: Adafactor two, and two
 more in 16 bit; Lion two; Muon three of a matrix, with foreach AdamW for what is none; GaLore two of the embedding,
-which is not projected, with a head of its own a third, and whenever it looks for a new projector it decomposes one
-fp32 gradient at a time (torch.linalg.svd of galore_torch). DeepSpeed hands its optimizer one flat partition, which is
-the largest tensor then. bitsandbytes updates 8-bit state in one kernel, on a CPU in plain torch; LAMB needs a scratch tensor beside it.
-torchao works on fp32 copies of one tensor's weight and state. Paged state is bitsandbytes' in every stack: torchao
-pages none. transformers' Trainer keeps the embedding's state in fp32.
+which is not projected, with a head of its own a third, and whenever it looks for a new projector it decomposes one fp32
+gradient at a time (torch.linalg.svd of galore_torch). DeepSpeed hands its optimizer one flat partition, which is the
+largest tensor then. bitsandbytes updates 8-bit state in one kernel, on a CPU in plain torch; LAMB needs a scratch
+tensor beside it. torchao works on fp32 copies of one tensor's weight and state. Paged state is bitsandbytes' in every
+stack: torchao pages none. transformers' Trainer keeps the embedding's state in fp32.
 """
 
 from trainer.planning.memory.recipe import Dims, Recipe
