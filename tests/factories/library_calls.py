@@ -1,0 +1,143 @@
+"""References of the product's code to names of its training libraries, with the arguments of each call.
+
+Read from the source: `from torch.nn.attention import varlen; varlen.varlen_attn(q, k, scale=1.0)` is a reference to
+`torch.nn.attention.varlen.varlen_attn` with two positional arguments and the keyword `scale`. Methods of objects are not
+found this way, nor names that are looked up by their text; those that a run on CUDA calls stand in METHOD_CALLS.
+"""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARIES = (
+    "torch",
+    "accelerate",
+    "transformers",
+    "peft",
+    "deepspeed",
+    "bitsandbytes",
+    "galore_torch",
+    "lion_pytorch",
+    "liger_kernel",
+    "torchao",
+    "transformer_engine",
+    "flash_attn",
+)
+_SOURCES = ("trainer/runtime", "trainer/simulation", "trainer/__main__.py")
+
+
+class Call(NamedTuple):
+    """Arguments of one call; `is_open` where it also unpacks `*args` or `**kwargs`, whose length nobody knows here."""
+
+    num_positional: int
+    keywords: tuple[str, ...]
+    is_open: bool
+
+
+class Reference(NamedTuple):
+    """A name of a library in a line of the product; `call` is None where the name is not called there."""
+
+    name: str
+    call: Call | None
+    place: str
+
+
+def _call(positional: int, *keywords: str) -> Call:
+    return Call(positional, keywords, is_open=False)
+
+
+_CUDA = "a method, or a name that is found by its text, which a run on CUDA calls"
+METHOD_CALLS = tuple(
+    Reference(name, call, _CUDA)
+    for name, call in (
+        ("torch.cuda.Event.record", _call(1)),
+        ("torch.cuda.Event.synchronize", _call(1)),
+        ("torch.cuda.Event.elapsed_time", _call(2)),
+        ("torch.cuda.Stream.wait_stream", _call(2)),
+        ("torch.cuda.Stream.wait_event", _call(2)),
+        ("torch.amp.GradScaler.scale", _call(2)),
+        ("torch.amp.GradScaler.unscale_", _call(2)),
+        ("torch.amp.GradScaler.step", _call(2)),
+        ("torch.amp.GradScaler.update", _call(1)),
+        ("torch.amp.GradScaler.get_scale", _call(1)),
+        ("torch.amp.GradScaler.state_dict", _call(1)),
+        ("torch.amp.GradScaler.load_state_dict", _call(2)),
+        ("accelerate.Accelerator.prepare", _call(2)),
+        ("accelerate.Accelerator.backward", _call(2)),
+        ("accelerate.Accelerator.unwrap_model", _call(2)),
+        ("deepspeed.DeepSpeedEngine.backward", _call(2)),
+        ("deepspeed.DeepSpeedEngine.step", _call(1)),
+        ("torchao.float8.Float8LinearConfig.from_recipe_name", _call(1)),
+        ("torchao.float8.convert_to_float8_training", _call(1, "config")),
+        ("transformer_engine.pytorch.autocast", _call(0, "enabled", "recipe")),
+        ("transformer_engine.pytorch.Linear", _call(2, "bias", "params_dtype", "device")),
+        ("transformer_engine.pytorch.is_fp8_available", _call(0, "return_reason")),
+        ("transformer_engine.pytorch.is_fp8_block_scaling_available", _call(0, "return_reason")),
+        ("transformer_engine.pytorch.is_mxfp8_available", _call(0, "return_reason")),
+        ("transformer_engine.pytorch.is_nvfp4_available", _call(0, "return_reason")),
+        ("transformer_engine.common.recipe.DelayedScaling", _call(0)),
+        ("transformer_engine.common.recipe.Float8CurrentScaling", _call(0)),
+        ("transformer_engine.common.recipe.Float8BlockScaling", _call(0)),
+        ("transformer_engine.common.recipe.MXFP8BlockScaling", _call(0)),
+        ("transformer_engine.common.recipe.NVFP4BlockScaling", _call(0)),
+    )
+)
+
+
+@cache
+def references() -> tuple[Reference, ...]:
+    """Every reference of the product's runtime and dry run, in order of file and line, then METHOD_CALLS."""
+    found: list[Reference] = []
+    for source in _SOURCES:
+        path = ROOT / source
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else (path,):
+            found += references_in(file.read_text(), str(file.relative_to(ROOT)))
+    return (*found, *METHOD_CALLS)
+
+
+def references_in(source: str, place: str) -> Iterator[Reference]:
+    """References in one module's source."""
+    tree = ast.parse(source)
+    names = dict(_imported_names(tree))
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Name | ast.Attribute) or isinstance(parents.get(node), ast.Attribute):
+            continue  # a part of a longer dotted name
+        name = _dotted(node, names)
+        if name is None or name.endswith("__"):
+            continue
+        parent = parents.get(node)
+        call = _arguments(parent) if isinstance(parent, ast.Call) and parent.func is node else None
+        yield Reference(name, call, f"{place}:{node.lineno}")
+
+
+def _imported_names(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                first = alias.name.split(".")[0]
+                if first in LIBRARIES:
+                    yield (alias.asname, alias.name) if alias.asname else (first, first)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in LIBRARIES:
+            for alias in node.names:
+                yield alias.asname or alias.name, f"{node.module}.{alias.name}"
+
+
+def _dotted(node: ast.expr, names: dict[str, str]) -> str | None:
+    attributes: list[str] = []
+    while isinstance(node, ast.Attribute):
+        attributes.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name) or node.id not in names:
+        return None
+    return ".".join([names[node.id], *reversed(attributes)])
+
+
+def _arguments(call: ast.Call) -> Call:
+    starred = [arg for arg in call.args if isinstance(arg, ast.Starred)]
+    keywords = tuple(keyword.arg for keyword in call.keywords if keyword.arg is not None)
+    is_open = bool(starred) or len(keywords) < len(call.keywords)
+    return Call(len(call.args) - len(starred), keywords, is_open)

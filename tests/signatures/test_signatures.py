@@ -1,0 +1,92 @@
+"""Every call of the product into a training library binds to that library's signature.
+
+Held for the lowest version that pyproject.toml allows and for the locked one, by the texts in tests/captured/signatures
+(tests/factories/capture_signatures.py writes them). So a call that only a machine with a GPU reaches fails here where a
+version has renamed what it passes.
+"""
+
+import ast
+import inspect
+from functools import cache
+
+import pytest
+from capture_signatures import PACKAGES, captured_file, versions
+from library_calls import Call, Reference, references, references_in
+
+VERSIONS = [(library, version) for library in PACKAGES for version in versions(library)]
+
+
+@cache
+def captured(library: str, version: str) -> dict[str, list[inspect.Signature]]:
+    """Signatures by name; none for a name that is no function or class."""
+    found: dict[str, list[inspect.Signature]] = {}
+    for line in captured_file(library, version).read_text().splitlines():
+        if line.startswith("#"):
+            continue
+        name, has_signature, rest = line.partition("(")
+        found.setdefault(name, [])
+        if has_signature:
+            found[name].append(signature_of(rest.removesuffix(")")))
+    return found
+
+
+def signature_of(parameters: str) -> inspect.Signature:
+    """The signature that a captured list of parameters stands for."""
+    tree = ast.parse(f"def f({parameters}): ...").body[0]
+    assert isinstance(tree, ast.FunctionDef)
+    args, kinds = tree.args, inspect.Parameter
+    positional = [*args.posonlyargs, *args.args]
+    num_required = len(positional) - len(args.defaults)
+    found = [
+        inspect.Parameter(
+            arg.arg,
+            kinds.POSITIONAL_ONLY if index < len(args.posonlyargs) else kinds.POSITIONAL_OR_KEYWORD,
+            default=kinds.empty if index < num_required else None,
+        )
+        for index, arg in enumerate(positional)
+    ]
+    found += [inspect.Parameter(args.vararg.arg, kinds.VAR_POSITIONAL)] if args.vararg else []
+    found += [
+        inspect.Parameter(arg.arg, kinds.KEYWORD_ONLY, default=kinds.empty if default is None else None)
+        for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)
+    ]
+    found += [inspect.Parameter(args.kwarg.arg, kinds.VAR_KEYWORD)] if args.kwarg else []
+    return inspect.Signature(found)
+
+
+def binds(call: Call, signature: inspect.Signature) -> bool:
+    bind = signature.bind_partial if call.is_open else signature.bind
+    try:
+        bind(*range(call.num_positional), **dict.fromkeys(call.keywords))
+    except TypeError:
+        return False
+    return True
+
+
+def fault_of(reference: Reference, signatures: dict[str, list[inspect.Signature]]) -> str | None:
+    if reference.name not in signatures:
+        return f"{reference.place}: {reference.name} does not exist"
+    known = signatures[reference.name]
+    if reference.call is None or not known or any(binds(reference.call, each) for each in known):
+        return None
+    return f"{reference.place}: {reference.call} does not bind to {reference.name}{known[0]}"
+
+
+@pytest.mark.parametrize(("library", "version"), VERSIONS)
+def test_every_call_binds(library: str, version: str) -> None:
+    found = [each for each in references() if each.name.split(".")[0] == library]
+    assert found
+    faults = [fault for each in found if (fault := fault_of(each, captured(library, version)))]
+    assert not faults, "\n".join(faults)
+
+
+def test_an_argument_that_a_version_lacks_is_found() -> None:
+    source = "from torch.nn.attention import varlen\nvarlen.varlen_attn(q, k, v, a, a, 1, 1, scale=1.0, enable_gqa=True)"
+    call = next(references_in(source, "example"))
+    assert fault_of(call, captured("torch", "2.13.0")) is None
+    assert "enable_gqa" in (fault_of(call, captured("torch", "2.11.0")) or "")
+
+
+def test_a_name_that_does_not_exist_is_found() -> None:
+    call = next(references_in("import torch\ntorch.cuda.no_such_thing()", "example"))
+    assert fault_of(call, captured("torch", "2.13.0")) is not None
