@@ -1,4 +1,6 @@
-"""Writes the signatures of every library name that the product uses, as text, for the lowest allowed and the locked version.
+"""Writes, as text, the signatures of the library names that the product uses, and facts of torch's CUDA wheel.
+
+For the lowest version that pyproject.toml allows and for the locked one:
 
     .venv/bin/python tests/factories/capture_signatures.py [--wheels DIR] [LIBRARY ...]
 
@@ -12,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,7 +22,6 @@ from library_calls import references
 from wheel_signatures import Archive, Library
 
 ROOT = Path(__file__).resolve().parents[2]
-
 CAPTURED = ROOT / "tests" / "captured" / "signatures"
 # Libraries that are read, by the name of their package on the index.
 PACKAGES = {
@@ -41,7 +43,10 @@ def versions(library: str) -> tuple[str, ...]:
     """The lowest version that pyproject.toml allows, and the locked one if there is a lock for it."""
     package = PACKAGES[library]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    bounds = [*project["dependencies"], *(each for extra in project["optional-dependencies"].values() for each in extra)]
+    bounds = [
+        *project["dependencies"],
+        *(each for extra in project["optional-dependencies"].values() for each in extra),
+    ]
     low = next(match[1] for each in bounds if (match := re.fullmatch(rf"{package}(?:\[.*\])?>=([\w.]+)(?:,.*)?", each)))
     low = low if low.count(".") > 1 or library in ("galore_torch",) else f"{low}.0"
     lock = re.search(rf"^{package}==(\S+)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
@@ -50,6 +55,10 @@ def versions(library: str) -> tuple[str, ...]:
 
 def captured_file(library: str, version: str) -> Path:
     return CAPTURED / f"{library}-{version}.txt"
+
+
+def cuda_file(version: str) -> Path:
+    return CAPTURED / f"torch-{version}-cuda.txt"
 
 
 def _archive(library: str, version: str, folder: Path) -> Path:
@@ -81,6 +90,36 @@ def capture(library: str, version: str, folder: Path) -> None:
     captured_file(library, version).write_text(head + "".join(f"{line}\n" for line in lines))
 
 
+def capture_cuda_facts(version: str, folder: Path) -> None:
+    """Writes what the plan takes for granted of torch's CUDA wheel; a build without CUDA has nothing to tell."""
+    with zipfile.ZipFile(_archive("torch", version, folder)) as wheel:
+        names = wheel.namelist()
+        if "torch/lib/libtorch_cuda.so" not in names:
+            sys.stderr.write(f"torch {version}: a build without CUDA; its facts are left as they are\n")
+            return
+        needs = wheel.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
+        toolkit = re.search(r"^cuda.* = '(.*)'$", wheel.read("torch/version.py").decode(), re.MULTILINE)
+        flags = re.search(rb"\0((?:sm_\d+[af]? ?)+)\0", wheel.read("torch/lib/libtorch_python.so"))
+        prefers_cudnn = b"check_prefer_cudnn_attention" in wheel.read("torch/lib/libtorch_cuda.so")
+    assert toolkit and flags
+    facts = {
+        "cuda": toolkit[1],
+        "architectures": flags[1].decode(),  # of torch.cuda.get_arch_list()
+        "cudnn": _required(needs, r"nvidia-cudnn-cu\d+"),
+        "nccl": _required(needs, r"nvidia-nccl-cu\d+"),
+        "triton": _required(needs, "triton"),
+        "has_cudnn_preference": str(prefers_cudnn),  # scaled_dot_product_attention asks check_prefer_cudnn_attention
+    }
+    head = f"# torch {version} for CUDA; written by tests/factories/capture_signatures.py\n"
+    cuda_file(version).write_text(head + "".join(f"{name}: {value}\n" for name, value in facts.items()))
+
+
+def _required(metadata: str, package: str) -> str:
+    found = re.search(rf"^Requires-Dist: {package}==([\w.]+)", metadata, re.MULTILINE)
+    assert found
+    return found[1]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("libraries", nargs="*", metavar="LIBRARY", choices=[*PACKAGES, []])
@@ -93,6 +132,8 @@ def main() -> None:
         for library in options.libraries or PACKAGES:
             for version in versions(library):
                 capture(library, version, folder)
+                if library == "torch":
+                    capture_cuda_facts(version, folder)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """References of the product's code to names of its training libraries, with the arguments of each call.
 
 Read from the source: `from torch.nn.attention import varlen; varlen.varlen_attn(q, k, scale=1.0)` is a reference to
-`torch.nn.attention.varlen.varlen_attn` with two positional arguments and the keyword `scale`. Methods of objects are not
-found this way, nor names that are looked up by their text; those that a run on CUDA calls stand in METHOD_CALLS.
+`torch.nn.attention.varlen.varlen_attn` with two positional arguments and the keyword `scale`. Methods of objects and
+names that are looked up by their text are not found this way; those that a run on CUDA calls stand in METHOD_CALLS.
 """
 
 import ast

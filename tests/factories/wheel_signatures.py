@@ -9,7 +9,7 @@ import ast
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 _STUBS = ("torch/_C/_VariableFunctions.pyi", "torch/_C/_nn.pyi", "torch/_C/__init__.pyi")
@@ -34,7 +34,7 @@ class Archive:
     def __contains__(self, name: str) -> bool:
         return name in self._members
 
-    @lru_cache(maxsize=None)  # noqa: B019  # an archive lives as long as the script
+    @cache  # noqa: B019  # an archive lives as long as the script
     def tree(self, name: str) -> ast.Module:
         return ast.parse(self._read(self._members[name]).decode())
 
@@ -53,7 +53,9 @@ class Library:
 
     def __init__(self, archive: Archive) -> None:
         self._archive = archive
-        self._known: dict[tuple[str, str], list[Found]] = {}  # empty while a name is looked for: modules import in circles
+        self._known: dict[
+            tuple[str, str], list[Found]
+        ] = {}  # empty while a name is looked for: modules import in circles
 
     def signatures(self, name: str) -> list[str] | None:
         """Parameter lists of a name; [] for a name that is no function or class; None where there is no such name."""
@@ -207,9 +209,9 @@ class Library:
                 if isinstance(base[1], ast.ClassDef):
                     yield from self._own_fields(base, hops + 1)
         for each in node.body:
-            if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
-                if "ClassVar" not in ast.unparse(each.annotation):
-                    yield f"{each.target.id}=..."
+            is_field = isinstance(each, ast.AnnAssign) and "ClassVar" not in ast.unparse(each.annotation)
+            if is_field and isinstance(each.target, ast.Name):
+                yield f"{each.target.id}=..."
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
@@ -243,7 +245,7 @@ def _package(file: str) -> list[str]:
 
 
 def _text(args: ast.arguments, *, is_bound: bool) -> str:
-    """Parameter names in the form of a definition; `...` stands for every default. A bound method's first is left out."""
+    """Parameter names in the form of a definition, `...` for every default; without the first of a bound method."""
     positional = [arg.arg for arg in (*args.posonlyargs, *args.args)]
     num_required = len(positional) - len(args.defaults)
     texts = [name if index < num_required else f"{name}=..." for index, name in enumerate(positional)]

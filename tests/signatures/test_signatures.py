@@ -10,7 +10,7 @@ import inspect
 from functools import cache
 
 import pytest
-from capture_signatures import PACKAGES, captured_file, versions
+from capture_signatures import PACKAGES, captured_file, cuda_file, versions
 from library_calls import Call, Reference, references, references_in
 
 VERSIONS = [(library, version) for library in PACKAGES for version in versions(library)]
@@ -81,7 +81,9 @@ def test_every_call_binds(library: str, version: str) -> None:
 
 
 def test_an_argument_that_a_version_lacks_is_found() -> None:
-    source = "from torch.nn.attention import varlen\nvarlen.varlen_attn(q, k, v, a, a, 1, 1, scale=1.0, enable_gqa=True)"
+    source = (
+        "from torch.nn.attention import varlen\nvarlen.varlen_attn(q, k, v, a, a, 1, 1, scale=1.0, enable_gqa=True)"
+    )
     call = next(references_in(source, "example"))
     assert fault_of(call, captured("torch", "2.13.0")) is None
     assert "enable_gqa" in (fault_of(call, captured("torch", "2.11.0")) or "")
@@ -90,3 +92,10 @@ def test_an_argument_that_a_version_lacks_is_found() -> None:
 def test_a_name_that_does_not_exist_is_found() -> None:
     call = next(references_in("import torch\ntorch.cuda.no_such_thing()", "example"))
     assert fault_of(call, captured("torch", "2.13.0")) is not None
+
+
+@pytest.mark.parametrize("version", versions("torch"))
+def test_facts_of_the_cuda_wheel_are_captured(version: str) -> None:
+    """A lock that moves fails here until `capture_signatures.py` has read the new wheel."""
+    facts = dict(line.split(": ") for line in cuda_file(version).read_text().splitlines() if not line.startswith("#"))
+    assert set(facts) == {"cuda", "architectures", "cudnn", "nccl", "triton", "has_cudnn_preference"}
