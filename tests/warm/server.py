@@ -48,8 +48,8 @@ READ_AT_IMPORT = (
 # Read later, or set by `_apply_settings`, or of no meaning without a GPU.
 TAKEN_OVER = (
     "OMP_NUM_THREADS", "TORCH_EXTENSIONS_DIR", "TORCHELASTIC_", "TORCHINDUCTOR_CACHE_DIR", "HF_HUB_OFFLINE",
-    "HF_TOKEN", "TRANSFORMERS_VERBOSITY", "CUDA_VISIBLE_DEVICES", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "HF_TOKEN", "TRANSFORMERS_VERBOSITY", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING", "PYTORCH_NVML_BASED_CUDA_CHECK", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
 )  # fmt: skip
 _HELD_BACK = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
 PR_SET_PDEATHSIG, F_SETSIG = 1, 10
@@ -333,10 +333,11 @@ def _run(arguments: list[str], path: list[str]) -> int:
     main_module = types.ModuleType("__main__")
     main_module.__builtins__ = __builtins__  # type: ignore[attr-defined]
     sys.modules["__main__"] = main_module
-    return _ended(lambda: _start(kind, target, main_module))
+    return _ended(lambda: _start(kind, target, main_module, given))
 
 
-def _start(kind: str, target: str, main_module: types.ModuleType) -> None:
+def _start(kind: str, target: str, main_module: types.ModuleType, entries: list[str]) -> None:
+    _customise(entries)
     if kind == "-c":
         exec(compile(target, "<string>", "exec"), main_module.__dict__)
     elif kind == "-m":
@@ -347,6 +348,13 @@ def _start(kind: str, target: str, main_module: types.ModuleType) -> None:
         program = Path(target)
         main_module.__dict__.update(__file__=target, __cached__=None, __loader__=None, __spec__=None)
         exec(compile(program.read_bytes(), target, "exec"), main_module.__dict__)
+
+
+def _customise(entries: list[str]) -> None:
+    """Runs a `sitecustomize` on PYTHONPATH, as a new interpreter does at its start."""
+    if any((Path(entry) / "sitecustomize.py").is_file() for entry in entries):
+        sys.modules.pop("sitecustomize", None)
+        importlib.import_module("sitecustomize")
 
 
 def _forget_other_product() -> None:

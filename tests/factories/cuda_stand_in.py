@@ -1,0 +1,94 @@
+"""Machines with NVIDIA cards that are not there: a fake nvidia-smi, and a torch with a device `cuda` in every process.
+
+    machine = Machine(cards=(RTX_4060,))
+    environment = machine_environment(machine, folder)  # for `shardwise train` and whatever it starts
+
+tests/factories/fake_cuda has what such a process loads. Where torch was built with CUDA the stand-in has no place: its
+tests are skipped there, and `pytest -m gpu` runs on the card.
+"""
+
+import fcntl
+import hashlib
+import os
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from warm_python import REAL_PYTHON
+
+from launch import folders
+
+_FAKE = Path(__file__).with_name("fake_cuda")
+sys.path.append(str(_FAKE))
+
+from machine import FILE, LIBRARY, Card, Machine  # noqa: E402
+
+__all__ = [
+    "GTX_1050_TI",
+    "H100",
+    "RTX_4060",
+    "RTX_4090",
+    "T4",
+    "Card",
+    "Machine",
+    "machine_environment",
+    "needs_no_cuda",
+]
+
+RTX_4060 = Card(name="NVIDIA GeForce RTX 4060", capability=(8, 9), memory=8188, power_w=115, pcie=(4, 8))
+RTX_4090 = Card(name="NVIDIA GeForce RTX 4090", capability=(8, 9), memory=24564, power_w=450, num_multiprocessors=128)
+GTX_1050_TI = Card(name="NVIDIA GeForce GTX 1050 Ti", capability=(6, 1), memory=4096, power_w=75, pcie=(3, 16))
+T4 = Card(name="Tesla T4", capability=(7, 5), memory=15360, power_w=70, pcie=(3, 16), ecc="Enabled")
+H100 = Card(
+    name="NVIDIA H100 80GB HBM3", capability=(9, 0), memory=81559, power_w=700, ecc="Enabled", num_multiprocessors=132
+)
+
+needs_no_cuda = pytest.mark.skipif(
+    torch.version.cuda is not None, reason="torch is built for CUDA here: the stand-in takes the place of a CUDA build"
+)
+
+
+def machine_environment(machine: Machine, folder: Path) -> dict[str, str]:
+    """What to add to the environment of a process, for the machine to be there for it and what it starts."""
+    programs = folder / "bin"
+    programs.mkdir(parents=True)
+    machine.write(folder / "machine.json")
+    words = shlex.join([f"{FILE}={folder / 'machine.json'}", REAL_PYTHON, "-I", "-S", str(_FAKE / "nvidia_smi.py")])
+    program = programs / "nvidia-smi"
+    program.write_text(f'#!/bin/sh\nexec env {words} "$@"\n')
+    program.chmod(0o755)
+    return {
+        FILE: str(folder / "machine.json"),
+        LIBRARY: str(device_library()),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(_FAKE), os.environ.get("PYTHONPATH")))),
+        "PATH": os.pathsep.join((str(programs), os.environ["PATH"])),
+    }
+
+
+@cache
+def device_library() -> Path:
+    """The compiled device, which is built once for a torch and a source: half a minute the first time."""
+    source = _FAKE / "device.cpp"
+    key = hashlib.sha256(f"{torch.__version__}{sys.version}".encode() + source.read_bytes()).hexdigest()[:16]
+    folder = folders.cache_home() / "fake_cuda"
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / f"device-{key}.so"
+    with (folder / "lock").open("w") as lock:  # other workers of the tests want it too
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            made = library.with_suffix(f".{os.getpid()}")
+            subprocess.run(_compiler(source, made), check=True)
+            made.rename(library)
+    return library
+
+
+def _compiler(source: Path, library: Path) -> list[str]:
+    root = Path(torch.__file__).parent
+    abi = int(torch.compiled_with_cxx11_abi())
+    flags = ["-std=c++20", "-O1", "-shared", "-fPIC", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={abi}", f"-I{root / 'include'}"]
+    linked = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
+    return [os.environ.get("CXX", "c++"), *flags, str(source), "-o", str(library), *linked]

@@ -1,0 +1,69 @@
+"""The machine that the stand-in pretends: read by the stand-in for torch.cuda and by the fake nvidia-smi alike.
+
+Standard library only, and nothing of the tests: both run in processes of their own. The file is named by
+FAKE_CUDA_MACHINE; tests write it with `cuda_stand_in.Machine`.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+FILE, LIBRARY = "FAKE_CUDA_MACHINE", "FAKE_CUDA_LIBRARY"
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """One GPU as its driver describes it; sizes in MiB."""
+
+    name: str
+    capability: tuple[int, int]
+    memory: int
+    reserved: int = 300  # what the driver keeps of `memory`
+    held: int = 12  # what others hold of the rest
+    power_w: float | None = 200
+    pcie: tuple[int, int] = (4, 16)  # generation and lanes
+    compute_mode: str = "Default"
+    ecc: str = "[N/A]"
+    mig: str = "[N/A]"
+    mig_profiles: tuple[tuple[str, int], ...] = ()  # profile and MiB of each slice, where `mig` is Enabled
+    num_multiprocessors: int = 24
+    fields: tuple[tuple[str, str], ...] = ()  # answers of nvidia-smi that are others than these, by question
+
+    @property
+    def free(self) -> int:
+        return self.memory - self.reserved - self.held
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Cards, their driver, and what the installed torch makes of them."""
+
+    cards: tuple[Card, ...]
+    driver: str = "580.105.08"
+    cuda: str | None = "13.0"  # that torch was built for
+    architectures: tuple[str, ...] = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
+    is_usable: bool = True  # whether the driver lets torch initialise CUDA
+    has_expandable_segments: bool = True  # whether memory can be mapped: not on WSL, nor on some vGPUs
+    processes: tuple[tuple[int, str, int], ...] = ()  # pid, program, MiB: of others, on the first card
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+
+def read_machine() -> Machine:
+    """The machine of this process."""
+    found = {name: _tupled(value) for name, value in json.loads(Path(os.environ[FILE]).read_text()).items()}
+    cards = ({name: _tupled(value) for name, value in card.items()} for card in found.pop("cards"))
+    return Machine(cards=tuple(Card(**card) for card in cards), **found)
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value
+
+
+def uuid_of(index: int) -> str:
+    """The UUID of a card, without the prefix that nvidia-smi gives it."""
+    return f"{index:08x}-1111-2222-3333-444444444444"
