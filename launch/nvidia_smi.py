@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
-from trainer.planning.gpu_specs import match_gpu_name
+from trainer.planning.gpu_names import match_gpu_name
 from trainer.spec.hardware import Gpu, Holder
 from trainer.spec.units import MIB
 from trainer.spec.value import Value
@@ -149,17 +149,18 @@ def mig_gpus(
 ) -> tuple[Gpu, ...]:
     """The slices of one card as devices numbered from `first_index`; a slice of unknown memory is left out.
 
-    The catalogue row stays None: a slice has a part of the chip's peak, and which part is not reported.
+    The row of a slice is that of its card and its profile; None where the catalogue lacks either.
     """
     own = [one for one in slices if one.gpu_index == parent.index and (one.gpu_index, one.device) in memory]
     devices = []
     for offset, one in enumerate(own):
         used, total = memory[(one.gpu_index, one.device)]
+        name = f"{parent.name} MIG {one.profile}"
         devices.append(
             Gpu(
                 index=first_index + offset,
-                name=f"{parent.name} MIG {one.profile}",
-                spec_name=None,
+                name=name,
+                spec_name=match_gpu_name(name, total),
                 memory_bytes=total,
                 usable_bytes=total,
                 free_bytes=total - used,
@@ -189,7 +190,7 @@ def _gpu_row(cells: dict[str, str]) -> GpuRow:
     gpu = Gpu(
         index=int(cells["index"]),
         name=name,
-        spec_name=match_gpu_name(name, total) if total else None,
+        spec_name=match_gpu_name(name, total),
         memory_bytes=total or 0,
         usable_bytes=total - reserved if total and reserved is not None else None,
         free_bytes=_mebibytes(cells.get("memory.free", "")),

@@ -15,7 +15,7 @@ from slurm.node_groups import choose_group
 from slurm.node_share import NodeShare
 from slurm.partition_hardware import WHOLE_NODES, PartitionHardware, hardware_of
 from slurm.queries import read_associations, read_config, read_nodes, read_partitions, read_qos_limits
-from trainer.planning.gpu_specs import hardware_from_spec
+from trainer.planning.gpu_names import hardware_from_spec
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.hardware import Hardware, Host

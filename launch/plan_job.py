@@ -23,7 +23,7 @@ from launch.model_code import offered_code, read_model_code
 from launch.model_files import ModelFiles, download_model, read_model_config
 from launch.prepared_index import find_prepared
 from trainer.planning.data_estimate import estimate_data
-from trainer.planning.gpu_specs import hardware_from_spec
+from trainer.planning.gpu_names import hardware_from_spec
 from trainer.planning.planner import make_plan
 from trainer.spec.calibration import Calibration
 from trainer.spec.data_profile import DataProfile

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from launch.gpu_selection import name_holders
-from trainer.planning.gpu_specs import GPU_SPECS, GpuSpec
+from trainer.planning.gpu_specs import GpuSpec, gpu_spec
 from trainer.spec.hardware import Disk, Gpu, Hardware, Host, Link, NetworkInterface, PeerCopy
 from trainer.spec.strategy import Precision
 from trainer.spec.units import format_bytes
@@ -130,7 +130,7 @@ def _interface_line(interface: NetworkInterface) -> str:
 def _rate_lines(hardware: Hardware) -> list[str]:
     """What was measured, each with the datasheet's figure where there is one."""
     rates = hardware.rates
-    spec = GPU_SPECS.get(hardware.gpus[0].spec_name or "") if hardware.gpus else None
+    spec = gpu_spec(hardware.gpus[0].spec_name) if hardware.gpus else None
     native = {"bf16": Precision.BF16, "fp16": Precision.FP16_MIXED}.get(rates.matmul_precision or "", Precision.FP32)
     products = _joined(
         _flops(rates.matmul_precision or "products", rates.matmul_flops_per_s, spec, native),

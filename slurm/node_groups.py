@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterable, Sequence
 
 from slurm.cluster import Gres, Node, Partition
-from slurm.gpu_cards import CardChoice, card_name, card_of
+from slurm.gpu_cards import CardChoice, card_of
+from trainer.planning.gpu_names import card_name
 from trainer.spec.errors import InputError
 from trainer.spec.units import format_bytes
 from trainer.spec.value import Value

@@ -9,11 +9,12 @@ from msgspec.structs import replace
 
 from slurm.access import Access
 from slurm.cluster import JobLimits, Partition, PartitionState
-from slurm.gpu_cards import card_name, gpus_of_row
+from slurm.gpu_cards import gpus_of_row
 from slurm.job_limits import allowed_nodes, bounds_of, share_within, time_limit_of
 from slurm.node_groups import Choice, NodeGroup
 from slurm.node_share import NodeShare, share_of_node
 from slurm.partition_notes import partition_notes, probe_line
+from trainer.planning.gpu_names import card_name
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.hardware import Gpu, Hardware, Host, Link, MeasuredRates
 from trainer.spec.value import Value

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from slurm.cluster import Partition, Preemption
 from slurm.node_groups import Choice, NodeGroup
 from slurm.quantities import format_duration
-from trainer.planning.gpu_specs import GPU_SPECS
+from trainer.planning.gpu_specs import gpu_spec
 from trainer.spec.hardware import Gpu, Hardware
 from trainer.spec.units import format_bytes
 
@@ -101,7 +101,7 @@ def _assumed_notes(
 ) -> list[str]:
     if probed is not None:
         return [f"links, disks, rates and libraries are those that {probed.source} has of one node"]
-    row = GPU_SPECS.get(gpus[0].spec_name or "") if gpus else None
+    row = gpu_spec(gpus[0].spec_name) if gpus else None
     if row is None:
         return []
     link = f"NVLink {format_bytes(row.nvlink_bytes_per_s)}/s" if row.nvlink_bytes_per_s else "PCIe alone"

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from launch.probe_host import read_host
 from trainer.planning.device import Device, device_of
-from trainer.planning.gpu_specs import hardware_from_spec
+from trainer.planning.gpu_names import hardware_from_spec
 from trainer.planning.setting import Setting
 from trainer.spec.hardware import DeviceKind, Host
 from trainer.spec.model_shape import ModelShape, read_model_shape

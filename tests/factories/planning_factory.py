@@ -5,7 +5,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from trainer.planning.device import device_of
-from trainer.planning.gpu_specs import hardware_from_spec
+from trainer.planning.gpu_names import hardware_from_spec
 from trainer.planning.planner import make_plan, with_fp8_gain
 from trainer.planning.schedule import make_schedule
 from trainer.planning.situation import Situation

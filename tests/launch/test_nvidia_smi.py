@@ -78,7 +78,7 @@ def test_every_column_of_a_consumer_card_is_read():
         ("nvlink_4x_v100", ["V100-16GB"] * 4),
         ("pcie_2x_rtx3090", ["RTX-3090"] * 2),
         ("shared_4x_a100", ["A100-PCIe-80GB"] * 4),
-        ("mixed_models", [None, "RTX-3090", "RTX-3090", None]),
+        ("mixed_models", [None, "RTX-3090", "RTX-3090", "RTX-A4000"]),
     ],
 )
 def test_cards_are_found_in_the_catalogue(machine, spec_names):
@@ -201,8 +201,10 @@ def test_slices_become_devices_of_their_own():
     parent = rows_of("mig_a100")[0].gpu
     slices = parse_mig_slices(captured("mig_a100", "list.txt"))
     memory = parse_mig_memory(captured("mig_a100", "table.txt"))
-    first, second, _ = mig_gpus(parent, slices, memory, first_index=2)
-    assert (first.index, first.name, first.spec_name) == (2, "NVIDIA A100-SXM4-40GB MIG 3g.20gb", None)
+    first, second, third = mig_gpus(parent, slices, memory, first_index=2)
+    assert (first.index, first.name) == (2, "NVIDIA A100-SXM4-40GB MIG 3g.20gb")
+    rows = [f"A100-SXM4-40GB-MIG-{profile}" for profile in ("3g.20gb", "2g.10gb")]
+    assert [gpu.spec_name for gpu in (first, second, third)] == [*rows, None]  # a compute instance: an unknown part
     assert (first.memory_bytes, first.free_bytes) == (19968 * MIB, 19943 * MIB)
     assert (second.index, second.free_bytes) == (3, (9856 - 4211) * MIB)
     assert mig_gpus(parent, slices, {}, first_index=2) == ()

@@ -8,7 +8,7 @@ import pytest
 from captured_machine import GPU_MACHINES, MACHINES, Machine, lay_out
 
 from launch.probe import LIBRARIES, describe_hardware, read_hardware, read_libraries
-from trainer.planning.gpu_specs import hardware_from_spec
+from trainer.planning.gpu_names import hardware_from_spec
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.hardware import (

@@ -246,6 +246,7 @@ def test_a_setting_that_runs_show_not_to_fit_is_no_longer_taken() -> None:
     [
         ("8b", H100S, "+-15 %"),
         ("1b", "1xRTX-4090", "+-50 %"),
+        ("1b", "1xA100-SXM4-80GB-MIG-3g.40gb", "+-50 %"),
         ("tiny", "1xCPU", "a factor of 2,"),
     ],
 )

@@ -7,7 +7,8 @@ from estimate_factory import CPU_HOST, UNKNOWN_HOST
 from msgspec.structs import replace
 
 from trainer.planning.device import device_of
-from trainer.planning.gpu_specs import GPU_SPECS, hardware_from_spec
+from trainer.planning.gpu_names import hardware_from_spec
+from trainer.planning.gpu_specs import GPU_SPECS
 from trainer.spec.errors import InputError
 from trainer.spec.hardware import DeviceKind, Disk, Gpu, Hardware, Link, LinkKind, MeasuredRates
 from trainer.spec.strategy import Precision
@@ -47,7 +48,7 @@ def test_unequal_cards_count_as_the_weakest() -> None:
     device = device_of(machine("1xT4", gpus=(large, replace(small, index=1))))
     assert device.usable_bytes == GPU_SPECS["T4"].usable_bytes
     assert device.compute_capability == (7, 5)
-    assert device.peak_flops_per_s[Precision.FP16_MIXED] == 65 * 10**12
+    assert device.peak_flops_per_s[Precision.FP16_MIXED] == GPU_SPECS["T4"].fp16_flops_per_s
 
 
 def test_a_card_without_a_row_keeps_its_memory_and_has_no_rates() -> None:

@@ -32,6 +32,7 @@ from trainer.spec.units import GIB
 P = 8_030_261_248
 FULL_AC = Checkpointing.FULL
 BF16 = Precision.BF16
+A100_FLOPS = GPU_SPECS["A100-SXM4-80GB"].fp16_flops_per_s
 
 
 def stranger() -> Device:
@@ -247,7 +248,7 @@ def test_norms_of_one_kernel_and_models_without_rotation_move_less() -> None:
 def test_a_window_costs_its_keys() -> None:
     windowed = replace(MISTRAL_7B, sliding_window=4096, num_sliding_layers=32)
     device = gpu("1xA100-SXM4-80GB")
-    rate = constants.ATTENTION_SHARE * 312e12
+    rate = constants.ATTENTION_SHARE * A100_FLOPS
     for row in (4096, 32768):
         chosen = setting(seq_len=row)
         full, some = (estimate_speed(shape, chosen, device).parts["compute_s"] for shape in (MISTRAL_7B, windowed))
@@ -316,7 +317,7 @@ def test_projecting_gradients_takes_products_and_now_and_then_a_decomposition() 
     update_s = (optimizer_s(1, 256) - optimizer_s(10**9, 256)) / (1 - 1e-9)
     assert 300 < update_s < 1200
     assert optimizer_s(10**9, 512) - optimizer_s(10**9, 256) == pytest.approx(
-        4 * 256 * LLAMA_2_7B.num_layers * LLAMA_2_7B.linear_parameters_per_block / (constants.MATMUL_SHARE * 312e12)
+        4 * 256 * LLAMA_2_7B.num_layers * LLAMA_2_7B.linear_parameters_per_block / (constants.MATMUL_SHARE * A100_FLOPS)
     )
 
 
@@ -331,7 +332,7 @@ def test_muon_takes_five_rounds_of_products() -> None:
         for i, o in ((linear.num_inputs, linear.num_outputs) for linear in TINY.linears)
     )
     passes = 2 * (9 - 4) * TINY.num_parameters / (constants.MEMORY_SHARE * 2039e9)
-    rounds = 5 * TINY.num_layers * flops / (constants.MATMUL_SHARE * 312e12)
+    rounds = 5 * TINY.num_layers * flops / (constants.MATMUL_SHARE * A100_FLOPS)
     assert muon - plain == pytest.approx(passes + rounds)
 
 
@@ -403,8 +404,8 @@ def test_a_capped_board_loses_less_than_in_proportion() -> None:
 
 def test_cards_whose_peak_is_halved_come_nearer_to_it() -> None:
     found = {card: rates_of(setting(), gpu(f"1x{card}")).matmul for card in ("RTX-4090", "A100-SXM4-80GB")}
-    assert found["RTX-4090"] == pytest.approx(constants.HALVED_MATMUL_SHARE * 165.2e12)
-    assert found["A100-SXM4-80GB"] == pytest.approx(constants.MATMUL_SHARE * 312e12)
+    assert found["RTX-4090"] == pytest.approx(constants.HALVED_MATMUL_SHARE * GPU_SPECS["RTX-4090"].fp16_flops_per_s)
+    assert found["A100-SXM4-80GB"] == pytest.approx(constants.MATMUL_SHARE * A100_FLOPS)
 
 
 # --- stacks -----------------------------------------------------------------------------------------------------------

@@ -3,8 +3,9 @@
 import pytest
 from slurm_texts import CLUSTERS, nodes_of, slurm_text
 
-from slurm.gpu_cards import card_name, card_of, gpus_of_row, rows_of_model
+from slurm.gpu_cards import card_of, gpus_of_row
 from slurm.scontrol_text import parse_gres
+from trainer.planning.gpu_names import card_name, rows_of_model
 from trainer.planning.gpu_specs import GPU_SPECS
 from trainer.spec.units import GIB
 
@@ -34,6 +35,9 @@ TOLD = [
     ("gpu:gh200:1", (), "GH200", False),
     ("gpu:nvidia_gh200_480gb:1", (), "GH200", False),  # the host's 480 GB
     ("gpu:t4:1", (), "T4", False),
+    ("gpu:v100s:2", (), "V100S-PCIe-32GB", False),
+    ("gpu:nvidia_geforce_rtx_3080:4", (), "RTX-3080-10GB", True),
+    ("gpu:nvidia_geforce_rtx_3080:4", ("GPU_MEM:12GB",), "RTX-3080-12GB", False),
     # a type that fits several rows: the least memory, on a baseboard where there are as many as on one
     ("gpu:a100:8", (), "A100-SXM4-40GB", True),
     ("gpu:a100:2", (), "A100-PCIe-40GB", True),
@@ -61,7 +65,7 @@ TOLD = [
     ("gpu:2", ("NVIDIA", "RACK31"), None, False),
     ("gpu:tesla:2", (), None, False),
     ("gpu:gtx_1080:4", (), None, False),
-    ("gpu:v100s:2", (), None, False),
+    ("gpu:gtx_titan:2", (), None, False),
     ("gpu:v100_8gb:1", (), None, False),
     ("gpu:rtxproserver6000:1", (), None, False),
 ]
@@ -87,23 +91,26 @@ def test_every_card_is_found_under_its_own_names(name):
         choice = card_of(parse_gres(f"gpu:{text}:8")[0])
         assert choice is not None, text
         assert name in choice.fits, text
-        assert abs(choice.gpu.memory_bytes - row.memory_bytes) < GIB, text
+        assert abs(choice.gpu.memory_bytes - row.memory_bytes) < GIB or choice.is_assumed, text
 
 
 @pytest.mark.parametrize(
     ("kind", "features", "name", "memory_gib", "capability"),
     [
         ("a100_1g.5gb", (), "A100 MIG 1g.5gb", 4.75, (8, 0)),
-        ("nvidia_a100_3g.20gb", (), "A100 MIG 3g.20gb", 19.0, (8, 0)),
+        ("nvidia_a100_3g.20gb", (), "A100 MIG 3g.20gb", 19.5, (8, 0)),
         ("nvidia_h100_80gb_hbm3_1g.10gb", (), "H100 MIG 1g.10gb", 9.5, (9, 0)),
-        ("3g.40gb", ("A100-80GB",), "A100 MIG 3g.40gb", 38.0, (8, 0)),
+        ("3g.40gb", ("A100-80GB",), "A100 MIG 3g.40gb", 39.25, (8, 0)),
+        ("rtxpro6000_1g.24gb", (), "RTX MIG 1g.24gb", 22.8, (12, 0)),  # a profile without a row
     ],
 )
 def test_a_slice_has_the_memory_of_its_profile_and_the_chip_of_its_card(kind, features, name, memory_gib, capability):
     choice = card_of(parse_gres(f"gpu:{kind}:7")[0], features)
     assert choice is not None
     gpu = choice.gpu
-    assert (gpu.name, gpu.spec_name, gpu.is_mig_on, gpu.compute_capability) == (name, None, True, capability)
+    assert (gpu.name, gpu.is_mig_on, gpu.compute_capability) == (name, True, capability)
+    assert (gpu.spec_name or "").endswith(f"-{name[5:].replace(' ', '-')}") is (gpu.spec_name is not None)
+    assert (gpu.spec_name is None) is name.startswith("RTX")
     assert gpu.memory_bytes == pytest.approx(memory_gib * GIB, abs=1)
 
 
@@ -136,5 +143,5 @@ def test_every_gpu_of_the_captured_clusters_is_a_card_or_is_known_not_to_be():
 def test_names_are_cut_into_model_memory_and_form():
     name = card_name("nvidia_a100-sxm4-80gb")
     assert (name.model, name.memory_gib, name.form) == ("a100", 80, "sxm")
-    assert [row.name for row in rows_of_model("h200")] == ["H200"]
+    assert [row.name for row in rows_of_model("h200")] == ["H200", "H200-NVL"]
     assert [gpu.index for gpu in gpus_of_row("H200", 3)] == [0, 1, 2]

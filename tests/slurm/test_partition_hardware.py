@@ -8,7 +8,7 @@ from slurm.cluster import JobLimits, PartitionState
 from slurm.node_groups import choose_group
 from slurm.node_share import NodeShare
 from slurm.partition_hardware import hardware_of
-from trainer.planning.gpu_specs import hardware_from_spec
+from trainer.planning.gpu_names import hardware_from_spec
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.hardware import Disk, Gpu, Hardware, Host, Link, LinkKind, MeasuredRates
 from trainer.spec.units import GIB, MIB
@@ -61,11 +61,11 @@ PLANNED = [
     ("fake_nodes", "gpu", None, ["A100-SXM4-80GB"] * 8, 128, 1031000 - 4096),
     ("fake_nodes", "gpu", "hbm40g", ["A100-SXM4-40GB"] * 4, 128, 515000),
     ("fake_nodes", "cpu", None, [], 62, 200000),  # MaxMemPerNode
-    ("fake_nodes", "mig", None, [None], 64, 500000),
+    ("fake_nodes", "mig", None, ["A100-SXM4-40GB-MIG-3g.20gb"], 64, 500000),
     ("lrz", "mcml-dgx-a100-40x8", None, ["A100-SXM4-40GB"] * 8, 252, 965632),
     ("lrz", "lrz-dgx-a100-80x8", None, ["A100-SXM4-80GB"] * 8, 252, 1997824),
     ("lrz", "lrz-hgx-h100-94x4", None, ["H100-NVL-94GB"] * 4, 92, 750000),
-    ("lrz", "mcml-hgx-a100-80x4-mig", None, [None], 88, 515600),
+    ("lrz", "mcml-hgx-a100-80x4-mig", None, ["A100-SXM4-80GB-MIG-3g.40gb"], 88, 515600),
     ("lrz", "lrz-v100x2", None, ["V100-PCIe-16GB"] * 2, 18, 337920),
     ("lrz", "lrz-cpu", None, [], 38, 335872),
     ("tum", "rtx_3090_submit", None, ["RTX-3090"] * 8, 80, 742673),

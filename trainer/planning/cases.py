@@ -17,7 +17,7 @@ from trainer.planning.case_checks import impossibility, misplaced
 from trainer.planning.case_input import CaseInput, ElementType, MachineInput, TrainInput, parse_case
 from trainer.planning.catalogue import CATALOGUE, EXACT_OPTIMIZERS, EXACT_PRECISIONS
 from trainer.planning.device import Device, device_of
-from trainer.planning.gpu_specs import find_gpu_spec, hardware_from_spec
+from trainer.planning.gpu_names import hardware_from_spec, match_card
 from trainer.planning.memory import estimate_memory
 from trainer.planning.setting import RecipeChoices, Setting, fp8_recipe_of
 from trainer.planning.settings_choices import chunk_tokens
@@ -137,7 +137,9 @@ def _device_of(fields: CaseInput) -> Device:
 @lru_cache(maxsize=256)
 def _catalogue_device(machine: MachineInput) -> Device:
     """One GPU stands for all of a node: they are equal, and a node of a thousand costs no more than one of eight."""
-    find_gpu_spec(machine.gpu)
+    found = match_card(machine.gpu, count=machine.gpus_per_node)
+    if found.others:
+        raise InputError(f"hardware.gpu: {machine.gpu} names {', '.join((found.spec.name, *found.others))}; name one")
     hardware = hardware_from_spec(f"1x{machine.gpu}", local_host=lambda: _UNKNOWN_HOST)
     hardware = replace(hardware, num_nodes=machine.nodes, vram_cap_bytes=machine.vram_bytes)
     return replace(device_of(hardware), devices_per_node=machine.gpus_per_node)

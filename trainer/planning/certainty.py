@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from trainer.planning.calibrate import Corrections, Factor
 from trainer.planning.device import Device
+from trainer.planning.gpu_specs import MIG_MARK
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.plan import Candidate, TrialResult
 from trainer.spec.units import format_seconds
@@ -39,7 +40,7 @@ def usual_error(device: Device) -> float:
     """By how much, as a share, a step may take longer or shorter than predicted before any run on this device."""
     if device.kind is DeviceKind.CPU:
         return 1.0
-    return 0.15 if device.name.startswith(WELL_KNOWN_CARDS) else 0.5
+    return 0.15 if _is_well_known(device) else 0.5
 
 
 def _words(corrections: Corrections, chosen: Candidate, device: Device) -> Iterator[str]:
@@ -75,4 +76,9 @@ def _runs(number: int) -> str:
 def _speed_words(device: Device) -> str:
     if device.kind is DeviceKind.CPU:
         return CPU_SPEED
-    return WELL_KNOWN_SPEED if device.name.startswith(WELL_KNOWN_CARDS) else OTHER_SPEED
+    return WELL_KNOWN_SPEED if _is_well_known(device) else OTHER_SPEED
+
+
+def _is_well_known(device: Device) -> bool:
+    """No published run was made on a MIG slice of one of these cards."""
+    return device.name.startswith(WELL_KNOWN_CARDS) and MIG_MARK not in device.name

@@ -8,7 +8,8 @@ of the RAM that the cgroup grants.
 
 from collections.abc import Sequence
 
-from trainer.planning.gpu_specs import GPU_SPECS, Generation, GpuSpec
+from trainer.planning.gpu_chips import Generation
+from trainer.planning.gpu_specs import GpuSpec, gpu_spec
 from trainer.spec.errors import InputError
 from trainer.spec.hardware import DeviceKind, Disk, Gpu, Hardware, Host, LinkKind
 from trainer.spec.strategy import Precision
@@ -43,6 +44,7 @@ class Device(Value, frozen=True, kw_only=True):
     generation: Generation | None = None
     board_watts: float | None = None  # the limit that is set
     rated_watts: float | None = None  # of the card as it is sold
+    lowest_watts: int | None = None  # of a laptop GPU whose power class is not known: `rated_watts` is assumed
     peak_flops_per_s: dict[Precision, int] = {}  # dense datasheet figures; absent: unknown, or no such unit
     matmul_flops_per_s: int | None = None  # measured, or assumed for a CPU
     is_matmul_assumed: bool = False
@@ -77,8 +79,8 @@ def device_of(hardware: Hardware) -> Device:
 def _gpu_device(hardware: Hardware) -> Device:
     gpus = hardware.gpus
     smallest = min(gpus, key=_grantable_bytes)
-    specs = [GPU_SPECS.get(gpu.spec_name) if gpu.spec_name else None for gpu in gpus]
-    known = [spec for spec in specs if spec is not None]
+    specs = [gpu_spec(gpu.spec_name) for gpu in gpus]
+    known = [spec.at_power(gpu.power_limit_w) for gpu, spec in zip(gpus, specs, strict=True) if spec is not None]
     rates = hardware.rates
     # Rates of the slowest card, and only when every card has a row.
     slowest = min(known, key=lambda spec: spec.fp16_flops_per_s) if len(known) == len(gpus) else None
@@ -100,6 +102,7 @@ def _gpu_device(hardware: Hardware) -> Device:
         generation=slowest.generation if slowest else None,
         board_watts=min(watts) if watts else (slowest.board_watts if slowest else None),
         rated_watts=slowest.board_watts if slowest else None,
+        lowest_watts=slowest.lowest_watts if slowest and not watts else None,
         peak_flops_per_s=_peaks(slowest),
         matmul_flops_per_s=rates.matmul_flops_per_s,
         measured_fp32_flops_per_s=rates.fp32_flops_per_s,
@@ -122,7 +125,7 @@ def _gpu_device(hardware: Hardware) -> Device:
 
 def _grantable_bytes(gpu: Gpu) -> int:
     """What a process can take of a GPU: its usable memory, less what others hold of it now."""
-    spec = GPU_SPECS.get(gpu.spec_name) if gpu.spec_name else None
+    spec = gpu_spec(gpu.spec_name)
     usable = gpu.usable_bytes or min(gpu.memory_bytes, spec.usable_bytes if spec else gpu.memory_bytes)
     return usable if gpu.free_bytes is None else min(usable, gpu.free_bytes)
 

@@ -7,7 +7,7 @@ take off. Where nothing is known a rate is so low that nothing is promised, and 
 
 from trainer.planning import speed_constants as constants
 from trainer.planning.device import Device
-from trainer.planning.gpu_specs import Generation
+from trainer.planning.gpu_chips import Generation
 from trainer.planning.setting import Setting
 from trainer.planning.speed_stacks import speed_stack_of
 from trainer.spec.hardware import DeviceKind, LinkKind
@@ -91,6 +91,11 @@ def speed_notes(device: Device) -> tuple[str, ...]:
         )
     elif device.matmul_flops_per_s is None:
         notes.append("speeds are from datasheet rates; `shardwise probe --measure` replaces them by measured ones")
+    if device.lowest_watts is not None and device.matmul_flops_per_s is None:
+        notes.append(
+            f"{device.name} is sold with {device.lowest_watts} to {device.rated_watts:g} W: {device.rated_watts:g} W "
+            f"is assumed; --hardware 1x{device.name}-{device.lowest_watts}W states another"
+        )
     return tuple(notes)
 
 
