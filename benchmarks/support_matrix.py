@@ -11,6 +11,7 @@ not refused, and a cell without one is an error.
 """
 
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from trainer.planning.combination import Incompatibility, Reach, first_broken  #
 from trainer.planning.incompatible_rows import LAYOUTS, ROWS  # noqa: E402
 from trainer.planning.incompatible_settings import RECIPE_CAPABILITY, SETTINGS  # noqa: E402
 from trainer.planning.rules import RULES  # noqa: E402
+from trainer.spec.pip_lines import extra_words  # noqa: E402
 from trainer.spec.strategy import (  # noqa: E402
     Checkpointing,
     Fp8Recipe,
@@ -196,7 +198,10 @@ def _footnotes() -> str:
 
 
 def _plain(template: str) -> str:
-    """A template with the names of its holes in italics."""
+    """A template with the names of its holes in italics, and what pip is given in place of the whole line."""
+    template = re.sub(
+        r"\{install\[([\w-]+)\]\}", lambda hole: f"`{shlex.join(('pip', 'install', *extra_words(hole[1])))}`", template
+    )
     return re.sub(r"\{(\w+)\}", lambda hole: f"*{hole[1].replace('_', ' ')}*", template)
 
 

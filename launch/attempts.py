@@ -27,7 +27,7 @@ from launch.console import Console
 from launch.deadline import Deadline
 from launch.local_ranks import LocalRanks, Ranks
 from launch.nvme_folder import check_nvme, held_folder, nvme_folder
-from launch.operators import remove_stale_locks
+from launch.operators import build_operators, needed_operators, remove_stale_locks
 from launch.progress import Progress
 from launch.recorded_environment import write_environment
 from launch.retries import MAX_SAME_STEP, Decision, Tried, decide
@@ -172,6 +172,7 @@ def _started(around: Surroundings, plan: Plan, attempt_dir: Path) -> Iterator[Ra
             )
         yield ClusterRanks(around.cluster, attempt_dir=attempt_dir, stop=around.stop)
         return
+    _build_operators(around, plan.chosen)  # a run that is resumed with a fallback may not have them
     remove_stale_locks(around.extensions_dir, on_progress=around.console.line)  # a rank before may have left one
     copy_staged(plan.staged, on_progress=around.console.line)
     check_nvme(plan)
@@ -210,9 +211,31 @@ def _after(course: _Course, end: AttemptEnd, number: int, around: Surroundings) 
     def obstacle(candidate: Candidate) -> str | None:
         if end.fault is Fault.HOST_OUT_OF_MEMORY and not _needs_less_of_host(plan, candidate, end.report.plan):
             return "needs no less of the host's memory"
-        return obstacle_to_resume(saved, candidate)
+        return obstacle_to_resume(saved, candidate) or _obstacle_to_build(around, candidate)
 
     return decide(course.tried, (plan.chosen, *plan.fallbacks), obstacle)
+
+
+def _obstacle_to_build(around: Surroundings, candidate: Candidate) -> str | None:
+    """Builds the operators of a fallback that the run comes to; why they cannot be, after its name in a sentence."""
+    if around.plan.num_machines > 1:
+        return None  # each machine builds its own when it starts the attempt
+    try:
+        _build_operators(around, candidate)
+    except EnvironmentFaultError as error:
+        around.console.line(f"fallback {candidate.strategy.name} is left out: {error}")
+        return "needs an operator that cannot be built here"
+    return None
+
+
+def _build_operators(around: Surroundings, candidate: Candidate) -> None:
+    build_operators(
+        needed_operators(candidate),
+        extensions_dir=around.extensions_dir,
+        on_progress=around.console.line,
+        device_kind=around.plan.device_kind,
+        should_stop=lambda: around.stop.kind is not None,
+    )
 
 
 def _after_lost_machine(course: _Course, end: AttemptEnd, around: Surroundings) -> Decision:

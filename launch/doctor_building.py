@@ -1,33 +1,20 @@
 """`doctor`: whether DeepSpeed's operators, which offload needs, would build: compiler, headers, ninja, CUDA toolkit.
 
-What is asked of the compiler is what `operators.check_toolchain` asks before a build. The rule for the toolkit is
-DeepSpeed's own (`assert_no_cuda_mismatch` in deepspeed/ops/op_builder/builder.py): torch's version, or another minor
-one of CUDA 11 and 12.
+What is asked of the compiler is what `operators.check_toolchain` asks before a build, and the toolkit is the one that
+it would find.
 """
 
-import re
 import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from launch.cuda_toolkit import INSTALL, Toolkit, read_toolkit
 from launch.doctor_finding import Finding, Level, explained, fine, warning
 from launch.doctor_machine import Machine, Place
-from launch.doctor_process import ask
 from launch.operators import ASYNC_IO, CPU_ADAM, check_toolchain, find_stale_locks
 from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.value import Value
-
-NVCC_TIMEOUT_S = 5.0
-_MAJORS_OF_ANY_MINOR = (11, 12)
-
-
-class Toolkit(Value, frozen=True, kw_only=True):
-    """The CUDA toolkit that torch's extensions would be compiled with."""
-
-    nvcc: str | None
-    release: str | None = None  # `13.0`
-    problem: str | None = None
+from trainer.spec.pip_lines import pip_line
 
 
 def check_compiler(_machine: Machine) -> Iterator[Finding]:
@@ -61,56 +48,33 @@ def check_ninja(machine: Machine) -> Iterator[Finding]:
     if found is None:
         yield warning(
             "ninja is neither beside Python nor on PATH: no operator can be built",
-            f"{machine.place.python} -m pip install ninja",
+            pip_line("ninja", python=machine.place.python),
         )
     else:
         yield fine(f"ninja: {found}")
 
 
 def check_toolkit(machine: Machine) -> Iterator[Finding]:
-    """The CUDA toolkit, on a machine with GPUs."""
+    """The CUDA toolkit, on a machine with GPUs; only offload to NVMe is compiled with it."""
     facts = machine.torch.facts
-    if not machine.has_gpus or facts is None or facts.cuda is None:
-        return
-    skips = machine.environment.get("DS_SKIP_CUDA_CHECK") == "1"
-    yield from judge_toolkit(read_toolkit(machine.place), cuda=facts.cuda, skips_check=skips)
+    if machine.has_gpus and facts is not None and facts.cuda is not None:
+        yield from judge_toolkit(read_toolkit(machine.environment, machine.place.root), cuda=facts.cuda)
 
 
-def judge_toolkit(found: Toolkit, *, cuda: str, skips_check: bool = False) -> Iterator[Finding]:
-    wanted = ".".join(cuda.split(".")[:2])
-    install = f"install the CUDA {wanted} toolkit (developer.nvidia.com/cuda-toolkit-archive) and set CUDA_HOME"
-    if found.nvcc is None:
-        yield warning("there is no nvcc: DeepSpeed's operators, which offload needs, cannot be built", install)
-    elif found.release is None:
-        yield warning(f"{found.nvcc} does not say its version: {found.problem}", install)
-    elif not _fit(found.release, wanted) and not skips_check:
+def judge_toolkit(found: Toolkit, *, cuda: str) -> Iterator[Finding]:
+    """Another major version's libcudart would be linked beside the one that torch brings."""
+    if found.release is None:
         yield warning(
-            f"{found.nvcc} is of CUDA {found.release}, torch is built for CUDA {cuda}: DeepSpeed refuses to build its "
-            "operators, which offload needs",
-            install,
+            f"{found.problem}: offload to NVMe cannot be built (everything else needs no CUDA toolkit)", INSTALL
+        )
+    elif found.release.partition(".")[0] != cuda.partition(".")[0]:
+        yield warning(
+            f"{found.home} is of CUDA {found.release}, torch is built for CUDA {cuda}: "
+            "offload to NVMe would be built for another libcudart",
+            INSTALL,
         )
     else:
-        yield fine(f"{found.nvcc} is of CUDA {found.release}, as torch needs it")
-
-
-def _fit(release: str, wanted: str) -> bool:
-    major = int(wanted.partition(".")[0])
-    return release == wanted or (major in _MAJORS_OF_ANY_MINOR and release.partition(".")[0] == str(major))
-
-
-def read_toolkit(place: Place) -> Toolkit:
-    """The nvcc that torch would take: of CUDA_HOME or CUDA_PATH, of PATH, of /usr/local/cuda, in this order."""
-    named = place.environment.get("CUDA_HOME") or place.environment.get("CUDA_PATH")
-    usual = place.root / "usr/local/cuda/bin/nvcc"
-    if named:
-        nvcc = str(Path(named) / "bin/nvcc") if (Path(named) / "bin/nvcc").is_file() else None
-    else:
-        nvcc = shutil.which("nvcc", path=place.environment.get("PATH")) or (str(usual) if usual.is_file() else None)
-    if nvcc is None:
-        return Toolkit(nvcc=None)
-    answer = ask([nvcc, "--version"], environment=place.environment, timeout_s=NVCC_TIMEOUT_S)
-    release = re.search(r"release (\d+\.\d+)", answer.output)
-    return Toolkit(nvcc=nvcc, release=release[1] if release else None, problem=answer.obstacle or answer.last_words)
+        yield fine(f"{found.home} is of CUDA {found.release}, for offload to NVMe")
 
 
 def check_build_locks(machine: Machine) -> Iterator[Finding]:

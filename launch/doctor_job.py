@@ -65,9 +65,9 @@ def _of_plan(plan: Plan, asked: JobAsked, machine: Machine) -> Iterator[Finding]
             yield fine(
                 f"{output} has room for checkpoints and the exported model ({format_bytes(needed_disk_bytes(plan))})"
             )
-        operators = needed_operators(plan)
+        operators = needed_operators(plan.chosen)
         if operators:
-            yield from _asked(lambda: check_toolchain(operators), asked)
+            yield from _asked(lambda: check_toolchain(operators, device_kind=plan.device_kind), asked)
     if plan.chosen.strategy.offload is not Offload.NONE and not read_memory(machine.place).swap_bytes:
         yield warning(
             f"the plan offloads ({plan.chosen.strategy.offload}), and there is no swap: RAM that runs out ends the run",

@@ -49,6 +49,7 @@ class TorchAnswer(Value, frozen=True, kw_only=True):
 
     facts: TorchFacts | None = None
     problem: str | None = None
+    is_slow: bool = False  # it had not loaded when its time was over, which says nothing else against it
 
 
 class Machine(Value, frozen=True, kw_only=True):
@@ -111,7 +112,7 @@ def ask_torch(place: Place, *, timeout_s: float = TORCH_TIMEOUT_S) -> TorchAnswe
     if answer.obstacle is not None:
         return TorchAnswer(problem=answer.obstacle)
     if answer.exit_code is None:
-        return TorchAnswer(problem=f"it did not load within {timeout_s:g} s")
+        return TorchAnswer(problem=f"it did not load within {timeout_s:g} s", is_slow=True)
     lines = answer.output.splitlines()
     try:
         return TorchAnswer(facts=msgspec.json.decode(lines[-1] if lines else "", type=TorchFacts))

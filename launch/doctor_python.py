@@ -17,6 +17,7 @@ from launch.doctor_machine import Machine
 from launch.gpu_selection import name_gpus
 from launch.installed import installed_version, unfit_version
 from launch.probe_gpus import read_gpus
+from trainer.spec.pip_lines import pip_line
 
 OLDEST, NEWEST = (3, 11), (3, 13)
 _PACKAGES = Path(__file__).resolve().parent.parent
@@ -52,29 +53,32 @@ def judge_python(version: tuple[int, ...], *, python: str) -> Iterator[Finding]:
         yield fine(f"Python {shown}, {python}")
 
 
-def check_libraries(_machine: Machine) -> Iterator[Finding]:
+def check_libraries(machine: Machine) -> Iterator[Finding]:
     """Every library that shardwise needs is here, at a version that it takes."""
     from importlib.metadata import PackageNotFoundError, requires
 
     try:
         stated = requires("shardwise") or []
     except PackageNotFoundError:
-        yield warning("shardwise itself is not installed in this environment", "pip install -e . in its folder")
+        yield warning(
+            "shardwise itself is not installed in this environment",
+            f"{pip_line('-e', '.', python=machine.place.python)} in its folder",
+        )
         return
     needed = [found[0] for line in stated if "extra ==" not in line and (found := re.match(r"[A-Za-z0-9._-]+", line))]
-    wrong = [_wrong_library(name) for name in needed]
+    wrong = [_wrong_library(name, machine.place.python) for name in needed]
     yield from (finding for finding in wrong if finding is not None)
     if not any(wrong):
         yield fine(f"{len(needed)} libraries are here, at versions that shardwise takes")
 
 
-def _wrong_library(name: str) -> Finding | None:
+def _wrong_library(name: str, python: str) -> Finding | None:
     if installed_version(name) is None:
-        return fault(f"{name} is not installed", f"pip install {name}")
+        return fault(f"{name} is not installed", pip_line(name, python=python))
     unfit = unfit_version(name, user="shardwise")
     if unfit is None:
         return None
-    return fault(unfit, f"pip install '{name}{unfit.rpartition(' takes ')[2]}'")
+    return fault(unfit, pip_line(f"{name}{unfit.rpartition(' takes ')[2]}", python=python))
 
 
 def check_shadows(machine: Machine) -> Iterator[Finding]:

@@ -10,25 +10,33 @@ import msgspec
 
 from launch.doctor_finding import Finding, Level, explained, fault, fault_of, fine, warning
 from launch.doctor_machine import Machine, Place, python_environment
-from launch.doctor_process import ask
+from launch.doctor_process import Answer, ask
 from launch.gpu_selection import held_bytes, name_holders
 from launch.installed import installed_version
 from launch.measure_links import measure_gather
 from launch.probe_gpus import find_nvidia_smi
 from trainer.spec.hardware import Gpu, Hardware
+from trainer.spec.pip_lines import pip_line
 from trainer.spec.units import format_bytes
 
 IMPORT_TIMEOUT_S = 20.0
 GATHER_TIMEOUT_S = 15.0
 _SHOWS_MACHINE = "`shardwise probe` shows the machine as plans see it; --gpus chooses cards"
+_SLOW_DISK = (
+    "look again: what was read stays in memory; where it is slow each time, move the environment to a local disk "
+    "(see `mounts`), or see `nvidia-smi` for a driver that hangs"
+)
 _HELD_SHARE = 0.05  # of a card; a desktop's own windows are below it
 _CUDA_INDEX = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
-# Compiled against one torch: what is imported, what its package is called, the line that builds it anew.
-_ANEW = "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps"
+_ANEW = ("--no-cache-dir", "--force-reinstall", "--no-deps")
+# Compiled against one torch: what its package is called, what is imported, what pip is given to build it anew.
 COMPILED = {
-    "flash-attn": ("flash_attn", f"{_ANEW} flash-attn"),
-    "transformer-engine": ("transformer_engine.pytorch", f"{_ANEW} transformer-engine transformer-engine-torch"),
-    "bitsandbytes": ("bitsandbytes", "pip install --no-cache-dir --force-reinstall --no-deps bitsandbytes"),
+    "flash-attn": ("flash_attn", ("--no-build-isolation", *_ANEW, "flash-attn")),
+    "transformer-engine": (
+        "transformer_engine.pytorch",
+        ("--no-build-isolation", *_ANEW, "transformer-engine", "transformer-engine-torch"),
+    ),
+    "bitsandbytes": ("bitsandbytes", (*_ANEW, "bitsandbytes")),
 }
 
 
@@ -54,14 +62,15 @@ def check_torch(machine: Machine) -> Iterator[Finding]:
     """torch loads, and can use the GPUs of the machine."""
     version = installed_version("torch")
     if version is None:
-        yield fault("torch is not installed beside this Python", f"{machine.place.python} -m pip install torch")
+        yield fault("torch is not installed beside this Python", pip_line("torch", python=machine.place.python))
         return
     facts = machine.torch.facts
-    if machine.torch.problem is not None:
+    if machine.torch.is_slow:
+        yield warning(f"torch {version}: {machine.torch.problem}", _SLOW_DISK)
+    elif machine.torch.problem is not None:
         yield fault(
             f"torch {version} cannot be loaded: {machine.torch.problem}",
-            f"{machine.place.python} -m pip install --force-reinstall torch; where only the disk is slow, ask again "
-            "(the files are in memory then) or move the environment to a local disk",
+            pip_line("--force-reinstall", "torch", python=machine.place.python),
         )
     elif machine.has_gpus and facts is not None and facts.fault:
         yield fault_of("\n".join(facts.fault), otherwise=_CUDA_INDEX)
@@ -108,13 +117,21 @@ def read_driver_cuda(place: Place) -> str | None:
     return found[1] if found else None
 
 
-def check_compiled(machine: Machine) -> Iterator[Finding]:
+def check_compiled(machine: Machine, *, timeout_s: float = IMPORT_TIMEOUT_S) -> Iterator[Finding]:
     """Libraries that were compiled against one torch load beside the one that is installed now."""
-    for package, (module, fix) in COMPILED.items():
+    for package, (module, words) in COMPILED.items():
         version = installed_version(package)
         if version is None or (package == "bitsandbytes" and not machine.has_gpus):  # on a CPU nothing loads it
             continue
-        problem = _import_problem(machine.place, module)
+        answer = ask(
+            [machine.place.python, "-P", "-c", f"import {module}"],
+            environment=python_environment(machine.place),
+            timeout_s=timeout_s,
+        )
+        if answer.exit_code is None and answer.obstacle is None:
+            yield warning(f"{package} {version} did not load within {timeout_s:g} s", _SLOW_DISK)
+            continue
+        problem = _import_problem(answer)
         if problem is None:
             yield fine(f"{package} {version} loads")
             continue
@@ -123,23 +140,16 @@ def check_compiled(machine: Machine) -> Iterator[Finding]:
         yield Finding(
             level=Level.FAULT if machine.has_gpus else Level.WARNING,
             sentence=f"{package} {version} does not load beside torch {torch}: {problem}",
-            fix=f"{fix} (or pip uninstall {package})",
+            fix=f"{pip_line(*words, python=machine.place.python)} (or uninstall {package})",
         )
 
 
-def _import_problem(place: Place, module: str) -> str | None:
-    answer = ask(
-        [place.python, "-P", "-c", f"import {module}"],
-        environment=python_environment(place),
-        timeout_s=IMPORT_TIMEOUT_S,
-    )
-    if answer.obstacle is not None or answer.exit_code == 0:
+def _import_problem(answer: Answer) -> str | None:
+    if answer.obstacle is not None or answer.exit_code is None:
         return answer.obstacle
-    if answer.exit_code is None:
-        return f"it takes more than {IMPORT_TIMEOUT_S:g} s"
     if answer.exit_code < 0:
         return f"loading it ends the process (signal {-answer.exit_code})"
-    return answer.last_words
+    return answer.last_words if answer.exit_code else None
 
 
 def check_memory_held(machine: Machine) -> Iterator[Finding]:
@@ -169,9 +179,10 @@ def check_collective(machine: Machine, *, timeout_s: float = GATHER_TIMEOUT_S) -
     found = measure_gather(hardware, timeout_s=timeout_s)
     if found.rates.all_gather_bytes_per_s is None:
         more = "NCCL_DEBUG=INFO tells more" if hardware.gpus else "GLOO_SOCKET_IFNAME=lo takes the loopback"
-        yield fault(
-            found.notes[0] if found.notes else f"an all-gather {what} did not come to an end",
-            f"look at what `hostname` resolves to, at *_SOCKET_IFNAME and at firewalls; {more}",
+        yield Finding(
+            level=Level.WARNING if found.is_unfinished else Level.FAULT,
+            sentence=found.notes[0],
+            fix=f"look at what `hostname` resolves to, at *_SOCKET_IFNAME and at firewalls; {more}",
         )
     elif found.rates.gathers_only_without_peers and machine.environment.get("NCCL_P2P_DISABLE") != "1":
         yield fault(found.notes[0], "export NCCL_P2P_DISABLE=1, or switch the IOMMU (ACS) between the cards off")

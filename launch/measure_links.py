@@ -9,6 +9,7 @@ would use it; where it does not, it is tried once more through host memory. What
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -62,17 +63,18 @@ def measure_gather(
     num_ranks = hardware.num_devices_per_node
     if num_ranks < 2 or any(gpu.is_mig_on for gpu in hardware.gpus):  # slices of one card have no links
         return Measurement()
-    found, reason = _gathered(hardware, timeout_s, module, {})
-    if found is not None:
-        return Measurement(rates=MeasuredRates(all_gather_bytes_per_s=found))
-    failure = f"an all-gather over {num_ranks} devices {reason}"
+    first = _gathered(hardware, timeout_s, module, {})
+    if first.bytes_per_s is not None:
+        return Measurement(rates=MeasuredRates(all_gather_bytes_per_s=first.bytes_per_s))
+    failure = f"an all-gather over {num_ranks} devices {first.failure}"
     if hardware.device_kind is DeviceKind.CPU:
-        return Measurement(notes=(failure,))
-    found, _ = _gathered(hardware, timeout_s, module, WITHOUT_PEERS)
-    if found is None:
-        return Measurement(notes=(f"{failure}, and so without peer access: training on several GPUs will as well",))
+        return Measurement(notes=(failure,), is_unfinished=first.is_unfinished)
+    second = _gathered(hardware, timeout_s, module, WITHOUT_PEERS)
+    if second.bytes_per_s is None:
+        note = f"{failure}, and so without peer access: training on several GPUs will as well"
+        return Measurement(notes=(note,), is_unfinished=first.is_unfinished and second.is_unfinished)
     return Measurement(
-        rates=MeasuredRates(all_gather_bytes_per_s=found, gathers_only_without_peers=True),
+        rates=MeasuredRates(all_gather_bytes_per_s=second.bytes_per_s, gathers_only_without_peers=True),
         notes=(f"{failure}, and works without peer access: plans set NCCL_P2P_DISABLE=1",),
     )
 
@@ -105,8 +107,15 @@ def _peer_notes(copies: Sequence[PeerCopy], timeout_s: float, error: str) -> tup
     )
 
 
-def _gathered(hardware: Hardware, timeout_s: float, module: str, more: dict[str, str]) -> tuple[int | None, str]:
-    """Bytes per second of the slowest rank, or None and what happened."""
+class _Gathered(NamedTuple):
+    """An all-gather: bytes per second of the slowest rank, or what happened."""
+
+    bytes_per_s: int | None = None
+    failure: str = ""
+    is_unfinished: bool = False
+
+
+def _gathered(hardware: Hardware, timeout_s: float, module: str, more: dict[str, str]) -> _Gathered:
     num_ranks = hardware.num_devices_per_node
     with tempfile.TemporaryDirectory(prefix="shardwise-gather-") as name:
         folder = Path(name)
@@ -118,11 +127,11 @@ def _gathered(hardware: Hardware, timeout_s: float, module: str, more: dict[str,
             timeout_s=timeout_s,
         )
         if not has_ended:
-            return None, f"did not end within {timeout_s:g} s"
+            return _Gathered(failure=f"did not end within {timeout_s:g} s", is_unfinished=True)
         try:
             results = [codec.read(folder / f"{rank}.json", GatherResult) for rank in range(num_ranks)]
         except InputError:
-            return None, f"failed ({error or 'a rank wrote nothing'})"
+            return _Gathered(failure=f"failed ({error or 'a rank wrote nothing'})")
     if not all(result.is_correct for result in results):
-        return None, "delivered other values"
-    return min(result.bytes_per_s for result in results), ""
+        return _Gathered(failure="delivered other values")
+    return _Gathered(bytes_per_s=min(result.bytes_per_s for result in results))

@@ -24,10 +24,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from launch import cuda_toolkit
 from launch.installed import installed_ns
 from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.plan import Plan
-from trainer.spec.strategy import Offload, Optimizer
+from trainer.spec.hardware import DeviceKind
+from trainer.spec.plan import Candidate, Plan
+from trainer.spec.strategy import Optimizer
 from trainer.spec.units import format_seconds
 
 CPU_ADAM, ASYNC_IO = "cpu_adam", "async_io"
@@ -38,13 +40,12 @@ _LOCK_NAME = "lock"  # of torch.utils.cpp_extension, in the folder of each exten
 Report = Callable[[str], None]
 
 
-def needed_operators(plan: Plan) -> tuple[str, ...]:
-    """Names of the operators that any candidate this run may come to needs; empty for most plans."""
-    strategies = [candidate.strategy for candidate in (plan.chosen, *plan.fallbacks)]
+def needed_operators(candidate: Candidate) -> tuple[str, ...]:
+    """Names of the operators that the ranks of a candidate load; empty for most."""
     names = []
-    if any(strategy.optimizer is Optimizer.DEEPSPEED_CPU_ADAM for strategy in strategies):
+    if candidate.strategy.optimizer is Optimizer.DEEPSPEED_CPU_ADAM:
         names.append(CPU_ADAM)
-    if any(strategy.offload in (Offload.NVME_OPTIMIZER, Offload.NVME_ALL) for strategy in strategies):
+    if candidate.strategy.offload.uses_nvme:
         names.append(ASYNC_IO)
     return tuple(names)
 
@@ -70,11 +71,14 @@ def build_operators(
     *,
     extensions_dir: Path,
     on_progress: Report,
+    device_kind: DeviceKind = DeviceKind.CPU,
     python: str = sys.executable,
     should_stop: Callable[[], bool] = lambda: False,
     progress_every_s: float = PROGRESS_EVERY_S,
 ) -> None:
     """Builds what is missing of `names`; EnvironmentFaultError names what has to be installed, or the log.
+
+    `device_kind` is the device that DeepSpeed finds here and builds for.
 
     Ends early, with nothing half-built left to be taken for whole, once `should_stop` says so.
     """
@@ -88,7 +92,7 @@ def build_operators(
         remove_stale_locks(extensions_dir, on_progress=on_progress)
         missing = [name for name in names if not _marker(extensions_dir, name).is_file()]
         if missing:
-            check_toolchain(missing)
+            check_toolchain(missing, device_kind=device_kind)
         for name in missing:
             builder = _Builder(name, extensions_dir=extensions_dir, python=python, progress_every_s=progress_every_s)
             if not builder.run(on_progress, should_stop):
@@ -97,9 +101,18 @@ def build_operators(
 
 
 def build_needed(plan: Plan, *, cache_home: Path, on_progress: Report, should_stop: Callable[[], bool]) -> Path:
-    """Builds what a plan needs, as `build_operators` does; the folder where its ranks find it."""
+    """Builds what the chosen candidate needs, as `build_operators` does; the folder where its ranks find it.
+
+    What a fallback needs is built when the run comes to that fallback, which most runs never do (`attempts`).
+    """
     folder = extensions_dir(cache_home, plan.versions, plan.hardware.host.cpu_flags)
-    build_operators(needed_operators(plan), extensions_dir=folder, on_progress=on_progress, should_stop=should_stop)
+    build_operators(
+        needed_operators(plan.chosen),
+        extensions_dir=folder,
+        on_progress=on_progress,
+        device_kind=plan.device_kind,
+        should_stop=should_stop,
+    )
     return folder
 
 
@@ -119,8 +132,8 @@ def remove_stale_locks(extensions_dir: Path, *, on_progress: Report) -> None:
         on_progress(f"removed {lock}: a build of DeepSpeed's {lock.parent.name} was cut off and left it behind")
 
 
-def check_toolchain(names: Sequence[str]) -> None:
-    """EnvironmentFaultError, with the package to install, where an operator cannot be compiled here."""
+def check_toolchain(names: Sequence[str], *, device_kind: DeviceKind = DeviceKind.CPU) -> None:
+    """EnvironmentFaultError, with the package to install, where an operator cannot be compiled for the device here."""
     compiler = os.environ.get("CXX", "c++")
     what = f"DeepSpeed's {' and '.join(names)} must be compiled on this machine"
     if shutil.which(compiler) is None:
@@ -132,8 +145,23 @@ def check_toolchain(names: Sequence[str]) -> None:
             f"{what}, and Python's headers are missing ({include}/Python.h)\n"
             f"{_install(f'python{version}-dev', 'python3-devel')}"
         )
-    if ASYNC_IO in names and not _compiles(compiler, _USES_LIBAIO, "-laio", "-o", os.devnull):
+    if ASYNC_IO in names:
+        _check_async_io(compiler, what, device_kind)
+
+
+def _check_async_io(compiler: str, what: str, device_kind: DeviceKind) -> None:
+    if not _compiles(compiler, _USES_LIBAIO, "-laio", "-o", os.devnull):
         raise EnvironmentFaultError(f"{what}, and libaio is missing\n{_install('libaio-dev', 'libaio-devel')}")
+    if device_kind is DeviceKind.CPU:
+        return
+    toolkit = cuda_toolkit.read_toolkit(os.environ)
+    if toolkit.problem is not None:
+        raise EnvironmentFaultError(f"{what}, and {toolkit.problem}\n{cuda_toolkit.INSTALL}")
+    if not _compiles(compiler, "int main() {}\n", *toolkit.link_flags, "-o", os.devnull):
+        raise EnvironmentFaultError(
+            f"{what}, and libcudart or libcuda is not found in {toolkit.home}/lib64 or beside the system's libraries\n"
+            f"{cuda_toolkit.INSTALL}"
+        )
 
 
 _USES_LIBAIO = "#include <libaio.h>\nint main() { return io_submit(nullptr, 0, nullptr); }\n"
@@ -251,7 +279,7 @@ def _last_error(log: Path) -> str:
 def _advice(log: Path) -> str:
     """What would help, where the log says it; a line of its own."""
     if "CUDA_HOME" in log.read_text(errors="replace"):
-        return "install the CUDA toolkit (nvcc) of the version that torch was built for, or set CUDA_HOME\n"
+        return f"{cuda_toolkit.INSTALL}\n"
     return ""
 
 

@@ -17,8 +17,8 @@ from launch.wandb_mode import wandb_mode
 from trainer.spec.errors import InputProblemsError
 from trainer.spec.job import Job, WandbMode
 from trainer.spec.job_notify import is_url, variable_of
+from trainer.spec.pip_lines import extra_line, pip_line
 
-TENSORBOARD_LINE = "pip install 'shardwise[tensorboard]'"
 _LOGIN_TIMEOUT_S = 60.0  # to import wandb over a slow file system
 
 
@@ -32,13 +32,13 @@ def check_sinks(job: Job, environment: Mapping[str, str] = os.environ, *, on_nod
 def _problems(job: Job, environment: Mapping[str, str], *, on_node: bool | None) -> Iterator[str]:
     mode = wandb_mode(job, environment, on_node=on_node)
     if mode is not WandbMode.OFF and installed_version("wandb") is None:
-        yield f"log.wandb: {mode}: wandb is not installed; pip install wandb, or set log.wandb=off"
+        yield f"log.wandb: {mode}: wandb is not installed; set log.wandb=off, or {pip_line('wandb')}"
     elif mode is WandbMode.ONLINE:
         problem = login_problem(environment)
         if problem is not None:
             yield f"log.wandb: online: {problem}, or set log.wandb=offline"
     if job.log.tensorboard and installed_version("tensorboard") is None:
-        yield f"log.tensorboard: tensorboard is not installed; {TENSORBOARD_LINE}"
+        yield f"log.tensorboard: tensorboard is not installed; {extra_line('tensorboard')}"
     yield from _command_problems(job.log.notify, environment)
 
 

@@ -19,7 +19,7 @@ from trainer.spec import codec, report
 from trainer.spec.errors import ExitCode
 from trainer.spec.plan import Plan
 from trainer.spec.report import Ending
-from trainer.spec.strategy import LossHead, Offload, Sharding
+from trainer.spec.strategy import LossHead, Offload, Optimizer, Sharding
 
 NUM_STEPS = 14
 
@@ -142,6 +142,41 @@ def test_a_rank_that_the_kernel_ends_for_want_of_ram_is_out_of_memory(alone, und
     assert ended.fault is report.Fault.HOST_OUT_OF_MEMORY, ended
     assert "rank 0" in ended.cause
     assert (ended.micro_batch, finished.micro_batch, finished.resumed_from_step) == (8, 4, 2)
+    assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, abs=1e-5)
+
+
+FINDS_HEADERS_AND_FAILS = '#!/bin/sh\ncase "$*" in *"-x c++ -"*) exit 0 ;; *) exit 1 ;; esac\n'
+
+
+@pytest.mark.parametrize(
+    ("compiler", "facts"),
+    [
+        (None, ("cpu_adam", "no C++ compiler", "apt install g++")),
+        (FINDS_HEADERS_AND_FAILS, ("cpu_adam could not be built", "log: ")),
+    ],
+    ids=["no compiler", "a build that fails"],
+)
+def test_a_fallback_whose_operator_cannot_be_built_is_left_out(
+    alone, undisturbed, tmp_path, monkeypatch, compiler, facts
+):
+    """It is built when the run comes to it, so a run that does not needs no compiler."""
+    program = tmp_path / "c++"
+    if compiler is not None:
+        program.write_text(compiler)
+        program.chmod(0o755)
+    monkeypatch.setenv("CXX", str(program))
+    strategy = replace(alone.chosen.strategy, name="zero2+optimizer/fp32/deepspeed_cpu_adam", sharding=Sharding.ZERO2,
+                       offload=Offload.OPTIMIZER, optimizer=Optimizer.DEEPSPEED_CPU_ADAM)  # fmt: skip
+    four = alone.fallbacks[0]
+    plan = replace(with_faults(alone, tmp_path, [Fault("oom in forward", 0, 3)]),
+                   fallbacks=(replace(four, strategy=strategy), four))  # fmt: skip
+    outcome, printed = run_plan(plan, tmp_path / "run")
+    assert outcome.exit_code is ExitCode.DONE and outcome.report is not None, printed
+    assert [(each.strategy, each.micro_batch) for each in outcome.report.history] == [
+        (alone.chosen.strategy.name, 8), (four.strategy.name, 4)
+    ]  # fmt: skip
+    told = printed[printed.index(strategy.name) :]
+    assert [fact for fact in facts if fact not in told] == []
     assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, abs=1e-5)
 
 

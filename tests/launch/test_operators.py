@@ -16,6 +16,7 @@ from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
 
 from launch.command import launch_environment
 from launch.operators import (
+    build_needed,
     build_operators,
     check_toolchain,
     extensions_dir,
@@ -25,6 +26,7 @@ from launch.operators import (
 )
 from trainer.planning.catalogue import ENGINE_CONFIGS
 from trainer.spec.errors import EnvironmentFaultError
+from trainer.spec.hardware import DeviceKind
 from trainer.spec.strategy import Offload, Sharding
 
 VERSIONS = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "python": "3.11.2"}
@@ -72,13 +74,18 @@ def test_only_offload_through_deepspeed_needs_operators(row: tuple[Sharding, Off
         (True, Offload.NVME_OPTIMIZER): ("cpu_adam", "async_io"),
         (True, Offload.NVME_ALL): ("cpu_adam", "async_io"),
     }.get((sharding.uses_deepspeed, offload), ())
-    assert needed_operators(engine_plan(sharding, offload, num_ranks=2)) == expected
+    assert needed_operators(engine_plan(sharding, offload, num_ranks=2).chosen) == expected
 
 
-def test_what_a_fallback_needs_is_built_beforehand_too():
+def test_what_a_fallback_needs_is_not_built_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A card that holds the model never comes to it, and its machine may have no compiler."""
+    monkeypatch.setenv("CXX", "no-such-c++")
     fallback = engine_plan(Sharding.ZERO3, Offload.OPTIMIZER, num_ranks=2).chosen
     plan = msgspec.structs.replace(engine_plan(Sharding.ZERO3, num_ranks=2), fallbacks=(fallback,))
-    assert needed_operators(plan) == ("cpu_adam",)
+    build_needed(plan, cache_home=tmp_path, on_progress=pytest.fail, should_stop=lambda: False)
+    on_fallback = msgspec.structs.replace(plan, candidates=(fallback,))
+    with pytest.raises(EnvironmentFaultError, match=r"cpu_adam(.|\n)*g\+\+"):
+        build_needed(on_fallback, cache_home=tmp_path, on_progress=lambda _: None, should_stop=lambda: False)
 
 
 def test_operators_of_another_combination_are_kept_elsewhere():
@@ -234,6 +241,59 @@ def test_missing_headers_are_named_with_what_to_install(
     refuses = pytest.raises(EnvironmentFaultError, match=f"apt install {package}") if package else nullcontext()
     with refuses:
         check_toolchain(names)
+
+
+def fake_toolkit(folder: Path, nvcc: str = "echo 'Cuda compilation tools, release 13.0, V13.0.48'") -> Path:
+    program = folder / "cuda" / "bin" / "nvcc"
+    program.parent.mkdir(parents=True)
+    program.write_text(f"#!/bin/sh\n{nvcc}\n")
+    program.chmod(0o755)
+    return folder / "cuda"
+
+
+@pytest.mark.parametrize(
+    ("nvcc", "compiler", "fact"),
+    [
+        (None, "true", "nvcc"),
+        ("exit 1", "true", "nvcc"),
+        ("echo 'Cuda compilation tools, release 13.0, V13.0.48'", '! echo "$*" | grep -q cudart', "libcudart"),
+    ],
+    ids=["no toolkit", "nvcc fails", "no libraries"],
+)
+def test_on_a_gpu_async_io_is_linked_with_the_toolkit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nvcc: str | None, compiler: str, fact: str
+):
+    """Without it DeepSpeed fails in the build, after the data was prepared; offload to host RAM needs none."""
+    program = tmp_path / "c++"
+    program.write_text(f"#!/bin/sh\n{compiler}\n")
+    program.chmod(0o755)
+    home = tmp_path / "nowhere" if nvcc is None else fake_toolkit(tmp_path, nvcc)
+    monkeypatch.setenv("CXX", str(program))
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    check_toolchain(("cpu_adam",), device_kind=DeviceKind.CUDA)
+    check_toolchain(("cpu_adam", "async_io"))
+    with pytest.raises(EnvironmentFaultError, match=rf"async_io.*{fact}(.|\n)*CUDA_HOME"):
+        check_toolchain(("cpu_adam", "async_io"), device_kind=DeviceKind.CUDA)
+
+
+TOOLKIT_BUILDERS = """
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+builder_of = CUDA_Accelerator().get_op_builder
+print(*(name for name in ("CPUAdamBuilder", "AsyncIOBuilder") if issubclass(builder_of(name), CUDAOpBuilder)))
+"""
+
+
+def test_on_a_gpu_deepspeed_compiles_async_io_alone_with_the_toolkit():
+    """What `cuda_toolkit` rests on, read from the DeepSpeed that is installed."""
+    argv = [sys.executable, "-c", TOOLKIT_BUILDERS]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "AsyncIOBuilder"
+
+
+def test_a_whole_toolkit_builds_async_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_HOME", str(fake_toolkit(tmp_path)))
+    check_toolchain(("cpu_adam", "async_io"), device_kind=DeviceKind.CUDA)
 
 
 def test_a_cache_that_cannot_be_made_is_the_machines_fault(tmp_path: Path):

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 from architecture_factory import TINY
 from msgspec.structs import replace
+from pasted_pip import requirements_in
 from planning_factory import fp8_gain_of, machine, shape_of, situation_for
 
 from trainer.planning.catalogue import CATALOGUE
@@ -269,6 +271,20 @@ def test_an_incompatibility_is_between_two_values(name: str, broken: Combination
     assert not rule.is_broken(sound)
     for words in (rule.reason_of(broken), rule.instead_of(broken) or ""):
         assert "{" not in words and "None" not in words
+
+
+@pytest.mark.parametrize(
+    ("name", "library"),
+    [
+        ("fused_linear_needs_liger", "liger-kernel"),
+        ("recipe_needs_torchao", "torchao"),
+        ("recipe_needs_transformer_engine", "transformer-engine"),
+    ],
+)
+def test_what_a_rule_would_have_installed_can_be_pasted(name: str, library: str, tmp_path: Path) -> None:
+    (broken,) = (case[1] for case in OF_A_COMBINATION if case[0] == name)
+    (rule,) = (each for each in INCOMPATIBILITIES if each.name == name)
+    assert set(requirements_in(rule.instead_of(broken) or "", tmp_path)) == {library}
 
 
 def test_every_rule_is_tested_above() -> None:

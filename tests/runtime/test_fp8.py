@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from engine_plan_factory import TINY_LLAMA
+from pasted_pip import requirements_in
 from rank_factory import rank_plan
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trainer.runtime.adapters import add_adapters
-from trainer.runtime.fp8 import check_fp8_ran, fp8_facts, install_fp8, padded_to_multiple
+from trainer.runtime.fp8 import check_fp8_ran, check_some_backend, fp8_facts, install_fp8, padded_to_multiple
 from trainer.runtime.fp8_layers import ADAPTER, EDGE, EXPERT, OUTSIDE, ROUTER, fp8_layers
 from trainer.runtime.model import build_model
 from trainer.spec.errors import EnvironmentFaultError, InputError
@@ -274,13 +275,16 @@ def test_packed_rows_have_to_fit_as_they_are():
         padded_to_multiple(inputs, 16)
 
 
-def test_a_missing_library_is_named_with_what_would_do(monkeypatch):
+def test_a_missing_library_is_named_with_what_would_do(monkeypatch, tmp_path):
     for package in ("transformer_engine", "torchao"):
         monkeypatch.setitem(sys.modules, package, None)  # Python's way to say that it is not there
-    with pytest.raises(InputError, match=r"\bcurrent .*transformer-engine.*pip install"):
-        fp8_model()
-    with pytest.raises(InputError, match=r"torchao_rowwise .*torchao.*pip install"):
-        fp8_model(Fp8Recipe.TORCHAO_ROWWISE)
+    for recipe, library in ((Fp8Recipe.CURRENT, "transformer-engine"), (Fp8Recipe.TORCHAO_ROWWISE, "torchao")):
+        with pytest.raises(InputError, match=rf"\b{recipe} needs {library}") as told:
+            fp8_model(recipe)
+        assert set(requirements_in(str(told.value), tmp_path)) == {library}
+    with pytest.raises(InputError, match=r"pin\.precision: fp8") as told:
+        check_some_backend()
+    assert set(requirements_in(str(told.value), tmp_path)) == {"transformer-engine", "torchao"}
 
 
 @pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.FULL])

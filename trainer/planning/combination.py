@@ -17,6 +17,7 @@ from trainer.spec.job import GaloreJob, LoraJob
 from trainer.spec.job_clashes import OFFLOAD_SHARDINGS
 from trainer.spec.job_kinds import one_of
 from trainer.spec.model_shape import ModelShape
+from trainer.spec.pip_lines import extra_lines
 from trainer.spec.strategy import (
     Attention,
     Checkpointing,
@@ -173,6 +174,7 @@ def facts_of(combination: Combination) -> dict[str, object]:
         "loss": combination.loss,
         "recipe": combination.fp8_recipe,
         "tile": combination.tile,
+        "install": extra_lines(),
     }
 
 

@@ -112,7 +112,7 @@ SETTINGS: tuple[Incompatibility, ...] = (
         name="fused_linear_needs_liger",
         is_broken=lambda c: c.loss is LossHead.FUSED_LINEAR and c.lacks("liger-kernel"),
         reason="loss: fused_linear needs liger-kernel, which is not installed",
-        instead="pip install shardwise[liger], or chunked",
+        instead="chunked, or {install[liger]}",
         evidence="no other kept library has the kernel",
     ),
     # FP8 recipes.
@@ -157,7 +157,7 @@ SETTINGS: tuple[Incompatibility, ...] = (
         name="recipe_needs_torchao",
         is_broken=lambda c: c.fp8_recipe in TORCHAO_RECIPES and c.lacks("torchao"),
         reason="fp8_recipe: {recipe} needs torchao, which is not installed",
-        instead="pip install torchao, or current with transformer-engine",
+        instead="current with transformer-engine, or {install[torchao]}",
         evidence="its linear layer is torchao's",
     ),
     Incompatibility(
@@ -166,7 +166,7 @@ SETTINGS: tuple[Incompatibility, ...] = (
             c.fp8_recipe is not None and c.fp8_recipe not in TORCHAO_RECIPES and c.lacks("transformer-engine")
         ),
         reason="fp8_recipe: {recipe} needs transformer-engine, which is not installed",
-        instead="pip install shardwise[fp8]",
+        instead="torchao_tensorwise, or {install[fp8]}, a build that needs nvcc",
         evidence="its linear layer and its scales are Transformer Engine's",
     ),
     # Compilation.

@@ -15,6 +15,7 @@ from trainer.planning.situation import Situation
 from trainer.spec.extension import Hook
 from trainer.spec.job import Allowance
 from trainer.spec.model_shape import ModelShape
+from trainer.spec.pip_lines import extra_line
 from trainer.spec.plan import Buckets
 from trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision, Strategy
 from trainer.spec.units import MIB
@@ -137,7 +138,7 @@ def missing_flash(situation: Situation) -> str | None:
     if unfit is None and situation.has_library("kernels"):
         return None
     missing = unfit or "flash-attn is not installed, nor is kernels, which model.flash_kernel needs"
-    return f"{missing} (pip install 'transformers[kernels]')"
+    return f"{missing} ({extra_line('hub-kernels')})"
 
 
 def flash_kernel(situation: Situation, taken: Attention) -> str | None:

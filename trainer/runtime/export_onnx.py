@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from trainer.runtime.export_check import check_logits, prompt_ids
 from trainer.runtime.model_code import compute_buffers
 from trainer.spec.errors import EnvironmentFaultError
+from trainer.spec.pip_lines import extra_line
 
 GRAPH = "model.onnx"
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2}
@@ -51,8 +52,8 @@ def check_onnx_installed() -> None:
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise EnvironmentFaultError(
-            f"--format onnx: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed; "
-            "pip install 'shardwise[onnx]'"
+            f"--format onnx: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed\n"
+            f"{extra_line('onnx')}"
         )
 
 

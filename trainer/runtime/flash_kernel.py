@@ -26,6 +26,7 @@ from transformers.modeling_flash_attention_utils import lazy_import_flash_attent
 from transformers.utils.import_utils import KERNELS_MAX_VERSION, KERNELS_MIN_VERSION, is_kernels_available
 
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, ShardwiseError
+from trainer.spec.pip_lines import extra_line
 
 
 class LoadedBuild(NamedTuple):
@@ -49,7 +50,7 @@ def load_flash_kernel(name: str) -> LoadedBuild:
         raise EnvironmentFaultError(
             f"attention: {name} needs kernels from {KERNELS_MIN_VERSION} to below {KERNELS_MAX_VERSION}, and "
             f"{_installed_kernels()} is installed here;\n"
-            "run pip install 'transformers[kernels]' on every machine of the run, or give pin.attention=sdpa"
+            f"run this on every machine of the run, or give pin.attention=sdpa:\n{extra_line('hub-kernels')}"
         )
     try:
         lazy_import_flash_attention(name)

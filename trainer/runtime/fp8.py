@@ -22,6 +22,7 @@ from trainer.runtime import fp8_te, fp8_torchao
 from trainer.runtime.fp8_layers import Fp8Layers, fp8_layers, replace_layer, token_multiple
 from trainer.runtime.loss import IGNORED
 from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.pip_lines import extra_line
 from trainer.spec.plan import Candidate, Plan
 from trainer.spec.strategy import Checkpointing, Fp8Recipe, Precision
 
@@ -56,8 +57,8 @@ def check_some_backend() -> None:
     """InputError where neither library is installed."""
     if not any(find_spec(package) for package in _DISTRIBUTIONS):
         raise InputError(
-            "pin.precision: fp8 needs Transformer Engine or torchao, and neither is installed: "
-            "pip install shardwise[fp8]; or take bf16-mixed"
+            "pin.precision: fp8 needs Transformer Engine or torchao, and neither is installed; take bf16-mixed, or\n"
+            f"{_line_of(fp8_torchao.PACKAGE)}\n{_line_of(fp8_te.PACKAGE)}"
         )
 
 
@@ -87,10 +88,17 @@ def fp8_region(recipe: Fp8Recipe) -> Region:
     package = package_of(recipe)
     if find_spec(package) is None:
         raise InputError(
-            f"pin.fp8_recipe: {recipe} needs {_DISTRIBUTIONS[package]}, which is not installed: "
-            "pip install shardwise[fp8]; or take bf16-mixed"
+            f"pin.fp8_recipe: {recipe} needs {_DISTRIBUTIONS[package]}, which is not installed; take bf16-mixed, or\n"
+            f"{_line_of(package)}"
         )
     return fp8_torchao.TorchaoRegion(recipe) if recipe in _TORCHAO else fp8_te.TransformerEngineRegion(recipe)
+
+
+def _line_of(package: str) -> str:
+    """The line that installs a library, with a comment that a shell passes over."""
+    if package == fp8_torchao.PACKAGE:
+        return f"{extra_line('torchao')} # for pin.fp8_recipe: torchao_tensorwise or torchao_rowwise"
+    return f"{extra_line('fp8')} # compiles for minutes with nvcc; core_cu12 for a torch of CUDA 12"
 
 
 def check_fp8_ran(model: nn.Module) -> None:

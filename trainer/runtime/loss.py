@@ -62,6 +62,7 @@ from trainer.runtime.loss_slices import (
 )
 from trainer.runtime.packed_attention import packed_inputs
 from trainer.spec.errors import InputError
+from trainer.spec.pip_lines import extra_line
 from trainer.spec.strategy import LossHead
 
 __all__ = ["DEFAULT_CHUNK_TOKENS", "FUSED_SLICE_TOKENS", "IGNORED", "Answer", "install_loss_head", "shift"]
@@ -216,8 +217,8 @@ def _liger_loss(softcap: float | None) -> nn.Module:
         raise InputError("pin.loss: fused_linear is Liger's, which needs a GPU; pin.loss=fused does without")
     if importlib.util.find_spec("liger_kernel") is None:
         raise InputError(
-            "pin.loss: fused_linear is Liger's, and liger-kernel is not installed;\n"
-            "pip install 'shardwise[liger]', or take pin.loss=fused or chunked"
+            "pin.loss: fused_linear is Liger's, and liger-kernel is not installed; take pin.loss=fused or chunked, or\n"
+            f"{extra_line('liger')}"
         )
     from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 

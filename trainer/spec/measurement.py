@@ -13,6 +13,7 @@ class Measurement(Value, frozen=True, kw_only=True):
 
     rates: MeasuredRates = MeasuredRates()
     notes: tuple[str, ...] = ()
+    is_unfinished: bool = False  # its time was over first: it hangs, or the machine is slow
 
 
 class GatherResult(Value, frozen=True, kw_only=True):

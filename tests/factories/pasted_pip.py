@@ -1,0 +1,43 @@
+"""Pastes the pip lines of a message into a shell, where a pip that stands in notes what it is asked for."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+_PIP = "import json, sys\nsys.stdout.write(json.dumps(sys.argv[1:]) + '\\n')\n"
+_WORDS = r"(?: (?:'[^']+'|--?[a-z-]+|[\w.\[\]=<>-]+(?=[ ,;)\n]|$)))+"
+
+
+def pip_lines(text: str, python: str = sys.executable) -> list[str]:
+    """The lines of a message that a person would paste: the command up to the end of its words."""
+    return [found[0] for found in re.finditer(rf"{re.escape(python)} -m pip install{_WORDS}", text)]
+
+
+def pasted(line: str, folder: Path) -> list[Requirement]:
+    """What pip is asked to install by a line, each name as pip reads it."""
+    package = folder / "pip"
+    package.mkdir(exist_ok=True)
+    (package / "__main__.py").write_text(_PIP)
+    (package / "__init__.py").touch()
+    answer = subprocess.run(
+        ["sh", "-c", line],
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    command, *words = json.loads(answer.stdout)
+    assert command == "install", words
+    return [Requirement(word) for word in words if not word.startswith("-")]
+
+
+def requirements_in(text: str, folder: Path) -> dict[str, Requirement]:
+    """Everything that the lines of a message install, by name; a message without a line fails."""
+    lines = pip_lines(text)
+    assert lines, f"no line to paste: {text}"
+    return {each.name: each for line in lines for each in pasted(line, folder)}
