@@ -1,23 +1,26 @@
-"""Proof on a card: predictions beside what is measured, small cards, FP8, other trainers, and our own path.
+"""Half an hour on a card: does everything run, is it as predicted, how fast is it beside other trainers.
 
-    python benchmarks/gpu.py [PIECE ...] [--minutes 9] [--out DIR] [--list] [--again] [--write]
-    make bench-gpu                       the same for all pieces, one after the other, until nothing is left
+    python benchmarks/gpu.py [--minutes 30] [--out DIR] [--only REGEX] [--write]
 
-A call ends within its minutes and says how many steps are left; the next call goes on with them. Models have drawn
-weights and rows drawn tokens: nothing is downloaded. Without a GPU everything is rehearsed in a tiny form on the CPU.
-What was measured is kept in DIR (runs/bench-gpu); --write puts it into benchmarks/results/ and docs/benchmarks.md,
-and measured peaks into tests/calibration/, where tests predict them again.
+One programme, the most valuable first: (1) every engine and method, (2) predictions against measurements, and caps at
+the prediction and below it, (3) an 8B model beside TRL and plain Accelerate, (4) FP8, (5) small cards under --vram.
+A call ends before its minutes are over; the next one goes on with the steps that are left. Models have random weights:
+nothing is downloaded. Without a GPU, all of it is rehearsed with tiny models on the CPU.
 
-Exit code 0: nothing is left. 75: some steps are, call again. 1: nothing is left and a step failed, or what is left
-never fits. 130: it was interrupted.
+DIR (runs/bench-gpu) holds steps-DEVICE.jsonl, DEVICE.json (every figure, with hardware and versions) and calibration
+lines. --write copies them to benchmarks/results/ and tests/calibration/ and renews docs/benchmarks.md.
+
+Exit code 0: no step failed (the last line says how many are left). 1: a step failed. 130: interrupted.
 """
 
 import argparse
 import re
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 for place in (ROOT, ROOT / "benchmarks"):
@@ -25,136 +28,197 @@ for place in (ROOT, ROOT / "benchmarks"):
         sys.path.insert(0, str(place))
 
 import msgspec  # noqa: E402  (the path comes first)
-from on_gpu import prediction  # noqa: E402
-from on_gpu.all_pieces import PIECES  # noqa: E402
-from on_gpu.bench import Bench  # noqa: E402
-from on_gpu.case import Case  # noqa: E402
-from on_gpu.goals import goals_table  # noqa: E402
-from on_gpu.pieces import StepLog, go_through  # noqa: E402
-from on_gpu.prediction_cases import CASES  # noqa: E402
-from on_gpu.prediction_peaks import portable_hardware, write_peaks  # noqa: E402
-from on_gpu.prediction_runs import peaks_of  # noqa: E402
-from on_gpu.provenance import provenance_table  # noqa: E402
-from on_gpu.side_by_side import run_side_by_side  # noqa: E402
-from written_page import with_tables  # noqa: E402
+from on_gpu import engines, fp8, peers, predicted, small_cards  # noqa: E402
+from on_gpu.bench import LEAST_ROWS, Bench, job_of, portable_hardware  # noqa: E402
+from on_gpu.case import Outcome, Row, result_of  # noqa: E402
+from on_gpu.models import model_config  # noqa: E402
+from on_gpu.peaks import ROWS_NAME, Peak, write_peaks  # noqa: E402
+from on_gpu.programme import Step, StepLog, matching, run_steps  # noqa: E402
+from written_page import markdown_table, with_tables  # noqa: E402
 
 from launch.console import Console  # noqa: E402
 from launch.supervisor import StopRequest  # noqa: E402
 from trainer.spec.errors import ExitCode  # noqa: E402
+from trainer.spec.units import format_bytes  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
-RESULTS = ROOT / "benchmarks" / "results"
-CALIBRATION = ROOT / "tests" / "calibration"
-MINUTES = 9.0
+RESULTS, CALIBRATION = ROOT / "benchmarks" / "results", ROOT / "tests" / "calibration"
+MINUTES = 30.0
+CORES_EACH, MOST_TOGETHER = 3, 5  # of runs side by side: starting one takes cores, not the card
+NOT_MEASURED = "It has not been measured on a GPU yet: no figure here is of one.\n"
+
+
+class Part(NamedTuple):
+    """One of the five questions; caps have a table of their own."""
+
+    name: str
+    about: str
+    summary: Callable[[Mapping[str, Row]], str]
+    table: Callable[[Mapping[str, Row]], str]
+
+
+PARTS = (
+    Part(engines.PART, "Every engine and method", engines.summary, engines.table),
+    Part(predicted.PART, "Predicted against measured", predicted.summary, predicted.table),
+    Part(predicted.CAPS, "Caps at the prediction and 3 % below", predicted.caps_summary, predicted.caps_table),
+    Part(peers.PART, "Beside TRL and plain Accelerate", peers.summary, peers.table),
+    Part(fp8.PART, "FP8 against bf16", fp8.summary, fp8.table),
+    Part(small_cards.PART, "Small cards", small_cards.summary, small_cards.table),
+)
+
+
+def programme(bench: Bench) -> list[Step]:
+    """All steps, in their order."""
+    return [step for part in (engines, predicted, peers, fp8, small_cards) for step in part.steps(bench)]
 
 
 def main() -> int:
     options = _options()
-    if options.list:
-        for piece in PIECES:
-            sys.stdout.write(f"{piece.name:12} {piece.about}\n")
-        return 0
     console, stop = Console(sys.stdout), StopRequest()
     until_s = time.monotonic() + options.minutes * 60
-    wanted = [piece for piece in PIECES if not options.piece or piece.name in options.piece]
+    out: Path = options.out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
     with stop.listening():
-        out = options.out.absolute()
-        out.mkdir(parents=True, exist_ok=True)
         bench = Bench(out, is_tiny=options.tiny, console=console, stop=stop)
-        log = StepLog(out / ("steps-tiny.jsonl" if bench.is_tiny else "steps.jsonl"))
-        left = failed = new = 0
-        for piece in wanted:
-            if options.together and piece is prediction.PIECE:
-                run_side_by_side(
-                    piece, bench, log, _chosen(options.only), most=options.together, until_s=until_s, timeout_s=240
-                )
-                continue
-            progress = go_through(
-                piece, bench, log, until_s=until_s, is_again=options.again, most=options.first, only=options.only
-            )
-            failed += sum(1 for row in log.rows(piece).values() if "error" in row)
-            left += progress.num_left
-            new += progress.num_new
-            console.line(f"{piece.name}: {progress.num_done} steps done, {progress.num_left} left")
-    path = _results_path(bench)
-    content = msgspec.json.format(msgspec.json.encode(results(bench, log)), indent=1)
-    (out / path.name).write_bytes(content + b"\n")
-    if options.write:
-        path.write_bytes(content + b"\n")
-        write_tables(bench, log)
-        peaks = peaks_of(log.rows(prediction.PIECE))
-        kept = write_peaks(CALIBRATION, _device_slug(bench), f"{datetime.now(UTC):%Y-%m-%d}", peaks)
-        console.line(f"wrote {path}, {DOCUMENT}" + (f" and {kept}" if kept else ""))
-    if stop.kind is not None:
+        log = StepLog(out / f"steps-{slug_of(bench)}.jsonl", versions=bench.versions)
+        steps = matching(programme(bench), options.only, first=options.first)
+        together = options.together or _together(bench)
+        console.line(f"{len(steps)} steps on {bench.device_name}, up to {together} side by side")
+        progress = run_steps(steps, bench, log, until_s=until_s, together=together)
+    rows = {part.name: log.rows(part.name) for part in PARTS}
+    write_results(bench, rows, out, is_published=options.write)
+    console.line(summary_table(rows))
+    console.line(f"{progress.num_new} steps done, {progress.num_left} left: the next call goes on with them")
+    if stop.kind is not None and not progress.is_time_over:
         return int(ExitCode.INTERRUPTED)
-    if left and not new:
-        console.line(f"no step that is left fits into {options.minutes:g} minutes, or --first leaves them out")
-        return 1
-    if left:
-        return int(ExitCode.REQUEUE)
-    return 1 if failed else 0
+    return 1 if num_failed(rows) else 0
 
 
-def _chosen(only: str) -> list[Case]:
-    return [case for case in CASES if re.search(only, case.name)]
+def num_failed(rows: Mapping[str, Mapping[str, Row]]) -> int:
+    """Steps that raised, or whose run ended neither in order nor for want of memory."""
+    return sum(row.get("outcome") == Outcome.FAILED for of_part in rows.values() for row in of_part.values())
 
 
-def results(bench: Bench, log: StepLog) -> dict[str, object]:
-    """Everything that is known, for a results file."""
+def write_results(bench: Bench, rows: Mapping[str, Mapping[str, Row]], out: Path, *, is_published: bool) -> None:
+    """Writes results and calibration lines into `out`; published, also into the repository, with the page.
+
+    Of a rehearsal, only its counts are published: figures of tiny models on a CPU are of no use to a reader.
+    """
+    name, date = slug_of(bench), f"{datetime.now(UTC):%Y-%m-%d}"
+    facts = provenance(bench, date)
+    _write_json(out / f"{name}.json", facts | {"parts": rows})
+    peaks = peaks_of(bench, rows[predicted.PART])
+    write_peaks(out, f"calibration-{name}", date, peaks)
+    if not is_published:
+        return
+    counts = {part.name: _counts(rows[part.name]) | {"summary": part.summary(rows[part.name])} for part in PARTS}
+    for older in RESULTS.glob(f"{name}-????-??-??.json"):
+        older.unlink()
+    _write_json(RESULTS / f"{name}-{date}.json", facts | {"parts": counts if bench.is_tiny else rows})
+    write_peaks(CALIBRATION, name, date, peaks)
+    page = with_tables(DOCUMENT.read_text(encoding="utf-8"), page_tables(bench, rows, date))
+    DOCUMENT.write_text(page, encoding="utf-8")
+
+
+def provenance(bench: Bench, date: str) -> dict[str, object]:
+    """Where the figures are from."""
     return {
         "kind": "rehearsal on a CPU" if bench.is_tiny else "measured on a GPU",
         "device": bench.device_name,
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "date": date,
         "command": "python benchmarks/gpu.py",
         "versions": bench.versions,
         "hardware": msgspec.to_builtins(portable_hardware(bench.hardware)),
-        "pieces": {piece.name: log.rows(piece) for piece in PIECES},
     }
 
 
-def write_tables(bench: Bench, log: StepLog) -> None:
-    """Renews docs/benchmarks.md."""
-    tables = {name: table for piece in PIECES for name, table in piece.tables(log.rows(piece)).items()}
-    goals = {piece.name: piece.goals(log.rows(piece)) for piece in PIECES}
-    tables["goals"] = goals_table(goals, is_rehearsal=bench.is_tiny)
-    tables["provenance"] = provenance_table(bench, {piece.name: log.rows(piece) for piece in PIECES})
-    DOCUMENT.write_text(with_tables(DOCUMENT.read_text(encoding="utf-8"), tables), encoding="utf-8")
+def page_tables(bench: Bench, rows: Mapping[str, Mapping[str, Row]], date: str) -> dict[str, str]:
+    """Markdown for the places of docs/benchmarks.md."""
+    gpu = bench.hardware.gpus[0] if bench.hardware.gpus else None
+    host = bench.hardware.host
+    memory = "" if gpu is None else f", {format_bytes(gpu.memory_bytes)}, driver {gpu.driver or 'unknown'}"
+    lines = [
+        ("kind", "a rehearsal with tiny models" if bench.is_tiny else "measured"),
+        ("device", bench.device_name + memory),
+        ("host", f"{host.cpu_name or 'CPU'}, {host.num_cores or '?'} cores"),
+        ("date", date),
+        ("versions", ", ".join(f"{name} {version}" for name, version in bench.versions.items())),
+        *((f"steps of `{part.name}`", _count_words(rows[part.name])) for part in PARTS),
+    ]
+    tables = {"provenance": markdown_table(("", ""), lines), "measured": NOT_MEASURED}
+    if not bench.is_tiny:
+        blocks = (f"### {part.about}\n\n{part.table(rows[part.name])}" for part in PARTS if rows[part.name])
+        tables["measured"] = "\n".join(blocks)
+    return tables
 
 
-def _results_path(bench: Bench) -> Path:
-    return RESULTS / f"{_device_slug(bench)}-{datetime.now(UTC):%Y-%m-%d}.json"
+def summary_table(rows: Mapping[str, Mapping[str, Row]]) -> str:
+    """One line per part, for the console."""
+    width = max(len(part.name) for part in PARTS)
+    lines = (f"  {part.name:{width}}  {part.summary(rows[part.name])}" for part in PARTS if rows[part.name])
+    return "\n".join(["", *lines])
 
 
-def _device_slug(bench: Bench) -> str:
-    """A rehearsal is told by the widest instructions of its CPU, which decide how products are computed."""
+def peaks_of(bench: Bench, rows: Mapping[str, Row]) -> list[Peak]:
+    """The calibration lines of the predicted cases that ran or ran out of memory."""
+    cases = {case.name: case for case in predicted.CASES}
+    hardware, found = portable_hardware(bench.hardware), []
+    for name, row in rows.items():
+        result = result_of(row)
+        if name not in cases or result is None or result.outcome not in (Outcome.RAN, Outcome.OUT_OF_MEMORY):
+            continue
+        case = cases[name]
+        job = job_of(case, model=case.model, rows=ROWS_NAME, seq_len=bench.seq_len_of(case))
+        found.append(
+            Peak(
+                name=name,
+                outcome=result.outcome,
+                job=job,
+                num_rows=max(LEAST_ROWS, case.sequences_per_step),
+                model_config=model_config(case.model, is_tiny=True) if bench.is_tiny else None,
+                hardware=hardware,
+                versions=bench.versions,
+                measured=result.measured.memory,
+            )
+        )
+    return found
+
+
+def slug_of(bench: Bench) -> str:
+    """The name of a device in the name of a file; a CPU's widest instructions decide how it computes products."""
     name = " ".join(("cpu rehearsal", *bench.hardware.host.cpu_flags[-1:])) if bench.is_tiny else bench.device_name
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def _options() -> argparse.Namespace:
+def _together(bench: Bench) -> int:
+    cores = bench.hardware.host.num_cores or 1
+    return max(1, min(MOST_TOGETHER, cores // CORES_EACH)) if bench.hardware.gpus else 1
+
+
+def _counts(rows: Mapping[str, Row]) -> dict[str, int]:
+    outcomes = [str(row.get("outcome")) for row in rows.values()]
+    return {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))}
+
+
+def _count_words(rows: Mapping[str, Row]) -> str:
+    return ", ".join(f"{count} {outcome}" for outcome, count in _counts(rows).items()) or "none"
+
+
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+
+
+def _options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    names = [piece.name for piece in PIECES]
-    parser.add_argument("piece", nargs="*", choices=[*names, []], help=", ".join(names))
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="no step begins that would end later")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "runs" / "bench-gpu", help="models, rows and what was measured"
-    )
-    parser.add_argument("--first", type=int, help="only so many steps of each piece")
-    parser.add_argument("--only", default="", metavar="REGEX", help="only steps whose name has this in it")
-    parser.add_argument(
-        "--together",
-        type=int,
-        default=0,
-        metavar="N",
-        help="cases of prediction N at a time: their memory alone counts",
-    )
-    parser.add_argument("--again", action="store_true", help="measure what is known already")
-    parser.add_argument("--tiny", action="store_true", help="rehearse with tiny models, also on a GPU")
-    parser.add_argument("--list", action="store_true", help="name the pieces")
-    parser.add_argument(
-        "--write", action="store_true", help="renew benchmarks/results/, tests/calibration/ and the page"
-    )
-    return parser.parse_args()
+    add = parser.add_argument
+    add("--minutes", type=float, default=MINUTES, help="no step begins that would end later; default 30")
+    add("--out", type=Path, default=ROOT / "runs" / "bench-gpu", help="models, rows, and what was measured")
+    add("--only", default="", metavar="REGEX", help="steps with this in `part: name`")
+    add("--first", type=int, metavar="N", help="the first N steps of each part")
+    add("--together", type=int, metavar="N", help="runs side by side where only memory counts; default by cores")
+    add("--tiny", action="store_true", help="rehearse with tiny models, also on a GPU")
+    add("--write", action="store_true", help="renew benchmarks/results/, tests/calibration/ and docs/benchmarks.md")
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

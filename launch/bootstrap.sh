@@ -26,7 +26,7 @@ test-long   full products and repeated kills; about two hours
 mutations   a hundred faults, each seeded into a copy of the code: do the tests nearest to it fail? about six minutes
 check       ruff, mypy, import-linter, shellcheck
 bench       benchmarks, as ratios measured side by side
-bench-gpu   predictions, small cards, FP8 and other trainers on a GPU, in calls of nine minutes; a rehearsal without one
+bench-gpu   half an hour on a GPU: every engine, predictions, other trainers, FP8, small cards; a rehearsal without one
 golden      runs every known dry run anew and writes tests/golden/dry_run.jsonl; half an hour
 uninstall   remove .venv, caches and compiled operators; runs are kept
 TEXT
@@ -152,16 +152,7 @@ case $target in
         check_shell
         ;;
     bench) install_dev; shift; exec "$bin/python" benchmarks/run.py "$@" ;;
-    bench-gpu)
-        install_dev
-        shift
-        code=75 # some steps are left: the next call goes on with them
-        while [ "$code" = 75 ]; do
-            code=0
-            "$bin/python" benchmarks/gpu.py "$@" || code=$?
-        done
-        exit "$code"
-        ;;
+    bench-gpu) install_dev; shift; exec "$bin/python" benchmarks/gpu.py "$@" ;;
     golden) install_dev; shift; exec "$bin/python" -m trainer.simulation --golden tests/golden/dry_run.jsonl --all "$@" ;;
     uninstall) uninstall ;;
     *) say "bootstrap: unknown target '$target'"; usage >&2; exit 2 ;;

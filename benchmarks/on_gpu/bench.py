@@ -1,49 +1,63 @@
-"""Runs cases: each is planned as a user's job is, and runs a few steps in processes of its own, fit or not.
+"""Plans a case as a user's job is planned, and runs a few steps of it in processes of its own, whether it fits or not.
 
-The prediction is made first and only from the plan; what is measured never reaches it. On a machine without a GPU every
-case is rehearsed in a tiny form of its model, so that all of it runs before a card is asked for anything.
+The prediction is made from the plan alone: records of earlier runs on the machine are hidden from it, and what is
+measured never reaches it. Without a GPU every case is rehearsed with a tiny form of its model.
 """
 
 import json
 import os
 import shutil
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from msgspec.structs import replace
 
 from launch import folders
 from launch.console import Console
-from launch.plan_job import PlanInputs, read_inputs, read_machine, recorded_versions
+from launch.plan_job import PlanInputs, plan_inputs, read_inputs, read_machine, recorded_versions
 from launch.prepare_data import prepare_data
 from launch.report_steps import Step as StepLine
 from launch.report_steps import last_of_each, read_steps
 from launch.short_run import ShortRun, run_short, short_plan
-from launch.supervisor import StopRequest
+from launch.supervisor import StopKind, StopRequest
 from launch.unlimited_plan import plan_regardless, without_limits
-from on_gpu.case import Case, CaseResult, Outcome
+from on_gpu.case import Case, CaseResult, Outcome, RowKind
 from on_gpu.models import model_config, model_folder
+from trainer.planning.catalogue import ENGINE_CONFIGS
+from trainer.planning.device import device_of
+from trainer.planning.memory import estimate_memory
+from trainer.planning.setting import Setting
+from trainer.planning.settings_choices import smallest_buckets
 from trainer.spec.data_profile import DataProfile
 from trainer.spec.errors import ShardwiseError
+from trainer.spec.hardware import Hardware
+from trainer.spec.model_shape import read_model_shape
 from trainer.spec.plan import Candidate, Plan
-from trainer.spec.report import predicted_figures
+from trainer.spec.report import Figures, predicted_figures
+from trainer.spec.strategy import Sharding
 
 LEAST_ROWS = 32
-TINY_SEQ_LEN = 64  # what a rehearsal cuts 4,096 tokens to, and shorter rows in proportion
-LEAST_SEQ_LEN = 16
+TINY_SEQ_LEN, LEAST_SEQ_LEN = 64, 16  # a rehearsal cuts 4,096 tokens to 64, and shorter rows in proportion
+START_S = 25.0  # of a run on a GPU: processes, libraries, the end
+LOAD_BYTES_PER_S, WRITE_BYTES_PER_S = 1e9, 0.3e9  # weights that are read, and weights that are made first
+TIMED_FLOPS_PER_S = 2e14  # far below the rate of any step, for the time that is set aside for it
+_SETTING_FIELDS = frozenset(field.name for field in msgspec.structs.fields(Setting))
 
 
 def job_of(case: Case, *, model: str, rows: str, seq_len: int) -> dict[str, str]:
-    """The job of a case on a model and rows of token ids, each of `seq_len` of them."""
+    """The settings of a case's job on a model folder and a file of rows."""
+    rows_per_example = 2 if case.rows is RowKind.PAIRS else 1
     words = {
         "model.name": model,
         "data.train": rows,
-        "data.format": "tokens",
+        "data.format": "preference" if case.rows is RowKind.PAIRS else "tokens",
         "data.eval": "none",
         "train.seq_len": str(seq_len),
-        "train.tokens_per_step": str(seq_len * case.sequences_per_step),
+        "train.tokens_per_step": str(seq_len * rows_per_example * case.sequences_per_step),
         "train.steps": str(case.num_steps),
         "checkpoint.every": "100000 steps",
     }
@@ -53,7 +67,7 @@ def job_of(case: Case, *, model: str, rows: str, seq_len: int) -> dict[str, str]
 
 
 class Bench:
-    """The machine, and a work folder for models, rows and runs; `is_tiny`, or no GPU, rehearses."""
+    """The machine with the first of its cards, and a work folder for models, rows and runs."""
 
     def __init__(
         self,
@@ -64,11 +78,13 @@ class Bench:
         stop: StopRequest,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
-        self.work, self.console, self.stop, self.environment = work, console, stop, environment
-        self.hardware = read_machine(None)
+        hardware = read_machine(None)
+        self.work, self.console, self.stop = work, console, stop
+        self.environment = {**environment, "XDG_STATE_HOME": str(work / "no-earlier-runs")}
+        self.hardware = replace(hardware, gpus=hardware.gpus[:1])
         self.is_tiny = is_tiny or not self.hardware.gpus
         self.versions = recorded_versions()
-        self.cache = folders.cache_home(environment)
+        self._plans: dict[bytes, Plan | ShardwiseError] = {}
 
     @property
     def device_name(self) -> str:
@@ -76,120 +92,190 @@ class Bench:
         host = self.hardware.host
         return self.hardware.gpus[0].name if self.hardware.gpus else (host.cpu_name or "CPU")
 
+    @property
+    def card_bytes(self) -> int:
+        """Memory that runs side by side may take; 0 without a GPU, where they take turns."""
+        return device_of(self.hardware).usable_bytes if self.hardware.gpus else 0
+
     def seq_len_of(self, case: Case) -> int:
-        """Of a rehearsal, short rows that are still of different lengths."""
-        if not self.is_tiny:
+        """Tokens of a row; of a rehearsal, few, but in the same order as those of the cases."""
+        if not self.is_tiny or case.rows is RowKind.PAIRS:  # whose chat template alone takes a dozen tokens
             return case.seq_len
         return max(LEAST_SEQ_LEN, min(case.seq_len, case.seq_len * TINY_SEQ_LEN // 4096))
 
-    def model_of(self, preset: str) -> Path:
-        """The folder of a model with drawn weights."""
-        return model_folder(preset, self.work / "models", is_tiny=self.is_tiny)
+    def model_of(self, name: str) -> Path:
+        """The folder of a model with random weights."""
+        return model_folder(name, self.work / "models", is_tiny=self.is_tiny)
 
-    def rows_of(self, preset: str, seq_len: int, num_rows: int = LEAST_ROWS) -> Path:
-        """A file of full rows of token ids, drawn evenly from the model's vocabulary."""
-        vocab = int(model_config(preset, is_tiny=self.is_tiny)["vocab_size"])
-        path = self.work / "rows" / f"{vocab}-{seq_len}-{num_rows}.jsonl"
+    def rows_of(self, case: Case, num_rows: int = LEAST_ROWS) -> Path:
+        """A file of rows. A few tokens of the vocabulary make up most of them, so that a loss can fall."""
+        vocab, seq_len = int(model_config(case.model, is_tiny=self.is_tiny)["vocab_size"]), self.seq_len_of(case)
+        path = self.work / "rows" / f"{vocab}-{seq_len}-{num_rows}-{case.rows}.jsonl"
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
-            drawn = np.random.default_rng(0).integers(3, vocab, size=(num_rows, seq_len))
             partial = path.with_suffix(".partial")
-            partial.write_text("".join(json.dumps({"input_ids": row.tolist()}) + "\n" for row in drawn))
+            partial.write_text("".join(json.dumps(row) + "\n" for row in _rows(case.rows, vocab, seq_len, num_rows)))
             partial.rename(path)
         return path
 
-    def job_words(self, case: Case) -> list[str]:
-        """The job of a case as key=value, what anyone could type."""
-        seq_len = self.seq_len_of(case)
-        rows = self.rows_of(case.model, seq_len, max(LEAST_ROWS, case.sequences_per_step))
-        words = job_of(case, model=str(self.model_of(case.model)), rows=str(rows), seq_len=seq_len)
-        return [f"{key}={value}" for key, value in words.items()]
+    def plan_of(self, case: Case) -> Plan:
+        """The plan of a case, whether it fits or not; a ShardwiseError if it cannot run on this device at all."""
+        key = msgspec.json.encode(case)
+        if key not in self._plans:
+            try:
+                self._plans[key] = self._plan(case)
+            except ShardwiseError as error:
+                self._plans[key] = error
+        plan = self._plans[key]
+        if isinstance(plan, ShardwiseError):
+            raise plan
+        return plan
+
+    def need_bytes(self, case: Case) -> int:
+        """Bytes of the card that a case is planned to take; 0 if it is refused."""
+        try:
+            return self.plan_of(case).chosen.memory.need_bytes
+        except ShardwiseError:
+            return 0
+
+    def expected_s(self, case: Case) -> float:
+        """Seconds that a case takes at most on a card, the making of its weights included."""
+        shape = read_model_shape(model_config(case.model, is_tiny=self.is_tiny))
+        weight_bytes = 2 * shape.num_parameters
+        flops = 8 * shape.num_parameters * case.seq_len * case.sequences_per_step * case.num_steps
+        is_there = (self.work / "models" / case.model).is_dir()
+        load_s = weight_bytes / LOAD_BYTES_PER_S + (0.0 if is_there else weight_bytes / WRITE_BYTES_PER_S)
+        return START_S + load_s + flops / TIMED_FLOPS_PER_S
 
     def inputs_of(self, case: Case) -> tuple[PlanInputs, DataProfile]:
-        """What the plan of a case is made from; a ShardwiseError where the job cannot be read here."""
-        inputs = read_inputs(None, self.job_words(case), vram_cap_bytes=case.vram_bytes, environment=self.environment)
+        """What the plan of a case is made from: the job without limits of time, and its prepared rows."""
+        rows = self.rows_of(case, max(LEAST_ROWS, case.sequences_per_step))
+        words = job_of(case, model=str(self.model_of(case.model)), rows=str(rows), seq_len=self.seq_len_of(case))
+        inputs = read_inputs(
+            None,
+            [f"{key}={value}" for key, value in words.items()],
+            machines=self.hardware,
+            vram_cap_bytes=case.vram_bytes,
+            environment=self.environment,
+        )
         job = inputs.resolved.job
-        job = replace(job, limits=without_limits(job.limits))
-        inputs = inputs._replace(resolved=replace(inputs.resolved, job=job))
+        resolved = replace(inputs.resolved, job=replace(job, limits=without_limits(job.limits)))
+        inputs = inputs._replace(resolved=resolved)
         return inputs, prepare_data(inputs.request, on_progress=lambda _: None)
 
-    def plan_of(self, case: Case) -> Plan:
-        """The plan of a case, whether it fits or not; a ShardwiseError where there is no such thing here."""
+    def _plan(self, case: Case) -> Plan:
         inputs, data = self.inputs_of(case)
-        return plan_regardless(inputs, data, environment=self.environment)
+        make_plan = plan_inputs if case.must_fit else plan_regardless
+        plan = make_plan(inputs, data, environment=self.environment)
+        if case.engine is not None:
+            plan = with_engine(plan, Sharding(case.engine))
+        if case.cap_share is None:
+            return plan
+        cap = round(case.cap_share * plan.chosen.memory.need_bytes)
+        return replace(plan, hardware=replace(plan.hardware, vram_cap_bytes=cap))
 
     def run(self, case: Case) -> CaseResult:
-        """Plans a case and runs it."""
+        """Plans and runs a case."""
         started = time.monotonic()
         try:
             plan = self.plan_of(case)
         except ShardwiseError as error:
-            return CaseResult(case=case, outcome=Outcome.REFUSED, reason=" ".join(str(error).split()))
-        return self.run_planned(case, plan, plan.chosen, started=started)
+            reason = " ".join(str(error).removeprefix("command line: ").split())
+            return CaseResult(name=case.name, outcome=Outcome.REFUSED, reason=reason)
+        return self._run(case, plan, started=started)
 
-    def run_planned(self, case: Case, plan: Plan, candidate: Candidate, *, started: float | None = None) -> CaseResult:
-        """Runs one candidate of a plan."""
-        started = time.monotonic() if started is None else started
-        with self.run_folder() as run_dir:
+    def _run(self, case: Case, plan: Plan, *, started: float) -> CaseResult:
+        """Runs the chosen candidate of a plan."""
+        self.work.joinpath("runs").mkdir(parents=True, exist_ok=True)
+        run_dir = Path(tempfile.mkdtemp(dir=self.work / "runs"))
+        try:
             run = run_short(
-                short_plan(plan, candidate, num_steps=case.num_steps),
+                short_plan(plan, plan.chosen, num_steps=case.num_steps),
                 run_dir,
-                cache=self.cache,
+                cache=folders.cache_home(self.environment),
                 console=self.console,
                 stop=self.stop,
                 environment=self.environment,
             )
             steps = tuple(last_of_each(read_steps(run_dir / "metrics.jsonl")))
-        return _result_of(case, candidate, run, steps, time.monotonic() - started)
+        finally:
+            shutil.rmtree(run_dir, ignore_errors=True)
+        return _result_of(case, plan.chosen, run, steps, time.monotonic() - started)
 
-    def run_folder(self) -> "_RunFolder":
-        """A fresh folder for one run, gone afterwards."""
-        return _RunFolder(self.work / "run")
-
-
-class _RunFolder:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> Path:
-        shutil.rmtree(self._path, ignore_errors=True)
-        self._path.mkdir(parents=True)
-        return self._path
-
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self._path, ignore_errors=True)
+    def end(self) -> None:
+        """Ends all that runs at once, as a second Ctrl-C does."""
+        self.stop.kind, self.stop.num_interrupts = self.stop.kind or StopKind.INTERRUPT, 2
 
 
-def _result_of(
-    case: Case, candidate: Candidate, run: ShortRun, steps: Sequence[StepLine], seconds: float
-) -> CaseResult:
-    memory = candidate.memory
-    planned = {
-        "strategy": candidate.strategy.name,
-        "micro_batch": candidate.micro_batch,
-        "accumulation": candidate.accumulation,
-        "predicted": predicted_figures(candidate),
-        "need_bytes": memory.need_bytes,
-        "usable_bytes": memory.usable_bytes,
-        "wall_s": seconds,
-    }
+def _rows(kind: RowKind, vocab: int, seq_len: int, num_rows: int) -> list[dict[str, object]]:
+    draw = np.random.default_rng(0)
+
+    def tokens(length: int) -> list[int]:
+        return [min(2 + int(token), vocab - 1) for token in draw.geometric(0.05, size=length)]
+
+    if kind is RowKind.FULL:
+        return [{"input_ids": tokens(seq_len)} for _ in range(num_rows)]
+    if kind is RowKind.SHORT:
+        lengths = draw.integers(max(2, seq_len // 8), seq_len + 1, size=8 * num_rows)
+        return [{"input_ids": tokens(int(length))} for length in lengths]
+
+    def text() -> str:
+        return " ".join(f"t{token}" for token in tokens(max(2, seq_len // 4)))
+
+    return [{"prompt": text(), "chosen": text(), "rejected": text()} for _ in range(num_rows)]
+
+
+def with_engine(plan: Plan, sharding: Sharding) -> Plan:
+    """The plan with another engine: one that the planner refuses on one rank, because nothing is divided there."""
+    chosen = plan.chosen
+    strategy = replace(
+        chosen.strategy,
+        name=f"{sharding}/{chosen.strategy.precision}/{chosen.strategy.optimizer}",
+        sharding=sharding,
+        base_config=ENGINE_CONFIGS.get((sharding, chosen.strategy.offload)),
+    )
+    chosen = replace(chosen, strategy=strategy, buckets=smallest_buckets(plan.model_shape, strategy))
+    shared = {name: getattr(chosen, name) for name in chosen.__struct_fields__ if name in _SETTING_FIELDS}
+    setting = Setting(**shared, ranks_per_node=1, lora=plan.job.train.lora, galore=plan.job.train.galore)
+    memory = estimate_memory(plan.model_shape, setting, device_of(plan.hardware))
+    return replace(plan, candidates=(replace(chosen, memory=memory),))
+
+
+def portable_hardware(hardware: Hardware) -> Hardware:
+    """The machine without what identifies it: disks, networks, serial numbers, processes of other users."""
+    host = replace(hardware.host, disks=(), interfaces=(), slurm=None)
+    gpus = tuple(replace(gpu, uuid=None, holders=()) for gpu in hardware.gpus)
+    return replace(hardware, gpus=gpus, host=host, excluded=(), notes=())
+
+
+def _result_of(case: Case, chosen: Candidate, run: ShortRun, steps: Sequence[StepLine], seconds: float) -> CaseResult:
+    result = CaseResult(
+        name=case.name,
+        outcome=Outcome.FAILED,
+        reason=run.problem,
+        strategy=chosen.strategy.name,
+        micro_batch=chosen.micro_batch,
+        accumulation=chosen.accumulation,
+        checkpointing=str(chosen.checkpointing),
+        predicted=_short_figures(predicted_figures(chosen)),
+        peak_event=chosen.memory.peak_event,
+        need_bytes=chosen.memory.need_bytes,
+        usable_bytes=chosen.memory.usable_bytes,
+        wall_s=round(seconds, 1),
+    )
     if run.report is None:
-        return CaseResult(case=case, outcome=Outcome.FAILED, reason=run.problem, **planned)
-    measured = replace(run.report.measured, memory=replace(run.report.measured.memory, timeline=()))
-    return CaseResult(
-        case=case,
+        return result
+    return replace(
+        result,
         outcome=Outcome.OUT_OF_MEMORY if run.ran_out_of_memory else Outcome.RAN,
         reason=run.report.error,
-        measured=measured,
+        measured=_short_figures(run.report.measured),
         facts=run.report.engaged.facts if run.report.engaged is not None else {},
-        losses=tuple(step.loss for step in steps if step.loss is not None),
-        step_s=tuple(step.step_s for step in steps if step.step_s is not None),
-        **planned,
+        losses=tuple(round(step.loss, 4) for step in steps if step.loss is not None),
     )
 
 
-def by_name(cases: Sequence[Case]) -> Iterator[tuple[str, Case]]:
-    """Each case under its name; AssertionError where two share one."""
-    names = [case.name for case in cases]
-    assert len(set(names)) == len(names), "every case has a name of its own"
-    yield from zip(names, cases, strict=True)
+def _short_figures(figures: Figures) -> Figures:
+    """The figures without their parts, which would be most of a results file."""
+    memory = replace(figures.memory, parts={}, peaks={}, timeline=())
+    return Figures(memory=memory, speed=replace(figures.speed, parts={}))

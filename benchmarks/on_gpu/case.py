@@ -1,31 +1,48 @@
-"""A case: a model, rows of one length, settings of the job. And what became of it, predicted beside measured."""
+"""A case: a model, rows of one kind, settings of the job. A result: its prediction beside what was measured."""
 
 from enum import StrEnum
+from typing import Any
+
+import msgspec
 
 from trainer.spec.report import Figures
 from trainer.spec.value import Value
 
+Row = dict[str, Any]  # what one line of the log holds: plain values of JSON
+
 
 class Outcome(StrEnum):
-    """What became of a case."""
+    """How a case ended."""
 
     RAN = "ran"
     OUT_OF_MEMORY = "out of memory"
-    REFUSED = "refused"  # there is no such thing on this device; the reason says which
+    REFUSED = "refused"  # the device or a library does not have it; the reason names which
     FAILED = "failed"
 
 
+class RowKind(StrEnum):
+    """The rows that a case trains on."""
+
+    FULL = "full"  # every row has seq_len tokens
+    SHORT = "short"  # an eighth of seq_len to all of it
+    PAIRS = "pairs"  # prompts with a better and a worse answer, as text
+
+
 class Case(Value, frozen=True, kw_only=True):
-    """One configuration; its name is its own among those of a piece."""
+    """One configuration. Its name is unique within its part."""
 
     name: str
-    model: str  # a preset of trainer/presets, with drawn weights
-    settings: dict[str, str] = {}  # of the job, as on the command line: {"pin.precision": "bf16"}
+    model: str  # a preset of trainer/presets or a row of `models.OWN`, with random weights
+    settings: dict[str, str] = {}  # of the job file: {"pin.precision": "bf16"}
     seq_len: int = 2048
     micro_batch: int | None = 1  # None: the planner's choice
     accumulation: int = 1
     vram_bytes: int | None = None  # the cap that --vram sets
+    cap_share: float | None = None  # the cap as a share of what the plan says it needs, instead of `vram_bytes`
+    must_fit: bool = False  # refused, as for a user, if no strategy fits; else it runs whatever the plan says
     num_steps: int = 6  # two that allocate and warm up, one whose memory is measured, the others are timed
+    rows: RowKind = RowKind.FULL
+    engine: str | None = None  # an engine that the planner refuses on one rank, put in place of none
 
     @property
     def sequences_per_step(self) -> int:
@@ -34,26 +51,70 @@ class Case(Value, frozen=True, kw_only=True):
 
 
 class CaseResult(Value, frozen=True, kw_only=True):
-    """A case after it ran, or did not. Bytes are of one device."""
+    """How a case ended. Bytes are of one device."""
 
-    case: Case
+    name: str
     outcome: Outcome
     reason: str | None = None
     strategy: str | None = None
     micro_batch: int | None = None
     accumulation: int | None = None
+    checkpointing: str | None = None
     predicted: Figures = Figures()
     measured: Figures = Figures()
-    need_bytes: int | None = None  # predicted, with the margin that a plan keeps
+    peak_event: str | None = None
+    need_bytes: int | None = None  # predicted: the smallest memory that works, context included
     usable_bytes: int | None = None
-    facts: dict[str, str] = {}  # what was seen to run
-    losses: tuple[float, ...] = ()  # of every step
-    step_s: tuple[float, ...] = ()  # of every step, the slow first ones too
-    wall_s: float = 0.0  # of the whole run, start to end
+    facts: dict[str, str] = {}  # what the ranks observed after the first step
+    losses: tuple[float, ...] = ()
+    wall_s: float = 0.0  # of the whole run
+    is_shared: bool = False  # other runs were on the card, so that speed and device bytes are not its own
 
     @property
-    def said_fits(self) -> bool | None:
-        """What the plan said of it; None where there was none."""
-        if self.need_bytes is None or self.usable_bytes is None:
-            return None
-        return self.need_bytes <= self.usable_bytes
+    def peak_error(self) -> float | None:
+        """Relative error of the predicted peak, prediction / measurement - 1; None where no step was measured."""
+        predicted, measured = (side.memory.peak_allocated_bytes for side in (self.predicted, self.measured))
+        return predicted / measured - 1 if predicted and measured and self.outcome is Outcome.RAN else None
+
+    @property
+    def steady_error(self) -> float | None:
+        """The same of what stays allocated between steps."""
+        predicted, measured = (side.memory.steady_allocated_bytes for side in (self.predicted, self.measured))
+        return predicted / measured - 1 if predicted and measured and self.outcome is Outcome.RAN else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Measured tokens per second; None where other runs shared the card."""
+        return self.measured.speed.tokens_per_s_per_gpu
+
+    @property
+    def speed_error(self) -> float | None:
+        """Relative error of the predicted tokens per second."""
+        predicted, measured = self.predicted.speed.tokens_per_s_per_gpu, self.tokens_per_s
+        return predicted / measured - 1 if predicted and measured and self.outcome is Outcome.RAN else None
+
+
+def row_of(result: CaseResult, **more: object) -> Row:
+    """A result as a line of the log, without what is empty; `more` are figures of its part."""
+    return {"result": _without_empty(msgspec.to_builtins(result)), "outcome": str(result.outcome), **more}
+
+
+def result_of(row: Row) -> CaseResult | None:
+    """The result in a line of the log; None where the step raised, or is of another kind."""
+    return msgspec.convert(row["result"], CaseResult) if "result" in row else None
+
+
+def without_shared_figures(row: Row) -> Row:
+    """A row without speed and device bytes, which other runs on the card change."""
+    if "result" not in row:
+        return row
+    measured = row["result"].get("measured", {})
+    memory = {name: value for name, value in measured.get("memory", {}).items() if name != "device_bytes"}
+    return row | {"result": row["result"] | {"measured": {"memory": memory}, "is_shared": True}}
+
+
+def _without_empty(value: Any) -> Any:  # noqa: ANN401  # any value of JSON
+    if not isinstance(value, dict):
+        return value
+    kept = {key: _without_empty(item) for key, item in value.items()}
+    return {key: item for key, item in kept.items() if item not in (None, {}, [], ())}

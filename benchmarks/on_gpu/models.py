@@ -1,13 +1,28 @@
-"""Models with drawn weights, as folders that a job names: nothing is downloaded, and loading is the usual loading."""
+"""Models with random weights, as folders that a job names: nothing is downloaded, and they load as any model does."""
 
 import json
 import multiprocessing
+import shutil
 from pathlib import Path
 from typing import Any
 
 from launch.model_files import read_preset
 
-TINY: dict[str, Any] = {  # what a rehearsal makes of any of them
+SMALL = "llama-160m"
+OWN: dict[str, dict[str, Any]] = {
+    SMALL: {  # fp32 states of 2.5 GiB under AdamW; every side is a multiple of 128, as FP8 wants it
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 32000,
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 2048,
+    }
+}
+TINY: dict[str, Any] = {  # the sizes that a rehearsal gives to any of them
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -21,45 +36,58 @@ TINY: dict[str, Any] = {  # what a rehearsal makes of any of them
 }
 
 
-def model_config(preset: str, *, is_tiny: bool) -> dict[str, Any]:
-    """The config of a preset; of a rehearsal, the same architecture in the smallest size that has all its parts."""
-    config = dict(read_preset(preset))
+def model_config(name: str, *, is_tiny: bool) -> dict[str, Any]:
+    """The config of a model; in a rehearsal, the same architecture in the smallest size that has all its parts."""
+    config = dict(OWN.get(name) or read_preset(name))
     if is_tiny:
         config |= {key: value for key, value in TINY.items() if key in config or key == "head_dim"}
         config.pop("rope_scaling", None)
     return config
 
 
-def model_folder(preset: str, root: Path, *, is_tiny: bool) -> Path:
-    """The folder of a preset's model below `root`, in bf16 safetensors; made where it is not there yet."""
-    folder = root / (f"{preset}-tiny" if is_tiny else preset)
-    done = folder / "model.safetensors"
-    if not done.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(
-            json.dumps(model_config(preset, is_tiny=is_tiny) | {"torch_dtype": "bfloat16"})
-        )
-        _draw_apart(folder)
+def model_folder(name: str, root: Path, *, is_tiny: bool) -> Path:
+    """The folder of a model below `root`: bf16 safetensors and a tokenizer. It is made if it does not exist."""
+    folder = root / (f"{name}-tiny" if is_tiny else name)
+    if not folder.is_dir():
+        partial = folder.with_name(f"{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        config = model_config(name, is_tiny=is_tiny)
+        (partial / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
+        write_tokenizer(partial, vocab_size=int(config["vocab_size"]))
+        _write_weights_apart(partial)
+        partial.rename(folder)
     return folder
 
 
-def _draw_apart(folder: Path) -> None:
-    """Draws in a process that ends: one that has used a card keeps some of it, which would count as a run's."""
+def write_tokenizer(folder: Path, *, vocab_size: int) -> None:
+    """A tokenizer of one word per token: `t17` is token 17."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({f"t{number}": number for number in range(vocab_size)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"unk_token": "t0", "bos_token": "t1", "eos_token": "t2", "pad_token": "t0"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+
+
+def _write_weights_apart(folder: Path) -> None:
+    """On a GPU the weights are made by a process that ends: its CUDA context would count as a run's memory."""
     import torch
 
     if not torch.cuda.is_available():
-        draw_weights(folder)
+        write_weights(folder)
         return
-    process = multiprocessing.get_context("spawn").Process(target=draw_weights, args=(folder,))
+    process = multiprocessing.get_context("spawn").Process(target=write_weights, args=(folder,))
     process.start()
     process.join()
-    assert process.exitcode == 0, f"the weights of {folder.name} were not drawn"
+    assert process.exitcode == 0, f"the weights of {folder.name} could not be made"
 
 
-def draw_weights(folder: Path, *, seed: int = 0) -> None:
-    """Fills a folder that has a config.json with weights: drawn on the card where there is one, as a CPU takes minutes.
+def write_weights(folder: Path, *, seed: int = 0) -> None:
+    """Writes model.safetensors beside a config.json: matrices normal with a deviation of 0.02, norms 1, biases 0.
 
-    Matrices and embeddings are normal with a deviation of 0.02, what has one dimension is 1 for a weight and 0 else.
+    They are made on the card if there is one: 8 billion take a CPU minutes.
     """
     import torch
     from safetensors.torch import save_file
@@ -69,14 +97,12 @@ def draw_weights(folder: Path, *, seed: int = 0) -> None:
     generator = torch.Generator(device).manual_seed(seed)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    drawn = {}
-    for name, parameter in model.named_parameters():  # tied weights stand once
+    weights = {}
+    for name, parameter in model.named_parameters():  # tied weights are listed once
         if parameter.dim() > 1:
             weight = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
-            drawn[name] = weight.normal_(0.0, 0.02, generator=generator).cpu()
+            weights[name] = weight.normal_(0.0, 0.02, generator=generator).cpu()
         else:
             value = 1.0 if name.endswith("weight") else 0.0
-            drawn[name] = torch.full(parameter.shape, value, dtype=torch.bfloat16)
-    partial = folder / "model.safetensors.partial"
-    save_file(drawn, partial, metadata={"format": "pt"})
-    partial.rename(folder / "model.safetensors")
+            weights[name] = torch.full(parameter.shape, value, dtype=torch.bfloat16)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

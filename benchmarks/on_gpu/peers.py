@@ -1,240 +1,288 @@
-"""Piece `peers`: shardwise beside other trainers on the same model, rows, precision and global batch.
+"""Part 3: tokens per second of an 8B model beside TRL and plain Accelerate, one after the other on the same card.
 
-Each trainer is a process of its own, and a step is timed from outside: from where the process is let go to where its
-step has ended and the device is idle. Alone, every trainer runs from start to end, A B C and again A B C; where all
-fit on the card at once, they moreover take turns step by step, which is the comparison that counts.
+Each trainer is a process of its own that trains a few steps; a clock inside of it notes when a step has ended and the
+device is idle. The losses are kept beside the speed: trainers that do the same work have the same ones.
 """
 
 import json
-import re
 import shutil
+import signal
+import statistics
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from on_gpu import peers_table
+from msgspec.structs import replace
+
+from launch.process_record import descendants, record_of
 from on_gpu.bench import Bench
-from on_gpu.peers_contests import CONTESTS, Contest, PeerJob, peer_job
-from on_gpu.peers_run import PeerError, Trained, TrainerRun, train_alone, train_in_turns
-from on_gpu.peers_trainers import (
-    BY_NAME,
-    ROOT,
-    RUN,
-    TRAINERS,
-    Trainer,
-    count_lines,
-    installed_version,
-    python_of,
-    why_not,
-    words_of,
-    write_files,
+from on_gpu.case import Case, Outcome, Row
+from on_gpu.peer_files import SEED, Contest, PeerJob, accelerate_script, pinned_job, planned_job, trl_script
+from on_gpu.programme import Step
+from on_gpu.tables import bytes_cell, markdown_table, number, ratio
+from trainer.spec.errors import InputError
+
+PART = "peers"
+SCRIPTS, ROOT = Path(__file__).parent / "peer_scripts", Path(__file__).resolve().parents[2]
+CONTESTS = (
+    Contest(name="8B, all parameters", model="llama-3.1-8b", method="full", precision="bf16", micro_batch=2, lr=1e-5),
+    Contest(name="8B, LoRA", model="llama-3.1-8b", method="lora", precision="bf16-mixed", micro_batch=4, lr=1e-4),
+    Contest(name="8B, QLoRA", model="llama-3.1-8b", method="qlora", precision="bf16-mixed", micro_batch=4, lr=1e-4),
 )
-from on_gpu.pieces import Piece, Row, Step
-from trainer.planning.device import device_of
-from trainer.planning.speed import flops_per_token
-from trainer.runtime.export_plan import read_plan
-from trainer.spec.model_shape import read_model_shape
-from trainer.spec.plan import Candidate
-from trainer.spec.strategy import Method, Precision
-
-CONTEXT_BYTES = 1 << 30  # of a CUDA process, beside what its allocator reserves
-LEAST_IN_TURNS = 2
+NEEDED = {"full": (), "lora": ("peft",), "qlora": ("peft", "bitsandbytes")}  # packages, besides a trainer's own
+EXPECTED_S, LIMIT_S = 80.0, 300.0  # of one trainer on a GPU, from start to end
+END_S, POLL_S = 10.0, 0.2
+_OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "DefaultCPUAllocator: can't allocate")
+_OFFLINE = {
+    "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "WANDB_MODE": "disabled",
+    "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore",
+}  # fmt: skip
 
 
-def steps(bench: Bench, done: Mapping[str, Row]) -> Iterator[Step]:
-    """Every trainer alone, by rounds; then in turns those that the rows so far say fit together."""
-    yield from steps_of(bench, done, CONTESTS)
+class Trainer(NamedTuple):
+    """One of those that are compared."""
+
+    name: str
+    package: str | None  # as pip names it; None: shardwise itself
+    file: str
+    write: Callable[[PeerJob], str]
 
 
-def steps_of(
-    bench: Bench, done: Mapping[str, Row], contests: Sequence[Contest], trainers: Sequence[Trainer] = TRAINERS
-) -> Iterator[Step]:
-    for contest in contests:
-        for number in range(1, contest.rounds + 1):
-            for trainer in trainers:
-                yield Step(
-                    alone_name(contest, trainer, number),
-                    lambda contest=contest, trainer=trainer: run_alone(bench, contest, trainer),
-                    expected_s=contest.expected_s,
-                )
-        if contest.takes_turns:
-            names = [trainer.name for trainer in trainers]
-            group = fitting(done, contest, names, room_bytes=_room_bytes(bench))
-            if len(group) >= LEAST_IN_TURNS:
-                yield Step(
-                    f"{contest.name}: in turns",
-                    lambda contest=contest, group=group: run_in_turns(bench, contest, group),
-                    expected_s=60.0 + 30.0 * len(group),
-                )
+PINNED = "shardwise, same settings"
+TRAINERS = (
+    Trainer(PINNED, None, "job.yaml", pinned_job),
+    Trainer("shardwise, its own choice", None, "job.yaml", planned_job),
+    Trainer("TRL SFTTrainer", "trl", "train_trl.py", trl_script),
+    Trainer("plain Accelerate", "accelerate", "train_accelerate.py", accelerate_script),
+)
 
 
-def alone_name(contest: Contest, trainer: Trainer, number: int) -> str:
-    """The name of a step."""
-    return f"{contest.name}: {trainer.name}, round {number}"
+class PeerError(Exception):
+    """A trainer that did not train, with the reason in one line."""
 
 
-def fitting(
-    done: Mapping[str, Row], contest: Contest, names: Sequence[str], *, room_bytes: int | None
-) -> tuple[str, ...]:
-    """Trainers that ran alone and fit on the device together: ours first, then as many as there is room for."""
-    group, taken = [], 0
-    for name in names:
-        row = done.get(alone_name(contest, BY_NAME[name], 1), {})
-        if row.get("outcome") != "ran":
-            continue
-        memory = row["memory"]
-        need = memory.get("peak_reserved_bytes", memory.get("peak_resident_bytes", 0)) + CONTEXT_BYTES
-        if room_bytes is None or taken + need <= room_bytes:
-            group.append(name)
-            taken += need
-    return tuple(group)
+def steps(bench: Bench) -> list[Step]:
+    """Each trainer in each contest, by itself."""
+    return [
+        Step(PART, f"{contest.name}: {trainer.name}", partial(run_trainer, bench, contest, trainer), EXPECTED_S)
+        for contest in CONTESTS
+        for trainer in TRAINERS
+    ]
 
 
-def run_alone(bench: Bench, contest: Contest, trainer: Trainer) -> Row:
-    """One trainer from start to end."""
-    folder = _fresh(bench)
-    job = peer_job(bench, contest, folder)
-    reason = why_not(trainer, job, bench.environment)
-    known = _facts(bench, job, trainer)
-    if reason is not None:
-        return known | {"outcome": reason}
+def run_trainer(bench: Bench, contest: Contest, trainer: Trainer) -> Row:
+    """One trainer, from its start to the end of its last step."""
+    facts: Row = {"contest": contest.name, "trainer": trainer.name}
+    packages = [*([trainer.package] if trainer.package else []), *NEEDED[contest.method]]
+    missing = [package for package in packages if not _is_installed(package)]
+    if missing:
+        return facts | {"outcome": str(Outcome.REFUSED), "reason": f"{missing[0]} is not installed here"}
+    (bench.work / "peers").mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=bench.work / "peers"))
     try:
-        run, text = _started(bench, job, trainer)
-        known |= {"lines": count_lines(text), "file": _readable(text, bench)}
-        known |= _told(train_alone(run, num_steps=job.num_steps), job, trainer)
+        job = peer_job(bench, contest, folder)
+        lines = _lines_of(bench, trainer, job)
+        return facts | {"outcome": str(Outcome.RAN), **figures(lines, tokens=job.seq_len * contest.micro_batch)}
     except PeerError as error:
-        return known | {"outcome": "failed", "reason": _readable(str(error), bench)}
+        is_out = str(error) == str(Outcome.OUT_OF_MEMORY)
+        return facts | {"outcome": str(error) if is_out else str(Outcome.FAILED), "reason": str(error)}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return known | {"outcome": "ran"}
 
 
-def run_in_turns(bench: Bench, contest: Contest, names: Sequence[str]) -> Row:
-    """Several trainers, step by step in turn."""
-    folder = _fresh(bench)
-    trainers = [BY_NAME[name] for name in names]
-    jobs = [peer_job(bench, contest, folder / str(number)) for number in range(len(trainers))]
-    try:
-        runs = [_started(bench, job, trainer)[0] for job, trainer in zip(jobs, trainers, strict=True)]
-        train_in_turns(runs, num_steps=jobs[0].num_steps)
-        each = zip(runs, jobs, trainers, strict=True)
-        told = {trainer.name: _told(run.trained, job, trainer) for run, job, trainer in each}
-    except PeerError as error:
-        return _facts(bench, jobs[0], None) | {"outcome": "failed", "reason": _readable(str(error), bench)}
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return _facts(bench, jobs[0], None) | {"outcome": "ran", "trainers": told}
+def figures(lines: list[Row], *, tokens: int) -> Row:
+    """The figures of a trainer from the lines of its clock; `tokens` are those of a step."""
+    seconds = [line["seconds"] for line in lines if line.get("seconds")]
+    steady = seconds[len(seconds) // 3 :]  # the first third compiles, allocates and warms up
+    peaks = [line["peak_allocated_bytes"] for line in lines if "peak_allocated_bytes" in line]
+    return {
+        "tokens_per_s": tokens / statistics.median(steady) if steady else None,
+        "peak_allocated_bytes": max(peaks, default=None),
+        "losses": {str(line["step"]): round(line["loss"], 4) for line in lines if line.get("loss") is not None},
+        "versions": next((line["versions"] for line in lines if "versions" in line), {}),
+    }
 
 
-def _started(bench: Bench, job: PeerJob, trainer: Trainer) -> tuple[TrainerRun, str]:
-    """The process, not started yet, and what a person writes for it."""
-    file = write_files(trainer, job)
-    clock = job.folder / "clock"
-    clock.mkdir(parents=True)
-    words = words_of(trainer, file, clock, bench.environment)
-    run = TrainerRun(
-        words,
-        clock,
-        environment={**bench.environment, **_one_gpu(bench)},
-        stop=bench.stop,
-        needs_rank=trainer.package == "torchtitan",
+def peer_job(bench: Bench, contest: Contest, folder: Path) -> PeerJob:
+    """The contest on this machine; makes model and rows if they do not exist."""
+    case = Case(name=contest.name, model=contest.model, seq_len=contest.seq_len, micro_batch=contest.micro_batch)
+    own_rows = bench.rows_of(case, contest.num_steps * contest.micro_batch)
+    return PeerJob(
+        contest=contest,
+        seq_len=bench.seq_len_of(case),
+        model=bench.model_of(contest.model),
+        rows=_ordered_rows(bench, case, own_rows, num_steps=contest.num_steps),
+        own_rows=own_rows,
+        folder=folder,
+        is_cuda=bool(bench.hardware.gpus),
     )
-    return run, file.read_text()
 
 
-def _facts(bench: Bench, job: PeerJob, trainer: Trainer | None) -> Row:
-    """What the tables need to know of a contest and a trainer."""
-    contest = job.contest
-    facts: Row = {
-        "contest": contest.name,
-        "model": contest.model,
-        "method": contest.method,
-        "precision": contest.precision,
-        "checkpointing": contest.checkpointing,
-        "seq_len": job.seq_len,
-        "micro_batch": contest.micro_batch,
-        "accumulation": contest.accumulation,
-        "tokens_per_step": job.tokens_per_step,
-        "num_steps": job.num_steps,
-        "is_rehearsal": bench.is_tiny,
-        "device": bench.device_name,
-        **_model_flops(bench, job),
-    }
-    if trainer is not None:
-        version = installed_version(trainer.package, python_of(trainer, bench.environment))
-        facts |= {"trainer": trainer.name, "command": trainer.command, "version": version}
-    return facts
+def _ordered_rows(bench: Bench, case: Case, own_rows: Path, *, num_steps: int) -> Path:
+    """The rows in the order in which shardwise takes them."""
+    path = own_rows.with_name(f"{own_rows.stem}-by-{case.sequences_per_step}.jsonl")
+    if not path.is_file():
+        lines = [json.loads(line)["input_ids"] for line in own_rows.read_text().splitlines()]
+        partial_path = path.with_suffix(".partial")
+        with partial_path.open("w") as stream:
+            for number_of_line in _order(bench, case, own_rows, num_steps=num_steps):
+                ids = lines[number_of_line]
+                stream.write(json.dumps({"input_ids": ids, "labels": ids, "attention_mask": [1] * len(ids)}) + "\n")
+        partial_path.rename(path)
+    return path
 
 
-def _model_flops(bench: Bench, job: PeerJob) -> dict[str, Any]:
-    """FLOPs of a token by the one count for all trainers, and the card's stated peak; no peak without a GPU."""
-    contest = job.contest
-    shape = read_model_shape(json.loads((job.model / "config.json").read_text()))
-    peak = device_of(bench.hardware).peak_flops_per_s.get(Precision.BF16) if bench.hardware.gpus else None
-    flops = flops_per_token(shape, job.seq_len, Method(contest.method))
-    return {"flops_per_token": flops, "peak_flops_per_s": peak}
+def _order(bench: Bench, case: Case, own_rows: Path, *, num_steps: int) -> Iterator[int]:
+    """Numbers of the lines of `own_rows`; InputError if the prepared rows are not these lines."""
+    from trainer.runtime.token_rows import TokenRows
+
+    settings = {"data.train": str(own_rows), "train.seed": str(SEED)}
+    _, profile = bench.inputs_of(replace(case, settings=settings, num_steps=num_steps))
+    assert profile.cache_dir is not None
+    rows = TokenRows.open(Path(profile.cache_dir), "train")
+    lines = {tuple(json.loads(line)["input_ids"]): place for place, line in enumerate(own_rows.open())}
+    order = rows.order(seed=SEED, sequences_per_step=case.sequences_per_step)
+    for step in range(num_steps):
+        for row in order.rows_of_step(step):
+            place = lines.get(tuple(rows.row(row).tolist()))
+            if place is None:
+                raise InputError(f"{own_rows.name}: row {row} of the prepared data is none of its lines")
+            yield place
 
 
-def _told(trained: Trained, job: PeerJob, trainer: Trainer) -> dict[str, Any]:
-    return {
-        **({"chosen": _chosen(read_plan(job.folder / RUN).chosen)} if trainer.is_ours else {}),
-        "seconds": trained.seconds,
-        "losses": {str(step): loss for step, loss in sorted(trained.losses.items())},
-        "memory": trained.memory,
-        "versions": trained.versions,
-    }
-
-
-def _chosen(candidate: Candidate) -> dict[str, str]:
-    """What shardwise trained with, also where nothing was pinned."""
-    return {
-        "strategy": candidate.strategy.name,
-        "precision": candidate.strategy.precision,
-        "optimizer": candidate.strategy.optimizer,
-        "checkpointing": candidate.checkpointing,
-        "attention": candidate.attention,
-        "loss": candidate.loss,
-        "compile": str(candidate.compile).lower(),
-        "micro batch": f"{candidate.micro_batch} x {candidate.accumulation}",
-    }
-
-
-def _room_bytes(bench: Bench) -> int | None:
-    """What trainers that are there at once may take of the card, or of RAM; None where it is not known."""
+def _lines_of(bench: Bench, trainer: Trainer, job: PeerJob) -> list[Row]:
+    """Runs a trainer until its last step has ended; the lines of its clock."""
+    file = job.folder / trainer.file
+    file.write_text(trainer.write(job))
+    environment = {**bench.environment, **_OFFLINE}
     if bench.hardware.gpus:
-        return int(0.92 * device_of(bench.hardware).usable_bytes)
-    available = bench.hardware.host.ram_available_bytes
-    return None if available is None else int(0.8 * available)
+        environment.setdefault("CUDA_VISIBLE_DEVICES", "0")  # transformers' Trainer would take every card
+    log_path = job.folder / "log.txt"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            argv_of(trainer, file), cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
+    try:
+        _wait(bench, process, job)
+    finally:
+        _end(process)
+    lines = _clock_lines(job.folder)
+    if not _has_ended(lines, job.contest.num_steps):
+        raise PeerError(_reason(log_path.read_text(errors="replace"), process.returncode))
+    return lines
 
 
-def _one_gpu(bench: Bench) -> dict[str, str]:
-    """Of several cards the first: transformers' Trainer would take all of them."""
-    visible = bench.environment.get("CUDA_VISIBLE_DEVICES")
-    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[0] if visible else "0"} if bench.hardware.gpus else {}
+def argv_of(trainer: Trainer, file: Path) -> list[str]:
+    """The process to start, its clock included: shardwise has a hook at the end of a step, for the others there is a
+    wrapper."""
+    if trainer.package is not None:
+        return [sys.executable, str(SCRIPTS / "with_clock.py"), str(file.parent), str(file)]
+    hook = file.parent / "clock.py"
+    hook.write_text(
+        f"import sys\nfrom pathlib import Path\n\nsys.path.insert(0, {str(SCRIPTS)!r})\n"
+        f"from step_clock import StepClock\n\nclock = StepClock(Path({str(file.parent)!r}))\n\n\n"
+        "def on_step(step, metrics):\n"
+        '    clock.end_of_step(step, loss=metrics["loss"], peak_bytes=metrics.get("memory_peak_bytes"))\n'
+    )
+    words = [sys.executable, "-m", "launch.cli", "train", str(file), f"extensions={hook}"]
+    return [*words, "--run-dir", str(file.parent / "run")]
 
 
-def _fresh(bench: Bench) -> Path:
-    """A folder for one run."""
-    folder = bench.work / "peers"
-    folder.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(dir=folder))
+def _wait(bench: Bench, process: subprocess.Popen[bytes], job: PeerJob) -> None:
+    """Returns when the process or its last step has ended, a stop is requested, or the limit is over."""
+    gives_up_at = time.monotonic() + LIMIT_S
+    while process.poll() is None and bench.stop.kind is None and time.monotonic() < gives_up_at:
+        lines = _clock_lines(job.folder)
+        if _has_ended(lines, job.contest.num_steps):
+            gives_up_at = min(gives_up_at, time.monotonic() + END_S)
+            if any(line["step"] == job.contest.num_steps and line.get("loss") is not None for line in lines):
+                return
+        time.sleep(POLL_S)
 
 
-def _readable(text: str, bench: Bench) -> str:
-    """Without the paths of this machine."""
-    text = re.sub(rf"{re.escape(str(bench.work))}(/peers/[^/'\"\s]+)?", "WORK", text)
-    for folder, name in ((sys.prefix, "PYTHON"), (str(ROOT), "SHARDWISE")):
-        text = text.replace(folder, name)
-    return text
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process with all that it started, and waits: the next trainer must not share the card with it."""
+    family = [*descendants(process.pid), record_of(process.pid)]
+    for member in family:
+        if member is not None:
+            member.send(signal.SIGKILL)
+    process.wait(END_S)
+    gives_up_at = time.monotonic() + END_S
+    while any(member is not None and member.is_alive for member in family) and time.monotonic() < gives_up_at:
+        time.sleep(POLL_S)
 
 
-PIECE = Piece(
-    name="peers",
-    about="shardwise beside other trainers: speed, memory, loss, lines",
-    steps=steps,
-    tables=peers_table.tables,
-    version=2,
-    goals=peers_table.goals,
-)
+def _clock_lines(folder: Path) -> list[Row]:
+    path = folder / "steps.jsonl"
+    whole = path.read_text().rpartition("\n")[0] if path.is_file() else ""
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def _has_ended(lines: list[Row], num_steps: int) -> bool:
+    return sum("seconds" in line for line in lines) >= num_steps
+
+
+def _reason(log: str, return_code: int | None) -> str:
+    """Why a trainer did not finish, from its output."""
+    if any(words in log for words in _OUT_OF_MEMORY):
+        return str(Outcome.OUT_OF_MEMORY)
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line or "error:" in line]
+    last = (errors or lines or ["no output"])[-1]
+    return f"ended with {return_code}: {last[:300]}"
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
+
+
+def _groups(rows: Mapping[str, Row]) -> dict[str, dict[str, Row]]:
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows.values():
+        found.setdefault(str(row.get("contest")), {})[str(row.get("trainer"))] = row
+    return found
+
+
+def summary(rows: Mapping[str, Row]) -> str:
+    """One line."""
+    words = []
+    for contest, trainers in _groups(rows).items():
+        ours = trainers.get(PINNED, {}).get("tokens_per_s")
+        others = {name: row.get("tokens_per_s") for name, row in trainers.items() if not name.startswith("shardwise")}
+        ratios = [f"{ours / rate:.2f} x {name}" for name, rate in others.items() if ours and rate]
+        words.append(f"{contest}: {', '.join(ratios) or 'nothing to compare'}")
+    return "; ".join(words)
+
+
+def table(rows: Mapping[str, Row]) -> str:
+    """Markdown: each trainer of each contest, its speed as a ratio to shardwise with the same settings."""
+    lines = []
+    for contest, trainers in _groups(rows).items():
+        base = trainers.get(PINNED, {}).get("tokens_per_s")
+        for name, row in trainers.items():
+            lines.append((
+                contest, name, _outcome(row), number(row.get("tokens_per_s")), ratio(row.get("tokens_per_s"), base),
+                bytes_cell(row.get("peak_allocated_bytes")), _last_loss(row),
+            ))  # fmt: skip
+    return markdown_table(
+        ("contest", "trainer", "outcome", "tokens/s", f"of {PINNED}", "peak allocated", "last loss"), lines
+    )
+
+
+def _outcome(row: Mapping[str, Any]) -> str:
+    reason = row.get("reason") or row.get("error")
+    return str(row.get("outcome")) if not reason else f"{row.get('outcome')}: {reason}"
+
+
+def _last_loss(row: Mapping[str, Any]) -> str:
+    losses = row.get("losses") or {}
+    return f"{losses[max(losses, key=int)]:.4f}" if losses else "-"

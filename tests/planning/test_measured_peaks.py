@@ -18,7 +18,7 @@ sys.path.insert(0, str(BENCHMARKS))
 try:
     from accuracy import percentile
     from on_gpu.case import Outcome
-    from on_gpu.prediction_peaks import Peak, plan_again, read_peaks
+    from on_gpu.peaks import Peak, plan_again, read_peaks
 finally:
     sys.path.remove(str(BENCHMARKS))
 
@@ -104,7 +104,7 @@ def test_there_is_something_to_predict():
 
 
 def test_predicting_again_loads_no_torch():
-    words = "import sys; import on_gpu.prediction_peaks; sys.exit('torch' in sys.modules)"
+    words = "import sys; import on_gpu.peaks; sys.exit('torch' in sys.modules)"
     path = f"{BENCHMARKS}:{BENCHMARKS.parent}"
     done = subprocess.run([sys.executable, "-c", words], env={"PYTHONPATH": path}, check=False)
     assert done.returncode == 0

@@ -2,7 +2,7 @@
 
 A line of tests/calibration/ holds a job relative to a preset, the machine as it was probed, and the bytes that were
 measured, so that today's planner can predict the same run again without running anything. A file is of one device; a
-newer one of the same device takes its place, as what the runtime allocates changes with it.
+newer one of the same device replaces it, because what the runtime allocates changes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,11 +23,11 @@ from trainer.spec.plan import Plan
 from trainer.spec.report import MemoryFigures
 from trainer.spec.value import Value
 
-ROWS_NAME = "rows.jsonl"  # stands for the rows, which were drawn
+ROWS_NAME = "rows.jsonl"  # stands for the rows, which were random
 
 
 class Peak(Value, frozen=True, kw_only=True):
-    """One run, and all that its prediction depends on."""
+    """One run, and everything that its prediction depends on."""
 
     name: str
     outcome: Outcome  # ran, or out of memory
@@ -36,7 +36,7 @@ class Peak(Value, frozen=True, kw_only=True):
     model_config: dict[str, Any] | None = None  # of a model that is not the preset's own
     hardware: Hardware
     versions: dict[str, str]
-    measured: MemoryFigures  # where memory ran out, what was held by then
+    measured: MemoryFigures  # if memory ran out, what was held by then
 
     @property
     def is_rehearsal(self) -> bool:
@@ -49,7 +49,7 @@ def read_peaks(path: Path) -> tuple[Peak, ...]:
 
 
 def write_peaks(folder: Path, device: str, date: str, peaks: Sequence[Peak]) -> Path | None:
-    """Writes `folder`/DEVICE-DATE.jsonl, in the place of an older file of this device; None where nothing has run."""
+    """Writes `folder`/DEVICE-DATE.jsonl and removes an older file of this device; None if there are no peaks."""
     if not peaks:
         return None
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,13 +66,6 @@ def plan_again(peak: Peak, folder: Path) -> Plan:
     return plan_stated(peak.job, peak.hardware, folder, num_rows=peak.num_rows, model_config=peak.model_config)
 
 
-def portable_hardware(hardware: Hardware) -> Hardware:
-    """The machine without what names it: disks, networks, serial numbers, other people's processes."""
-    host = replace(hardware.host, disks=(), interfaces=(), slurm=None)
-    gpus = tuple(replace(gpu, uuid=None, holders=()) for gpu in hardware.gpus)
-    return replace(hardware, gpus=gpus, host=host, excluded=(), notes=())
-
-
 def plan_stated(
     job: Mapping[str, str],
     hardware: Hardware,
@@ -84,7 +77,7 @@ def plan_stated(
 ) -> Plan:
     """The plan of a job on a machine that is stated, whether it fits or not; nothing is measured or looked up here.
 
-    `folder` takes a file that stands for the rows; what earlier runs or a person left is looked for below it alone.
+    `folder` receives a file that stands for the rows; records of earlier runs are looked for below it alone.
     `model_config` is of a model that is not the preset's own.
     """
     rows = folder / ROWS_NAME
@@ -95,11 +88,9 @@ def plan_stated(
     if model_config is not None:
         inputs = _with_model(inputs, model_config)
     stated = inputs.resolved.job
-    inputs = inputs._replace(
-        resolved=replace(inputs.resolved, job=replace(stated, limits=without_limits(stated.limits)))
-    )
+    resolved = replace(inputs.resolved, job=replace(stated, limits=without_limits(stated.limits)))
     data = _full_rows(num_rows, stated.train.seq_len, inputs.shape.vocab_size)
-    return plan_regardless(inputs, data, environment=environment)
+    return plan_regardless(inputs._replace(resolved=resolved), data, environment=environment)
 
 
 def _with_model(inputs: PlanInputs, config: Mapping[str, Any]) -> PlanInputs:
@@ -107,14 +98,14 @@ def _with_model(inputs: PlanInputs, config: Mapping[str, Any]) -> PlanInputs:
 
 
 def _full_rows(num_rows: int, seq_len: int, vocab_size: int) -> DataProfile:
-    """Rows of token ids that are all as long as they may be, as the benchmark draws them."""
+    """Rows of token ids that are all as long as they may be."""
     return DataProfile(
         source="prepared",
         num_rows=num_rows,
         num_tokens=num_rows * seq_len,
         longest_row=seq_len,
         is_packed=False,
-        fingerprint="drawn",
+        fingerprint="random",
         vocab_size=vocab_size,
         format=DataFormat.TOKENS,
     )

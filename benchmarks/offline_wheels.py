@@ -1,0 +1,156 @@
+"""Wheels for a GPU machine without a network, in bundles that a small channel takes, and the commands to run there.
+
+    python benchmarks/offline_wheels.py [--out DIR] [--python 3.12] [--machine x86_64] [--bundle-mib 60]
+
+The machine is expected to have Python, a CUDA build of torch, transformers, accelerate and peft; these and what they
+bring are not in the bundles. Versions are those of the lock files, or the newest that pyproject.toml allows. DeepSpeed
+publishes no wheel, so one is built here, without operators: cpu_adam is compiled there and needs g++ and Python's
+headers. Bundle 1 holds the tracked files of this repository and what `benchmarks/gpu.py` cannot do without.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tarfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCKS = ("requirements.lock", "requirements-dev.lock")
+MIB = 2**20
+SOURCE = "shardwise.tar.gz"
+
+
+class Package(NamedTuple):
+    """A package of the bundles."""
+
+    name: str
+    needed_for: str
+    bound: str = ""  # where no lock file has it
+    is_built_here: bool = False
+
+
+PACKAGES = (  # in the order of the bundles: the first ones are enough for most of the programme
+    Package("msgspec", "everything"),
+    Package("bitsandbytes", "QLoRA, 8-bit and paged optimizers"),
+    Package("galore-torch", "GaLore"),
+    Package("lion-pytorch", "Lion"),
+    Package("deepspeed", "ZeRO and offload", is_built_here=True),
+    Package("hjson", "DeepSpeed"),
+    Package("py-cpuinfo", "DeepSpeed"),
+    Package("ninja", "DeepSpeed's operators"),
+    Package("nvidia-ml-py", "the memory of the whole card", ">=12.535"),
+    Package("liger-kernel", "the fused loss", ">=0.6.2"),
+    Package("torchao", "FP8 without Transformer Engine", ">=0.18"),
+    Package("trl", "the comparison with TRL"),
+    Package("datasets", "TRL"),
+    Package("dill", "datasets"),
+    Package("multiprocess", "datasets"),
+    Package("xxhash", "datasets"),
+    Package("pyarrow", "datasets"),
+)
+COMMANDS = """
+copy the bundles to the machine, and there, in the folder that holds them:
+
+    for bundle in bundle-*.tar; do tar xf "$bundle"; done
+    mkdir -p shardwise && tar xzf {source} -C shardwise
+    python3 -m pip install --no-index --no-deps --target site wheels/*.whl
+    export PYTHONPATH="$PWD/site" HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1
+    cd shardwise && python3 benchmarks/gpu.py --minutes 30 --out ../out
+
+a call again goes on with the steps that are left; bring back ../out/*.json and ../out/*.jsonl
+"""
+
+
+def main() -> int:
+    options = _options()
+    out: Path = options.out
+    wheels = out / "wheels"
+    wheels.mkdir(parents=True, exist_ok=True)
+    locked = locked_versions("\n".join((ROOT / name).read_text() for name in LOCKS))
+    for package in PACKAGES:
+        done = subprocess.run(pip_command(package, locked, wheels, python=options.python, machine=options.machine))
+        if done.returncode != 0:
+            sys.stderr.write(f"{package.name}: pip ended with {done.returncode}; its error is above\n")
+            return 1
+    _write_source(out / SOURCE)
+    paths = [out / SOURCE, *(path for package in PACKAGES for path in wheels_of(package.name, wheels))]
+    sizes = {str(path.relative_to(out)): path.stat().st_size for path in paths}
+    try:
+        bundles = bundles_of(sizes, limit_bytes=round(options.bundle_mib * MIB))
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    for number, names in enumerate(bundles, start=1):
+        _write_bundle(out, out / f"bundle-{number}.tar", names)
+        mib = sum(sizes[name] for name in names) / MIB
+        sys.stdout.write(f"bundle-{number}.tar, {mib:.1f} MiB: {', '.join(Path(name).name for name in names)}\n")
+    sys.stdout.write(COMMANDS.format(source=SOURCE))
+    return 0
+
+
+def pip_command(package: Package, locked: Mapping[str, str], wheels: Path, *, python: str, machine: str) -> list[str]:
+    """The command that puts the wheel of a package into `wheels`."""
+    version = locked.get(package.name)
+    wanted = f"{package.name}=={version}" if version else f"{package.name}{package.bound}"
+    pip = [sys.executable, "-m", "pip"]
+    if package.is_built_here:
+        return [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), wanted]
+    platforms = [f"--platform=manylinux_2_{minor}_{machine}" for minor in (28, 27, 24, 17)]
+    platforms += [f"--platform=manylinux2014_{machine}"]
+    words = ["download", "--no-deps", "--only-binary=:all:", f"--python-version={python}", *platforms]
+    return [*pip, *words, "--dest", str(wheels), wanted]
+
+
+def locked_versions(text: str) -> dict[str, str]:
+    """Versions by name, from lines `name==version` of lock files."""
+    return dict(re.findall(r"^([A-Za-z0-9._-]+)==([^\s;]+)", text, re.MULTILINE))
+
+
+def wheels_of(name: str, folder: Path) -> list[Path]:
+    """The wheels of a package in a folder."""
+    return sorted(folder.glob(f"{name.replace('-', '_')}-*.whl"))
+
+
+def bundles_of(sizes: Mapping[str, int], *, limit_bytes: int) -> list[list[str]]:
+    """Names in their order, each in the first bundle that has room for it; ValueError for one that fits none."""
+    bundles: list[list[str]] = []
+    for name, size in sizes.items():
+        if size > limit_bytes:
+            raise ValueError(
+                f"{name} has {size / MIB:.1f} MiB, a bundle {limit_bytes / MIB:.1f}; "
+                f"give --bundle-mib {size // MIB + 1} or more"
+            )
+        for bundle in bundles:
+            if sum(sizes[each] for each in bundle) + size <= limit_bytes:
+                bundle.append(name)
+                break
+        else:
+            bundles.append([name])
+    return bundles
+
+
+def _write_source(path: Path) -> None:
+    """The tracked files of this repository, as last committed."""
+    subprocess.run(["git", "archive", "--format=tar.gz", "-o", str(path.absolute()), "HEAD"], cwd=ROOT, check=True)
+
+
+def _write_bundle(folder: Path, path: Path, names: Sequence[str]) -> None:
+    with tarfile.open(path, "w") as bundle:
+        for name in names:
+            bundle.add(folder / name, arcname=name)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "offline-wheels", help="wheels and bundles")
+    parser.add_argument("--python", default="3.12", help="version of Python on the machine")
+    parser.add_argument("--machine", default="x86_64", help="x86_64, or aarch64 for GH200 and GB10")
+    parser.add_argument("--bundle-mib", type=float, default=60.0, help="largest bundle")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

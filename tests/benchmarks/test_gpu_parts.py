@@ -1,0 +1,246 @@
+"""The parts of the GPU benchmark: their cases are what they are named for, and verdicts and figures are right."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from on_gpu import engines, fp8, peers, predicted, small_cards
+from on_gpu.bench import job_of
+from on_gpu.case import Case, CaseResult, Outcome, RowKind, result_of, row_of
+from on_gpu.models import model_config, model_folder
+from on_gpu.peaks import ROWS_NAME, plan_stated
+from on_gpu.peer_files import PeerJob, accelerate_script, pinned_job, trl_script
+from planning_factory import machine
+
+from trainer.spec.plan import Plan
+from trainer.spec.report import Figures, MemoryFigures, SpeedFigures
+from trainer.spec.units import GIB
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+LIBRARIES = (
+    "torch", "accelerate", "transformers", "deepspeed", "peft", "bitsandbytes", "galore-torch", "lion-pytorch",
+    "transformer-engine", "torchao", "flash-attn", "liger-kernel", "triton",
+)  # fmt: skip
+CARD = machine("1xH100-SXM5-80GB", ram_bytes=128 * GIB, libraries=LIBRARIES)
+ENGINE_CASES = tuple(each.case for each in engines.CASES)
+FP8_CASES = (fp8.case_of(fp8.BASE), *(fp8.case_of("fp8", recipe) for recipe in fp8.RECIPES))
+PLANNED = tuple(  # without recipes that only Blackwell has, and pairs, whose plan needs the rows
+    case for case in (*ENGINE_CASES, *predicted.CASES, *FP8_CASES)
+    if not case.name.endswith(("mxfp8", "nvfp4")) and case.rows is not RowKind.PAIRS
+)  # fmt: skip
+
+
+def planned(case: Case, folder: Path) -> Plan:
+    config = model_config(case.model, is_tiny=False)
+    model = case.model if case.model != ENGINE_CASES[0].model else "llama-3.2-1b"
+    job = job_of(case, model=model, rows=ROWS_NAME, seq_len=case.seq_len)
+    return plan_stated(job, CARD, folder, num_rows=32, model_config=config, vram_bytes=case.vram_bytes)
+
+
+def pins_of(plan: Plan) -> dict[str, str]:
+    chosen = plan.chosen
+    return {
+        "train.method": str(chosen.method),
+        "pin.precision": str(chosen.strategy.precision),
+        "pin.optimizer": str(chosen.strategy.optimizer),
+        "pin.sharding": str(chosen.strategy.sharding),
+        "pin.offload": str(chosen.strategy.offload),
+        "pin.checkpointing": str(chosen.checkpointing),
+        "pin.loss": str(chosen.loss),
+        "pin.attention": str(chosen.attention),
+        "pin.compile": str(chosen.compile).lower(),
+        "pin.activation_offload": str(chosen.activation_offload).lower(),
+        "pin.optimizer_in_backward": str(chosen.optimizer_in_backward).lower(),
+    }
+
+
+@pytest.mark.parametrize("cases", [ENGINE_CASES, predicted.CASES, small_cards.CASES], ids=["1", "2", "5"])
+def test_every_case_has_a_name_and_settings_of_its_own(cases: tuple[Case, ...]):
+    assert len({case.name for case in cases}) == len(cases)
+    assert len({json.dumps([case.model, case.seq_len, case.micro_batch, case.settings, case.engine, case.rows])
+                for case in cases}) == len(cases)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PLANNED, ids=lambda case: case.name)
+def test_a_case_is_planned_as_it_is_named_and_fits_an_h100(case: Case, tmp_path: Path):
+    plan = planned(case, tmp_path)
+    pins = pins_of(plan)
+    assert {key: value for key, value in case.settings.items() if key in pins}.items() <= pins.items()
+    assert (plan.chosen.micro_batch, plan.chosen.seq_len) == (case.micro_batch, case.seq_len)
+    assert plan.chosen.memory.fits
+    assert plan.chosen.memory.host_bytes + plan.chosen.memory.pinned_bytes < 0.9 * 128 * GIB
+
+
+@pytest.mark.parametrize("case", small_cards.CASES, ids=lambda case: case.name)
+def test_a_small_card_holds_its_job(case: Case, tmp_path: Path):
+    assert planned(case, tmp_path).chosen.memory.need_bytes <= (case.vram_bytes or 0)
+
+
+def test_sixty_configurations_are_predicted_and_the_first_twenty_stand_for_all():
+    assert len(predicted.CASES) >= 60
+    for key in ("train.method", "pin.precision", "pin.loss", "pin.offload"):
+        assert {case.settings[key] for case in predicted.CASES} == {case.settings[key] for case in predicted.CASES[:20]}
+    assert {case.model for case in predicted.CASES} == {case.model for case in predicted.CASES[:20]}
+
+
+# Verdicts.
+
+
+def result(**facts) -> CaseResult:
+    return CaseResult(**{"name": "a", "outcome": Outcome.RAN, "losses": (3.0, 2.0)} | facts)
+
+
+def figures(peak: int | None = None, tokens_per_s: float | None = None) -> Figures:
+    speed = SpeedFigures(tokens_per_s_per_gpu=tokens_per_s)
+    return Figures(memory=MemoryFigures(peak_allocated_bytes=peak, device_bytes=peak), speed=speed)
+
+
+def test_a_row_gives_its_result_back():
+    one = result(predicted=figures(10, 3.0), measured=figures(20, 2.0), facts={"a": "b"}, need_bytes=5)
+    assert result_of(row_of(one)) == one
+    assert (one.peak_error, one.speed_error) == (-0.5, 0.5)
+    assert result_of({"outcome": "failed"}) is None
+
+
+@pytest.mark.parametrize(
+    ("facts", "losses", "verdict"),
+    [
+        ({"optimizer_state": "uint8 x 7"}, (3.0, 2.0), "as planned"),
+        ({"optimizer_state": "float32"}, (3.0, 2.0), "optimizer_state: float32"),
+        ({}, (3.0, 2.0), "optimizer_state: not reported"),
+        ({"optimizer_state": "uint8"}, (3.0, 3.5), "loss 3.00 -> 3.50"),
+    ],
+)
+def test_an_engine_case_is_as_planned_or_says_what_differs(facts, losses, verdict):
+    case = next(each for each in engines.CASES if each.case.name == "optimizer adamw_8bit")
+    assert engines.judge(case, row_of(result(facts=facts, losses=losses))) == {"verdict": verdict}
+
+
+@pytest.mark.parametrize(
+    ("share", "outcome", "is_right"),
+    [
+        (1.0, Outcome.RAN, True),
+        (1.0, Outcome.OUT_OF_MEMORY, False),
+        (predicted.LESS, Outcome.RAN, False),
+        (predicted.LESS, Outcome.OUT_OF_MEMORY, True),
+    ],
+)
+def test_a_cap_is_right_if_the_prediction_runs_and_less_dies(share: float, outcome: Outcome, is_right: bool):
+    row = predicted.judge_cap(share, row_of(result(outcome=outcome, need_bytes=1000)))
+    assert row["cap_bytes"] == 1000 * share
+    assert row["verdict"].endswith("as predicted") is is_right
+    assert predicted.caps_summary({"a": row}) == f"{int(is_right)} of 1 caps as predicted"
+
+
+def test_a_run_that_took_more_of_the_card_than_its_cap_is_not_called_within_it():
+    rows = {str(device): row_of(result(usable_bytes=10, measured=figures(device))) for device in (9, 11)}
+    rows = {name: row | small_cards.judge(row) for name, row in rows.items()}
+    assert small_cards.summary(rows) == "1 of 2 jobs ran within their cap"
+
+
+def test_errors_are_of_what_ran_and_tables_have_every_case():
+    rows = {
+        name: row_of(result(name=f"m {name} x", predicted=figures(110), measured=figures(100), peak_event="step"))
+        for name in ("full", "lora")
+    }
+    rows["out"] = row_of(result(outcome=Outcome.OUT_OF_MEMORY, measured=figures(1)))
+    rows["broken"] = {"outcome": "failed", "error": "OSError: x"}
+    assert "2 of 4 ran, peak off by 10.0% (median)" in predicted.summary(rows)
+    assert "| peak | all | 2 | 10.0% |" in predicted.table(rows)
+
+
+def test_a_table_has_what_failed_too():
+    rows = {"broken": {"outcome": "failed", "error": "OSError: x", "contest": "c", "trainer": "t"}}
+    for part in (engines, peers, fp8, small_cards):
+        assert "OSError: x" in part.table(rows)
+
+
+def test_fp8_is_a_ratio_to_bf16_mixed_and_its_products_stand_beside_it():
+    rows = {"bf16-mixed": row_of(result(measured=figures(1, 100.0)))}
+    rows["fp8 current"] = row_of(result(measured=figures(1, 130.0)))
+    rows[f"{fp8.GAIN} current"] = {"outcome": "ran", "speedup": 1.5}
+    assert fp8.summary(rows) == "fp8 current: 1.30 x bf16-mixed"
+    assert "| 1.30x | 1.50x |" in fp8.table(rows)
+
+
+# Other trainers.
+
+
+def peer_job(number: int, folder: Path) -> PeerJob:
+    contest, rows = peers.CONTESTS[number], folder / "rows.jsonl"
+    return PeerJob(contest, contest.seq_len, folder / "model", rows, rows, folder, is_cuda=True)
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("write", [trl_script, accelerate_script], ids=lambda write: write.__name__)
+def test_a_script_is_python_that_uses_what_it_imports(write, number: int, tmp_path: Path):
+    tree = ast.parse(write(peer_job(number, tmp_path)))
+    names = {alias.name for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    assert names <= used
+    assert ("LoraConfig" in used) is (number > 0) and ("BitsAndBytesConfig" in used) is (number == 2)
+
+
+def test_shardwise_is_given_the_settings_of_the_contest(tmp_path: Path):
+    job = yaml.safe_load(pinned_job(peer_job(1, tmp_path)))
+    assert (job["train"]["method"], job["pin"]["micro_batch"], job["pin"]["compile"]) == ("lora", 4, False)
+
+
+def test_figures_of_a_trainer_leave_the_slow_first_steps_out():
+    seconds = [None, 9.0, 1.0, 1.0, 1.0]
+    lines = [{"step": step, "seconds": each, "loss": 2.0} for step, each in enumerate(seconds, start=1)]
+    found = peers.figures([*lines, {"step": 5, "loss": 1.5}], tokens=100)
+    assert found["tokens_per_s"] == 100 and found["losses"]["5"] == 1.5
+    rows = {
+        name: {"contest": "8B", "trainer": name, "outcome": "ran", "tokens_per_s": rate, "losses": {"9": 2, "10": 1.5}}
+        for name, rate in ((peers.PINNED, 100.0), ("TRL SFTTrainer", 80.0))
+    }
+    assert peers.summary(rows) == "8B: 1.25 x TRL SFTTrainer"
+    assert "| 0.80x |" in peers.table(rows) and "| 1.5000 |" in peers.table(rows)
+
+
+# Models, and all of it together.
+
+
+def test_random_weights_load_as_any_model_does(tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    folder = model_folder("qwen2.5-0.5b", tmp_path, is_tiny=True)
+    model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    assert 0.018 < model.model.embed_tokens.weight.float().std().item() < 0.022
+
+
+def test_the_benchmark_is_at_most_2500_lines():
+    files = [BENCHMARKS / "gpu.py", BENCHMARKS / "written_page.py", *(BENCHMARKS / "on_gpu").rglob("*.py")]
+    assert sum(len(file.read_text().splitlines()) for file in files) <= 2500
+
+
+def test_a_rehearsal_runs_every_part_and_the_next_call_has_nothing_to_do(tmp_path: Path):
+    """A step or two of each part; `python benchmarks/gpu.py` without a GPU runs all of them."""
+    parts = (
+        "engines: (packed rows|dpo)$", "predicted: .*full .*none eager 8x2048", "caps: .*_8bit full chunked.*predicted",
+        "8B, LoRA: (.*same settings|plain Accelerate)", "fp8: products of current", "8 GiB: 1B",
+    )  # fmt: skip
+    wanted = "|".join(parts)
+    command = [sys.executable, BENCHMARKS / "gpu.py", "--tiny", "--minutes", "60", "--out", tmp_path, "--only", wanted]
+    first, second = (subprocess.run(command, capture_output=True, text=True, check=False) for _ in range(2))
+    assert (first.returncode, second.returncode) == (0, 0), first.stdout + first.stderr
+    assert "8 steps done, 0 left" in first.stdout and "0 steps done, 0 left" in second.stdout
+    kept = next(path for path in tmp_path.glob("cpu-rehearsal*.json"))
+    parts = json.loads(kept.read_text())["parts"]
+    assert {name: row["verdict"] for name, row in parts["engines"].items()} == {
+        "packed rows": "as planned",
+        "dpo": "as planned",
+    }
+    assert [row["outcome"] for row in parts["predicted"].values()] == ["ran"]
+    assert [row["verdict"] for row in parts["caps"].values()] == ["ran, as predicted"]
+    assert [row["outcome"] for row in parts["fp8"].values()] == ["refused"]
+    assert [row["verdict"] for row in parts["small cards"].values()] == ["ran within the cap"]
+    ours, theirs = (row["losses"]["1"] for row in parts["peers"].values())
+    assert ours == pytest.approx(theirs, abs=2e-2)
+    assert next(tmp_path.glob("calibration-*.jsonl")).read_text().count("\n") == 1

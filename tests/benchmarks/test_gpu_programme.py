@@ -1,0 +1,178 @@
+"""The programme of the GPU benchmark: steps are done once, in order, within the minutes, side by side if they fit."""
+
+import io
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from on_gpu.case import Outcome, Row
+from on_gpu.programme import Progress, Step, StepLog, matching, run_steps
+
+from launch.console import Console
+from launch.supervisor import StopKind, StopRequest
+
+VERSIONS = {"shardwise": "1", "torch": "2"}
+WORK = Path("/work/of/me")
+RAN: Row = {"outcome": "ran"}
+
+
+class Bench(SimpleNamespace):
+    """What the programme needs of a bench: a card of 100 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(work=WORK, stop=StopRequest(), console=Console(io.StringIO()), card_bytes=100)
+
+    def end(self) -> None:
+        self.stop.kind = self.stop.kind or StopKind.INTERRUPT
+
+
+class Runs:
+    """Steps that note when they run; `most` is how many ran at once."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.now = self.most = 0
+        self._lock = threading.Lock()
+
+    def step(self, name: str, *, run: Callable[[], Row] = lambda: dict(RAN), need: int | None = 0, **facts) -> Step:
+        def noted() -> Row:
+            with self._lock:
+                self.names.append(name)
+                self.now += 1
+                self.most = max(self.most, self.now)
+            try:
+                return run() | {"result": {"measured": {"memory": {"device_bytes": 1}}}}
+            finally:
+                with self._lock:
+                    self.now -= 1
+
+        need_bytes = None if need is None else lambda: need
+        return Step(
+            **({"part": "part", "name": name, "run": noted, "expected_s": 0.0, "need_bytes": need_bytes} | facts)
+        )
+
+
+@pytest.fixture
+def runs() -> Runs:
+    return Runs()
+
+
+def go(steps: list[Step], folder: Path, *, together: int = 1, seconds: float = 600.0, bench: Bench | None = None):
+    """(progress, rows of the part) of one call."""
+    log = StepLog(folder / "steps.jsonl", versions=VERSIONS)
+    until_s = time.monotonic() + seconds
+    progress = run_steps(steps, bench or Bench(), log, until_s=until_s, together=together)
+    return progress, StepLog(folder / "steps.jsonl", versions=VERSIONS).rows("part")
+
+
+def fails() -> Row:
+    raise OSError(f"{WORK}/rows is not there")
+
+
+def test_the_next_call_goes_on_with_the_steps_that_are_left(runs: Runs, tmp_path: Path):
+    assert go([runs.step("a")], tmp_path)[0] == Progress(1, 0)
+    assert go([runs.step("a"), runs.step("b")], tmp_path)[0] == Progress(1, 0)
+    assert runs.names == ["a", "b"]
+
+
+def test_a_step_is_repeated_with_other_versions_and_a_cut_off_line_is_no_step(runs: Runs, tmp_path: Path):
+    go([runs.step("a")], tmp_path)
+    path = tmp_path / "steps.jsonl"
+    path.write_text(path.read_text() + '{"part": "part", "ver')
+    assert set(StepLog(path, versions=VERSIONS).rows("part")) == {"a"}
+    assert StepLog(path, versions=VERSIONS | {"torch": "3"}).rows("part") == {}
+
+
+def test_no_step_begins_that_would_end_after_the_minutes_but_a_shorter_one_does(runs: Runs, tmp_path: Path):
+    steps = [runs.step("long", expected_s=60.0), runs.step("short")]
+    assert go(steps, tmp_path, seconds=50.0)[0] == Progress(1, 1)
+    assert runs.names == ["short"]
+
+
+def test_what_still_runs_when_the_minutes_are_over_is_ended_and_left(runs: Runs, tmp_path: Path):
+    bench = Bench()
+
+    def run() -> Row:
+        while bench.stop.kind is None:
+            time.sleep(0.01)
+        return dict(RAN)
+
+    progress, rows = go([runs.step("a", run=run), runs.step("b")], tmp_path, seconds=5.2, bench=bench)
+    assert (progress, rows) == (Progress(0, 2, is_time_over=True), {})
+
+
+def test_a_step_in_which_a_stop_was_requested_is_left(runs: Runs, tmp_path: Path):
+    bench = Bench()
+
+    def run() -> Row:
+        bench.stop.kind = StopKind.INTERRUPT
+        return dict(RAN)
+
+    assert go([runs.step("a", run=run), runs.step("b")], tmp_path, bench=bench) == (Progress(0, 2), {})
+
+
+def test_a_step_that_raises_has_a_row_without_folders_and_the_others_go_on(runs: Runs, tmp_path: Path):
+    _, rows = go([runs.step("a", run=fails), runs.step("b")], tmp_path)
+    assert rows["a"]["outcome"] == Outcome.FAILED
+    assert rows["a"]["error"] == "OSError: .../rows is not there"
+    assert rows["b"]["outcome"] == "ran"
+
+
+def test_steps_that_fit_the_card_run_side_by_side(runs: Runs, tmp_path: Path):
+    both = threading.Barrier(2)
+
+    def run() -> Row:
+        both.wait(timeout=60)
+        return dict(RAN)
+
+    steps = [runs.step(name, run=run, need=50) for name in "ab"]
+    progress, rows = go(steps, tmp_path, together=2)
+    assert progress == Progress(2, 0)
+    assert all(row["result"] == {"measured": {"memory": {}}, "is_shared": True} for row in rows.values())
+
+
+@pytest.mark.parametrize("need", [60, None])
+def test_steps_that_do_not_fit_together_or_are_timed_run_alone(runs: Runs, need: int | None, tmp_path: Path):
+    def run() -> Row:
+        time.sleep(0.01)
+        return dict(RAN)
+
+    steps = [runs.step(name, run=run, need=need) for name in "abc"]
+    progress, rows = go(steps, tmp_path, together=3)
+    assert progress == Progress(3, 0) and runs.most == 1
+    assert all("is_shared" in row["result"] for row in rows.values()) is (need is not None)
+
+
+def test_a_run_whose_memory_ran_out_beside_others_is_repeated_by_itself(runs: Runs, tmp_path: Path):
+    step = runs.step("a", run=lambda: {"outcome": "out of memory"})
+    _, rows = go([step], tmp_path, together=2)
+    assert runs.names == ["a", "a"]
+    assert "is_shared" not in rows["a"]["result"]
+
+
+def test_a_capped_run_that_dies_is_not_repeated(runs: Runs, tmp_path: Path):
+    step = runs.step("a", run=lambda: {"outcome": "out of memory", "cap_bytes": 1})
+    go([step], tmp_path, together=2)
+    assert runs.names == ["a"]
+
+
+def test_a_step_that_cannot_be_planned_has_its_error_in_its_row(runs: Runs, tmp_path: Path):
+    step = runs.step("a", run=fails)._replace(need_bytes=fails)
+    _, rows = go([step], tmp_path, together=2)
+    assert rows["a"]["error"].startswith("OSError")
+
+
+def test_steps_are_selected_by_part_and_name(runs: Runs):
+    steps = [runs.step("a"), runs.step("b"), runs.step("a", part="other")]
+    assert [step.name for step in matching(steps, "part: a")] == ["a"]
+    assert [(step.part, step.name) for step in matching(steps, "", first=1)] == [("part", "a"), ("other", "a")]
+
+
+def test_a_line_of_the_log_is_json_with_what_it_is_of(runs: Runs, tmp_path: Path):
+    go([runs.step("a")], tmp_path)
+    line = json.loads((tmp_path / "steps.jsonl").read_text())
+    assert (line["part"], line["step"], line["versions"]) == ("part", "a", "shardwise 1, torch 2")
