@@ -25,6 +25,7 @@ from launch.attempt_files import prepare_attempt
 from launch.command import launch_command, launch_environment
 from trainer.planning.device import device_of
 from trainer.planning.memory import estimate_memory
+from trainer.planning.padding import row_recipe
 from trainer.planning.setting import Setting
 from trainer.planning.settings_choices import smallest_buckets
 from trainer.spec import codec
@@ -47,6 +48,7 @@ from trainer.spec.strategy import (
 
 SEQ_LEN, MICRO_BATCH = 512, 4
 NUM_STEPS, NUM_ROWS, NUM_EVAL_ROWS = 6, 64, 4
+DOCUMENT_TOKENS = 160  # of packed rows, whose last document is shorter
 TIMEOUT_S = 600
 GIB = 2**30
 # 160 million parameters: states of 2.5 GiB under AdamW, activations of as much, and every side a multiple of 128.
@@ -85,6 +87,7 @@ class GpuCase(NamedTuple):
     train: dict[str, Any] = {}
     learns: bool = True  # six steps lower the loss
     tolerance: float = 0.10  # of the predicted peak
+    is_packed: bool = False  # rows of several documents
 
     @property
     def sharding(self) -> Sharding:
@@ -122,6 +125,10 @@ def _galore(inner: Optimizer, *seen: tuple[str, str], layerwise: bool = False) -
 def _checkpointing(checkpointing: Checkpointing, num_blocks: int, **more: Any) -> GpuCase:
     seen = (("checkpointing", rf"{num_blocks} of 8 blocks"),)
     return GpuCase(f"checkpointing-{checkpointing}", {"checkpointing": checkpointing, **more}, seen=seen)
+
+
+def _packed(name: str, kept_apart_by: str, **settings: Any) -> GpuCase:
+    return GpuCase(f"packed-{name}", settings, seen=(("documents", kept_apart_by),), is_packed=True)
 
 
 def _offload(sharding: Sharding, offload: Offload, method: Method = Method.FULL) -> GpuCase:
@@ -207,6 +214,10 @@ GPU_CASES: tuple[GpuCase, ...] = (
     _fp8(Fp8Recipe.NVFP4, (10, 0), "transformer-engine"),
     _fp8(Fp8Recipe.TORCHAO_TENSORWISE, (8, 9), "torchao"),
     _fp8(Fp8Recipe.TORCHAO_ROWWISE, (9, 0), "torchao"),
+    *(_packed(sharding, "varlen_attn", sharding=sharding) for sharding in (Sharding.NONE, *ENGINES_OF_ONE)),
+    _packed("fp32", "by document", precision=Precision.FP32),
+    _packed("recomputed", "varlen_attn", checkpointing=Checkpointing.FULL),
+    _packed("qlora", "varlen_attn", method=Method.QLORA, checkpointing=Checkpointing.FULL),
     _offload(Sharding.ZERO2, Offload.OPTIMIZER),
     _offload(Sharding.ZERO3, Offload.OPTIMIZER),
     _offload(Sharding.ZERO3, Offload.OPTIMIZER_PARAMS),
@@ -250,7 +261,7 @@ def missing_for(case: GpuCase) -> str | None:
     return f"needs {', '.join(absent)}" if absent else None
 
 
-def write_full_rows(cache_dir: Path, *, vocab_size: int = 256) -> Path:
+def write_full_rows(cache_dir: Path, *, are_packed: bool = False) -> Path:
     """A token cache of the standard library's own text in rows that are all full, so that every step is alike."""
     text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-c]*.py")))
     tokens = np.frombuffer(text[: (NUM_ROWS + NUM_EVAL_ROWS) * SEQ_LEN], np.uint8).astype("<u2")
@@ -261,6 +272,10 @@ def write_full_rows(cache_dir: Path, *, vocab_size: int = 256) -> Path:
     np.save(cache_dir / "eval_rows.npy", rows[:NUM_EVAL_ROWS].astype(np.int64))
     np.save(cache_dir / "train_rows.npy", rows[NUM_EVAL_ROWS:].astype(np.int64))
     layout = {"format": 1, "dtype": "uint16", "num_tokens": len(tokens), "seq_len": SEQ_LEN, "pad_id": 0}
+    if are_packed:
+        starts = np.add.outer(np.arange(0, len(tokens), SEQ_LEN), np.arange(0, SEQ_LEN, DOCUMENT_TOKENS)).flatten()
+        starts.astype("<i8").tofile(cache_dir / "starts.bin")
+        layout |= {"is_packed": True, "num_starts": len(starts)}
     (cache_dir / "layout.json").write_text(json.dumps(layout))
     return cache_dir
 
@@ -303,7 +318,7 @@ def gpu_plan(case: GpuCase, cache_dir: Path, hardware: Hardware, *, config: dict
             num_tokens=NUM_ROWS * SEQ_LEN,
             longest_row=SEQ_LEN,
             num_eval_rows=NUM_EVAL_ROWS,
-            is_packed=False,
+            is_packed=case.is_packed,
         ),
         schedule=msgspec.structs.replace(
             plan.schedule,
@@ -330,7 +345,8 @@ def setting_of_case(plan: Plan) -> Setting:
         if field.name in _CANDIDATE_FIELDS
     }
     shared["buckets"] = smallest_buckets(plan.model_shape, chosen.strategy)
-    return Setting(**shared, ranks_per_node=1, lora=train.lora, galore=train.galore)
+    recipe = row_recipe(plan.data, seq_len=chosen.seq_len)
+    return Setting(**shared, ranks_per_node=1, lora=train.lora, galore=train.galore, recipe=recipe)
 
 
 class GpuRun(NamedTuple):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from gpu_factory import (
+    ENGINES_OF_ONE,
     GPU_CASES,
     LLAMA,
     SAVINGS,
@@ -107,15 +108,22 @@ def test_a_technique_is_predicted_to_save_enough_to_be_seen(name: str, base: str
     assert peaks[0] < 0.95 * peaks[1]
 
 
-def test_the_same_functions_start_and_read_a_run_on_a_cpu(tmp_path: Path) -> None:
+def test_every_engine_that_one_card_trains_with_has_a_case_of_packed_rows() -> None:
+    assert {case.sharding for case in GPU_CASES if case.is_packed} >= {Sharding.NONE, *ENGINES_OF_ONE}
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_the_same_functions_start_and_read_a_run_on_a_cpu(is_packed: bool, tmp_path: Path) -> None:
     """A tiny model through the launcher, the rank and its report, as the tests on a GPU do."""
-    write_full_rows(tmp_path / "rows")
+    write_full_rows(tmp_path / "rows", are_packed=is_packed)
     config = {**LLAMA, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     config |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-    case = GpuCase("cpu", {"precision": Precision.FP32, "optimizer": Optimizer.ADAMW})
+    case = GpuCase("cpu", {"precision": Precision.FP32, "optimizer": Optimizer.ADAMW}, is_packed=is_packed)
     run = run_on_gpu(gpu_plan(case, tmp_path / "rows", machine("1xCPU"), config=config), tmp_path / "run")
     assert run.report.ending is Ending.FINISHED
     assert run.losses[-1] < run.losses[0]
+    assert run.report.engaged is not None
+    assert ("documents" in run.report.engaged.facts) is is_packed
     measured = run.report.measured.memory.peak_allocated_bytes
     assert measured is not None
     assert run.plan.chosen.memory.peak_allocated_bytes == pytest.approx(measured, rel=0.1)

@@ -48,8 +48,9 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[GpuCase], GpuR
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "techniques"
     folder.mkdir(exist_ok=True)
     with held(folder / "rows.lock"):
-        if not (folder / "rows").exists():
-            write_full_rows(folder / "rows")
+        for name, are_packed in (("rows", False), ("packed-rows", True)):
+            if not (folder / name).exists():
+                write_full_rows(folder / name, are_packed=are_packed)
 
     def run(case: GpuCase) -> GpuRun:
         missing = missing_for(case)
@@ -59,7 +60,8 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[GpuCase], GpuR
             place = folder / case.name
             if not place.exists():
                 hardware = read_hardware()
-                plan = gpu_plan(case, folder / "rows", replace(hardware, gpus=hardware.gpus[:1]))
+                rows = folder / ("packed-rows" if case.is_packed else "rows")
+                plan = gpu_plan(case, rows, replace(hardware, gpus=hardware.gpus[:1]))
                 try:
                     _note(run_on_gpu(plan, place), case)
                 except AssertionError as error:

@@ -176,3 +176,31 @@ def test_a_pin_of_flash_runs_the_kernel_that_the_job_names():
 def test_a_pin_of_flash_that_nothing_here_can_run_is_refused_with_what_would_do(hardware, kernel, words):
     with pytest.raises(InputError, match=rf"^pin\.attention: flash .*{words}$"):
         check_pins(allowing(hardware, kernel, attention=Attention.FLASH))
+
+
+def plan_on_a_t4(num_kv_heads: int) -> Plan:
+    fields = {
+        "model_type": "llama", "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632,
+        "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": num_kv_heads,
+        "max_position_embeddings": 4096,
+    }  # fmt: skip
+    return make_plan(
+        job_of(seq_len=4096, tokens_per_step=32768),
+        name="test",
+        hardware=machine("1xT4"),
+        shape=read_model_shape(fields),
+        model_config=fields,
+        model_path=None,
+        tokenizer_path=None,
+        data=data_of(seq_len=4096, is_packed=False),
+        calibration=Calibration(),
+        versions={"shardwise": "0"},
+    )
+
+
+def test_grouped_heads_make_a_model_no_slower_on_a_chip_without_flash_attention():
+    """A T4 and rows of 4,096: fewer key and value heads are fewer weights, gradients and products."""
+    grouped, larger = plan_on_a_t4(8).chosen, plan_on_a_t4(32).chosen
+    assert grouped.speed.tokens_per_s_per_gpu >= larger.speed.tokens_per_s_per_gpu
+    assert grouped.memory.need_bytes <= larger.memory.need_bytes
+    assert grouped.checkpointing is larger.checkpointing

@@ -24,10 +24,11 @@ from trainer.planning.memory import estimate_memory
 from trainer.planning.memory.activations import block_activations
 from trainer.planning.memory.loss_head import head_memory
 from trainer.planning.memory.parts import grouped
-from trainer.planning.memory.recipe import Kernel, attention_kernel, dims_of, recipe_of
+from trainer.planning.memory.recipe import attention_kernel, dims_of, recipe_of
 from trainer.planning.memory.sharding import default_buckets, sharding_memory
 from trainer.planning.memory.states import States, model_states
 from trainer.planning.setting import Setting
+from trainer.spec.attention_kernel import AttentionKernel
 from trainer.spec.job import GaloreJob, LoraJob
 from trainer.spec.model_shape import ModelShape
 from trainer.spec.plan import MemoryEstimate
@@ -397,15 +398,15 @@ def test_a_tied_head_needs_another_table_when_gradients_are_complete() -> None:
 @pytest.mark.parametrize(
     ("spec", "precision", "shape", "kernel"),
     [
-        ("1xA100-SXM4-80GB", MIXED, LLAMA_8B, Kernel.FLASH),
-        ("1xA100-SXM4-80GB", FP32, LLAMA_8B, Kernel.MATH),  # flash takes 16 bit only, the other no grouped heads
-        ("1xA100-SXM4-80GB", FP32, LLAMA_2_7B, Kernel.EFFICIENT),
-        ("1xT4", Precision.FP16_MIXED, LLAMA_8B, Kernel.MATH),
-        ("1xV100-32GB", Precision.FP16_MIXED, LLAMA_2_7B, Kernel.EFFICIENT),
+        ("1xA100-SXM4-80GB", MIXED, LLAMA_8B, AttentionKernel.FLASH),
+        ("1xA100-SXM4-80GB", FP32, LLAMA_8B, AttentionKernel.EFFICIENT),  # grouped heads are repeated for it
+        ("1xA100-SXM4-80GB", FP32, LLAMA_2_7B, AttentionKernel.EFFICIENT),
+        ("1xT4", Precision.FP16_MIXED, LLAMA_8B, AttentionKernel.EFFICIENT),
+        ("1xV100-32GB", Precision.FP16_MIXED, LLAMA_2_7B, AttentionKernel.EFFICIENT),
     ],
 )
 def test_the_attention_kernel_depends_on_chip_and_type(
-    spec: str, precision: Precision, shape: ModelShape, kernel: Kernel
+    spec: str, precision: Precision, shape: ModelShape, kernel: AttentionKernel
 ) -> None:
     assert attention_kernel(setting(precision=precision), gpu(spec), dims_of(shape)) is kernel
 

@@ -135,7 +135,8 @@ def test_a_packed_row_loses_what_its_documents_lose_alone(name, path, build, pac
         for row, place in packed.documents:
             ids, labels = (each[row : row + 1, place] for each in (packed.batch.input_ids, packed.batch.labels))
             positions = None if path != FLASH else torch.arange(ids.shape[1])[None]
-            document = packed.batch._replace(input_ids=ids, labels=labels, position_ids=positions)
+            alone_in_row = {"input_ids": ids, "labels": labels, "position_ids": positions, "document_bounds": ()}
+            document = packed.batch._replace(**alone_in_row)
             alone[row] += forward(model, document, CPU, answer=Answer.ROWS)[0]
     torch.testing.assert_close(together, alone, rtol=1e-6, atol=0)
 

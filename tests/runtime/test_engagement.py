@@ -80,6 +80,18 @@ def difference(what: str, planned: object, found: object) -> str:
     return rf"(?m)^{what}: .*{first}.*{second}"
 
 
+def test_fp32_products_are_rounded_where_the_plan_says_so(built):
+    model, optimizer, accelerator, chosen = built
+    planned = changed(chosen, {"tf32": True})
+    try:
+        install_precision(model, planned, DeviceKind.CPU)
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        check_engagement(accelerator, model, optimizer, planned)
+    finally:
+        install_precision(model, chosen, DeviceKind.CPU)
+    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+
+
 @pytest.mark.parametrize(
     ("change", "what", "planned", "found"),
     [
@@ -113,6 +125,7 @@ def difference(what: str, planned: object, found: object) -> str:
         ({"optimizer_in_backward": True}, "the optimizer runs in the backward pass", "True", "False"),
         ({"activation_offload": True}, "activation offload", "True", "False"),
         ({"compile": True}, "compiled blocks", "True", "False"),
+        ({"tf32": True}, "fp32 products in TF32", "True", "False"),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
 )

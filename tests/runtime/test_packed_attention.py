@@ -4,6 +4,7 @@ from collections.abc import Collection
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from architecture_factory import TINY, VARIANTS
@@ -35,6 +36,7 @@ PLACES = [
     for row, lengths in enumerate(LENGTHS)
     for number in range(len(lengths))
 ]
+BOUNDS = (*(row * WIDTH + places.start for row, places in PLACES), 2 * WIDTH)
 CHANGED = [(0, slice(0, 20)), (1, slice(3, 33))]
 WITHOUT_SDPA = ("gemma2", "mpt")
 ALIBI = {"falcon rw"}
@@ -174,8 +176,15 @@ def test_documents_run_into_each_other_where_nothing_is_said_of_them():
 
 
 def test_bounds_are_the_starts_of_all_documents_and_the_end():
-    assert document_bounds(POSITIONS).tolist() == [0, 20, 21, 48, 51, 81, 96]
-    assert document_bounds(POSITIONS).dtype is torch.int32
+    assert document_bounds(POSITIONS) == BOUNDS == (0, 20, 21, 48, 51, 81, 96)
+
+
+def test_bounds_that_the_data_knows_are_those_of_the_positions():
+    model = build("llama", "sdpa")
+    found, known = packed_inputs(model, rows(), POSITIONS), packed_inputs(model, rows(), POSITIONS, BOUNDS)
+    for inputs in (found, known):
+        assert inputs["cu_seq_lens_q"].dtype is torch.int32
+        assert tuple(inputs["cu_seq_lens_q"].tolist()) == tuple(inputs["cu_seq_lens_k"].tolist()) == BOUNDS
 
 
 def test_without_positions_the_model_is_the_one_that_transformers_has():
@@ -286,6 +295,9 @@ class Layer(torch.nn.Module):
     is_causal = True
 
 
+TOLD: dict[str, Any] = {"cu_seq_lens_q": torch.tensor(BOUNDS, dtype=torch.int32), "cu_seq_lens_k": np.array(BOUNDS)}
+
+
 def heads(dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, WIDTH, 6, 24), (2, WIDTH, 2, 24), (2, WIDTH, 2, 24))
@@ -310,9 +322,7 @@ def masked(query, key, value, window, scale):
 def test_each_way_is_attention_under_a_mask(monkeypatch, kernel, window, dtype):
     monkeypatch.setattr(packed_attention, "_kernel", lambda query, dropout: kernel)
     inputs, others = heads(dtype), heads(dtype)
-    out, _ = packed_sdpa(
-        Layer(), *inputs, None, scaling=0.3, sliding_window=window, cu_seq_lens_q=document_bounds(POSITIONS)
-    )
+    out, _ = packed_sdpa(Layer(), *inputs, None, scaling=0.3, sliding_window=window, **TOLD)
     expected = masked(*others, window, 0.3)
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 4e-2}
     assert out.is_contiguous()
@@ -334,14 +344,14 @@ def test_attention_keeps_its_inputs_its_output_and_a_number_for_each_head():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        packed_sdpa(Layer(), query, key, value, None, cu_seq_lens_q=document_bounds(POSITIONS))
+        packed_sdpa(Layer(), query, key, value, None, **TOLD)
     num_tokens = 2 * WIDTH
     assert sum(kept.values()) == num_tokens * (4 * 24 * (6 + 2 + 2 + 6) + 4 * 6)
 
 
 def test_under_autocast_attention_runs_in_16_bit():
     with torch.autocast("cpu", torch.bfloat16):
-        out, _ = packed_sdpa(Layer(), *heads(), None, cu_seq_lens_q=document_bounds(POSITIONS))
+        out, _ = packed_sdpa(Layer(), *heads(), None, **TOLD)
     assert out.dtype is torch.bfloat16
 
 

@@ -9,6 +9,7 @@ import torch
 import transformers.masking_utils
 from torch.nn import functional
 
+from trainer.runtime import step
 from trainer.simulation import dry_run, kernels
 from trainer.simulation.fake_device import replaced
 from trainer.spec.errors import ShardwiseError
@@ -29,7 +30,6 @@ REQUEST = SimulationRequest(
 _is_amp_missing = torch.cuda.amp.common.amp_definitely_not_available
 _silu, _attention = functional.silu, functional.scaled_dot_product_attention
 _is_tracing = transformers.masking_utils.is_tracing
-_find_packed = transformers.masking_utils.find_packed_sequence_indices
 
 
 @contextmanager
@@ -46,11 +46,16 @@ def without(owner: object, **attributes: object) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _without_knowing_rows() -> Iterator[None]:
+    unknown = replaced(step, known_rows=lambda **_: nullcontext())
+    with without(transformers.masking_utils, is_tracing=_is_tracing), unknown:
+        yield
+
+
 BREAKS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "nothing": nullcontext,
-    "masks": lambda: without(
-        transformers.masking_utils, is_tracing=_is_tracing, find_packed_sequence_indices=_find_packed
-    ),
+    "masks": _without_knowing_rows,
     "silu": lambda: without(functional, silu=_silu),
     "attention": lambda: without(functional, scaled_dot_product_attention=_attention),
     "autocast": lambda: without(torch.cuda.amp.common, amp_definitely_not_available=_is_amp_missing),

@@ -46,6 +46,7 @@ class Device(Value, frozen=True, kw_only=True):
     rated_watts: float | None = None  # of the card as it is sold
     lowest_watts: int | None = None  # of a laptop GPU whose power class is not known: `rated_watts` is assumed
     peak_flops_per_s: dict[Precision, int] = {}  # dense datasheet figures; absent: unknown, or no such unit
+    tf32_flops_per_s: int | None = None  # the same, of fp32 products whose inputs are rounded
     matmul_flops_per_s: int | None = None  # measured, or assumed for a CPU
     is_matmul_assumed: bool = False
     measured_fp32_flops_per_s: int | None = None
@@ -104,6 +105,7 @@ def _gpu_device(hardware: Hardware) -> Device:
         rated_watts=slowest.board_watts if slowest else None,
         lowest_watts=slowest.lowest_watts if slowest and not watts else None,
         peak_flops_per_s=_peaks(slowest),
+        tf32_flops_per_s=slowest.tf32_flops_per_s if slowest else None,
         matmul_flops_per_s=rates.matmul_flops_per_s,
         measured_fp32_flops_per_s=rates.fp32_flops_per_s,
         measured_fp8_flops_per_s=rates.fp8_flops_per_s,

@@ -96,7 +96,7 @@ def _recipe_parts(chosen: Candidate, situation: Situation) -> Iterator[str]:
     masters = f" and {trained} masters" if recipe.uses_deepspeed and not frozen and weight != trained else ""
     yield (
         f"weights {stored}{' (frozen), adapters ' + trained if frozen else ''}{masters}, computed in "
-        f"{'fp8' if row.precision is Precision.FP8 else compute}"
+        f"{'fp8' if row.precision is Precision.FP8 else compute}{', products in tf32' if chosen.tf32 else ''}"
     )
     gradients = compute if recipe.uses_deepspeed else trained
     added = f", added up over ranks in {names[recipe.reduce_bytes]}" if chosen.num_ranks > 1 else ""

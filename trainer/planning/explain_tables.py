@@ -93,7 +93,8 @@ def leave_section(leaves: Sequence[Leave], plan: Plan) -> Section | None:
     rows = [("allow", "memory", "time", "", "strategy")]
     for leave in leaves:
         candidate = leave.candidate
-        effect = "exact" if candidate.strategy.is_exact else "changes the update"
+        effect = "rounds products" if candidate.tf32 else "changes the update"
+        effect = "exact" if candidate.strategy.is_exact and not candidate.tf32 else effect
         ratio = candidate.speed.step_s / plan.chosen.speed.step_s
         rows.append(
             (

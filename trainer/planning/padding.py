@@ -12,7 +12,8 @@ from trainer.planning.setting import RecipeChoices
 from trainer.spec.data_profile import BatchWidth, DataProfile, LengthHistogram
 from trainer.spec.job import DataFormat
 
-WIDTH_MULTIPLE = 8  # batches are padded to a multiple of it where seq_len allows
+# Batches are padded to a multiple of it where seq_len allows. No kernel that a rank runs is compiled for each width.
+WIDTH_MULTIPLE = 8
 
 
 def longest_row_decides(data: DataProfile) -> bool:

@@ -24,6 +24,7 @@ EVERY_SECOND = 2  # block is recomputed where pin.checkpointing_n says nothing
 MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS = 1024, 128
 CHUNK_LOGITS_BYTES = 256 * MIB  # of one slice, in fp32
 MIN_BUCKET_ELEMENTS, MAX_BUCKET_ELEMENTS = 2**18, 2**28  # 512 KiB to 512 MiB in 16 bit
+TF32_CAPABILITY = (8, 0)
 PERSISTENCE_PER_HIDDEN = 10  # norms and biases stay whole under ZeRO-3; DeepSpeed's own "auto" takes the same
 
 
@@ -93,6 +94,15 @@ def activation_offloads(situation: Situation) -> tuple[bool, ...]:
         return (pinned,)
     is_allowed = Allowance.OFFLOAD_CPU in situation.job.allow and situation.host_ram_bytes is not None
     return (False, True) if is_allowed and not situation.is_cpu else (False,)
+
+
+def takes_tf32(situation: Situation, precision: Precision) -> bool:
+    """Whether fp32 products round their inputs to TF32: the job allows it, and the chip may gain by it."""
+    device = situation.device
+    fp32, tf32 = device.peak_flops_per_s.get(Precision.FP32), device.tf32_flops_per_s
+    gains = fp32 is None or (tf32 is not None and tf32 > fp32)
+    has_units = not situation.is_cpu and (device.compute_capability or (0, 0)) >= TF32_CAPABILITY
+    return precision is Precision.FP32 and Allowance.TF32 in situation.job.allow and has_units and gains
 
 
 def attention(situation: Situation, precision: Precision) -> tuple[Attention, str]:
@@ -225,6 +235,7 @@ def first_setting(situation: Situation, strategy: Strategy, *, checkpointing: Ch
         activation_offload=activation_offloads(situation)[0],
         optimizer_in_backward=bool(situation.job.pin.optimizer_in_backward),
         fp8_recipe=fp8_recipe_of(strategy.precision, situation.job.pin.fp8_recipe),
+        tf32=takes_tf32(situation, strategy.precision),
         flash_kernel=flash_kernel(situation, taken),
         lora=situation.job.train.lora,
         galore=situation.job.train.galore,

@@ -99,7 +99,8 @@ def _estimate(shape: ModelShape, setting: Setting, device: Device, parts: dict[s
     step_s = sum(parts.values())
     flops = flops_per_token(shape, setting.seq_len, setting.method)
     rate = setting.accumulation * setting.tokens_per_micro_batch / step_s
-    peak = device.peak_flops_per_s.get(setting.strategy.precision)
+    precision = setting.strategy.precision
+    peak = device.tf32_flops_per_s if setting.tf32 else device.peak_flops_per_s.get(precision)
     return SpeedEstimate(
         parts=parts,
         step_s=step_s,

@@ -7,7 +7,8 @@ are trained, s the length of a row, R, A and M the rates of products, attention 
     linear      sum over matrices (2 + r + w) * both(2 T i o / R, 2 (T (i + o) + i o) / M)
     experts     T times the experts a token is sent to, all that exist read; half a tile of each is empty
     attention   (3.5 + [r = 1]) * 2 T s heads head_dim / A: backward is 2.5 forwards, half is masked; in a window of
-                w < s tokens s - s^2 / 4 becomes w (1 - w / 2 s); in packed rows s is the length of a document
+                w < s tokens s - s^2 / 4 becomes w (1 - w / 2 s); in packed rows s is the length of a document;
+                heads that are repeated for the memory-efficient kernel are read and written, (3 + [r > 0]) times
     elementwise (3 + [r > 0]) * T * bytes a token / M
     head        (2 + w [+ 1 chunked]) * 2 T h V / R + (bytes a logit * T V + bytes of the weight) / M
     host        operators * (3 + [r > 0]) * time an operator; eager selective of ours 48 us an operator more
@@ -18,7 +19,8 @@ import math
 from trainer.planning import speed_constants as constants
 from trainer.planning.device import Device
 from trainer.planning.memory.loss_head import FUSED_SLICE_TOKENS
-from trainer.planning.memory.recipe import Kernel, attention_kernel, dims_of
+from trainer.planning.memory.recipe import attention_kernel, dims_of
+from trainer.planning.memory.saved_tensors import keys_and_values
 from trainer.planning.setting import OUR_STACK, Setting
 from trainer.planning.speed_rates import Rates
 from trainer.planning.speed_stacks import speed_stack_of
@@ -38,6 +40,7 @@ from trainer.planning.speed_work import (
     tokens_computed,
     weight_norm_bytes,
 )
+from trainer.spec.attention_kernel import AttentionKernel
 from trainer.spec.model_shape import ModelShape
 from trainer.spec.strategy import Checkpointing, LossHead, Method, Precision
 from trainer.spec.value import Value
@@ -161,15 +164,28 @@ def _attention_seconds(
 ) -> float:
     tokens, row = tokens_computed(setting), setting.recipe.longest_seq or setting.seq_len
     dims = dims_of(shape)
-    if attention_kernel(setting, device, dims) in (Kernel.FLASH, Kernel.EFFICIENT):
+    kernel = attention_kernel(setting, device, dims)
+    if kernel.is_fused:
         seen = setting.recipe.document_tokens  # no token of packed rows sees another document
         width = row if seen is None or dims.masks_documents else min(row, seen)
         window = min(width, shape.sliding_window or width)
         keys = work.scored * width / 2 + work.scored_in_window * window * (1 - window / (2 * width))
-        return passes.attention * 4 * tokens * keys / rates.attention
+        seconds = passes.attention * 4 * tokens * keys / rates.attention
+        if kernel is AttentionKernel.EFFICIENT:
+            seconds += passes.elementwise * tokens * _repeated_bytes(shape, setting) / rates.memory
+        return seconds
     scores = tokens * row * (work.scored + work.scored_in_window)
     moved = SCORE_BYTES * scores / shape.head_dim
     return passes.kept_scores * (4 * scores / rates.matmul + moved / rates.memory)
+
+
+def _repeated_bytes(shape: ModelShape, setting: Setting) -> int:
+    """Bytes that one token moves in one forward to repeat grouped key and value heads: read once, written for each."""
+    dims = dims_of(shape)
+    repeated = keys_and_values(dims, is_repeated=True)
+    if repeated == 2 * dims.kv:
+        return 0
+    return shape.num_layers * setting.strategy.precision.compute_bytes * (2 * dims.kv + repeated)
 
 
 def _head_seconds(shape: ModelShape, setting: Setting, work: Work, rates: Rates, passes: Passes) -> float:

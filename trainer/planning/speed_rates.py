@@ -57,13 +57,14 @@ class Rates(Value, frozen=True, kw_only=True):
 def rates_of(setting: Setting, device: Device) -> Rates:
     """The rates that the formulas of `speed` divide by."""
     precision = setting.strategy.precision
-    matmul = _matmul_rate(device, precision)
+    exact = _matmul_rate(device, precision)
+    matmul = max(exact, _tf32_rate(device)) if setting.tf32 else exact
     inner = _inner_link(device)
     spans_nodes = setting.num_ranks > setting.ranks_per_node
     return Rates(
         matmul=matmul,
         linear=_fp8_rate(device, matmul) if precision is Precision.FP8 else matmul,
-        attention=_attention_rate(device, matmul, speed_stack_of(setting.stack).flash_generation),
+        attention=_attention_rate(device, precision, exact, speed_stack_of(setting.stack).flash_generation),
         fp32=device.peak_flops_per_s.get(Precision.FP32) or matmul,
         memory=_memory_rate(device),
         link=_ring(device, inner) if spans_nodes else inner,
@@ -118,6 +119,14 @@ def _matmul_rate(device: Device, precision: Precision) -> float:
     return rate
 
 
+def _tf32_rate(device: Device) -> float:
+    """Tensor units reach the same share of either peak."""
+    half = device.peak_flops_per_s.get(Precision.BF16_MIXED)
+    if half is None or device.tf32_flops_per_s is None:
+        return 0.0
+    return _matmul_rate(device, Precision.BF16_MIXED) * device.tf32_flops_per_s / half
+
+
 def _power_limited_rate(generation: Generation, watts: float, rated_watts: float | None) -> float:
     """What a board sustains under its power limit: less than in proportion is lost where a chip is capped."""
     reference = REFERENCE_WATTS.get(generation) or rated_watts or watts
@@ -133,18 +142,19 @@ def _fp8_rate(device: Device, matmul: float) -> float:
     return constants.FP8_GAIN * matmul if Precision.FP8 in device.peak_flops_per_s else matmul
 
 
-def _attention_rate(device: Device, matmul: float, flash_generation: int) -> float:
-    newest = _newest_attention_rate(device, matmul)
+def _attention_rate(device: Device, precision: Precision, matmul: float, flash_generation: int) -> float:
+    newest = _newest_attention_rate(device, precision, matmul)
     return constants.FLASH_1_SHARE * newest if flash_generation == 1 else newest
 
 
-def _newest_attention_rate(device: Device, matmul: float) -> float:
+def _newest_attention_rate(device: Device, precision: Precision, matmul: float) -> float:
     """Both shares are of the dense peak, and of no more than products reach.
 
     A halved peak leaves the rest of the kernel, the softmax, the time it takes beside a full one: a unit of work takes
     1 / share of which 1 / MATMUL_SHARE are products, and only those take twice as long.
     """
-    if device.measured_attention_flops_per_s is not None:
+    is_as_measured = device.kind is DeviceKind.CPU or precision is not Precision.FP32
+    if device.measured_attention_flops_per_s is not None and is_as_measured:
         return float(device.measured_attention_flops_per_s)
     if device.kind is DeviceKind.CPU:
         return constants.CPU_ATTENTION_SHARE * matmul

@@ -48,6 +48,7 @@ class MicroBatch(NamedTuple):
     position_ids: Tensor | None = None  # int64 [B, S], from 0 in each document; None where a row is one document
     num_pairs: int = 0  # that are no dummies; 0 where rows are no pairs
     num_tokens: int = 0  # positions that are neither padding nor of a dummy
+    document_bounds: tuple[int, ...] = ()  # of packed rows laid end to end: where documents start, and the end
 
     @property
     def num_terms(self) -> int:
@@ -115,6 +116,7 @@ def _micro_batch(rows: TokenRows, examples: Sequence[int | None]) -> MicroBatch:
     input_ids = torch.full((len(numbers), width), layout.pad_id, dtype=torch.int64)
     labels = torch.full((len(numbers), width), IGNORED_LABEL, dtype=torch.int64)
     position_ids = torch.arange(width).repeat(len(numbers), 1)
+    bounds = [place * width for place in range(len(numbers) + 1)]
     has_boundaries = False
     for place, number in enumerate(numbers):
         if number is None:
@@ -124,11 +126,14 @@ def _micro_batch(rows: TokenRows, examples: Sequence[int | None]) -> MicroBatch:
         labels[place, :length] = torch.from_numpy(rows.labels(number))
         for start in rows.document_starts(number).tolist():
             position_ids[place, start:] = torch.arange(width - start)
+            bounds.append(place * width + start)
             has_boundaries = True
     num_pairs = sum(example is not None for example in examples) if layout.rows_per_example == 2 else 0
     num_targets = int((labels != IGNORED_LABEL).sum())
-    positions = position_ids if has_boundaries else None
-    return MicroBatch(input_ids, labels, num_targets, positions, num_pairs, sum(lengths))
+    micro_batch = MicroBatch(input_ids, labels, num_targets, num_pairs=num_pairs, num_tokens=sum(lengths))
+    if not has_boundaries:
+        return micro_batch
+    return micro_batch._replace(position_ids=position_ids, document_bounds=tuple(sorted(bounds)))
 
 
 def padding_share(micro_batches: Sequence[MicroBatch]) -> float:

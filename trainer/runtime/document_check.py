@@ -57,6 +57,7 @@ def _score(model: nn.Module, plan: Plan, first: int, device: torch.device) -> fl
             input_ids=ids[None].to(device),
             labels=labels[None].to(device),
             position_ids=positions[None].to(device),
+            document_bounds=(0, length, 2 * length),
             answer=Answer.SCORE,
         )
     assert isinstance(found, Tensor)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from trainer.runtime import engine_state
 from trainer.runtime.activation_memory import activation_facts, count_checkpointed_blocks
 from trainer.runtime.attention import attention_facts, attention_name, attention_of
+from trainer.runtime.attention_kernels import attention_kernel_rows
 from trainer.runtime.methods import method_facts
 from trainer.runtime.mixed_precision import LossScaler, precision_facts
 from trainer.runtime.model import is_deepspeed, plain_model
@@ -182,6 +183,8 @@ def _comparisons(
     yield "accumulation", chosen.accumulation, engaged.accumulation
     yield "accumulation as Accelerate counts it", chosen.accumulation, accelerator.gradient_accumulation_steps
     yield "attention", attention_name(chosen.attention, chosen.flash_kernel), engaged.attention
+    yield from attention_kernel_rows()
+    yield "fp32 products in TF32", chosen.tf32, torch.backends.cuda.matmul.fp32_precision == "tf32"
     yield "loss head", str(chosen.loss), engaged.loss
     yield from _optimizer_rows(model, optimizer, chosen, engaged)
     yield from _method_rows(plain, chosen)

@@ -148,10 +148,10 @@ def _loss_or_logits(
 def _hidden_states(model: Any, input_ids: Tensor | None, **inputs: Any) -> Tensor:  # noqa: ANN401  # the model's own inputs
     """The last hidden states [B, S, H]; with positions of packed rows, each document's as if it stood alone."""
     assert input_ids is not None, "labels belong to ids"
-    position_ids = inputs.pop("position_ids", None)
+    position_ids, bounds = inputs.pop("position_ids", None), inputs.pop("document_bounds", ())
     ids = {"input_ids": input_ids}
     if position_ids is not None:
-        ids = packed_inputs(model, input_ids, position_ids)
+        ids = packed_inputs(model, input_ids, position_ids, bounds)
     hidden = model.get_decoder()(**ids, use_cache=False, **inputs).last_hidden_state
     assert isinstance(hidden, Tensor)
     return hidden.view(*input_ids.shape, -1)

@@ -1,9 +1,10 @@
 """Measures what this machine's device reaches: `python -m trainer.runtime.measure OUT.json cuda|cpu [SECONDS]`.
 
 Each figure is the best of several repetitions: square matrix products in the precisions the device has, a causal
-attention forward, a copy within the device's memory, copies between pinned host memory and the device, and an update
-of AdamW on the host's cores. A copy within memory reads and writes every byte, and both count; attention counts the
-scores that the mask leaves. SECONDS is spent on each figure.
+attention forward by the kernel that ranks run (`trainer.spec.attention_kernel`), a copy within the device's memory,
+copies between pinned host memory and the device, and an update of AdamW on the host's cores. A copy within memory
+reads and writes every byte, and both count; attention counts the scores that the mask leaves. SECONDS is spent on each
+figure.
 
 A figure that cannot be had (no room, no such kernel) is a line in the answer, and the others go on; after an error of
 the GPU itself nothing more is asked of it. The answer is written after each figure, so that a process that is stopped
@@ -20,7 +21,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainer.runtime.stopwatch import best_seconds
-from trainer.spec import codec
+from trainer.spec import attention_kernel, codec
+from trainer.spec.attention_kernel import AttentionKernel
 from trainer.spec.hardware import DeviceKind, MeasuredRates
 from trainer.spec.measurement import Measurement
 from trainer.spec.units import GIB, MIB
@@ -29,6 +31,11 @@ BUDGET_S = 1.0  # for each figure; at least three repetitions and a first one ma
 _PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _ADAM_BYTES = 28  # a parameter: fp32 weight and two moments read and written, gradient read
 _FP8_CAPABILITY = (8, 9)
+
+_BACKENDS = {
+    AttentionKernel.FLASH: SDPBackend.FLASH_ATTENTION,
+    AttentionKernel.EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
+}
 
 Figure = tuple[str, Callable[[], MeasuredRates]]
 
@@ -92,13 +99,22 @@ def attention_flops_per_s(
     """FLOP/s of a causal forward of (batch, heads, row, head) without a row x row array."""
     batch, heads, row, head = shape
     query, key, value = (torch.randn(shape, device=device).to(dtype) for _ in range(3))
+    backend = attention_backend(device, dtype, head)
 
     def attend() -> object:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(backend):
             return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
     with torch.no_grad():
         return round(4 * batch * heads * row * row * head / 2 / best_seconds(attend, device, budget_s))
+
+
+def attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> SDPBackend:
+    """torch's name of the kernel that a rank runs on the device."""
+    kind = DeviceKind(device.type)
+    capability = torch.cuda.get_device_capability(device) if kind is DeviceKind.CUDA else None
+    is_16_bit = dtype is not torch.float32
+    return _BACKENDS[attention_kernel.sdpa_kernel(kind, capability, is_16_bit=is_16_bit, head_dim=head_dim)]
 
 
 def memory_bytes_per_s(device: torch.device, num_bytes: int, budget_s: float) -> int:
@@ -139,12 +155,11 @@ def _figures(device: torch.device, budget_s: float) -> Iterator[Figure]:
         )
         if torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY:
             yield "fp8 products", lambda: MeasuredRates(fp8_flops_per_s=fp8_flops_per_s(device, size, budget_s))
-    if not is_cuda or dtypes == (torch.bfloat16,):  # older chips have no flash kernel
-        shape = (2, 32, size // 2, 128) if is_cuda else (1, 8, size, 64)
-        yield (
-            "attention",
-            lambda: MeasuredRates(attention_flops_per_s=attention_flops_per_s(device, dtypes[0], shape, budget_s)),
-        )
+    shape = (2, 32, size // 2, 128) if is_cuda else (1, 8, size, 64)
+    yield (
+        "attention",
+        lambda: MeasuredRates(attention_flops_per_s=attention_flops_per_s(device, dtypes[0], shape, budget_s)),
+    )
     yield "memory", lambda: MeasuredRates(memory_bytes_per_s=memory_bytes_per_s(device, num_bytes, budget_s))
     if is_cuda:
         yield (

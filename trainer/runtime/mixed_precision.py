@@ -145,6 +145,7 @@ def install_precision(model: PreTrainedModel, chosen: Candidate, kind: DeviceKin
     """Makes the model's forward run in the planned precision where neither Accelerate nor the engine does; before
     `prepare`. InputError where this device cannot."""
     precision = chosen.strategy.precision
+    torch.backends.cuda.matmul.allow_tf32 = chosen.tf32  # sets fp32_precision too, which does not set this
     if precision is Precision.FP8:
         install_fp8(model, chosen)
     elif precision is Precision.FP16_MIXED:

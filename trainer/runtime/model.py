@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from trainer.runtime.activation_memory import apply_checkpointing, compile_blocks, offload_activations
 from trainer.runtime.adapters import base_type
 from trainer.runtime.attention import attention_name, check_attention
+from trainer.runtime.attention_kernels import choose_attention_kernels
 from trainer.runtime.extension import Hooks
 from trainer.runtime.loss import install_loss_head
 from trainer.runtime.methods import apply_method
@@ -121,7 +122,8 @@ def make_trainable(
     loss_chunk_tokens: int | None,
     every_n: int | None = None,
 ) -> None:
-    """Puts checkpointing and the loss head into a model that was built or loaded."""
+    """Puts checkpointing and the loss head into a model that was built or loaded, and chooses attention's kernels."""
+    choose_attention_kernels()
     model.config.use_cache = False
     apply_checkpointing(model, checkpointing, every_n=every_n)
     install_loss_head(model, loss, chunk_tokens=loss_chunk_tokens)

@@ -7,7 +7,8 @@ Documents are told apart by their positions, which start at 0 in each (data.py).
         CUDA, 16 bit, head dimension a multiple of 8 up to 256    torch's `varlen_attn`, a FlashAttention kernel
         CPU                                                       the kernel behind PyTorch's attention, a document at
                                                                   a time
-        else, or with attention dropout                           PyTorch's attention, a document at a time
+        else, or with attention dropout                           PyTorch's attention, a document at a time, with
+                                                                  grouped heads repeated where its kernel takes none
     flash    flash-attn's function for rows of variable length, its own or the hub's: transformers calls it where it is
              given the bounds
     eager    transformers makes the mask from the positions
@@ -33,21 +34,24 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import varlen
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils.generic import is_flash_attention_requested
 
+from trainer.runtime.attention_kernels import computing_type, kernel_for, takes_grouped_heads
+from trainer.spec.attention_kernel import AttentionKernel
 from trainer.spec.errors import InputError
 
 SDPA, PACKED_SDPA, FLASH = "sdpa", "packed_sdpa", "flash_attention_2"
 _NEEDS_MASK = ("falcon", "mpt")  # model types that make their mask without the positions
 _LOSES_BOUNDS = ("falcon", "stablelm")  # whose attention is handed positions, and no other keyword arguments (W31)
-_MAX_FLASH_HEAD = 256
 
 
 def grouped_heads(kernel: Callable[..., Any]) -> dict[str, Any]:
@@ -75,10 +79,13 @@ def isolate_documents(model: PreTrainedModel) -> None:
     model.config._attn_implementation = PACKED_SDPA
 
 
-def packed_inputs(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor) -> dict[str, Any]:
+def packed_inputs(
+    model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, bounds: tuple[int, ...] = ()
+) -> dict[str, Any]:
     """What the decoder is called with for packed rows [B, S], so that no token sees another document.
 
-    Where it is called with one row, [1, B x S], its hidden states are one row too.
+    Without `bounds`, which the data knows, the host waits for the device to find them in the positions. Where the
+    decoder is called with one row, [1, B x S], its hidden states are one row too.
     """
     isolate_documents(model)
     name, is_masked = model.config._attn_implementation, model.config.model_type in _NEEDS_MASK
@@ -90,16 +97,17 @@ def packed_inputs(model: PreTrainedModel, input_ids: Tensor, position_ids: Tenso
         embedding: Any = model.get_input_embeddings()
         inputs["attention_mask"] = _row_mask(position_ids, torch.bool if name == SDPA else embedding.weight.dtype)
     elif is_flash or name == PACKED_SDPA:
-        bounds, longest = document_bounds(position_ids), position_ids.shape[1]
-        inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+        bounds, longest = bounds or document_bounds(position_ids), position_ids.shape[1]
+        there = torch.tensor(bounds, dtype=torch.int32).to(position_ids.device, non_blocking=True)
+        inputs |= {"cu_seq_lens_q": there, "cu_seq_lens_k": there if is_flash else np.asarray(bounds)}
         inputs |= {"max_length_q": longest, "max_length_k": longest}
     return inputs
 
 
-def document_bounds(position_ids: Tensor) -> Tensor:
-    """Where documents start in rows [B, S] laid end to end, and the end: int32 [documents + 1]."""
-    starts = (position_ids.flatten() == 0).nonzero().squeeze(-1)
-    return functional.pad(starts, (0, 1), value=position_ids.numel()).to(torch.int32)
+def document_bounds(position_ids: Tensor) -> tuple[int, ...]:
+    """Where documents start in rows [B, S] laid end to end, and the end."""
+    starts = (position_ids.flatten().cpu() == 0).nonzero().squeeze(-1)
+    return *starts.tolist(), position_ids.numel()
 
 
 def packed_sdpa(
@@ -113,21 +121,24 @@ def packed_sdpa(
     scaling: float | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: NDArray[np.int64] | None = None,
     **settings: Any,  # noqa: ANN401  # what else a model hands to its attention
 ) -> tuple[Tensor, None]:
     """transformers' attention function for query [B, H, S, D] and key and value [B, K, S, D]: the output [B, S, H, D].
 
-    Without bounds it is transformers' own.
+    The bounds of documents come twice: on the device for its kernel, in host memory for a loop. Without them it is
+    transformers' own function.
     """
-    bounds = cu_seq_lens_q
+    bounds, on_host = cu_seq_lens_q, cu_seq_lens_k
     if bounds is None and attention_mask is not None and not attention_mask.numel():
-        bounds = _bounds_of(module, settings.get("position_ids"))
-    if bounds is None:
+        on_host = _bounds_of(module, settings.get("position_ids"))
+        bounds = torch.tensor(on_host, dtype=torch.int32, device=query.device)
+    if bounds is None or on_host is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, sliding_window=sliding_window, **settings
         )
     if torch.is_autocast_enabled(query.device.type):
-        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
+        query, key, value = (x.to(computing_type(x)) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Qwen2-MoE does not pass its window on.
     window = sliding_window if sliding_window is not None else getattr(module, "sliding_window", None)
@@ -136,15 +147,15 @@ def packed_sdpa(
     if kernel == VARLEN:
         return _by_bounds(query, key, value, bounds, window, scale), None
     if kernel == ON_CPU:
-        return _on_cpu(query, key, value, bounds, window, scale), None
-    return _one_by_one(query, key, value, bounds, window, scale, dropout), None
+        return _on_cpu(query, key, value, on_host, window, scale), None
+    return _one_by_one(query, key, value, on_host, window, scale, dropout), None
 
 
-def _bounds_of(module: nn.Module, position_ids: Tensor | None) -> Tensor:
+def _bounds_of(module: nn.Module, position_ids: Tensor | None) -> NDArray[np.int64]:
     """The bounds of the documents from their positions, which StableLM hands on where it loses the bounds (W31)."""
     if position_ids is None:
         raise RuntimeError(f"{type(module).__name__} was not handed the bounds of its documents")
-    return document_bounds(position_ids)
+    return np.asarray(document_bounds(position_ids))
 
 
 VARLEN, ON_CPU, ONE_BY_ONE = "varlen_attn", "PyTorch's CPU kernel by document", "PyTorch's attention by document"
@@ -161,10 +172,8 @@ def _kernel(query: Tensor, dropout: float) -> str:
         return ONE_BY_ONE
     if query.device.type == "cpu":
         return ON_CPU
-    is_taken = query.dtype in (torch.float16, torch.bfloat16)
-    is_taken &= query.shape[-1] % 8 == 0 and query.shape[-1] <= _MAX_FLASH_HEAD
-    is_taken = is_taken and query.is_cuda and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    return VARLEN if is_taken else ONE_BY_ONE
+    is_taken = query.device.type == "cuda" and kernel_for(query) is AttentionKernel.FLASH
+    return VARLEN if is_taken and query.shape[-1] % 8 == 0 else ONE_BY_ONE
 
 
 def _no_mask_of_documents(*, q_length: int, kv_length: int, allow_is_causal_skip: bool = True, **settings: Any) -> Any:  # noqa: ANN401  # transformers' settings
@@ -206,7 +215,9 @@ def _by_bounds(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, window
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # its loop follows the data
-def _on_cpu(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, window: int | None, scale: float) -> Tensor:
+def _on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, bounds: NDArray[np.int64], window: int | None, scale: float
+) -> Tensor:
     out = _DocumentAttention.apply(query, key, value, tuple(bounds.tolist()), window, scale)  # type: ignore[no-untyped-call]  # torch's
     assert isinstance(out, Tensor)
     return out
@@ -278,22 +289,32 @@ def _documents(bounds: tuple[int, ...], width: int, window: int | None, dtype: t
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # its loop follows the data
 def _one_by_one(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, window: int | None, scale: float, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: NDArray[np.int64],
+    window: int | None,
+    scale: float,
+    dropout: float,
 ) -> Tensor:
-    lengths = bounds.diff().tolist()
+    lengths, num_groups = np.diff(bounds).tolist(), query.shape[1] // key.shape[1]
     rows = [x.transpose(1, 2).flatten(0, 1).split(lengths) for x in (query, key, value)]  # each [L, H, D]
     masks = (_window_mask(length, window, query.device) for length in lengths)
     outputs = []
-    for queries, keys, values, mask in zip(*rows, masks, strict=True):
+    for *document, mask in zip(*rows, masks, strict=True):
+        queries, keys, values = (x.transpose(0, 1)[None] for x in document)
+        is_grouped = num_groups > 1 and takes_grouped_heads(keys, is_masked=mask is not None)
+        if not is_grouped:
+            keys, values = (repeat_kv(x, num_groups) for x in (keys, values))
         out = functional.scaled_dot_product_attention(
-            queries.transpose(0, 1)[None],
-            keys.transpose(0, 1)[None],
-            values.transpose(0, 1)[None],
+            queries,
+            keys,
+            values,
             attn_mask=mask,
             dropout_p=dropout,
             is_causal=mask is None,
             scale=scale,
-            enable_gqa=key.shape[1] != query.shape[1],
+            enable_gqa=is_grouped,
         )
         outputs.append(out[0].transpose(0, 1))
     batch, heads, width, _ = query.shape

@@ -34,10 +34,10 @@ from torch import Tensor, nn
 from trainer.runtime.clock import Clock
 from trainer.runtime.data import MicroBatch
 from trainer.runtime.engine_veto import asked_before_update
+from trainer.runtime.known_rows import known_rows
 from trainer.runtime.loss import Answer
 from trainer.runtime.mixed_precision import LossScaler, check_scale
 from trainer.runtime.optimizers import set_learning_rate, unwrapped, updates_in_backward
-from trainer.runtime.whole_rows import one_document_a_row
 from trainer.spec.value import Value
 
 
@@ -120,8 +120,7 @@ def run_step(
         seed_dropout(seed, step, index * accelerator.num_processes + accelerator.process_index)
         accelerator.sync_gradients = is_last
         with nullcontext() if is_last or is_deepspeed else accelerator.no_sync(model):
-            is_whole = micro_batch.position_ids is None
-            with clock.measure("forward"), one_document_a_row() if is_whole else nullcontext():
+            with clock.measure("forward"):
                 terms = objective(model, micro_batch, accelerator.device)
             sums.add(terms)
             asks = asked_before_update(model, decision.takes) if is_last and is_deepspeed else nullcontext()
@@ -216,8 +215,11 @@ def forward(model: nn.Module, micro_batch: MicroBatch, device: torch.device, *, 
     inputs = {"input_ids": micro_batch.input_ids, "labels": micro_batch.labels}
     if micro_batch.position_ids is not None:
         inputs["position_ids"] = micro_batch.position_ids
-    asked = {} if answer is Answer.SUM else {"answer": answer}
-    found = model(**{name: value.to(device, non_blocking=True) for name, value in inputs.items()}, **asked)
+    asked: dict[str, Any] = {} if answer is Answer.SUM else {"answer": answer}
+    if micro_batch.document_bounds:
+        asked["document_bounds"] = micro_batch.document_bounds
+    with known_rows(are_packed=micro_batch.position_ids is not None):
+        found = model(**{name: value.to(device, non_blocking=True) for name, value in inputs.items()}, **asked)
     assert isinstance(found, Tensor) and found.ndim == _DIMENSIONS.get(answer, 1)
     return found
 

@@ -10,8 +10,9 @@ import sys
 from torch import nn
 
 from trainer.runtime.precision import compute_type
-from trainer.simulation.kernels import FLASH_CAPABILITY, AttentionKernel, Kernels
+from trainer.simulation.kernels import Kernels
 from trainer.simulation.tracker import Tracker
+from trainer.spec.attention_kernel import FLASH_CAPABILITY, AttentionKernel
 from trainer.spec.errors import InputError, ShardwiseError
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.simulation import SimulationRequest

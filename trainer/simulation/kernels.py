@@ -15,14 +15,13 @@ query head where heads are grouped. They are allocated here by hand.
 `grouped_mm`, which runs the experts of a mixture, takes bf16 alone on meta; a device multiplies other types group by
 group into the same outputs. It does so here.
 
-Two questions that transformers asks of tensors' values are answered here as they come out in training without padding:
-no mask has to be built for attention that is causal only, and rows are no packed sequences.
+A question that transformers asks of tensors' values is answered here as it comes out in training without padding: no
+mask has to be built for attention that is causal only.
 """
 
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from typing import Any
 
 import torch
@@ -31,19 +30,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainer.simulation.fake_device import replaced
+from trainer.spec.attention_kernel import AttentionKernel, sdpa_kernel
+from trainer.spec.hardware import DeviceKind
 
-_FLASH_MAX_HEAD_DIM = 256
-FLASH_CAPABILITY = (8, 0)
 _16_BIT = (torch.bfloat16, torch.float16)
 _aten: Any = torch.ops.aten
-
-
-class AttentionKernel(StrEnum):
-    """What torch's scaled_dot_product_attention ran."""
-
-    FLASH = "flash"
-    EFFICIENT = "efficient"
-    MATH = "math"
 
 
 class Kernels:
@@ -51,7 +42,7 @@ class Kernels:
 
     def __init__(self, device: str, compute_capability: tuple[int, int]) -> None:
         self._device = device
-        self._has_flash = compute_capability >= FLASH_CAPABILITY
+        self._compute_capability = compute_capability
         self._decomposed = functional.scaled_dot_product_attention
         self.attention: Counter[AttentionKernel] = Counter()
         self.num_masked = 0
@@ -67,23 +58,23 @@ class Kernels:
                 scaled_dot_product_attention=self._attention,
                 grouped_mm=_grouped_product,
             ),
-            replaced(
-                transformers.masking_utils,
-                is_tracing=lambda *_: False,
-                find_packed_sequence_indices=lambda *_, **__: None,
-            ),
+            replaced(transformers.masking_utils, is_tracing=lambda *_: False),
         ):
             yield
 
     def choose(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> AttentionKernel:
-        """The kernel for tensors [batch, heads, sequence, head_dim], as torch chooses (sdp_utils.cpp)."""
+        """The kernel for tensors [batch, heads, sequence, head_dim], with what it refuses left to the one after it."""
+        kernel = sdpa_kernel(
+            DeviceKind(self._device),
+            self._compute_capability,
+            is_16_bit=query.dtype in _16_BIT,
+            head_dim=query.shape[-1],
+            is_masked=mask is not None,
+        )
+        if query.shape[-1] != value.shape[-1]:  # flash takes one size
+            kernel = AttentionKernel.MATH if self._device == "cpu" else AttentionKernel.EFFICIENT
         is_grouped = key.shape[1] != query.shape[1]
-        is_plain = query.shape[-1] == value.shape[-1] <= _FLASH_MAX_HEAD_DIM and mask is None
-        if self._device == "cpu":  # its flash kernel takes every type, masks and grouped heads
-            return AttentionKernel.FLASH if query.shape[-1] == value.shape[-1] else AttentionKernel.MATH
-        if is_plain and self._has_flash and query.dtype in _16_BIT:
-            return AttentionKernel.FLASH
-        return AttentionKernel.MATH if is_grouped else AttentionKernel.EFFICIENT
+        return AttentionKernel.MATH if is_grouped and kernel is AttentionKernel.EFFICIENT else kernel
 
     def _attention(
         self,

@@ -82,6 +82,7 @@ class Allowance(StrEnum):
     OPTIMIZER_APPROX = "optimizer_approx"
     BF16_WEIGHTS = "bf16_weights"
     FP8 = "fp8"
+    TF32 = "tf32"
     COMPILE = "compile"
 
 

@@ -101,6 +101,7 @@ class Candidate(Value, frozen=True, kw_only=True):
     activation_offload: bool = False
     optimizer_in_backward: bool = False
     fp8_recipe: Fp8Recipe | None = None  # of precision fp8
+    tf32: bool = False  # of precision fp32: matrix products round their inputs to TF32
     flash_kernel: str | None = None  # of attention flash, OWNER/flash-attn2@COMMIT on the hub; None: flash-attn
     buckets: Buckets | None = None
     reasons: tuple[str, ...] = ()

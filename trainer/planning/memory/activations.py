@@ -20,17 +20,19 @@ Not covered: workspaces that oneDNN and cuBLAS allocate inside an operation, pad
 """
 
 from trainer.planning.memory.dora import NormMoment, backward_bytes, norm_moment, row_bytes, uses_dora
-from trainer.planning.memory.recipe import Dims, Kernel, Recipe, adapted_linears, adapter_parameters, adapts_all
+from trainer.planning.memory.recipe import Dims, Recipe, adapted_linears, adapter_parameters, adapts_all
 from trainer.planning.memory.saved_tensors import (
     SavedTensors,
     attention_module_bytes,
     keeps_input,
+    keys_and_values,
     saved_tensors,
     shares_product,
     windowed_attention_bytes,
 )
 from trainer.planning.memory.stacks import AdapterInputs
 from trainer.planning.setting import Setting
+from trainer.spec.attention_kernel import AttentionKernel
 from trainer.spec.strategy import Checkpointing
 from trainer.spec.value import Value
 
@@ -145,7 +147,7 @@ def _recomputed_part(
         return _Part(kept=boundary)
     c = recipe.compute_bytes
     outputs = _product_elements(setting, recipe, dims)
-    log_sums = 4 * dims.heads if recipe.kernel in (Kernel.FLASH, Kernel.EFFICIENT) else 0
+    log_sums = 4 * dims.heads if recipe.kernel.is_fused else 0
     kept = boundary + c * sum(outputs[::2]) + (c * dims.query + log_sums) * recipe.tokens
     # The output of the last product is kept where their number is odd: only the next block reads it.
     unused = c * outputs[-1] if len(outputs) % 2 else 0
@@ -212,15 +214,16 @@ def _temporaries(setting: Setting, recipe: Recipe, dims: Dims, saved: SavedTenso
 
 def _score_temporaries(recipe: Recipe, dims: Dims, saved: SavedTensors) -> int:
     """Softmax backward: gradients of probabilities and scores, by when the second half of the block is gone."""
-    if recipe.kernel in (Kernel.FLASH, Kernel.EFFICIENT):
+    if recipe.kernel.is_fused:
         return 0
     return max(0, _score_gradients(recipe, dims) - _gone_before_attention(recipe, dims, saved)) * recipe.tokens
 
 
 def _attention_temporaries(recipe: Recipe, dims: Dims, saved: SavedTensors, *, in_attention: int) -> int:
     """Backward of an attention module that was just recomputed, by when the feed-forward half is gone."""
-    if recipe.kernel in (Kernel.FLASH, Kernel.EFFICIENT):
-        gradients = recipe.compute_bytes * (2 * dims.query + 2 * dims.kv) + recipe.residual_bytes * dims.hidden
+    if recipe.kernel.is_fused:
+        read = keys_and_values(dims, is_repeated=recipe.repeats_kv)
+        gradients = recipe.compute_bytes * (2 * dims.query + read) + recipe.residual_bytes * dims.hidden
     else:
         gradients = _score_gradients(recipe, dims)
     gone = _gone_before_attention(recipe, dims, saved) - recipe.compute_bytes * dims.query
@@ -230,7 +233,7 @@ def _attention_temporaries(recipe: Recipe, dims: Dims, saved: SavedTensors, *, i
 def _score_gradients(recipe: Recipe, dims: Dims) -> int:
     """Of probabilities and scores, and of the residual stream."""
     c = recipe.compute_bytes
-    in_16_bit = 0 if c == 4 else c if recipe.kernel is Kernel.MATH else -c
+    in_16_bit = 0 if c == 4 else c if recipe.kernel is AttentionKernel.MATH else -c
     return dims.heads * recipe.seq_len * (8 + in_16_bit) + recipe.residual_bytes * dims.hidden
 
 

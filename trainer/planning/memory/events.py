@@ -26,9 +26,10 @@ from trainer.planning.memory.gradients import (
     table_gradients,
 )
 from trainer.planning.memory.loss_head import POSITION_BYTES, TOKEN_BYTES
-from trainer.planning.memory.recipe import Kernel, Recipe
+from trainer.planning.memory.recipe import Recipe
 from trainer.planning.memory.sharding import accumulated_gradients
 from trainer.planning.memory.step_memory import Event, StepMemory
+from trainer.spec.attention_kernel import AttentionKernel
 from trainer.spec.model_shape import Norm
 from trainer.spec.strategy import Checkpointing, LossHead, Precision, Sharding
 from trainer.spec.units import MIB
@@ -92,12 +93,12 @@ def _input_bytes(step: StepMemory) -> int:
     """
     recipe, dims = step.recipe, step.dims
     width, seq_len = recipe.residual_bytes, recipe.seq_len
-    is_masked = recipe.kernel is Kernel.EAGER and step.setting.checkpointing is not Checkpointing.NONE
+    is_masked = recipe.kernel is AttentionKernel.EAGER and step.setting.checkpointing is not Checkpointing.NONE
     mask = width * recipe.tokens * seq_len if is_masked else 0
     positions = recipe.tokens if recipe.is_packed else seq_len
     if recipe.is_packed:
         mask += POSITION_BYTES * recipe.tokens
-        if dims.masks_documents and recipe.kernel is not Kernel.EAGER:
+        if dims.masks_documents and recipe.kernel is not AttentionKernel.EAGER:
             mask += recipe.tokens * seq_len  # one byte a pair
     return TOKEN_BYTES * recipe.tokens + 2 * width * positions * dims.rotary_dim + mask
 

@@ -13,12 +13,11 @@ Ours, unless the setting names another stack (`stacks`) or says a value itself:
 A value of this module is a function of the setting and the device alone; everything else in this package reads it.
 """
 
-from enum import StrEnum
-
 from trainer.planning.device import Device
 from trainer.planning.memory.dims import Dims, adapted_linears, adapter_parameters, adapts_all, dims_of
 from trainer.planning.memory.stacks import AdapterInputs, Stack, stack_of
-from trainer.planning.setting import Setting
+from trainer.planning.setting import OUR_STACK, Setting
+from trainer.spec.attention_kernel import AttentionKernel, sdpa_kernel
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.model_shape import Norm
 from trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Optimizer, Precision, Sharding
@@ -26,7 +25,6 @@ from trainer.spec.value import Value
 
 __all__ = [
     "Dims",
-    "Kernel",
     "Recipe",
     "adapted_linears",
     "adapter_parameters",
@@ -36,15 +34,6 @@ __all__ = [
     "recipe_of",
     "shard_degree",
 ]
-
-
-class Kernel(StrEnum):
-    """How attention is computed; only `flash` and `efficient` keep no sequence x sequence array."""
-
-    FLASH = "flash"
-    EFFICIENT = "efficient"
-    MATH = "math"  # scaled_dot_product_attention without a fused kernel
-    EAGER = "eager"  # transformers' own
 
 
 class Recipe(Value, frozen=True, kw_only=True):
@@ -74,7 +63,8 @@ class Recipe(Value, frozen=True, kw_only=True):
     uses_deepspeed: bool
     uses_fsdp: bool
     shard_degree: int  # ranks that share what is sharded
-    kernel: Kernel
+    kernel: AttentionKernel
+    repeats_kv: bool  # attention is handed as many key and value heads as query heads
     is_cuda: bool
     is_hopper_or_later: bool
 
@@ -99,6 +89,7 @@ def recipe_of(setting: Setting, device: Device, dims: Dims) -> Recipe:
     if is_frozen:
         trained = choices.adapter_bytes or (compute if replicates_adapters else stack.adapter_bytes or master)
     seq_len = choices.longest_seq or setting.seq_len
+    kernel = attention_kernel(setting, device, dims)
     return Recipe(
         stack=stack,
         tokens=setting.micro_batch * choices.rows_per_example * seq_len,
@@ -131,7 +122,8 @@ def recipe_of(setting: Setting, device: Device, dims: Dims) -> Recipe:
         uses_deepspeed=uses_deepspeed,
         uses_fsdp=uses_fsdp,
         shard_degree=shard_degree(setting),
-        kernel=attention_kernel(setting, device, dims),
+        kernel=kernel,
+        repeats_kv=_repeats_kv(setting, stack, kernel),
         is_cuda=device.kind is DeviceKind.CUDA,
         is_hopper_or_later=(device.compute_capability or (0, 0)) >= (9, 0),
     )
@@ -166,21 +158,27 @@ def shard_degree(setting: Setting) -> int:
     return setting.num_ranks if sharding.shards_optimizer else 1
 
 
-def attention_kernel(setting: Setting, device: Device, dims: Dims) -> Kernel:
+def attention_kernel(setting: Setting, device: Device, dims: Dims) -> AttentionKernel:
     """The kernel that runs, without an attention mask: rows are padded on the right and attention is causal.
 
-    PyTorch's flash kernel takes 16 bit from compute capability 8.0, flash-attn 1.x from 7.5; PyTorch's
-    memory-efficient one takes fp32 and older chips but no grouped key and value heads, for which the
-    sequence x sequence path remains.
+    flash-attn 1.x takes 16 bit from compute capability 7.5. Where PyTorch's memory-efficient kernel runs, our runtime
+    repeats grouped key and value heads for it; a program that does not is left the sequence x sequence path.
     """
     if setting.attention is Attention.EAGER:
-        return Kernel.EAGER
+        return AttentionKernel.EAGER
     if device.kind is DeviceKind.CPU:
-        return Kernel.FLASH
+        return AttentionKernel.FLASH
     if dims.broadcasts_heads and setting.attention is Attention.SDPA:
-        return Kernel.MATH
+        return AttentionKernel.MATH
     is_16_bit = setting.strategy.precision is not Precision.FP32
-    oldest = (7, 5) if setting.attention is Attention.FLASH else (8, 0)
-    if is_16_bit and (device.compute_capability is None or device.compute_capability >= oldest):
-        return Kernel.FLASH
-    return Kernel.EFFICIENT if dims.kv_heads == dims.heads else Kernel.MATH
+    capability = device.compute_capability
+    if setting.attention is Attention.FLASH and is_16_bit and (capability or (7, 5)) >= (7, 5):
+        return AttentionKernel.FLASH
+    head_dim = dims.query // dims.heads
+    kernel = sdpa_kernel(device.kind, capability, is_16_bit=is_16_bit, head_dim=head_dim)
+    repeats = setting.stack == OUR_STACK or stack_of(setting.stack).repeats_kv or dims.kv_heads == dims.heads
+    return kernel if repeats or kernel is AttentionKernel.FLASH else AttentionKernel.MATH
+
+
+def _repeats_kv(setting: Setting, stack: Stack, kernel: AttentionKernel) -> bool:
+    return setting.attention is Attention.SDPA and (stack.repeats_kv or kernel is AttentionKernel.EFFICIENT)

@@ -25,9 +25,10 @@ its own two matrices, with DoRA (`dora`) the products of layer and adapter besid
 from collections.abc import Iterable, Iterator
 
 from trainer.planning.memory.dora import saved_product_bytes
-from trainer.planning.memory.recipe import Dims, Kernel, Recipe, adapted_linears
+from trainer.planning.memory.recipe import Dims, Recipe, adapted_linears
 from trainer.planning.memory.stacks import AdapterInputs
 from trainer.planning.setting import Setting
+from trainer.spec.attention_kernel import AttentionKernel
 from trainer.spec.model_shape import Norm
 from trainer.spec.strategy import Attention
 from trainer.spec.value import Value
@@ -147,18 +148,20 @@ _MLP_OUTPUTS = frozenset(("down_proj", "dense_4h_to_h", "fc2"))
 def attention_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
     """Query, key, value, output and what the kernel keeps."""
     c, q, k = recipe.compute_bytes, dims.query, dims.kv
-    if recipe.kernel in (Kernel.FLASH, Kernel.EFFICIENT):
-        is_repeated = recipe.stack.repeats_kv and setting.attention is Attention.SDPA
+    if recipe.kernel.is_fused:
         # Flash lays its output out as its query is: where that was put together anew, the next product needs a copy.
         # The kernels of packed rows lay it out for the product.
-        is_copied = dims.is_rotary_joined and recipe.kernel is Kernel.FLASH and not recipe.is_packed
+        is_copied = dims.is_rotary_joined and recipe.kernel is AttentionKernel.FLASH and not recipe.is_packed
         is_copied = is_copied and (not recipe.is_frozen or recipe.has_fp32_products)
-        inputs = _attention_inputs(dims, 2 * q if is_repeated else 2 * k)
+        inputs = _attention_inputs(dims, is_repeated=recipe.repeats_kv)
         if recipe.has_fp32_products:  # attention casts them
-            inputs = q + 2 * k
+            inputs = q + keys_and_values(dims, is_repeated=recipe.repeats_kv)
+        # Documents that run one by one keep an output each, and the next product that of the row.
+        is_one_by_one = recipe.is_packed and recipe.kernel is AttentionKernel.EFFICIENT
+        is_copied = is_copied or (is_one_by_one and _reads_attention(setting, recipe, dims))
         return c * (inputs + (2 * q if is_copied else q)) + 4 * dims.heads
     scores = dims.heads * recipe.seq_len
-    if recipe.kernel is Kernel.EAGER:
+    if recipe.kernel is AttentionKernel.EAGER:
         return 4 * c * q + scores * (4 + (c if c != 4 else 0) + (c if dims.caps_scores else 0))
     # PyTorch's own product of query, key and value runs in fp32, on as many heads unless it broadcasts them.
     output = c * q if _reads_attention(setting, recipe, dims) else 0  # no kernel keeps it here
@@ -205,19 +208,26 @@ def windowed_attention_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> in
     """
     needs_mask = dims.window is not None and recipe.seq_len >= dims.window and setting.attention is Attention.SDPA
     needs_mask = needs_mask and not recipe.is_packed  # a window is the kernel's own there
-    if not needs_mask or recipe.kernel not in (Kernel.FLASH, Kernel.EFFICIENT):
+    if not needs_mask or not recipe.kernel.is_fused:
         return attention_bytes(setting, recipe, dims)
     c, q = recipe.compute_bytes, dims.query
-    repeated = 2 * q if 1 < dims.kv_heads < dims.heads else 2 * dims.kv  # one head is only viewed as many
-    return c * (_attention_inputs(dims, repeated) + q + recipe.seq_len) + 4 * dims.heads
+    return c * (_attention_inputs(dims, is_repeated=True) + q + recipe.seq_len) + 4 * dims.heads
 
 
-def _attention_inputs(dims: Dims, keys_and_values: int) -> int:
-    """Elements of query, key and value as the kernel reads them."""
+def keys_and_values(dims: Dims, *, is_repeated: bool) -> int:
+    """Elements of both as attention reads them; a single head is only viewed as many."""
+    return 2 * dims.query if is_repeated and 1 < dims.kv_heads < dims.heads else 2 * dims.kv
+
+
+def _attention_inputs(dims: Dims, *, is_repeated: bool) -> int:
+    """Elements of query, key and value as the kernel reads them, and of the fused product that is kept by its views."""
+    read = keys_and_values(dims, is_repeated=is_repeated)
     if not dims.is_qkv_fused:
-        return dims.query + keys_and_values
+        return dims.query + read
     fused = dims.query + 2 * dims.kv
-    return fused + (dims.query + dims.kv if dims.has_rotary else 0)
+    if read == 2 * dims.kv:
+        return fused + (dims.query + dims.kv if dims.has_rotary else 0)
+    return read + (dims.query if dims.has_rotary else fused)
 
 
 def mlp_bytes(recipe: Recipe, dims: Dims) -> int:
