@@ -44,7 +44,7 @@ from trainer.spec.units import format_bytes  # noqa: E402
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 RESULTS, CALIBRATION = ROOT / "benchmarks" / "results", ROOT / "tests" / "calibration"
 MINUTES = 30.0
-CORES_EACH, MOST_TOGETHER = 3, 5  # of runs side by side: starting one takes cores, not the card
+CORES_EACH, MOST_TOGETHER = 2, 7  # of runs side by side: starting one takes cores, not the card
 NOT_MEASURED = "It has not been measured on a GPU yet: no figure here is of one.\n"
 
 

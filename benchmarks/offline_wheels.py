@@ -10,6 +10,7 @@ headers. Bundle 1 holds the tracked files of this repository and what `benchmark
 
 import argparse
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -68,7 +69,8 @@ def main() -> int:
     options = _options()
     out: Path = options.out
     wheels = out / "wheels"
-    wheels.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(wheels, ignore_errors=True)  # of other versions, perhaps
+    wheels.mkdir(parents=True)
     locked = locked_versions("\n".join((ROOT / name).read_text() for name in LOCKS))
     for package in PACKAGES:
         done = subprocess.run(pip_command(package, locked, wheels, python=options.python, machine=options.machine))
@@ -95,7 +97,7 @@ def pip_command(package: Package, locked: Mapping[str, str], wheels: Path, *, py
     """The command that puts the wheel of a package into `wheels`."""
     version = locked.get(package.name)
     wanted = f"{package.name}=={version}" if version else f"{package.name}{package.bound}"
-    pip = [sys.executable, "-m", "pip"]
+    pip = [sys.executable, "-m", "pip", "--quiet"]
     if package.is_built_here:
         return [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), wanted]
     platforms = [f"--platform=manylinux_2_{minor}_{machine}" for minor in (28, 27, 24, 17)]

@@ -37,7 +37,7 @@ _FEW_TOKENS = {"pin.checkpointing": "full"}  # with one row in a micro batch, gr
 _EIGHT_BIT, _PAGED, _IN_BACKWARD = (
     ("optimizer_state", "uint8"), ("optimizer_state", "paged"), ("updates", "inside the backward pass")
 )  # fmt: skip
-_BLOCKS = r"^[1-9]\d* of [1-9]\d* blocks"
+_BLOCKS = r"\b[1-9]\d* of [1-9]\d* blocks"
 _GALORE = {
     "train.method": "galore",
     "pin.optimizer": "adamw",

@@ -162,7 +162,8 @@ def _lines_of(bench: Bench, trainer: Trainer, job: PeerJob) -> list[Row]:
     file.write_text(trainer.write(job))
     environment = {**bench.environment, **_OFFLINE}
     if bench.hardware.gpus:
-        environment.setdefault("CUDA_VISIBLE_DEVICES", "0")  # transformers' Trainer would take every card
+        visible = environment.get("CUDA_VISIBLE_DEVICES") or "0"
+        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]  # transformers' Trainer would take every card
     log_path = job.folder / "log.txt"
     with log_path.open("wb") as log:
         process = subprocess.Popen(

@@ -15,7 +15,7 @@ FAKE_PIP = """
 import os, re, sys
 from pathlib import Path
 
-words = sys.argv[1:]
+words = sys.argv[2:]
 Path(os.environ["NOTES"]).open("a").write(" ".join(words) + "\\n")
 name = re.split("[=><]", words[-1])[0]
 folder = words[words.index("--wheel-dir" if words[0] == "wheel" else "--dest") + 1]
