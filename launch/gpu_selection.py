@@ -8,7 +8,7 @@ out is always said, in a sentence that names who holds a card or which other mod
 
 from collections.abc import Sequence
 
-from trainer.planning.gpu_specs import gpu_spec
+from trainer.planning.gpu_rating import spec_of
 from trainer.spec.errors import InputError
 from trainer.spec.hardware import Gpu, Holder
 from trainer.spec.units import format_bytes
@@ -128,7 +128,7 @@ def _best_uniform(gpus: Sequence[Gpu]) -> tuple[tuple[Gpu, ...], tuple[str, ...]
         groups.setdefault((gpu.name, gpu.memory_bytes), []).append(gpu)
     if len(groups) < 2:
         return tuple(gpus), ()
-    knows_peaks = all(gpu_spec(gpu.spec_name) is not None for gpu in gpus)
+    knows_peaks = all(spec_of(gpu) is not None for gpu in gpus)
     best = max(groups.values(), key=lambda group: _worth(group, knows_peaks=knows_peaks))
     rest = [group for group in groups.values() if group is not best]
     return tuple(best), tuple(
@@ -141,7 +141,7 @@ def _best_uniform(gpus: Sequence[Gpu]) -> tuple[tuple[Gpu, ...], tuple[str, ...]
 def _worth(group: Sequence[Gpu], *, knows_peaks: bool) -> tuple[float, tuple[int, int]]:
     """Total memory times total peak where every card has a row, else total memory; ties go to the newer chip."""
     memory = len(group) * min(gpu.usable_bytes or gpu.memory_bytes for gpu in group)
-    row = gpu_spec(group[0].spec_name) if knows_peaks else None
+    row = spec_of(group[0]) if knows_peaks else None
     peak = len(group) * row.fp16_flops_per_s if row is not None else 1
     return float(memory) * peak, group[0].compute_capability or (0, 0)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from launch.card_facts import with_card_facts
 from launch.gpu_selection import held_bytes
 from launch.host import parse_meminfo, read_text
 from launch.nvidia_failures import Failure, explain_failure
@@ -142,6 +143,7 @@ def _assemble(
         " ".join(wanted[topic]) for topic, answer in zip(wanted, answers, strict=True) if answer.exit_code is None
     ]
     gpus, without_slice = _split_by_mig(_with_table_holders(usable, texts.get("table", "")), rows, texts)
+    gpus = with_card_facts(gpus)
     topology = parse_topology(texts.get("topology", ""))
     gpus = tuple(
         msgspec.structs.replace(gpu, numa_node=topology.numa_nodes.get(gpu.index))

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from launch.gpu_selection import name_holders
+from trainer.planning.gpu_rating import rated_spec
 from trainer.planning.gpu_specs import GpuSpec, gpu_spec
 from trainer.spec.hardware import Disk, Gpu, Hardware, Host, Link, NetworkInterface, PeerCopy
 from trainer.spec.strategy import Precision
@@ -60,9 +61,16 @@ def _gpu_lines(gpu: Gpu) -> list[str]:
         f"{gpu.power_limit_w:g} W" if gpu.power_limit_w is not None else None,
         {True: "ECC on", False: "ECC off"}.get(gpu.is_ecc_on) if gpu.is_ecc_on is not None else None,
         f"driver {gpu.driver}" if gpu.driver else None,
-        None if gpu.spec_name or gpu.is_mig_on else "not in the catalogue: its speed is not known",
+        None if gpu.spec_name or gpu.is_mig_on else _rating_words(gpu),
     )
     return [line] + ([f"   memory is also held by {name_holders(gpu.holders)}"] if gpu.holders else [])
+
+
+def _rating_words(gpu: Gpu) -> str:
+    spec = rated_spec(gpu)
+    if spec is None:
+        return "not in the catalogue: its speed is not known"
+    return f"not in the catalogue: by its driver {spec.fp16_flops_per_s / 10**12:.3g} TFLOP/s in 16 bit"
 
 
 def _link_lines(links: Sequence[Link]) -> list[str]:

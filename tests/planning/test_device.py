@@ -60,6 +60,23 @@ def test_a_card_without_a_row_keeps_its_memory_and_has_no_rates() -> None:
     assert device.matmul_flops_per_s is None
 
 
+def test_a_card_without_a_row_has_the_rates_that_follow_from_its_driver() -> None:
+    facts = {"num_cuda_cores": 4096, "max_clock_mhz": 2500, "memory_bus_bits": 192, "max_memory_clock_mhz": 8000}
+    card = stranger(compute_capability=(8, 9), pcie_generation=4, pcie_width=8, **facts)
+    device = device_of(Hardware(gpus=(card,), host=UNKNOWN_HOST))
+    assert device.is_rated_by_driver and device.has_known_speed
+    assert device.usable_bytes == 24 * GIB
+    assert device.memory_bytes_per_s == 2 * 8000 * 10**6 * 192 / 8
+    assert device.pcie_bytes_per_s == 16 * 10**9
+    assert device.board_watts is None
+    known = machine("1xRTX-4090").gpus[0]
+    mixed = device_of(Hardware(gpus=(known, replace(card, index=1)), host=UNKNOWN_HOST))
+    assert mixed.peak_flops_per_s == device.peak_flops_per_s and mixed.is_rated_by_driver
+    for missing in facts:
+        partial = device_of(Hardware(gpus=(replace(card, **{missing: None}),), host=UNKNOWN_HOST))
+        assert not partial.has_known_speed and partial.peak_flops_per_s == {}
+
+
 def test_one_stranger_among_known_cards_makes_the_rates_unknown() -> None:
     known = machine("1xRTX-4090").gpus[0]
     device = device_of(Hardware(gpus=(known, stranger(1)), host=UNKNOWN_HOST))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from trainer.planning.calibrate import Corrections, Factor
+from trainer.planning.calibrate import Correction, Corrections, Factor
 from trainer.planning.device import Device
 from trainer.planning.gpu_specs import MIG_MARK
 from trainer.spec.hardware import DeviceKind
@@ -10,10 +10,9 @@ from trainer.spec.plan import Candidate, TrialResult
 from trainer.spec.units import format_seconds
 
 # What the closed forms miss on published runs of other people (`python benchmarks/accuracy.py`), as nine in ten; a
-# card without NVLink, and a CPU, depend on more that no datasheet says.
+# card without NVLink, one that is rated by what its driver reports, and a CPU, depend on more that no datasheet says.
 WELL_KNOWN_CARDS = ("A100", "H100", "H200")
-WELL_KNOWN_SPEED, OTHER_SPEED = "+-15 %", "+-50 %"
-CPU_SPEED = "a factor of 2"
+WELL_KNOWN_SPEED, OTHER_SPEED, ASSUMED_SPEED = 0.15, 0.5, 1.0
 MEMORY = "2 %"
 
 
@@ -36,11 +35,16 @@ def trial_words(trials: Sequence[TrialResult]) -> tuple[str, ...]:
     return (f"trial: {measured} a step; predicted {expected}",)
 
 
-def usual_error(device: Device) -> float:
-    """By how much, as a share, a step may take longer or shorter than predicted before any run on this device."""
-    if device.kind is DeviceKind.CPU:
-        return 1.0
-    return 0.15 if _is_well_known(device) else 0.5
+def usual_error(device: Device) -> float | None:
+    """By how much, as a share, a step may take longer or shorter than predicted before any run on this device.
+
+    None: the speed of the device is not known, and nothing was predicted.
+    """
+    if not device.has_known_speed:
+        return None
+    if device.kind is DeviceKind.CPU or device.is_rated_by_driver:
+        return ASSUMED_SPEED
+    return WELL_KNOWN_SPEED if _is_well_known(device) else OTHER_SPEED
 
 
 def _words(corrections: Corrections, chosen: Candidate, device: Device) -> Iterator[str]:
@@ -53,9 +57,9 @@ def _words(corrections: Corrections, chosen: Candidate, device: Device) -> Itera
         yield f"peak memory {_applied(correction.peak, 'like this one')}"
     if not correction.step.num_runs and not is_tried:
         unknown = "no run like this one" if corrections.num_unused or correction.peak.num_runs else "no run"
-        speed = f"tokens/s within {_speed_words(device)}"
-        memory = "" if correction.peak.num_runs else f", peak memory within {MEMORY}"
-        yield f"{unknown} on this device yet: expect {speed}{memory}"
+        expected = [words for words in (_speed_words(device), _memory_words(correction)) if words]
+        if expected:
+            yield f"{unknown} on this device yet: expect {', '.join(expected)}"
     if corrections.num_unused:
         runs = _runs(corrections.num_unused)
         yield f"{runs} on this device not used: another version, or a model of another size"
@@ -73,10 +77,15 @@ def _runs(number: int) -> str:
     return "1 run" if number == 1 else f"{number} runs"
 
 
-def _speed_words(device: Device) -> str:
-    if device.kind is DeviceKind.CPU:
-        return CPU_SPEED
-    return WELL_KNOWN_SPEED if _is_well_known(device) else OTHER_SPEED
+def _speed_words(device: Device) -> str | None:
+    error = usual_error(device)
+    if error is None:
+        return None
+    return "tokens/s within " + ("a factor of 2" if error == ASSUMED_SPEED else f"+-{error:.0%}".replace("%", " %"))
+
+
+def _memory_words(correction: Correction) -> str | None:
+    return None if correction.peak.num_runs else f"peak memory within {MEMORY}"
 
 
 def _is_well_known(device: Device) -> bool:

@@ -2,13 +2,14 @@
 
 A machine of unequal GPUs is planned for the weakest of them, since every rank waits for the slowest and none may run
 out. Measured rates replace datasheet figures. A GPU without a row in the catalogue keeps the memory that was probed;
-its rates stay unknown (`speed_notes` says what that does to a ranking). A CPU is a device whose memory is its share
-of the RAM that the cgroup grants.
+its rates follow from what its driver reports (`gpu_rating`), or stay unknown (`speed_notes` says what that does to a
+ranking). A CPU is a device whose memory is its share of the RAM that the cgroup grants.
 """
 
 from collections.abc import Sequence
 
 from trainer.planning.gpu_chips import Generation
+from trainer.planning.gpu_rating import spec_of
 from trainer.planning.gpu_specs import GpuSpec, gpu_spec
 from trainer.spec.errors import InputError
 from trainer.spec.hardware import DeviceKind, Disk, Gpu, Hardware, Host, LinkKind
@@ -45,6 +46,7 @@ class Device(Value, frozen=True, kw_only=True):
     board_watts: float | None = None  # the limit that is set
     rated_watts: float | None = None  # of the card as it is sold
     lowest_watts: int | None = None  # of a laptop GPU whose power class is not known: `rated_watts` is assumed
+    is_rated_by_driver: bool = False  # no row of the catalogue: peaks and bandwidth follow from SMs, clocks and bus
     peak_flops_per_s: dict[Precision, int] = {}  # dense datasheet figures; absent: unknown, or no such unit
     tf32_flops_per_s: int | None = None  # the same, of fp32 products whose inputs are rounded
     matmul_flops_per_s: int | None = None  # measured, or assumed for a CPU
@@ -71,6 +73,11 @@ class Device(Value, frozen=True, kw_only=True):
     def num_devices(self) -> int:
         return self.num_nodes * self.devices_per_node
 
+    @property
+    def has_known_speed(self) -> bool:
+        """Whether products run at a rate that was measured, is of a datasheet or follows from one."""
+        return self.matmul_flops_per_s is not None or bool(self.peak_flops_per_s)
+
 
 def device_of(hardware: Hardware) -> Device:
     """The device that every rank of `hardware` can count on; InputError where its memory is unknown."""
@@ -80,10 +87,9 @@ def device_of(hardware: Hardware) -> Device:
 def _gpu_device(hardware: Hardware) -> Device:
     gpus = hardware.gpus
     smallest = min(gpus, key=_grantable_bytes)
-    specs = [gpu_spec(gpu.spec_name) for gpu in gpus]
-    known = [spec.at_power(gpu.power_limit_w) for gpu, spec in zip(gpus, specs, strict=True) if spec is not None]
+    known = [spec for spec in map(spec_of, gpus) if spec is not None]
     rates = hardware.rates
-    # Rates of the slowest card, and only when every card has a row.
+    # Rates of the slowest card, and only when those of every card are known.
     slowest = min(known, key=lambda spec: spec.fp16_flops_per_s) if len(known) == len(gpus) else None
     capabilities = [gpu.compute_capability for gpu in gpus if gpu.compute_capability is not None]
     usable = _grantable_bytes(smallest)
@@ -101,8 +107,9 @@ def _gpu_device(hardware: Hardware) -> Device:
         num_cores=hardware.host.num_cores,
         compute_capability=min(capabilities) if len(capabilities) == len(gpus) else None,
         generation=slowest.generation if slowest else None,
-        board_watts=min(watts) if watts else (slowest.board_watts if slowest else None),
-        rated_watts=slowest.board_watts if slowest else None,
+        board_watts=min(watts) if watts else (slowest.board_watts or None if slowest else None),
+        rated_watts=(slowest.board_watts or None) if slowest else None,
+        is_rated_by_driver=bool(slowest) and any(gpu_spec(gpu.spec_name) is None for gpu in gpus),
         lowest_watts=slowest.lowest_watts if slowest and not watts else None,
         peak_flops_per_s=_peaks(slowest),
         tf32_flops_per_s=slowest.tf32_flops_per_s if slowest else None,

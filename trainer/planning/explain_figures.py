@@ -47,8 +47,9 @@ def speed_section(plan: Plan, situation: Situation) -> Section:
     ordered = sorted(((part, seconds) for part, seconds in chosen.speed.parts.items() if seconds), key=lambda p: -p[1])
     parts = ", ".join(f"{part.removesuffix('_s')} {format_seconds(seconds)}" for part, seconds in ordered[:4])
     bars = tuple((part.removesuffix("_s"), seconds, format_seconds(seconds)) for part, seconds in ordered)
+    title = "speed" if situation.device.has_known_speed else "speed is not known; these only rank strategies"
     return Section(
-        title=f"speed: {', '.join(words)}",
+        title=f"{title}: {', '.join(words)}",
         blocks=(
             Sentence(text=f"a step: {parts}"),
             Bars(caption="parts of a step", rows=bars),

@@ -38,6 +38,11 @@ class Chip(Value, frozen=True, kw_only=True):
     context_mib: int  # CUDA context and kernels of one process
 
     @property
+    def cuda_cores(self) -> int:
+        """Of one SM; each multiplies and adds once in a clock."""
+        return self.fp32_flop // 2
+
+    @property
     def has_bf16(self) -> bool:
         return self.compute_capability >= (8, 0)
 

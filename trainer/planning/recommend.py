@@ -216,7 +216,8 @@ def _prediction(situation: Situation, plan: Plan, report: Report, _: Observed) -
     if not expected or not found or rates_source(plan.hardware) is RatesSource.MEASURED:
         return
     off = max(expected, found) / min(expected, found)
-    if off > 1 + usual_error(situation.device):
+    usual = usual_error(situation.device)
+    if usual is None or off > 1 + usual:
         text = (
             f"a step took {format_seconds(found)}, predicted were {format_seconds(expected)}: shardwise probe "
             "--measure -o hardware.json finds what this machine can do, shardwise plan --hardware hardware.json what "

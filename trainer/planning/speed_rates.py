@@ -8,6 +8,7 @@ take off. Where nothing is known a rate is so low that nothing is promised, and 
 from trainer.planning import speed_constants as constants
 from trainer.planning.device import Device
 from trainer.planning.gpu_chips import Generation
+from trainer.planning.gpu_rating import GDDR_GENERATIONS
 from trainer.planning.setting import Setting
 from trainer.planning.speed_stacks import speed_stack_of
 from trainer.spec.hardware import DeviceKind, LinkKind
@@ -26,13 +27,13 @@ WATT_BY_GENERATION = {
     Generation.BLACKWELL: 1.5,
     Generation.GB20X: 0.8,
 }
-GDDR_GENERATIONS = (Generation.TURING, Generation.GA10X, Generation.ADA, Generation.GB20X)
 # Watts of the board that a chip was made for; smaller boards of the same chip are capped. Others: their own.
 REFERENCE_WATTS = {Generation.AMPERE: 400.0, Generation.HOPPER: 700.0, Generation.BLACKWELL: 1000.0}
 EMULATED_SHARE = 0.25  # of the fp32 peak: 16-bit types without a unit are converted operation by operation
 COPY_BESIDE_PRODUCTS = 0.9  # a copy on H200 reaches 4.0 of 4.8 TB/s, elementwise kernels of a step 0.749 of it
 LINK_BESIDE_PRODUCTS = 0.62  # nccl-tests reach 231 of 300 GB/s on A100, collectives of a step 0.479 of it
-# For a GPU that is neither in the catalogue nor measured: below any data-centre card of the last ten years.
+# What strategies are ranked by on a GPU of unknown speed: below any data-centre card of the last ten years. No figure
+# that follows from these is a prediction, and a plan says that the speed is not known.
 UNKNOWN_FLOPS_PER_S = 5e12
 UNKNOWN_MEMORY_BYTES_PER_S = 200e9
 UNKNOWN_LINK_BYTES_PER_S = 4e9
@@ -85,10 +86,18 @@ def speed_notes(device: Device) -> tuple[str, ...]:
                 f"the speed of this CPU is assumed ({assumed / 1e9:.0f} GFLOP/s a rank); "
                 "`shardwise probe --measure` measures it"
             )
-    elif not device.peak_flops_per_s and device.matmul_flops_per_s is None:
+    elif not device.has_known_speed:
         notes.append(
-            f"{device.name} is not in the GPU catalogue and was not measured: speeds assume "
-            f"{UNKNOWN_FLOPS_PER_S / 1e12:.0f} TFLOP/s and only rank; `shardwise probe --measure` mends it"
+            f"the speed of {device.name} is not known: the GPU catalogue does not have it, its driver does not report "
+            "its cores and clocks, and it was not measured; times and tokens/s only rank strategies; "
+            "`shardwise probe --measure` measures it"
+        )
+    elif device.matmul_flops_per_s is None and device.is_rated_by_driver:
+        peak = max(device.peak_flops_per_s.get(kind, 0) for kind in (Precision.FP16_MIXED, Precision.BF16_MIXED))
+        notes.append(
+            f"{device.name} is not in the GPU catalogue: cores, clocks and bus that its driver reports make "
+            f"{peak / 1e12:.3g} TFLOP/s in 16 bit and {(device.memory_bytes_per_s or 0) / 1e9:.0f} GB/s; "
+            "`shardwise probe --measure` measures it"
         )
     elif device.matmul_flops_per_s is None:
         notes.append("speeds are from datasheet rates; `shardwise probe --measure` replaces them by measured ones")
