@@ -228,7 +228,6 @@ def _ladder(options: argparse.Namespace) -> ExitCode:
             vram_cap_bytes=options.vram,
             num_steps=options.steps,
             csv=options.csv,
-            png=options.png,
             html=options.html,
             as_json=options.json,
         ),

@@ -196,7 +196,6 @@ def _add_ladder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rungs", metavar="A,B,C", help="values of pins: fp32,bf16-mixed,full,chunked,lora")
     parser.add_argument("--steps", type=_positive, default=6, metavar="N", help="of each rung; default: 6")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="the figures as CSV")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="a chart of peaks and step times")
     parser.add_argument("--html", type=Path, metavar="FILE", help="the table and charts as one page")
     parser.add_argument("--json", action="store_true", help="the figures on stdout, everything else on stderr")
 

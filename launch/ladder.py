@@ -1,6 +1,6 @@
 """`shardwise ladder`: what each technique saves on this machine, switched on one after the other.
 
-What is measured is told in a table; `--csv`, `--png` and `--html` write the same figures to files.
+What is measured is told in a table; `--csv` and `--html` write the same figures to files.
 """
 
 import json
@@ -40,7 +40,6 @@ class LadderOptions(NamedTuple):
     vram_cap_bytes: int | None = None
     num_steps: int = LADDER_STEPS
     csv: Path | None = None
-    png: Path | None = None
     html: Path | None = None
     as_json: bool = False
 
@@ -91,10 +90,6 @@ def _tell(
     written = []
     if options.csv is not None:
         written.append(_write(options.csv, ladder_csv(rows).encode()))
-    if options.png is not None:
-        from launch.ladder_png import ladder_png
-
-        written.append(_write(options.png, ladder_png(page.title, rows)))
     if options.html is not None:
         from trainer.planning.page_html import pages_html
 
@@ -120,7 +115,7 @@ def _page(options: LadderOptions, inputs: PlanInputs, results: Sequence[RungResu
 
 def _check_folders(options: LadderOptions) -> None:
     """InputError for a file that could not be written, before minutes are spent on what it is to hold."""
-    for name, path in (("--csv", options.csv), ("--png", options.png), ("--html", options.html)):
+    for name, path in (("--csv", options.csv), ("--html", options.html)):
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise InputError(f"{name} {path}: name a file in a folder that exists")
 

@@ -61,11 +61,6 @@ def run_status(options: StatusOptions, console: Console, *, environment: Mapping
     return ExitCode.DONE
 
 
-def read_status(files: RunFiles, queue: Queue, environment: Mapping[str, str] = os.environ) -> RunStatus:
-    """How one run stands now."""
-    return _status(files, queue, environment, asks_ended=True)
-
-
 def _status(files: RunFiles, queue: Queue, environment: Mapping[str, str], *, asks_ended: bool) -> RunStatus:
     witness = witness_of(files, queue, asks_ended=asks_ended, environment=environment)
     logs = log_places(files)

@@ -8,13 +8,13 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 
 from launch.attempt_end import AttemptEnd, Observed, attempt_end
-from launch.local_ranks import LocalRanks, Ranks
+from launch.local_ranks import Ranks
 from launch.watchdog import Silence, Watchdog, with_stacks
 
 POLL_S = 0.1
@@ -76,20 +76,6 @@ class StopRequest:
 
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
-
-def run_attempt(
-    argv: Sequence[str],
-    *,
-    attempt_dir: Path,
-    environment: Mapping[str, str],
-    stop: StopRequest,
-    on_tick: Callable[[], None],
-    watchdog: Watchdog,
-) -> AttemptEnd:
-    """Runs one attempt on this machine to its end and tells how it ended."""
-    ranks = LocalRanks(argv, attempt_dir=attempt_dir, environment=environment)
-    return watch_attempt(ranks, attempt_dir=attempt_dir, stop=stop, on_tick=on_tick, watchdog=watchdog)
 
 
 def watch_attempt(

@@ -45,12 +45,6 @@ def submit_script(
     return job_id
 
 
-def cancel_jobs(job_ids: Sequence[str], *, environment: Mapping[str, str] = os.environ) -> None:
-    """Takes back what was submitted."""
-    if job_ids:
-        _call(("scancel", *job_ids), environment)
-
-
 def knows_pyxis(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether srun has the options of the container plugin."""
     try:

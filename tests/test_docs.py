@@ -223,7 +223,7 @@ def test_the_options_of_every_command_are_frozen():
         "status": ["--help", "--json", "--sync"],
         "logs": ["--attempt", "--follow", "--help", "--lines", "--rank"],
         "watch": ["--help", "--json", "--once"],
-        "ladder": ["--csv", "--gpus", "--help", "--html", "--json", "--png", "--rungs", "--steps", "--vram"],
+        "ladder": ["--csv", "--gpus", "--help", "--html", "--json", "--rungs", "--steps", "--vram"],
         "profile": ["--gpus", "--help", "--json", "--out", "--steps", "--time", "--vram"],
         "cancel": ["--help", "--now"],
         "doctor": ["--help", "--json", "--quick"],

@@ -23,7 +23,7 @@ def check_quickstart(rows: dict[str, dict], *, lowered: tuple[str, ...]) -> None
 
 
 def test_each_technique_lowers_the_peak_of_the_quickstart_as_predicted(workplace):
-    files = {name: workplace.folder / f"ladder.{name}" for name in ("csv", "png", "html")}
+    files = {name: workplace.folder / f"ladder.{name}" for name in ("csv", "html")}
     options = [word for name, path in files.items() for word in (f"--{name}", path)]
     rungs = "fp32,full,flash,lora"
     few = "train.tokens_per_step=1024"
@@ -37,7 +37,6 @@ def test_each_technique_lowers_the_peak_of_the_quickstart_as_predicted(workplace
         assert max(phases) == row["peak_bytes"] and row["exit_code"] == 0
     with files["csv"].open() as stream:
         assert [row["rung"] for row in csv.DictReader(stream)] == list(rows)
-    assert files["png"].read_bytes().startswith(b"\x89PNG")
     assert "quickstart" in files["html"].read_text()
     assert list((workplace.folder / "cache" / "ladder").iterdir()) == []
 

@@ -5,10 +5,8 @@ import io
 
 import pytest
 from msgspec.structs import replace
-from png_pixels import rows_of
 from report_factory import MIB, make_candidate, make_report
 
-from launch.ladder_png import ladder_png
 from launch.ladder_run import Outcome, RungResult
 from launch.ladder_rungs import parse_rungs
 from launch.ladder_table import ladder_csv, ladder_page, ladder_rows
@@ -80,12 +78,3 @@ def test_the_page_has_a_bar_for_each_rung_that_was_measured():
     html = pages_html([ladder_page("a job", RESULTS, common="The same on all.")], title="a job")
     assert "<svg" in html and "Peak memory" in html and "400 MiB" in html
     assert "http" not in html.replace("http-equiv", "")
-
-
-def test_the_picture_has_bars_as_long_as_the_figures():
-    rows = rows_of(ladder_png("a job", ladder_rows(RESULTS)))
-    assert len({len(row) for row in rows}) == 1
-    peaks = [row.count(3) for row in rows if row.count(3)]
-    assert (max(peaks), min(peaks)) == (304, 76 - 3)  # of 380 for 500 MiB: 400 MiB, and 100 MiB less the line across
-    assert any(row.count(5) for row in rows)  # "out of memory"
-    assert rows_of(ladder_png("nothing ran", []))

@@ -14,7 +14,7 @@ from report_factory import make_report
 from launch.attempt_end import AttemptEnd
 from launch.local_ranks import LocalRanks
 from launch.process_record import read_records, record_of, write_record
-from launch.supervisor import StopKind, StoppedEarlyError, StopRequest, run_attempt
+from launch.supervisor import StopKind, StoppedEarlyError, StopRequest, watch_attempt
 from launch.watchdog import Watchdog, WatchLimits
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError
@@ -70,7 +70,8 @@ def run(
     num_ranks: int = 1,
 ) -> AttemptEnd:
     watchdog = Watchdog(attempt, num_ranks=num_ranks, limits=limits or WatchLimits())
-    return run_attempt(argv, attempt_dir=attempt, environment=os.environ, stop=stop, on_tick=on_tick, watchdog=watchdog)
+    ranks = LocalRanks(argv, attempt_dir=attempt, environment=os.environ)
+    return watch_attempt(ranks, attempt_dir=attempt, stop=stop, on_tick=on_tick, watchdog=watchdog)
 
 
 def test_an_attempt_returns_the_report_of_its_ranks(attempt: Path):
@@ -246,13 +247,13 @@ def test_ranks_that_fall_silent_are_named_with_where_they_stand_and_ended(attemp
 SUPERVISOR = """
 import os, sys
 from pathlib import Path
-from launch.supervisor import StopRequest, run_attempt
+from launch.local_ranks import LocalRanks
+from launch.supervisor import StopRequest, watch_attempt
 from launch.watchdog import Watchdog
 folder, stop = Path(sys.argv[1]), StopRequest()
 watchdog = Watchdog(folder, num_ranks=1)
-run_attempt(
-    sys.argv[2:], attempt_dir=folder, environment=os.environ, stop=stop, on_tick=lambda: None, watchdog=watchdog
-)
+ranks = LocalRanks(sys.argv[2:], attempt_dir=folder, environment=os.environ)
+watch_attempt(ranks, attempt_dir=folder, stop=stop, on_tick=lambda: None, watchdog=watchdog)
 """
 
 

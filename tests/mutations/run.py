@@ -35,6 +35,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from py_compile import PycInvalidationMode
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process with one thread can be forked
@@ -127,7 +128,8 @@ def _run(options: argparse.Namespace, root: Path, faults: Sequence[Fault], place
     started = time.monotonic()
     base = place / "base"
     shutil.copytree(root, base, ignore=_NOT_COPIED, symlinks=True)
-    compileall.compile_dir(base, quiet=2)
+    # By content: a fault may leave a file's size and second of change as they were.
+    compileall.compile_dir(base, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
     if options.preload:
         _preload(root)
     run = functools.partial(_run_jobs, root=root, place=place, num_side_by_side=options.jobs, limit_s=options.limit)

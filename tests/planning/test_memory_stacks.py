@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from trainer.planning.cases import read_case
 from trainer.planning.memory import estimate_memory
 from trainer.planning.memory.overheads import OVERHEADS, Line
-from trainer.planning.memory.ranges import memory_ranges
 from trainer.planning.memory.recipe import dims_of, recipe_of
 from trainer.planning.memory.stacks import STACKS, stack_of
 from trainer.planning.setting import OUR_STACK, RecipeChoices
@@ -158,25 +157,6 @@ def test_an_overhead_can_be_replaced() -> None:
     )
     before, after = (estimate_memory(LLAMA_8B, chosen, gpu(), table).device_bytes for table in (OVERHEADS, measured))
     assert after - before == 2 * GIB - OVERHEADS.communicator_bytes.likely
-
-
-@pytest.mark.parametrize("sharding", [Sharding.NONE, Sharding.FSDP])
-@pytest.mark.parametrize("method", [Method.FULL, Method.LORA])
-def test_each_counter_has_a_range_around_what_is_likely(sharding: Sharding, method: Method) -> None:
-    chosen = setting(
-        sharding,
-        num_ranks=1 if sharding is Sharding.NONE else 8,
-        method=method,
-        checkpointing=FULL,
-        loss=LossHead.EAGER,
-    )
-    found, ranges = estimate_memory(LLAMA_8B, chosen, gpu()), memory_ranges(LLAMA_8B, chosen, gpu())
-    assert ranges.allocated.likely == found.peak_allocated_bytes
-    assert ranges.reserved.likely == found.peak_reserved_bytes
-    assert ranges.device.likely == found.device_bytes
-    for counter in (ranges.allocated, ranges.reserved, ranges.device):
-        assert counter.low <= counter.likely <= counter.high
-        assert counter.low < counter.high
 
 
 @pytest.mark.parametrize("name", ["trl", "axolotl", "llama-factory"])

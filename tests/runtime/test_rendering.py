@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from trainer.runtime.chat_template import ChatTemplate, load_chat_template
 from trainer.runtime.examples import Chat, Completion, Preference, TokenIds
-from trainer.runtime.rendering import PreferenceIds, Renderer, stop_token_id
+from trainer.runtime.rendering import PreferenceIds, Renderer
 from trainer.runtime.tokenizer import load_tokenizer, named_tokens
 from trainer.spec.errors import InputError
 from trainer.spec.job import LossOn
@@ -209,27 +209,6 @@ def test_sentencepiece_learns_the_answer_with_its_space_and_eos(sentencepiece):
     assert text.replace(" ", "") == "<s>[INST]Whatistwo[/INST]Itis\u65e5</s>"
     assert rendered.ids.count(tokenizer.tokenizer.token_to_id("<s>")) == 1
     assert [run.strip() for run in learned(rendered, tokenizer)] == ["It is \u65e5</s>"]
-
-
-STOPS = [
-    ("chatml", "<|im_end|>"),
-    ("llama3", "<|eot_id|>"),
-    ("phi3", "<|end|>"),
-    ("plain", EOS),
-    ("gemma", "<end_of_turn>"),
-]
-
-
-@pytest.mark.parametrize(("name", "token"), STOPS)
-def test_generation_stops_at_what_ends_an_answer(name, token, tokenizer, folder):
-    assert stop_token_id(tokenizer, load_chat_template(name, folder)) == tokenizer.tokenizer.token_to_id(token)
-
-
-def test_generation_stops_at_the_token_and_not_at_a_line_end_that_is_marked(tokenizer, folder):
-    template = ChatTemplate(trl_template("qwen2_5_training"), named_tokens(folder))
-    assert stop_token_id(tokenizer, template) == tokenizer.tokenizer.token_to_id("<|im_end|>")
-    refusing = ChatTemplate("{{ raise_exception('no') }}", {})
-    assert stop_token_id(tokenizer, refusing) is None
 
 
 @pytest.mark.parametrize("name", ["phi3", "our phi3"])

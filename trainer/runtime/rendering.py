@@ -23,7 +23,6 @@ the template through transformers; it is never taken for the end of a turn.
 An example that cannot be used answers with the reason, a sentence for the list of bad rows.
 """
 
-import sys
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -221,21 +220,6 @@ class Renderer:
         line_end, after_line_end, alone = self._tokenizer.encode(["\n", "\n" + text, text])
         begins_alike = after_line_end[: len(line_end)] == line_end
         return after_line_end[len(line_end) :] if begins_alike else alone
-
-
-def stop_token_id(tokenizer: TextTokenizer, template: ChatTemplate) -> int | None:
-    """The special token that the model learns to end an answer with, at which generation is to stop.
-
-    None where the template takes no exchange of a user and an assistant. It is often not the tokenizer's eos: a Llama
-    that learns ChatML must be told to stop at <|im_end|>.
-    """
-    exchange = Chat([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
-    rendered = Renderer(tokenizer, template, LossOn.ASSISTANT, sys.maxsize).render(exchange)
-    if not isinstance(rendered, TokenIds) or rendered.is_learned is None:
-        return None
-    special = {tokenizer.tokenizer.token_to_id(token) for token in special_tokens(tokenizer)}
-    learned = [id_ for id_, is_learned in zip(rendered.ids, rendered.is_learned, strict=True) if is_learned]
-    return next((id_ for id_ in reversed(learned) if id_ in special), None)
 
 
 def _texts(draft: _Draft) -> tuple[str, ...]:
