@@ -4,6 +4,9 @@ Compiling takes a minute on a busy machine: one combination is in every run of t
 """
 
 import re
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 import torch
@@ -94,4 +97,14 @@ def test_a_compiled_block_that_recomputes_drops_the_same_elements_again():
 def test_without_a_compiler_it_is_refused_before_anything_runs(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(EnvironmentFaultError, match=r"no-such-compiler.*install g\+\+"):
+        compile_blocks(build(compiles=False))
+
+
+def test_on_a_gpu_triton_needs_a_c_compiler_too(monkeypatch):
+    triton = ModuleType("triton")
+    triton.__spec__ = ModuleSpec("triton", None)
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(EnvironmentFaultError, match=r"pin\.compile(.|\n)*no-such-compiler(.|\n)*apt install gcc"):
         compile_blocks(build(compiles=False))

@@ -19,7 +19,7 @@ from trainer.runtime import loss_slices
 from trainer.runtime.loss import FUSED_SLICE_TOKENS, IGNORED, Answer, install_loss_head, shift
 from trainer.runtime.loss_slices import ChunkedLoss, FusedLoss
 from trainer.runtime.memory_profile import _memory_events, highest_rise
-from trainer.spec.errors import InputError
+from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.strategy import LossHead
 
 VOCAB, WIDTH, HIDDEN = 96, 20, 32
@@ -286,6 +286,15 @@ def liger(monkeypatch):
     for found in (package, part, module):
         monkeypatch.setitem(sys.modules, found.__name__, found)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CC", "true")
+
+
+@pytest.mark.usefixtures("liger")
+@pytest.mark.parametrize(("compiler", "package"), [("no-such-cc", "gcc"), ("false", "python3")])
+def test_ligers_kernels_need_a_c_compiler_and_pythons_headers(monkeypatch, compiler, package):
+    monkeypatch.setenv("CC", compiler)
+    with pytest.raises(EnvironmentFaultError, match=rf"pin\.loss(.|\n)*apt install {package}"):
+        build(LossHead.FUSED_LINEAR)
 
 
 @pytest.mark.usefixtures("liger")

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from trainer.runtime.activation_offload import move_around_compiled
 from trainer.runtime.blocks import blocks_of
+from trainer.runtime.triton_compiler import check_triton_compiler
 from trainer.spec.errors import EnvironmentFaultError, InputError
 
 
@@ -65,6 +66,7 @@ def _check_compiler() -> None:
     if torch.cuda.is_available():
         if importlib.util.find_spec("triton") is None:
             raise EnvironmentFaultError("pin.compile: triton is not installed; install it, or leave compile out")
+        check_triton_compiler("pin.compile")
         return
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:

@@ -61,6 +61,7 @@ from trainer.runtime.loss_slices import (
     sum_rows,
 )
 from trainer.runtime.packed_attention import packed_inputs
+from trainer.runtime.triton_compiler import check_triton_compiler
 from trainer.spec.errors import InputError
 from trainer.spec.pip_lines import extra_line
 from trainer.spec.strategy import LossHead
@@ -212,7 +213,7 @@ def _score_tokens(linear: Any, num_tokens: int) -> int:  # noqa: ANN401  # lm_he
 
 
 def _liger_loss(softcap: float | None) -> nn.Module:
-    """Liger's loss of hidden states under a head; InputError where it cannot run."""
+    """Liger's loss of hidden states under a head; InputError or EnvironmentFaultError where it cannot run."""
     if not torch.cuda.is_available():
         raise InputError("pin.loss: fused_linear is Liger's, which needs a GPU; pin.loss=fused does without")
     if importlib.util.find_spec("liger_kernel") is None:
@@ -220,6 +221,7 @@ def _liger_loss(softcap: float | None) -> nn.Module:
             "pin.loss: fused_linear is Liger's, and liger-kernel is not installed; take pin.loss=fused or chunked, or\n"
             f"{extra_line('liger')}"
         )
+    check_triton_compiler("pin.loss")
     from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 
     loss = LigerFusedLinearCrossEntropyLoss(
