@@ -190,14 +190,8 @@ def _allocate(model: nn.Module, accelerator: Accelerator) -> None:
         for name, parameter in module._parameters.items():
             sharded: Any = parameter
             if isinstance(sharded, DTensor) and sharded not in made:
-                shard = DTensor.from_local(
-                    torch.empty_like(sharded.to_local(), device=home),
-                    sharded.device_mesh,
-                    sharded.placements,
-                    run_check=False,
-                    shape=sharded.shape,
-                    stride=sharded.stride(),
-                )
+                # `DTensor.from_local` would move the shard to the devices of the mesh.
+                shard = torch.empty_like(sharded, device=home)
                 made[sharded] = nn.Parameter(shard, requires_grad=sharded.requires_grad)
             if sharded is not None:
                 module._parameters[name] = made[sharded]
