@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trainer.runtime.data import IGNORED_LABEL, MicroBatch, step_micro_batches
 from trainer.runtime.loss import Answer, install_loss_head
-from trainer.runtime.packed_attention import FLASH
+from trainer.runtime.packed_attention import FLASH, document_bounds
 from trainer.runtime.prepare import prepare
 from trainer.runtime.step import forward
 from trainer.runtime.token_rows import TokenRows
@@ -97,6 +97,10 @@ def only_unchanged(packed: Packed, batch: MicroBatch) -> MicroBatch:
     for row, place in changed_documents(packed):
         labels[row, place] = IGNORED_LABEL
     return batch._replace(labels=labels)
+
+
+def test_the_data_knows_where_documents_start(packed):
+    assert packed.batch.document_bounds == document_bounds(packed.batch.position_ids)
 
 
 @pytest.mark.parametrize(("name", "path"), CASES)

@@ -376,16 +376,6 @@ def test_the_kernel_for_cuda_is_handed_one_row_of_all_documents(monkeypatch):
     assert seen["window_size"] == (-1, 0)
 
 
-def test_grouped_heads_are_told_to_the_kernel_where_it_asks():
-    """Both signatures: torch 2.11's, the lowest that is allowed, and the installed one."""
-
-    def torch_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=()):
-        raise NotImplementedError
-
-    assert packed_attention.grouped_heads(torch_2_11) == {}
-    assert packed_attention.grouped_heads(varlen.varlen_attn) == {"enable_gqa": True}
-
-
 def test_w31_stablelm_loses_what_it_is_told_beside_positions():
     """A canary: where StableLM hands its keyword arguments on, `_LOSES_BOUNDS` and `_bounds_of` are not needed."""
     model = build("stablelm", "sdpa")

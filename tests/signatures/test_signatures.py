@@ -13,6 +13,8 @@ import pytest
 from capture_signatures import PACKAGES, captured_file, cuda_file, versions
 from library_calls import Call, Reference, references, references_in
 
+from trainer.runtime.packed_attention import grouped_heads
+
 VERSIONS = [(library, version) for library in PACKAGES for version in versions(library)]
 
 
@@ -87,6 +89,18 @@ def test_an_argument_that_a_version_lacks_is_found() -> None:
     call = next(references_in(source, "example"))
     assert fault_of(call, captured("torch", "2.13.0")) is None
     assert "enable_gqa" in (fault_of(call, captured("torch", "2.11.0")) or "")
+
+
+@pytest.mark.parametrize("version", versions("torch"))
+def test_grouped_heads_of_packed_rows_bind(version: str) -> None:
+    """`_by_bounds` unpacks the argument, so that no reader of its source sees whether it binds."""
+    (signature,) = captured("torch", version)["torch.nn.attention.varlen.varlen_attn"]
+
+    def kernel() -> None: ...
+
+    kernel.__signature__ = signature  # type: ignore[attr-defined]  # what `inspect.signature` returns
+    signature.bind(*range(7), scale=1.0, window_size=(-1, 0), **grouped_heads(kernel))
+    assert ("enable_gqa" in grouped_heads(kernel)) == ("enable_gqa" in signature.parameters)
 
 
 def test_a_name_that_does_not_exist_is_found() -> None:

@@ -9,9 +9,10 @@ of the residual stream. In a 16-bit model r = c; under autocast r = 4.
     LayerNorm        its input as it is, rh, and 8 B; fused RMSNorm the same with 4 B
     linear layers    each distinct input, ch; under autocast a cast copy for each layer that reads it (1 B in fp8)
     rotary           rotated query and key are new tensors; a fused product of all three is kept whole by its views
-    attention        query, key, value, output, log-sum-exp of each head; a window makes PyTorch's attention take a
-                     mask, c x sequence a token, and as many key and value heads as queries; without a fused kernel
-                     the probabilities: sequence x heads x 4 B a token, and a 16-bit copy, with capped scores two
+    attention        query, key, value, output, log-sum-exp of each head; the memory-efficient kernel takes as many key
+                     and value heads as queries; a window makes PyTorch's attention take it with a mask, c x sequence
+                     a token; without a fused kernel the probabilities: sequence x heads x 4 B a token, and a 16-bit
+                     copy, with capped scores two
     MLP              gated: gate, activated gate, up and their product, 4cf; else the activation's input and output.
                      GELU written out in Python keeps four arrays, three of them fp32 under autocast
     experts          a gathered copy of the token for each expert it goes to, their products, and the outputs before
