@@ -1,14 +1,17 @@
 """Models with random weights, as folders that a job names: nothing is downloaded, and they load as any model does."""
 
 import json
-import multiprocessing
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from launch.model_files import read_preset
 
 SMALL = "llama-160m"
+_PATH = (Path(__file__).resolve().parents[1], Path(__file__).resolve().parents[2])  # benchmarks/ and the repository
 OWN: dict[str, dict[str, Any]] = {
     SMALL: {  # fp32 states of 2.5 GiB under AdamW; every side is a multiple of 128, as FP8 wants it
         "model_type": "llama",
@@ -46,7 +49,10 @@ def model_config(name: str, *, is_tiny: bool) -> dict[str, Any]:
 
 
 def model_folder(name: str, root: Path, *, is_tiny: bool) -> Path:
-    """The folder of a model below `root`: bf16 safetensors and a tokenizer. It is made if it does not exist."""
+    """The folder of a model below `root`: bf16 safetensors and a tokenizer. It is made if it does not exist.
+
+    A process of its own makes it: this one never loads torch, and holds no memory of the card.
+    """
     folder = root / (f"{name}-tiny" if is_tiny else name)
     if not folder.is_dir():
         partial = folder.with_name(f"{folder.name}.partial")
@@ -54,8 +60,9 @@ def model_folder(name: str, root: Path, *, is_tiny: bool) -> Path:
         partial.mkdir(parents=True)
         config = model_config(name, is_tiny=is_tiny)
         (partial / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
-        write_tokenizer(partial, vocab_size=int(config["vocab_size"]))
-        _write_weights_apart(partial)
+        path = os.pathsep.join(filter(None, (*map(str, _PATH), os.environ.get("PYTHONPATH"))))
+        command = [sys.executable, "-m", "on_gpu.models", str(partial.absolute())]
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True)
         partial.rename(folder)
     return folder
 
@@ -69,19 +76,6 @@ def write_tokenizer(folder: Path, *, vocab_size: int) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"unk_token": "t0", "bos_token": "t1", "eos_token": "t2", "pad_token": "t0"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
-
-
-def _write_weights_apart(folder: Path) -> None:
-    """On a GPU the weights are made by a process that ends: its CUDA context would count as a run's memory."""
-    import torch
-
-    if not torch.cuda.is_available():
-        write_weights(folder)
-        return
-    process = multiprocessing.get_context("spawn").Process(target=write_weights, args=(folder,))
-    process.start()
-    process.join()
-    assert process.exitcode == 0, f"the weights of {folder.name} could not be made"
 
 
 def write_weights(folder: Path, *, seed: int = 0) -> None:
@@ -106,3 +100,9 @@ def write_weights(folder: Path, *, seed: int = 0) -> None:
             value = 1.0 if name.endswith("weight") else 0.0
             weights[name] = torch.full(parameter.shape, value, dtype=torch.bfloat16)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+if __name__ == "__main__":
+    made = Path(sys.argv[1])
+    write_tokenizer(made, vocab_size=int(json.loads((made / "config.json").read_text())["vocab_size"]))
+    write_weights(made)

@@ -84,6 +84,7 @@ def run_steps(steps: Sequence[Step], bench: Bench, log: StepLog, *, until_s: flo
     At most `together` run at once. A step that raises has a row with its error, and the others go on. A step that ran
     out of memory while others shared the card is repeated by itself.
     """
+    together = together if bench.card_bytes else 1
     waiting = [step for step in steps if not log.has(step)]
     running: dict[Future[Row], tuple[Step, int]] = {}
     num_new = num_left = 0

@@ -2,12 +2,14 @@
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from cuda_stand_in import H100, Machine, machine_environment, needs_no_cuda
 from on_gpu import engines, fp8, peers, predicted, small_cards
 from on_gpu.bench import job_of
 from on_gpu.case import Case, CaseResult, Outcome, RowKind, result_of, row_of
@@ -220,27 +222,42 @@ def test_the_benchmark_is_at_most_2500_lines():
     assert sum(len(file.read_text().splitlines()) for file in files) <= 2500
 
 
-def test_a_rehearsal_runs_every_part_and_the_next_call_has_nothing_to_do(tmp_path: Path):
-    """A step or two of each part; `python benchmarks/gpu.py` without a GPU runs all of them."""
-    parts = (
-        "engines: (packed rows|dpo)$", "predicted: .*full .*none eager 8x2048", "caps: .*_8bit full chunked.*predicted",
-        "8B, LoRA: (.*same settings|plain Accelerate)", "fp8: products of current", "8 GiB: 1B",
+def rehearse(out: Path, *parts: str, **environment: str) -> tuple[str, dict[str, dict[str, dict]]]:
+    """(output, rows by part and step) of the steps that match any of `parts`."""
+    command = [sys.executable, BENCHMARKS / "gpu.py", "--tiny", "--minutes", "60", "--together", "2", "--out", out]
+    command += ["--only", "|".join(parts)]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (kept,) = (path for path in out.glob("*.json") if not path.name.startswith("steps"))
+    return done.stdout, json.loads(kept.read_text())["parts"]
+
+
+def test_a_rehearsal_runs_and_the_next_call_has_nothing_to_do(tmp_path: Path):
+    """Of the parts that need no card to mean something; `python benchmarks/gpu.py` without a GPU runs all of them."""
+    wanted = (
+        "engines: packed rows$", "predicted: .*full .*none eager 8x2048", "fp8: products of current",
+        "8B, LoRA: (.*same settings|plain Accelerate)",
     )  # fmt: skip
-    wanted = "|".join(parts)
-    command = [sys.executable, BENCHMARKS / "gpu.py", "--tiny", "--minutes", "60", "--out", tmp_path, "--only", wanted]
-    first, second = (subprocess.run(command, capture_output=True, text=True, check=False) for _ in range(2))
-    assert (first.returncode, second.returncode) == (0, 0), first.stdout + first.stderr
-    assert "8 steps done, 0 left" in first.stdout and "0 steps done, 0 left" in second.stdout
-    kept = next(path for path in tmp_path.glob("cpu-rehearsal*.json"))
-    parts = json.loads(kept.read_text())["parts"]
-    assert {name: row["verdict"] for name, row in parts["engines"].items()} == {
-        "packed rows": "as planned",
-        "dpo": "as planned",
-    }
+    (first, _), (second, parts) = (rehearse(tmp_path, *wanted) for _ in range(2))
+    assert "5 steps done, 0 left" in first and "0 steps done, 0 left" in second
+    assert parts["engines"]["packed rows"]["verdict"] == "as planned"
     assert [row["outcome"] for row in parts["predicted"].values()] == ["ran"]
-    assert [row["verdict"] for row in parts["caps"].values()] == ["ran, as predicted"]
     assert [row["outcome"] for row in parts["fp8"].values()] == ["refused"]
-    assert [row["verdict"] for row in parts["small cards"].values()] == ["ran within the cap"]
     ours, theirs = (row["losses"]["1"] for row in parts["peers"].values())
     assert ours == pytest.approx(theirs, abs=2e-2)
     assert next(tmp_path.glob("calibration-*.jsonl")).read_text().count("\n") == 1
+
+
+@needs_no_cuda
+def test_on_a_card_runs_are_side_by_side_and_caps_are_kept(tmp_path: Path):
+    """Tiny models on a stand-in for an H100."""
+    card = machine_environment(Machine(cards=(H100,)), tmp_path / "machine")
+    wanted = ("engines: (dpo|qlora)$", f"caps: .*{predicted.CAPPED[2].name}, as predicted", "8 GiB: 1B")
+    output, parts = rehearse(tmp_path / "out", *wanted, **card)
+    assert "4 steps done, 0 left" in output
+    assert {name: row["verdict"] for name, row in parts["engines"].items()} == dict.fromkeys(
+        ("dpo", "qlora"), "as planned"
+    )
+    assert all(row["result"].get("is_shared") for row in parts["engines"].values())
+    assert [row["verdict"] for row in parts["caps"].values()] == ["ran, as predicted"]
+    assert [row["verdict"] for row in parts["small cards"].values()] == ["ran within the cap"]

@@ -163,7 +163,8 @@ def cap_memory(kind: DeviceKind, device: torch.device, cap_bytes: int, *, outsid
     """
     if kind is DeviceKind.CUDA:
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, max(0, cap_bytes - outside_bytes) / total), device)
+        share = min(1.0, max(0, cap_bytes - outside_bytes) / total)
+        torch.cuda.set_per_process_memory_fraction(share, device.index)  # Accelerate's device of one process has none
     else:
         limit = status_bytes("VmData") + cap_bytes + CPU_OVERHEAD_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
