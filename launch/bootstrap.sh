@@ -63,11 +63,19 @@ announce() {
     # the torch that pip would take decides the size: a CPU build is 0.2 GB, a CUDA build brings its libraries
     build=$("$bin/python" -m pip install --disable-pip-version-check -q --dry-run --no-deps --report - torch==2.13.0 2>/dev/null |
         sed -n 's/.*"version": "\(2\.13\.0[^"]*\)".*/\1/p' | head -n 1) || build=
+    check_cards "${build:-2.13.0}"
     count=$(grep -c '==' requirements.lock)
     case $build in
         *+cpu) say "Downloading about 0.5 GB (torch $build and $count packages) into $venv; 1.8 GB on disk." ;;
         *) say "Downloading about 3.5 GB (torch ${build:-2.13.0} with its CUDA libraries, and $count packages) into $venv; 8 GB on disk." ;;
     esac
+}
+
+check_cards() { # before gigabytes are downloaded: has this torch code for any card that is here?
+    if command -v nvidia-smi >/dev/null 2>&1 && [ -n "${CUDA_VISIBLE_DEVICES-all}" ]; then
+        nvidia-smi --query-gpu=compute_cap,name --format=csv,noheader 2>/dev/null |
+            PYTHONPATH=. "$bin/python" -m launch.before_download "$1" || exit 4
+    fi
 }
 
 compile() { # once and for all: with PYTHONDONTWRITEBYTECODE, usual in containers, every command would do it anew
@@ -106,8 +114,7 @@ install_dev() {
 }
 
 check_gpu() { # a GPU that the installed torch cannot use is a fault to mend, not a reason to train on the CPU
-    command -v nvidia-smi >/dev/null 2>&1 || return 0
-    "$bin/python" -P -m trainer.runtime.torch_check || exit 4
+    "$bin/python" -P -m launch.torch_fit || exit 4
 }
 
 uninstall() {

@@ -29,6 +29,7 @@ def combined_hardware(machines: Mapping[str, Hardware]) -> Hardware:
         gpus=gpus,
         host=_weakest_host([machine.host for machine in every]),
         num_nodes=len(every),
+        can_expand_segments=all(machine.can_expand_segments for machine in every),
         notes=tuple(dict.fromkeys(notes)),
     )
 

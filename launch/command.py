@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from launch.accelerate_config import accelerate_file
-from launch.visible_gpus import visible_gpus
+from launch.visible_gpus import cuda_variables
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.plan import Plan
 
@@ -42,7 +42,6 @@ _STALE_NAMES = frozenset({
 
 _PACKAGES = Path(__file__).resolve().parent.parent
 _PROGRAMS = Path(sys.executable).parent  # not resolved: the link in a virtual environment is the one meant
-_ALLOCATOR = "expandable_segments:True"  # segments that grow instead of fragmenting; part of the memory estimate
 
 
 def launch_command(attempt_dir: Path, *, log_dir: Path | None, python: str, node_rank: int = 0) -> list[str]:
@@ -82,13 +81,7 @@ def _first(folder: Path, path: str) -> str:
 
 
 def _cuda(kept: Mapping[str, str], plan: Plan) -> dict[str, str]:
-    ours: dict[str, str] = {}
-    if "PYTORCH_ALLOC_CONF" not in kept and "PYTORCH_CUDA_ALLOC_CONF" not in kept:
-        ours["PYTORCH_ALLOC_CONF"] = _ALLOCATOR
-    gpus = visible_gpus(plan)
-    if gpus is not None:
-        ours["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order of nvidia-smi, where a card is named by its index
-        ours["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    ours = cuda_variables(plan.hardware, plan.chosen.num_ranks, kept)
     if plan.hardware.needs_p2p_disabled and plan.chosen.num_ranks > 1:
         ours["NCCL_P2P_DISABLE"] = "1"  # whatever the shell says: these cards hang, or deliver other values
     return ours

@@ -10,22 +10,20 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
 from launch import folders
-from launch.doctor_process import ask
 from launch.hub_files import hub_cache
 from launch.probe import read_hardware
+from launch.torch_fit import TorchAnswer, ask_torch
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.hardware import Hardware
-from trainer.spec.torch_facts import TorchFacts
 from trainer.spec.value import Value
 
 TORCH_TIMEOUT_S = 20.0
 SMI_TIMEOUT_S = 8.0
 SERVER_TIMEOUT_S = 4.0
 SLURM_TIMEOUT_S = 6.0
-_PACKAGES = Path(__file__).resolve().parent.parent
 
 
 class Place(Value, frozen=True, kw_only=True):
@@ -42,14 +40,6 @@ class Place(Value, frozen=True, kw_only=True):
     is_quick: bool = False
     server_timeout_s: float = SERVER_TIMEOUT_S  # for each answer of the hub, of wandb and of a proxy
     slurm_timeout_s: float = SLURM_TIMEOUT_S  # for each answer of the controller and of munge
-
-
-class TorchAnswer(Value, frozen=True, kw_only=True):
-    """What torch said, or why it said nothing; neither where it was not asked."""
-
-    facts: TorchFacts | None = None
-    problem: str | None = None
-    is_slow: bool = False  # it had not loaded when its time was over, which says nothing else against it
 
 
 class Machine(Value, frozen=True, kw_only=True):
@@ -92,36 +82,17 @@ def place_of(
         output=output or Path.cwd(),
         is_quick=is_quick,
     )
-    return msgspec.structs.replace(place, **changes)
+    return replace(place, **changes)
 
 
 def read_machine(place: Place, *, timeout_s: float = TORCH_TIMEOUT_S, smi_timeout_s: float = SMI_TIMEOUT_S) -> Machine:
     """Looks at the hardware, and, unless it has to be quick, asks torch."""
-    torch = TorchAnswer() if place.is_quick else ask_torch(place, timeout_s=timeout_s)
+    hardware, obstacle = None, None
     try:
         hardware = read_hardware(root=place.root, environment=place.environment, smi_timeout_s=smi_timeout_s)
     except EnvironmentFaultError as error:
-        return Machine(place=place, hardware=None, obstacle=str(error), torch=torch)
-    return Machine(place=place, hardware=hardware, torch=torch)
-
-
-def ask_torch(place: Place, *, timeout_s: float = TORCH_TIMEOUT_S) -> TorchAnswer:
-    """What `trainer.runtime.torch_facts` answers."""
-    argv = [place.python, "-P", "-m", "trainer.runtime.torch_facts"]
-    answer = ask(argv, environment=python_environment(place), timeout_s=timeout_s)
-    if answer.obstacle is not None:
-        return TorchAnswer(problem=answer.obstacle)
-    if answer.exit_code is None:
-        return TorchAnswer(problem=f"it did not load within {timeout_s:g} s", is_slow=True)
-    lines = answer.output.splitlines()
-    try:
-        return TorchAnswer(facts=msgspec.json.decode(lines[-1] if lines else "", type=TorchFacts))
-    except msgspec.DecodeError:
-        return TorchAnswer(problem=answer.last_words)
-
-
-def python_environment(place: Place) -> dict[str, str]:
-    """The environment that our processes get: our packages first, nothing of the working directory."""
-    inherited = place.environment.get("PYTHONPATH")
-    packages = f"{_PACKAGES}{os.pathsep}{inherited}" if inherited else str(_PACKAGES)
-    return {**place.environment, "PYTHONSAFEPATH": "1", "PYTHONPATH": packages, "PYTHONWARNINGS": "ignore"}
+        obstacle = str(error)
+    torch = TorchAnswer()
+    if not place.is_quick:
+        torch = ask_torch(hardware, place.environment, python=place.python, timeout_s=timeout_s)
+    return Machine(place=place, hardware=hardware, obstacle=obstacle, torch=torch)

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 import msgspec
 
 from launch.doctor_finding import Finding, Level, explained, fault, fault_of, fine, warning
-from launch.doctor_machine import Machine, Place, python_environment
-from launch.doctor_process import Answer, ask
+from launch.doctor_machine import Machine, Place
+from launch.doctor_process import Answer, ask, python_environment
 from launch.gpu_selection import held_bytes, name_holders
 from launch.installed import installed_version
 from launch.measure_links import measure_gather
 from launch.probe_gpus import find_nvidia_smi
+from launch.torch_fit import BUILT_FOR_CUDA, find_fault
 from trainer.spec.hardware import Gpu, Hardware
 from trainer.spec.pip_lines import pip_line
 from trainer.spec.units import format_bytes
@@ -27,7 +28,6 @@ _SLOW_DISK = (
     "(see `mounts`), or see `nvidia-smi` for a driver that hangs"
 )
 _HELD_SHARE = 0.05  # of a card; a desktop's own windows are below it
-_CUDA_INDEX = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
 _ANEW = ("--no-cache-dir", "--force-reinstall", "--no-deps")
 # Compiled against one torch: what its package is called, what is imported, what pip is given to build it anew.
 COMPILED = {
@@ -72,39 +72,19 @@ def check_torch(machine: Machine) -> Iterator[Finding]:
             f"torch {version} cannot be loaded: {machine.torch.problem}",
             pip_line("--force-reinstall", "torch", python=machine.place.python),
         )
-    elif machine.has_gpus and facts is not None and facts.fault:
-        yield fault_of("\n".join(facts.fault), otherwise=_CUDA_INDEX)
+    elif machine.hardware is not None and (lines := find_fault(machine.hardware, machine.torch)):
+        yield fault_of("\n".join(lines), otherwise=BUILT_FOR_CUDA)
     elif machine.has_gpus and facts is None and version.endswith("+cpu"):
-        yield fault(f"torch {version} was built without CUDA, and there is {_first_gpu(machine).name}", _CUDA_INDEX)
+        yield fault(f"torch {version} was built without CUDA, and there is {_first_gpu(machine).name}", BUILT_FOR_CUDA)
     elif facts is None:
         yield fine(f"torch {version} is installed (not loaded)")
-    else:
-        yield from _driver_and_torch(machine)
-
-
-def _driver_and_torch(machine: Machine) -> Iterator[Finding]:
-    facts = machine.torch.facts
-    assert facts is not None
-    if not machine.has_gpus:
+    elif not machine.has_gpus:
         yield fine(f"torch {facts.version} loads")
-        return
-    newest = read_driver_cuda(machine.place)
-    words = f"torch {facts.version}, built for CUDA {facts.cuda}"
-    if newest is not None and facts.cuda is not None and _major(newest) < _major(facts.cuda) and not facts.is_available:
-        yield fault(
-            f"{words}; the driver knows CUDA {newest} at most",
-            f"update the NVIDIA driver, or install a torch that was built for CUDA {_major(newest)}",
-        )
-        return
-    if facts.num_devices < machine.num_gpus and not _first_gpu(machine).is_mig_on:
-        yield fault(
-            f"torch sees {facts.num_devices} of {machine.num_gpus} GPUs",
-            "look at CUDA_VISIBLE_DEVICES and the permissions of /dev/nvidia*; `sudo dmesg | grep -i xid` names a card "
-            "that failed",
-        )
-        return
-    more = f", driver for CUDA up to {newest}" if newest else ""
-    yield fine(f"{words}, sees {facts.num_devices} GPU{'s' if facts.num_devices > 1 else ''}{more}")
+    else:
+        newest = read_driver_cuda(machine.place)
+        more = f", driver for CUDA up to {newest}" if newest else ""
+        seen = f"{machine.num_gpus} GPU{'s' if machine.num_gpus > 1 else ''}"
+        yield fine(f"torch {facts.version}, built for CUDA {facts.cuda}, computes on {seen}{more}")
 
 
 def read_driver_cuda(place: Place) -> str | None:
@@ -125,7 +105,7 @@ def check_compiled(machine: Machine, *, timeout_s: float = IMPORT_TIMEOUT_S) -> 
             continue
         answer = ask(
             [machine.place.python, "-P", "-c", f"import {module}"],
-            environment=python_environment(machine.place),
+            environment=python_environment(machine.place.environment),
             timeout_s=timeout_s,
         )
         if answer.exit_code is None and answer.obstacle is None:
@@ -172,7 +152,7 @@ def check_memory_held(machine: Machine) -> Iterator[Finding]:
 
 def check_collective(machine: Machine, *, timeout_s: float = GATHER_TIMEOUT_S) -> Iterator[Finding]:
     """Devices reach each other: an all-gather over the GPUs, or over two processes where there are fewer than two."""
-    if machine.hardware is None or machine.torch.facts is None or machine.torch.facts.fault:
+    if machine.hardware is None or machine.torch.facts is None or find_fault(machine.hardware, machine.torch):
         return  # said already
     hardware = _of_two(machine.hardware)
     what = f"over {len(hardware.gpus)} GPUs (NCCL)" if hardware.gpus else "over two processes (gloo)"
@@ -200,7 +180,3 @@ def _of_two(hardware: Hardware) -> Hardware:
 def _first_gpu(machine: Machine) -> Gpu:
     assert machine.hardware is not None
     return machine.hardware.gpus[0]
-
-
-def _major(version: str) -> int:
-    return int(version.partition(".")[0])

@@ -11,22 +11,27 @@ from collections.abc import Sequence
 from trainer.planning.gpu_rating import spec_of
 from trainer.spec.errors import InputError
 from trainer.spec.hardware import Gpu, Holder
+from trainer.spec.torch_wheel import lacks_code
 from trainer.spec.units import format_bytes
 
 # Above a desktop's share of a large card, below what any training process takes of one.
 BUSY_SHARE = 0.25
 
 
-def select_gpus(gpus: Sequence[Gpu], *, wanted: tuple[int, ...] | None) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
+def select_gpus(
+    gpus: Sequence[Gpu], *, wanted: tuple[int, ...] | None, torch_version: str | None = None
+) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
     """The GPUs to plan for and a sentence for each that is left out; InputError names the indices that exist.
 
-    A busy card is skipped unless it is asked for; where all are busy, as many are kept as give the most free memory.
+    A busy card, and one that the installed torch has no code for, is skipped unless it is asked for; where all are
+    busy, as many are kept as give the most free memory.
     """
     asked, excluded = _asked_for(gpus, wanted)
-    free, busy = (asked, ()) if wanted is not None else _not_busy(asked)
+    fitting, old = (asked, ()) if wanted is not None else _with_code(asked, torch_version)
+    free, busy = (fitting, ()) if wanted is not None else _not_busy(fitting)
     uniform, others = _best_uniform(free)
     chosen, slices = _one_mig_slice(uniform)
-    return chosen, (*excluded, *busy, *others, *slices)
+    return chosen, (*excluded, *old, *busy, *others, *slices)
 
 
 def visible_gpus(gpus: Sequence[Gpu], setting: str | None) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
@@ -100,6 +105,20 @@ def _asked_for(gpus: Sequence[Gpu], wanted: tuple[int, ...] | None) -> tuple[tup
     left = [index for index in existing if index not in wanted]
     sentence = (f"{name_gpus(left)}: not in --gpus {','.join(map(str, wanted))}",) if left else ()
     return tuple(gpu for gpu in gpus if gpu.index in wanted), sentence
+
+
+def _with_code(gpus: Sequence[Gpu], torch_version: str | None) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
+    """The cards that this torch has code for, or all where it has code for none: a run then stops with the remedy."""
+    old = [
+        gpu
+        for gpu in gpus
+        if torch_version and gpu.compute_capability and lacks_code(torch_version, gpu.compute_capability)
+    ]
+    if len(old) == len(gpus):
+        return tuple(gpus), ()
+    return tuple(gpu for gpu in gpus if gpu not in old), tuple(
+        f"GPU {gpu.index} ({gpu.name}): torch {torch_version} has no code for a card as old" for gpu in old
+    )
 
 
 def _not_busy(gpus: Sequence[Gpu]) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:

@@ -60,7 +60,7 @@ def run_ladder(
         environment=environment,
     )
     check_trials_can_run(inputs.hardware, what="shardwise ladder")
-    check_torch(inputs.hardware)
+    inputs = inputs._replace(hardware=check_torch(inputs.hardware, environment))
     inputs = with_weights(inputs)
     data = prepare_data(inputs.request, on_progress=progress.line)
     stop = StopRequest()

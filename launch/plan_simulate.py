@@ -67,7 +67,8 @@ def simulated_plan(plan: Plan, console: Console) -> tuple[Plan, list[str]]:
         simulated = Simulated(candidate=candidate, memory=simulated_memory(situation, candidate, simulation))
         if simulated.memory.fits:
             lines = [_head(simulated), *(f"not taken: {each.words}" for each in failed)]
-            lines += describe_simulation(simulation, candidate.memory)
+            is_expandable = plan.hardware.can_expand_segments
+            lines += describe_simulation(simulation, candidate.memory, is_expandable=is_expandable)
             return plan_of_simulated(plan, simulated, failed), lines
         failed.append(simulated)
         if len(failed) == MAX_DRY_RUNS:

@@ -106,7 +106,7 @@ def prepare(options: TrainOptions, console: Console, environment: Mapping[str, s
     early = plan_inputs(inputs, profile_data(inputs), environment=environment)
     _refuse_login_node(options, inputs.hardware)
     check_sinks(inputs.resolved.job, environment)
-    check_torch(inputs.hardware)
+    inputs = inputs._replace(hardware=check_torch(inputs.hardware, environment))
     inputs = inputs._replace(fp8_gain=fp8_gain_for(early, cache=inputs.cache, console=console))
     inputs = with_weights(inputs)
     given, template = inputs.model, inputs.resolved.job.data.chat_template
@@ -165,14 +165,23 @@ def _prepare_kept_plan(
     _check_several(options, machines)
     here = machines.read_hardware() or read_hardware()
     _refuse_login_node(options, here)
-    check_torch(here)
+    hardware = check_torch(_hardware_of_run(plan, here), environment)
     difference = None if plan.hardware.num_nodes == 1 else describe_difference(plan.hardware, here)
     if difference is not None:
         raise InputError(f"{options.job}: is a plan for other machines: {difference}; give the job file to plan anew")
+    expanding = msgspec.structs.replace(plan.hardware, can_expand_segments=hardware.can_expand_segments)
+    plan = msgspec.structs.replace(plan, hardware=expanding)
     check_sinks(plan.job, environment)
     cache = folders.cache_home(environment)
     plan = kept_plan_with_new_rows(plan, cache=cache, on_progress=console.line)
     return Prepared(_with_data(plan, console, cache), None, cache)
+
+
+def _hardware_of_run(plan: Plan, here: Hardware) -> Hardware:
+    """The machine with the cards that a kept plan names; those found here where it was made for cards of no machine."""
+    if plan.hardware.source != "probe" or plan.hardware.num_nodes > 1:
+        return here
+    return msgspec.structs.replace(plan.hardware, gpus=plan.hardware.gpus[: plan.chosen.num_ranks])
 
 
 def _with_data(plan: Plan, console: Console, cache: Path) -> Plan:

@@ -15,7 +15,7 @@ import msgspec
 
 from launch.gpu_selection import free_memory_note, select_gpus, visible_devices, visible_gpus
 from launch.installed import installed_version, unfit_version
-from launch.probe_gpus import TIMEOUT_S, GpuFindings, read_gpus
+from launch.probe_gpus import TIMEOUT_S, GpuFindings, amd_notes, read_gpus
 from launch.probe_host import read_host
 from launch.probe_text import describe_hardware
 from trainer.spec.errors import EnvironmentFaultError
@@ -65,22 +65,25 @@ def read_hardware(
     findings = read_gpus(root=root, environment=environment, timeout_s=smi_timeout_s)
     failure_notes = _failure_notes(findings, hides_all=setting is not None and setting.strip() in _HIDES_ALL)
     visible, hidden = visible_gpus(findings.gpus, setting)
-    chosen, left_out = select_gpus(visible, wanted=gpus)
+    chosen, left_out = select_gpus(visible, wanted=gpus, torch_version=installed_version("torch"))
     uneven = free_memory_note(chosen)
+    host = read_host(root=root, environment=environment)
     hardware = Hardware(
         gpus=chosen,
-        host=read_host(root=root, environment=environment),
+        host=host,
         links=tuple(link for link in findings.links if {link.a, link.b} <= {gpu.index for gpu in chosen}),
         excluded=(*findings.excluded, *hidden, *left_out),
         notes=(
             *findings.notes,
             *failure_notes,
+            *(() if findings.gpus else amd_notes(root)),
             *([uneven] if uneven else []),
             *_mixed_order_note(findings.gpus, setting),
         ),
         libraries=read_libraries(),
         unfit_libraries=_unfit_libraries(),
         vram_cap_bytes=vram_cap_bytes,
+        can_expand_segments=not host.is_wsl,
     )
     return _with_measurements(hardware) if measure else hardware
 

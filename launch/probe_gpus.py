@@ -83,11 +83,28 @@ def find_nvidia_smi(root: Path, environment: Mapping[str, str]) -> str | None:
 
 def nvidia_bus_ids(root: Path) -> tuple[str, ...]:
     """PCI addresses of NVIDIA display and 3D controllers, driver or not."""
+    return _bus_ids(root, vendor="0x10de")
+
+
+def amd_notes(root: Path) -> tuple[str, ...]:
+    """A sentence where the machine has GPUs of AMD."""
+    bus_ids = _bus_ids(root, vendor="0x1002")
+    if not bus_ids:
+        return ()
+    return (f"{_named_on_bus('AMD', bus_ids)}: found and not supported (ROCm), training runs on the CPU",)
+
+
+def _bus_ids(root: Path, *, vendor: str) -> tuple[str, ...]:
+    """PCI addresses of a maker's display controllers (class 03) and processing accelerators (12, as an Instinct is)."""
     return tuple(
-        vendor.parent.name
-        for vendor in sorted(root.glob("sys/bus/pci/devices/*/vendor"))
-        if read_text(vendor).strip() == "0x10de" and read_text(vendor.with_name("class")).startswith("0x03")
+        file.parent.name
+        for file in sorted(root.glob("sys/bus/pci/devices/*/vendor"))
+        if read_text(file).strip() == vendor and read_text(file.with_name("class")).startswith(("0x03", "0x12"))
     )
+
+
+def _named_on_bus(maker: str, bus_ids: Sequence[str]) -> str:
+    return f"{len(bus_ids)} {maker} GPU{'s' if len(bus_ids) > 1 else ''} on PCI ({', '.join(bus_ids[:4])})"
 
 
 def run_all(commands: Sequence[Sequence[str]], *, timeout_s: float) -> tuple[Answer, ...]:
@@ -277,7 +294,7 @@ def _without_program(root: Path) -> GpuFindings:
     bus_ids = nvidia_bus_ids(root)
     if not bus_ids:
         return GpuFindings()
-    named = f"{len(bus_ids)} NVIDIA GPU{'s' if len(bus_ids) > 1 else ''} on PCI ({', '.join(bus_ids[:4])})"
+    named = _named_on_bus("NVIDIA", bus_ids)
     if (root / "proc/driver/nvidia/version").exists():
         remedy = (
             "the driver is loaded but nvidia-smi is not here: in a container, start it with access to the GPU "

@@ -68,7 +68,7 @@ def run_profile(
         environment=environment,
     )
     check_trials_can_run(inputs.hardware, what="shardwise profile")
-    check_torch(inputs.hardware)
+    inputs = inputs._replace(hardware=check_torch(inputs.hardware, environment))
     if options.out is not None:
         run_dirs.refuse_used(options.out)
     plan, inputs = _plan(inputs, progress, environment)

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from launch.checkpoint_fit import newest_facts, obstacle_to_resume
 from launch.console import Console
 from launch.stream_files import refuse_other_stream
@@ -60,7 +62,8 @@ def plan_to_resume(plan: Plan, earlier: Plan, run_dir: Path, console: Console, *
     """
     changes = describe_changes(plan, earlier)
     if not changes:
-        return earlier
+        can_expand = plan.hardware.can_expand_segments  # as tried just now: an update of the driver may change it
+        return replace(earlier, hardware=replace(earlier.hardware, can_expand_segments=can_expand))
     console.line("resuming with a new plan, because " + "; ".join(changes))
     saved = newest_facts(run_dir)
     obstacles = [obstacle_to_resume(saved, candidate) for candidate in plan.candidates]

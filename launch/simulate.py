@@ -107,11 +107,11 @@ def simulation_request(plan: Plan, candidate: Candidate | None = None) -> Simula
     )
 
 
-def describe_simulation(simulation: Simulation, predicted: MemoryEstimate) -> list[str]:
+def describe_simulation(simulation: Simulation, predicted: MemoryEstimate, *, is_expandable: bool = True) -> list[str]:
     """Lines: predicted beside simulated, event by event and part by part, with the relative difference.
 
     The closed form counts the matrix library's workspaces, which no dry run sees: they are taken out of its figures.
-    Reserved is with expandable segments, as a run is started.
+    Reserved is as a run is started: with expandable segments where the device has them.
     """
     workspace = predicted.parts.get(_WORKSPACE, 0)
     seen = named_events(simulation.events, predicted.events)
@@ -125,14 +125,16 @@ def describe_simulation(simulation: Simulation, predicted: MemoryEstimate) -> li
     lines.append(
         _compared("between steps", predicted.steady_allocated_bytes - workspace, simulation.steady_allocated_bytes)
     )
-    lines.append(_compared("reserved", predicted.peak_reserved_bytes - workspace, simulation.expandable_reserved_bytes))
+    reserved = simulation.reserved_bytes(is_expandable=is_expandable)
+    lines.append(_compared("reserved", predicted.peak_reserved_bytes - workspace, reserved))
     lines.append(f"parts at the peak: {predicted.peak_event} predicted, {simulation.peak_event} simulated")
     expected_parts = grouped({name: size for name, size in predicted.parts.items() if name != _WORKSPACE})
     seen_parts = grouped(simulation.parts)
     lines += [_compared(f"  {part}", expected_parts[part], seen_parts[part]) for part in expected_parts]
     lines.append(
         f"the allocator needs {format_bytes(simulation.min_capacity_bytes)} for it; "
-        f"{format_bytes(simulation.peak_reserved_bytes)} reserved without expandable segments"
+        f"{format_bytes(simulation.reserved_bytes(is_expandable=not is_expandable))} reserved "
+        f"{'without' if is_expandable else 'with'} expandable segments"
     )
     lines += [f"checked: {check}" for check in simulation.checks]
     return lines

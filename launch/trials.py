@@ -77,7 +77,7 @@ def check_trials_can_run(hardware: Hardware, *, what: str = "--trial") -> None:
 def tried_plan(inputs: PlanInputs, num: int, *, console: Console, environment: Mapping[str, str] = os.environ) -> Plan:
     """The plan of a job after trials of its best `num` candidates; prepares the data they need."""
     check_trials_can_run(inputs.hardware)
-    check_torch(inputs.hardware)
+    inputs = inputs._replace(hardware=check_torch(inputs.hardware, environment))
     inputs = with_weights(inputs)
     data = prepare_data(inputs.request, on_progress=console.line)
     return plan_after_trials(inputs, data, num, console=console, environment=environment)

@@ -2,11 +2,16 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from fake_torch import FakeTorch
+from gpu_machines import GPU_MACHINES, lay_out_gpus
+from warm_python import SWITCH
 
 REPOSITORY = Path(__file__).parents[1]
 SCRIPT = REPOSITORY / "launch" / "bootstrap.sh"
@@ -94,6 +99,60 @@ def installed(project: Path) -> Path:
         answer = subprocess.run(["/bin/sh", "-c", checksum], cwd=project, capture_output=True, check=True)
         (project / ".venv" / f".{name}").write_bytes(answer.stdout)
     return project
+
+
+def on_machine(project: Path, name: str, *, torch: str = "2.13.0", **environment: str) -> tuple[int, str, bool]:
+    """What `install` answers on a machine with GPUs, what it said, and whether anything was downloaded.
+
+    pip is replaced: it would take `torch`, and installs nothing. Every other Python is the one that runs this.
+    """
+    python, downloaded = project / ".venv" / "bin" / "python", project / "downloaded"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"""#!/bin/sh
+case "$*" in
+    *"pip install"*--dry-run*) echo '"version": "{torch}",' ;;
+    *"pip install"*) echo "$*" >>{shlex.quote(str(downloaded))} ;;
+    *compileall*) ;;
+    *) exec {shlex.quote(sys.executable)} "$@" ;;
+esac
+""")
+    python.chmod(0o755)
+    (python.parent / "shardwise").symlink_to("/bin/true")
+    for folder in ("trainer/spec", "launch"):
+        shutil.copytree(REPOSITORY / folder, project / folder, dirs_exist_ok=True)
+    machine = lay_out_gpus(project / "machine", name)
+    fake = FakeTorch(project / "torch")
+    fake.write(GPU_MACHINES[name])
+    path = f"{machine.programs}:{bare_path(project)}"
+    answer = run(project, "install", path, PYTHONPATH=f"{REPOSITORY}:{fake.folder}", **{SWITCH: "0"}, **environment)
+    return answer.returncode, answer.stderr, downloaded.exists()
+
+
+@pytest.mark.parametrize("name", ["rtx4090_and_old_card", "cuda_compat_h100", "wsl_rtx3080", "vgpu", "amd"])
+def test_a_machine_with_a_card_that_torch_uses_is_set_up(project: Path, name: str):
+    code, said, is_downloaded = on_machine(project, name)
+    assert (code, is_downloaded) == (0, True), said
+
+
+def test_a_second_card_that_is_too_old_is_named(project: Path):
+    assert "GPU 1 (NVIDIA GeForce GTX 1050 Ti" in on_machine(project, "rtx4090_and_old_card")[1]
+
+
+def test_a_card_without_code_in_the_locked_torch_is_refused_before_the_download(project: Path):
+    code, said, is_downloaded = on_machine(project, "v100")
+    assert (code, is_downloaded) == (4, False)
+    for fact in ("V100", "7.0", "2.13.0", "CUDA 12", "PIP_EXTRA_INDEX_URL=", "CUDA_VISIBLE_DEVICES="):
+        assert fact in said
+
+
+def test_a_driver_that_is_too_old_is_refused_with_the_one_that_is_not(project: Path):
+    code, said, _ = on_machine(project, "old_driver")
+    assert code == 4 and "580.65.06" in said
+
+
+@pytest.mark.parametrize("remedy", [{"torch": "2.13.0+cu126"}, {"CUDA_VISIBLE_DEVICES": ""}])
+def test_the_remedies_for_a_card_without_code_lead_to_the_download(project: Path, remedy):
+    assert on_machine(project, "v100", **remedy)[2]
 
 
 @pytest.mark.parametrize(

@@ -101,10 +101,10 @@ class _RankEnd:
             folder, rank = self._writer.attempt_dir, self._writer.rank
             write_memory_state(folder, rank=rank, step=self.state.step, data_limit=data_limit)
             self.state.memory = held_when_out_of_memory(self.state.memory)
-            self._tell(ExitCode.OUT_OF_MEMORY, error=_one_line(error))
+            self._tell(ExitCode.OUT_OF_MEMORY, error=error_line(error))
             _leave(0)
         code = error.exit_code if isinstance(error, ShardwiseError) else ExitCode.INTERNAL
-        self._tell(code, error=_one_line(error))
+        self._tell(code, error=error_line(error))
         _leave(1)
 
     def _tell(self, exit_code: ExitCode, *, error: str | None) -> None:
@@ -120,11 +120,17 @@ class _RankEnd:
         self._writer.write_status(str(self.ending), step=self.state.step)
 
 
-def _one_line(error: BaseException) -> str:
-    """The message of a ShardwiseError, all of it; of another error its type and first line."""
+def error_line(error: BaseException) -> str:
+    """The message of a ShardwiseError, all of it; of another error its type and first line, with what may mend it."""
     if isinstance(error, ShardwiseError):
         return str(error)
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    line = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    is_mapping = "CUDA driver error" in line and "expandable_segments:True" in os.environ.get("PYTORCH_ALLOC_CONF", "")
+    return f"{line}; without expandable segments it may work: {_NO_EXPANDING}" if is_mapping else line
+
+
+# torch maps memory through the driver for expandable segments, which not every driver can (WSL, vGPU).
+_NO_EXPANDING = "export PYTORCH_ALLOC_CONF=expandable_segments:False"
 
 
 def _report(

@@ -39,8 +39,10 @@ class Machine:
         program.write_text(f'#!/bin/sh\necho "$*" >> {shlex.quote(str(self.runs))}\n{script}')
         program.chmod(0o755)
 
-    def put_gpu_on_bus(self, address: str = "0000:01:00.0", pci_class: str = "0x030000") -> None:
-        self.write(f"sys/bus/pci/devices/{address}/vendor", "0x10de\n")
+    def put_gpu_on_bus(
+        self, address: str = "0000:01:00.0", pci_class: str = "0x030000", *, vendor: str = "0x10de"
+    ) -> None:
+        self.write(f"sys/bus/pci/devices/{address}/vendor", f"{vendor}\n")
         self.write(f"sys/bus/pci/devices/{address}/class", f"{pci_class}\n")
 
     def smi_runs(self) -> list[str]:

@@ -3,12 +3,16 @@
 from pathlib import Path
 
 from captured_machine import Machine as LaidOut
+from fake_torch import FakeTorch
+from gpu_machines import machine_with
 from msgspec.structs import replace
+from warm_python import SWITCH
 
 from launch.doctor_checks import CHECKS, run_checks
 from launch.doctor_finding import Diagnosis, Level, diagnosis_of
-from launch.doctor_machine import Place, TorchAnswer, place_of, read_machine
-from trainer.spec.torch_facts import TorchFacts
+from launch.doctor_machine import Place, place_of, read_machine
+from launch.torch_fit import TorchAnswer
+from trainer.spec.torch_facts import DeviceTrial, TorchFacts
 
 MEMINFO = "MemTotal:       65536000 kB\nMemAvailable:   60000000 kB\nSwapTotal:             0 kB\n"
 H100 = (
@@ -16,10 +20,10 @@ H100 = (
     "Enabled, Disabled, 700, 5, 16, 16"
 )
 V100 = (
-    "0, GPU-bbbb, 00000000:01:00.0, Tesla V100-SXM2-32GB, 32768, 300, 32000, 7.0, {driver}, Default, "
+    "0, GPU-aaaa, 00000000:01:00.0, Tesla V100-SXM2-32GB, 32768, 300, 32000, 7.0, {driver}, Default, "
     "Enabled, Disabled, 300, 3, 16, 16"
 )
-CUDA_13 = TorchFacts(version="2.13.0+cu130", cuda="13.0", nccl="2.28.9", is_available=True, num_devices=1)
+CUDA_13 = TorchFacts(version="2.13.0+cu130", cuda="13.0", devices=(DeviceTrial(),))
 
 
 class BrokenMachine:
@@ -56,10 +60,8 @@ class BrokenMachine:
     ) -> None:
         """A card that nvidia-smi shows."""
         line = row.format(driver=driver, free=free, mode=mode)
-        cells = [cell.strip() for cell in line.split(",")]
         self.laid_out.install_nvidia_smi(
             f"""case "$*" in
-    --query-gpu=name*) echo '{cells[3]}, {cells[8]}, {cells[7]}' ;;
     --query-gpu=*) echo '{line}' ;;
     --query-compute-apps=*) printf '{apps}' ;;
     *) echo '| NVIDIA-SMI {driver}    Driver Version: {driver}    CUDA Version: 13.0 |' ;;
@@ -78,22 +80,18 @@ esac"""
         return folder
 
     def add_torch(
-        self, *, cuda: str | None = "13.0", architectures: str = "sm_80 sm_90", available: bool = True
+        self,
+        *,
+        architectures: str = "sm_80 sm_90",
+        available: bool = True,
+        problem: str | None = None,
+        **changes: object,
     ) -> None:
-        """A torch that answers as one of these builds does."""
-        tag = "cpu" if cuda is None else f"cu{cuda.replace('.', '')}"
-        self.add_module(
-            "torch",
-            f"""from types import SimpleNamespace
-__version__ = "2.13.0+{tag}"
-version = SimpleNamespace(cuda={cuda!r})
-cuda = SimpleNamespace(
-    is_available=lambda: {available}, device_count=lambda: {int(available)},
-    get_arch_list=lambda: {architectures.split()},
-    nccl=SimpleNamespace(version=lambda: (2, 28, 9)),
-)
-""",
-        )
+        """A torch that answers as one of these builds does; `problem` is raised on the card."""
+        torch = FakeTorch(self.folder / "modules")
+        build = machine_with(architectures=tuple(architectures.split()), is_usable=available, **changes)
+        torch.write(build, {"GPU-aaaa": problem})
+        self.environment |= {"PYTHONPATH": str(torch.folder), SWITCH: "0"}  # it loads nothing large
 
     def place(self) -> Place:
         settings = {"root": self.laid_out.root, "working": self.working, "hostname": "localhost", **self.changes}

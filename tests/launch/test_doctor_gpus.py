@@ -4,15 +4,18 @@ import signal
 
 import pytest
 from doctor_factory import CUDA_13, V100, BrokenMachine, add_package, assert_told, told
+from fake_torch import NO_CODE
+from gpu_machines import AMD
 from hanging_programs import pids_in, under_a_limit, wait_until_gone
 from msgspec.structs import replace
 
 from launch.doctor_finding import Level, diagnosis_of
-from launch.doctor_machine import Machine, TorchAnswer, read_machine
+from launch.doctor_machine import Machine, read_machine
 from launch.doctor_torch import check_collective, check_compiled
+from launch.torch_fit import TorchAnswer
 from trainer.spec.hardware import Hardware, Host
 
-CPU_TORCH = replace(CUDA_13, version="2.13.0+cpu", cuda=None, is_available=False, num_devices=0)
+CPU_TORCH = replace(CUDA_13, version="2.13.0+cpu", cuda=None, devices=())
 HOST = Host(cpu_name=None, num_cores=2, ram_bytes=None, ram_available_bytes=None)
 
 
@@ -42,10 +45,15 @@ def test_a_machine_without_a_gpu_trains_on_its_cpu(broken):
     assert "CPU" in told(found, Level.FINE)[0][0]
 
 
+def test_gpus_of_amd_are_named(broken):
+    broken.laid_out.put_gpu_on_bus("0000:03:00.0", "0x120000", vendor=AMD)  # as an Instinct is classed
+    assert_told(broken.diagnose("driver"), Level.WARNING, ("1 AMD GPU", "0000:03:00.0", "not supported"))
+
+
 def test_a_torch_without_cuda_beside_a_gpu(broken):
     broken.install_gpu()
     broken.add_torch(cuda=None, available=False)
-    remedy = "pip install --force-reinstall torch==2.13.0"
+    remedy = "pip install torch==2.13.0"
     assert_told(broken.diagnose("torch"), Level.FAULT, ("NVIDIA H100", "580.95.05", "2.13.0+cpu", remedy))
 
 
@@ -57,17 +65,23 @@ def test_a_driver_that_is_too_old_for_the_cuda_of_torch(broken):
     assert "580.65.06" in sentence and "580.65.06" in fix
 
 
-def test_a_driver_too_old_for_a_cuda_that_the_table_does_not_know(broken):
+def test_a_driver_too_old_for_a_cuda_that_the_table_does_not_know_is_told_in_torch_s_words(broken):
     broken.install_gpu(driver="999.0")
-    future = replace(CUDA_13, version="3.0.0+cu140", cuda="14.0", is_available=False)
-    facts = ("3.0.0+cu140", "CUDA 14.0", "CUDA 13.0", "built for CUDA 13")
-    assert_told(broken.diagnose("torch", torch=future), Level.FAULT, facts)
+    words = "The NVIDIA driver on your system is too old (found version 13000)."
+    future = replace(CUDA_13, version="3.0.0+cu140", cuda="14.0", devices=(), problem=words)
+    assert_told(broken.diagnose("torch", torch=future), Level.FAULT, ("3.0.0+cu140", "CUDA 14.0", words))
+
+
+def test_a_vgpu_without_expandable_segments_is_no_fault(broken):
+    broken.install_gpu()
+    broken.add_torch(has_expandable_segments=False)
+    assert broken.diagnose("torch").num_faults == 0
 
 
 def test_a_card_that_the_build_of_torch_has_no_kernels_for(broken):
     broken.install_gpu(V100)
-    broken.add_torch()
-    facts = ("Tesla V100-SXM2-32GB", "7.0", "sm_80, sm_90", "newest CUDA 12")
+    broken.add_torch(problem=NO_CODE)
+    facts = ("Tesla V100-SXM2-32GB", "7.0", "sm_80, sm_90", "build for CUDA 12")
     assert_told(broken.diagnose("torch"), Level.FAULT, facts)
 
 

@@ -76,6 +76,9 @@ def test_bytes_that_are_the_closed_forms_need_what_the_closed_form_needs(model, 
     assert memory.steady_allocated_bytes == expected.steady_allocated_bytes
     workspace = expected.parts["workspace"]
     assert memory.peak_reserved_bytes == simulation.expandable_reserved_bytes + workspace
+    plain = replace(plan, hardware=replace(plan.hardware, can_expand_segments=False))
+    memory = simulated_memory(situation_of(plain), plan.chosen, simulation)
+    assert memory.peak_reserved_bytes == simulation.peak_reserved_bytes + workspace
 
 
 def test_events_between_two_of_the_closed_form_count_with_the_first():

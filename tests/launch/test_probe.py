@@ -6,9 +6,13 @@ import sys
 import msgspec
 import pytest
 from captured_machine import GPU_MACHINES, MACHINES, Machine, lay_out
+from engine_plan_factory import engine_plan
+from gpu_machines import AMD, lay_out_gpus
 
 from launch.probe import LIBRARIES, describe_hardware, read_hardware, read_libraries
 from trainer.planning.gpu_names import hardware_from_spec
+from trainer.planning.planner import situation_of
+from trainer.planning.reasons import notes
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.hardware import (
@@ -24,6 +28,7 @@ from trainer.spec.hardware import (
     PeerCopy,
     SlurmEnvironment,
 )
+from trainer.spec.strategy import Sharding
 from trainer.spec.units import GIB, MIB
 
 UNKNOWN_HOST = Host(cpu_name=None, num_cores=None, ram_bytes=None, ram_available_bytes=None)
@@ -174,6 +179,21 @@ def test_whoever_hides_the_cards_may_plan_for_the_cpu_with_a_broken_driver(tmp_p
 def test_naming_the_card_of_a_broken_driver_does_not_hide_it(tmp_path):
     with pytest.raises(EnvironmentFaultError):
         probe(failing_machine(tmp_path, MISMATCH, is_on_bus=True), cuda_visible_devices="1")
+
+
+def test_gpus_of_amd_are_named_as_found_and_not_supported(tmp_path):
+    hardware = probe(lay_out_gpus(tmp_path, "amd"))
+    plan = engine_plan(Sharding.NONE, hardware=hardware)
+    planned = notes(situation_of(plan), plan.data, (), plan.candidates)
+    assert hardware.gpus == ()
+    for text in (describe_hardware(hardware), "\n".join(planned)):
+        assert all(fact in text for fact in ("2 AMD GPUs", "0000:03:00.0", "not supported"))
+
+
+def test_an_amd_chip_beside_nvidia_s_card_goes_without_a_word(tmp_path):
+    machine = lay_out(tmp_path, "rtx4090_desktop")
+    machine.put_gpu_on_bus("0000:0b:00.0", vendor=AMD)
+    assert not any("AMD" in note for note in probe(machine).notes)
 
 
 def test_a_cap_is_kept(tmp_path):

@@ -48,6 +48,11 @@ def test_without_a_change_the_earlier_plan_goes_on(earlier, run_dir):
     assert resume(earlier, earlier, run_dir) == (earlier, "")
 
 
+def test_the_earlier_plan_goes_on_with_the_allocator_that_works_now(earlier, run_dir):
+    plan = replace(earlier, hardware=replace(earlier.hardware, can_expand_segments=False))
+    assert resume(plan, earlier, run_dir) == (plan, "")
+
+
 def test_another_machine_takes_the_new_plan_where_the_checkpoint_fits_it(earlier, run_dir):
     plan = replace(earlier, hardware=on_less(earlier).hardware)
     taken, told = resume(plan, earlier, run_dir)

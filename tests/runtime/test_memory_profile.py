@@ -11,6 +11,7 @@ import torch
 from galore_torch.galore_projector import GaLoreProjector
 from torch import nn
 
+from trainer.__main__ import error_line
 from trainer.runtime.clock import Clock
 from trainer.runtime.memory_profile import (
     ACTIVATIONS,
@@ -168,6 +169,8 @@ def test_anonymous_memory_grows_with_what_is_written():
         (ValueError("can't allocate memory"), False),
         (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported later"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA driver error: out of memory"), True),
+        (RuntimeError("CUDA driver error: unknown error"), False),
         (RuntimeError("NCCL error ... Last error:\nCuda failure 2 'out of memory'"), True),
         (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
@@ -197,6 +200,14 @@ def failed(*, with_cause: bool, cause: BaseException) -> InputError:
 def test_an_error_that_was_made_of_one_counts_as_out_of_memory(with_cause):
     assert is_out_of_memory(failed(with_cause=with_cause, cause=torch.OutOfMemoryError("CUDA out of memory")))
     assert not is_out_of_memory(failed(with_cause=with_cause, cause=ValueError("another reason")))
+
+
+@pytest.mark.parametrize(("setting", "is_hinted"), [("expandable_segments:True", True), ("", False)])
+def test_a_driver_that_cannot_map_memory_ends_with_the_setting_that_mends_it(monkeypatch, setting, is_hinted):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", setting)
+    line = error_line(RuntimeError("CUDA driver error: unknown error\nException raised from ..."))
+    assert ("PYTORCH_ALLOC_CONF=expandable_segments:False" in line) is is_hinted and "\n" not in line
+    assert "PYTORCH_ALLOC_CONF" not in error_line(RuntimeError("CUDA error: invalid argument"))
 
 
 def test_a_thread_that_cannot_start_under_a_cap_is_out_of_memory():

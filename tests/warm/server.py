@@ -35,7 +35,7 @@ PRELOADED = (
     "torch", "transformers", "accelerate", "accelerate.commands.launch", "torch.distributed.run",
     "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "transformers.models.auto",
     "transformers.models.llama.modeling_llama", "peft", "bitsandbytes", "datasets", "tokenizers", "numpy",
-    "trainer.__main__", "trainer.runtime.loop", "trainer.runtime.prepare", "trainer.runtime.torch_facts",
+    "trainer.__main__", "trainer.runtime.loop", "trainer.runtime.prepare", "trainer.runtime.torch_check",
     "launch.cli", "launch.train_job",
 )  # fmt: skip
 PRODUCT = ("trainer", "launch", "slurm", "shardwise")

@@ -98,7 +98,7 @@ def simulated_memory(situation: Situation, candidate: Candidate, simulation: Sim
     reserved = around.reserved
     if not situation.is_cpu:
         room = situation.device.usable_bytes - outside
-        most = simulation.expandable_reserved_bytes + workspace  # as runs are started
+        most = workspace + simulation.reserved_bytes(is_expandable=situation.hardware.can_expand_segments)
         reserved = max(peak, min(most, room))  # near a full device the allocator gives back what is unused
     return replace(
         candidate.memory,

@@ -222,6 +222,7 @@ _ALLOCATOR_WORDS = (
     "DefaultCPUAllocator: ",
     "can't allocate memory",
     "std::bad_alloc",
+    "CUDA driver error: out of memory",  # of expandable segments; its "unknown error" is no lack of memory
     "CUDA error: out of memory",  # beside the caching allocator: pinned host memory, a context, a library
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",

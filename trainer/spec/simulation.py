@@ -82,6 +82,10 @@ class Simulation(Value, frozen=True, kw_only=True):
     seconds: float
     versions: dict[str, str]
 
+    def reserved_bytes(self, *, is_expandable: bool) -> int:
+        """What the allocator reserves at most, with or without expandable segments."""
+        return self.expandable_reserved_bytes if is_expandable else self.peak_reserved_bytes
+
 
 class GoldenAnswer(Value, frozen=True, kw_only=True):
     """Of a dry run, what does not depend on the machine that ran it."""

@@ -1,0 +1,40 @@
+"""Says, before gigabytes of torch are downloaded, that it has no code for any GPU here. Standard library only.
+
+    nvidia-smi --query-gpu=compute_cap,name --format=csv,noheader | python -m launch.before_download VERSION
+
+VERSION is the torch that pip would take. Exit code 4: it could use none of the cards; the lines say which torch can.
+"""
+
+import re
+import sys
+
+from trainer.spec.errors import ExitCode
+from trainer.spec.torch_wheel import CUDA_12_INDEX, OLDEST_CAPABILITY, lacks_code
+
+
+def obstacle(cards: str, torch_version: str) -> tuple[str, ...]:
+    """Why torch can use none of the cards that nvidia-smi lists; empty where it has code for one, or none is read."""
+    known = [
+        ((int(found[1]), int(found[2])), found[3].strip()) for found in re.finditer(r"(?m)^(\d+)\.(\d+), *(.+)$", cards)
+    ]
+    if not known or not all(lacks_code(torch_version, capability) for capability, _ in known):
+        return ()
+    (major, minor), name = max(known)
+    oldest = ".".join(map(str, OLDEST_CAPABILITY))
+    return (
+        f"{name} has compute capability {major}.{minor}; torch {torch_version}, which pip would download, is built for "
+        f"CUDA 13 and has code for {oldest} and newer: nothing was downloaded",
+        f"a build for CUDA 12 has code for this card: export PIP_EXTRA_INDEX_URL={CUDA_12_INDEX}",
+        "or train on the CPU: export CUDA_VISIBLE_DEVICES=",
+    )
+
+
+def main() -> ExitCode:
+    """Reads the cards from stdin."""
+    lines = obstacle(sys.stdin.read(), sys.argv[1])
+    sys.stderr.writelines(f"{line}\n" for line in lines)
+    return ExitCode.ENVIRONMENT if lines else ExitCode.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

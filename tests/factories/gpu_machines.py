@@ -1,0 +1,77 @@
+"""Machines that people have: their cards and drivers, laid out with a fake nvidia-smi and kernel files.
+
+The same values make a device `cuda` for whole runs (`cuda_stand_in.machine_environment`).
+"""
+
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from captured_machine import Machine as LaidOut
+from captured_machine import captured
+from warm_python import REAL_PYTHON
+
+_FAKE = Path(__file__).with_name("fake_cuda")
+sys.path.append(str(_FAKE))
+
+from machine import FILE, Card, Machine, uuid_of  # noqa: E402
+
+__all__ = ["AMD", "FIRST", "GPU_MACHINES", "H100", "SECOND", "Card", "Machine", "lay_out_gpus", "uuid_of"]
+
+FIRST, SECOND = (f"GPU-{uuid_of(index)}" for index in range(2))  # UUIDs
+RTX_4090 = Card(name="NVIDIA GeForce RTX 4090", capability=(8, 9), memory=24564)
+H100 = Card(name="NVIDIA H100 80GB HBM3", capability=(9, 0), memory=81559)
+AMD = "0x1002"  # of PCI
+CUDA_13 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")  # as PyPI's wheel of the locked torch was built
+
+
+def machine_with(*cards: Card, **changes: object) -> Machine:
+    """A machine with the torch of PyPI."""
+    return replace(Machine(cards=cards, architectures=CUDA_13), **changes)
+
+
+GPU_MACHINES = {
+    "rtx4090_and_old_card": machine_with(
+        RTX_4090, Card(name="NVIDIA GeForce GTX 1050 Ti", capability=(6, 1), memory=4096)
+    ),
+    "laptop_4060": machine_with(
+        Card(name="NVIDIA GeForce RTX 4060 Laptop GPU", capability=(8, 9), memory=8188, held=700)
+    ),
+    "t4": machine_with(Card(name="Tesla T4", capability=(7, 5), memory=15360)),
+    "v100": machine_with(Card(name="Tesla V100-SXM2-32GB", capability=(7, 0), memory=32768)),
+    "rtx5090": machine_with(Card(name="NVIDIA GeForce RTX 5090", capability=(12, 0), memory=32607)),
+    "wsl_rtx3080": machine_with(
+        Card(name="NVIDIA GeForce RTX 3080", capability=(8, 6), memory=10240), has_expandable_segments=False
+    ),
+    "cuda_compat_h100": machine_with(H100, driver="550.90.07"),
+    "old_driver": machine_with(
+        Card(name="NVIDIA GeForce RTX 4060", capability=(8, 9), memory=8188), driver="535.183.01", is_usable=False
+    ),
+    "vgpu": machine_with(
+        Card(name="GRID T4-16Q", capability=(7, 5), memory=16384), has_expandable_segments=False
+    ),
+    "two_different": machine_with(
+        RTX_4090, Card(name="NVIDIA GeForce RTX 3060", capability=(8, 6), memory=12288)
+    ),
+    "amd": machine_with(),
+}  # fmt: skip
+_WSL = ("wsl_rtx3080",)
+_AMD_GPUS = {"amd": ("0000:03:00.0", "0000:83:00.0")}
+
+
+def lay_out_gpus(folder: Path, machine: Machine | str) -> LaidOut:
+    """The machine, or the one of that name, below `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    laid_out = LaidOut(folder)
+    laid_out.write("proc/meminfo", "MemTotal: 65536000 kB\nMemAvailable: 60000000 kB\n")
+    if machine in _WSL:
+        laid_out.write("proc/version", captured("wsl_rtx3080", "version"))
+    for address in _AMD_GPUS.get(str(machine), ()):
+        laid_out.put_gpu_on_bus(address, vendor=AMD)
+    known = GPU_MACHINES[machine] if isinstance(machine, str) else machine
+    if known.cards:
+        known.write(folder / "machine.json")
+        program = shlex.join([REAL_PYTHON, "-I", "-S", str(_FAKE / "nvidia_smi.py")])
+        laid_out.install_nvidia_smi(f'export {FILE}={shlex.quote(str(folder / "machine.json"))}\nexec {program} "$@"\n')
+    return laid_out
