@@ -36,7 +36,7 @@ def test_training_returns_the_report(capsys):
     [
         (lambda: shardwise.plan("absent.yaml"), "absent.yaml"),
         (lambda: shardwise.plan("job.yaml", vram="8 apples"), "8 apples"),
-        (lambda: shardwise.plan("job.yaml", hardware="8xH100"), "H100-SXM5-80GB"),
+        (lambda: shardwise.plan("job.yaml", hardware="8xH300"), "H200"),
     ],
 )
 def test_problems_are_shardwise_errors(call, words):

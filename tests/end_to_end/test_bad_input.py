@@ -198,7 +198,7 @@ CASES = [
         3,
         ("GiB",),
     ),
-    Case("unknown GPU", nothing, ("plan", "job.yaml", "--hardware", "8xH100"), 2, ("H100-SXM5-80GB",)),
+    Case("unknown GPU", nothing, ("plan", "job.yaml", "--hardware", "8xH300"), 2, ("H200",)),
     Case("nonsense for hardware", nothing, ("plan", "job.yaml", "--hardware", "0x0x"), 2, ("0x0x",)),
     Case(
         "hardware file is damaged", file("h.json", b"{"), ("plan", "job.yaml", "--hardware", "h.json"), 2, ("h.json",)

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from trainer.runtime.known_rows import known_rows
 from trainer.simulation.build import materialise
 from trainer.simulation.kernels import Kernels
 
@@ -34,7 +35,7 @@ def loss_obstacle(model: PreTrainedModel) -> str | None:
     model.eval()
     seam: Any = model
     try:
-        with kernels.installed(), FakeTensorMode():
+        with kernels.installed(), known_rows(are_packed=False), FakeTensorMode():
             materialise(model, "cpu")
             ids = torch.zeros((1, NUM_TOKENS), dtype=torch.long)
             theirs = _operations(lambda: seam.shardwise_forward(input_ids=ids, labels=ids, use_cache=False))
