@@ -481,6 +481,7 @@ def test_a_process_asked_to_end_leaves_no_half_cache(request_of, tmp_path):
     assert cache_folders(request) == ["locks"]
 
 
+@pytest.mark.cold
 def test_a_process_ends_when_the_one_that_started_it_is_killed():
     child = (
         "import time; from trainer.runtime.process import end_with_parent\n"
