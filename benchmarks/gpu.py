@@ -186,7 +186,9 @@ def peaks_of(bench: Bench, rows: Mapping[str, Row]) -> list[Peak]:
 
 def slug_of(bench: Bench) -> str:
     """The name of a device in the name of a file; a CPU's widest instructions decide how it computes products."""
-    name = " ".join(("cpu rehearsal", *bench.hardware.host.cpu_flags[-1:])) if bench.is_tiny else bench.device_name
+    name = bench.device_name if bench.hardware.gpus else " ".join(bench.hardware.host.cpu_flags[-1:])
+    kind = "" if not bench.is_tiny else "rehearsal " if bench.hardware.gpus else "cpu rehearsal "
+    name = f"{kind}{name}"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
