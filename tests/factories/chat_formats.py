@@ -3,7 +3,7 @@
 What stands between « and » is learned, up to and with the token that ends the turn, and nothing else is.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from conversations import assistant, system, user
 
@@ -22,9 +22,9 @@ class Family(NamedTuple):
     is_sentencepiece: bool = False
 
 
-LLAMA3 = {"bos": "<|begin_of_text|>", "eos": "<|eot_id|>"}
-GEMMA = {"bos": "<bos>", "eos": "<eos>", "is_sentencepiece": True}
-OLDER = {"bos": "<s>", "eos": "</s>", "is_sentencepiece": True}
+LLAMA3: dict[str, Any] = {"bos": "<|begin_of_text|>", "eos": "<|eot_id|>"}
+GEMMA: dict[str, Any] = {"bos": "<bos>", "eos": "<eos>", "is_sentencepiece": True}
+OLDER: dict[str, Any] = {"bos": "<s>", "eos": "</s>", "is_sentencepiece": True}
 FAMILIES = {
     "alpaca": Family("alpaca", "<|endoftext|>"),
     "chatml": Family("chatml", "<|endoftext|>"),

@@ -2,33 +2,36 @@
 
 import importlib.util
 from pathlib import Path
+from typing import Any
+
+from trainer.runtime.examples import Message
 
 _TRL = importlib.util.find_spec("trl")  # found without being imported, which takes a while
 assert _TRL is not None and _TRL.origin is not None
 TRL_TEMPLATES = Path(_TRL.origin).parent / "chat_templates"
 
 
-def trl_template(name):
+def trl_template(name: str) -> str:
     return (TRL_TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
 
 
-def system(content):
+def system(content: str) -> Message:
     return {"role": "system", "content": content}
 
 
-def user(content):
+def user(content: str | list[Message]) -> Message:
     return {"role": "user", "content": content}
 
 
-def assistant(content, **more):
+def assistant(content: str | list[Message] | None, **more: Any) -> Message:
     return {"role": "assistant", "content": content, **more}
 
 
-def tool_call(name, **arguments):
+def tool_call(name: str, **arguments: Any) -> Message:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-TOOLS = [
+TOOLS: list[Message] = [
     {
         "type": "function",
         "function": {

@@ -1,6 +1,7 @@
 """Broken machines for `doctor`: kernel files below a folder, programs that stand in, libraries that stand in."""
 
 from pathlib import Path
+from typing import Any
 
 from captured_machine import Machine as LaidOut
 from fake_torch import FakeTorch
@@ -43,7 +44,7 @@ class BrokenMachine:
             "SHARDWISE_CACHE": str(folder / "cache"),
             "TMPDIR": str(folder / "root" / "tmp"),
         }
-        self.changes: dict[str, object] = {}
+        self.changes: dict[str, Any] = {}
 
     def write(self, path: str, text: str) -> None:
         self.laid_out.write(path, text)

@@ -71,7 +71,7 @@ def save_run(run_dir: Path, plan: Plan, *, losses: Mapping[int, float] = {}, ste
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         with torch.no_grad():
             for parameter in trained:
-                parameter += torch.randn_like(parameter) * (0.1 * parameter.abs().mean() + 0.01)
+                parameter.add_(torch.randn_like(parameter) * (0.1 * parameter.abs().mean() + 0.01))
         state.step = step
         if step in losses:
             state.evaluations.append(Evaluation(step=step, loss=losses[step], perplexity=2.0, num_tokens=100))

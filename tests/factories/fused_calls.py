@@ -5,6 +5,7 @@ In a process of its own: the device has to be made in it (`trainer.simulation.fa
 
 import json
 import sys
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -43,7 +44,7 @@ class Layer(torch.nn.Module):
 def calls(capability: tuple[int, int], dtype: torch.dtype, autocast: torch.dtype | None, **packed: Any) -> Any:
     """How often each kernel of `scaled_dot_product_attention` was called, and what kept documents apart."""
     kernels, layer = Kernels("cuda", capability), Layer()
-    attend = packed_sdpa if packed else sdpa_attention_forward
+    attend: Callable[..., Any] = packed_sdpa if packed else sdpa_attention_forward
     with as_if_available(capability), kernels.installed(), FakeTensorMode():
         shapes = [(2, each, WIDTH, HEAD_DIM) for each in (HEADS, KV_HEADS, KV_HEADS)]
         heads = [torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes]

@@ -8,11 +8,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 NO_HUB = "http://127.0.0.1:9"  # nobody listens there
 
 
-def ask_hub(program: str, *words: str, home: Path, endpoint: str = NO_HUB, **environment: str) -> list[object]:
+def ask_hub(program: str, *words: str, home: Path, endpoint: str = NO_HUB, **environment: str) -> list[Any]:
     """The JSON list that the program prints last; it sees no setting of the hub but these."""
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith("HF_") and "PROXY" not in name.upper()

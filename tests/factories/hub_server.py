@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any, NamedTuple
@@ -53,7 +54,7 @@ class Request(NamedTuple):
     path: str
     query: str
     body: bytes
-    headers: Mapping[str, str]
+    headers: Message
 
     @property
     def token(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM
 
 from trainer.runtime.export_check import logits_of, prompt_ids
@@ -74,6 +74,6 @@ def distributed(base: Path, folder: Path) -> Path:
     """A torch distributed checkpoint of one process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group
-        dcp.save({"model": load_file(base / "model.safetensors")}, checkpoint_id=folder, no_dist=True)
+        save({"model": load_file(base / "model.safetensors")}, checkpoint_id=folder, no_dist=True)
     (folder / "config.json").write_bytes((base / "config.json").read_bytes())
     return folder

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from rank_factory import SEED, SEQ_LEN, rank_plan
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer as TorchOptimizer
-from transformers import AutoConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from trainer.planning.learning_rates import default_rate
 from trainer.runtime.data import TokenRows, step_micro_batches
@@ -32,7 +32,7 @@ def tiny_llama(**config: Any) -> LlamaForCausalLM:
     torch.manual_seed(SEED)
     fields = {**TINY_LLAMA, "max_position_embeddings": SEQ_LEN, **config}
     fields.pop("model_type")
-    return LlamaForCausalLM(AutoConfig.for_model("llama", **fields))
+    return LlamaForCausalLM(LlamaConfig(**fields))
 
 
 def random_gradients(model: nn.Module, *, step: int) -> None:

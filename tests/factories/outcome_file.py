@@ -63,8 +63,8 @@ class OutcomeFile:
         if report.skipped:
             self._reasons[_reason(report)] += 1
         if report.when == "call":
-            found = dict(report.user_properties).get(DIFFERENCES, ())
-            self._differences[file] += [Difference(*each) for each in found]
+            properties: dict[str, Any] = dict(report.user_properties)
+            self._differences[file] += [Difference(*each) for each in properties.get(DIFFERENCES, ())]
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:

@@ -12,6 +12,7 @@ from engine_plan_factory import TINY_LLAMA, engine_plan
 
 from launch.deepspeed_config import deepspeed_config
 from trainer.runtime.row_writer import RowShape, RowWriter
+from trainer.runtime.token_rows import TokenRows
 from trainer.spec import codec
 from trainer.spec.job import Job, Limits, TrainJob
 from trainer.spec.plan import Plan
@@ -103,6 +104,12 @@ def rank_plan(
             rehearses_save=False,
         ),
     )
+
+
+def train_rows(plan: Plan) -> TokenRows:
+    """What a run of this plan trains on."""
+    assert plan.data.cache_dir is not None
+    return TokenRows.open(Path(plan.data.cache_dir), "train")
 
 
 def write_attempt(run_dir: Path, plan: Plan, *, number: int = 1) -> Path:

@@ -134,7 +134,7 @@ class SlurmCluster:
 
     def submit(self, *words: str | Path, **environment: str) -> str:
         """Submits by sbatch; the id of the job."""
-        return self.run("sbatch", "--parsable", *words, **environment).stdout.strip().partition(";")[0]
+        return self.run("sbatch", "--parsable", *words, check=True, **environment).stdout.strip().partition(";")[0]
 
     def job(self, job_id: str) -> JobState:
         """How the job stands now; of an array the task `ID_INDEX`."""

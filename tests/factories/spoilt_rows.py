@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 from msgspec.structs import replace
-from rank_factory import LR, SEED
+from rank_factory import LR, SEED, train_rows
 from torch.nn import functional
-from transformers import AutoConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer.runtime.data import IGNORED_LABEL, TokenRows, step_micro_batches
+from trainer.runtime.data import IGNORED_LABEL, step_micro_batches
 from trainer.spec.extension import Extension, Hook
 from trainer.spec.lr_schedule import learning_rate
 from trainer.spec.plan import Plan
@@ -38,7 +38,7 @@ def loss(logits, labels):
 
 def rows_of(plan: Plan, step: int) -> list[int]:
     """The rows of a step of the data order; both count from 1."""
-    rows = TokenRows.open(Path(plan.data.cache_dir), "train")
+    rows = train_rows(plan)
     return rows.order(seed=SEED, sequences_per_step=plan.schedule.sequences_per_step).rows_of_step(step - 1)
 
 
@@ -47,7 +47,7 @@ def spoil(plan: Plan, folder: Path, steps: Sequence[int] | Mapping[int, float], 
 
     Its loss, and that of the micro batch that it is in, is multiplied with `factor`, or with that of its step.
     """
-    rows = TokenRows.open(Path(plan.data.cache_dir), "train")
+    rows = train_rows(plan)
     factors = dict(steps) if isinstance(steps, Mapping) else dict.fromkeys(steps, factor)
     labels = {step: rows.labels(rows_of(plan, step)[-1]) for step in factors}
     bad = [(row[row != IGNORED_LABEL].tolist(), factors[step]) for step, row in labels.items()]
@@ -60,7 +60,7 @@ def spoil(plan: Plan, folder: Path, steps: Sequence[int] | Mapping[int, float], 
 
 def tokens_of(plan: Plan, steps: Iterable[int]) -> int:
     """The tokens that are learned from in these steps of the data order."""
-    rows = TokenRows.open(Path(plan.data.cache_dir), "train")
+    rows = train_rows(plan)
     return sum(int((rows.labels(row) != IGNORED_LABEL).sum()) for step in steps for row in rows_of(plan, step))
 
 
@@ -72,13 +72,13 @@ def train_plainly(plan: Plan, rows_of_steps: Mapping[int, int]) -> tuple[dict[in
     """
     torch.manual_seed(SEED)
     config = {name: value for name, value in plan.model_config.items() if name != "model_type"}
-    model = LlamaForCausalLM(AutoConfig.for_model("llama", **config))
+    model = LlamaForCausalLM(LlamaConfig(**config))
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=LR, betas=(0.9, 0.95)
     )
-    rows, losses = TokenRows.open(Path(plan.data.cache_dir), "train"), dict[int, float]()
+    rows, losses = train_rows(plan), dict[int, float]()
     for step, step_of_rows in rows_of_steps.items():
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(plan.schedule, plan.job.train, step)

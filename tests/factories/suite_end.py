@@ -77,11 +77,16 @@ def _pass_on(number: int) -> None:
                 os.kill(pid, number)
 
 
+def _close_all(held: list[int]) -> None:
+    while held:
+        os.close(held.pop())
+
+
 def _start_keeper(suite: str) -> None:
     """Starts the process that outlives this one; the pipe between them is never closed but by the end of this one."""
     read_end, write_end = os.pipe()
     held = [write_end]
-    os.register_at_fork(after_in_child=lambda: [os.close(held.pop()) for _ in list(held)])
+    os.register_at_fork(after_in_child=lambda: _close_all(held))
     python = Path("/proc/self/exe").resolve()  # not sys.executable: nothing of the virtual environment is needed
     subprocess.run(
         [python, "-I", "-S", suite_remains.__file__, suite],

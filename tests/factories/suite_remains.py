@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from signal import SIGKILL
 from typing import IO
@@ -74,7 +75,7 @@ def remove_remains() -> None:
     for mount_point in _disks_of_ended_suites():
         subprocess.run(["umount", "--lazy", mount_point], check=False)
     for group in _groups_of_ended_suites():
-        _wait_until(lambda group=group: _is_removed(group))
+        _wait_until(partial(_is_removed, group))
 
 
 def cluster_folder(slot: int) -> Path:

@@ -65,7 +65,7 @@ class WandbServer(ThreadingHTTPServer):
             if name == "wandb-summary.json" and lines:
                 run.summary = lines[-1]
         if content.get("complete") is not None:
-            run.exit_codes.append(content.get("exitcode"))
+            run.exit_codes.append(content["exitcode"])
 
 
 def _upsert(server: WandbServer, variables: dict[str, Any]) -> dict[str, Any]:

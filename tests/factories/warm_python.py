@@ -39,7 +39,7 @@ def _make_programs(folder: Path) -> None:
     (folder / "bin").mkdir()
     python = folder / "bin" / "python"
     words = (REAL_PYTHON, "-I", "-S", _WARM / "stub.py", folder / "socket", REAL_PYTHON)
-    _write_program(python, f'exec {" ".join(map(_quoted, words))} "$@"')
+    _write_program(python, f'exec {" ".join(_quoted(word) for word in words)} "$@"')
     for name in ("python3", f"python3.{sys.version_info.minor}"):
         (folder / "bin" / name).symlink_to(python)
     for program in Path(REAL_PYTHON).parent.iterdir():

@@ -209,8 +209,9 @@ class Library:
                 if isinstance(base[1], ast.ClassDef):
                     yield from self._own_fields(base, hops + 1)
         for each in node.body:
-            is_field = isinstance(each, ast.AnnAssign) and "ClassVar" not in ast.unparse(each.annotation)
-            if is_field and isinstance(each.target, ast.Name):
+            if not isinstance(each, ast.AnnAssign) or "ClassVar" in ast.unparse(each.annotation):
+                continue
+            if isinstance(each.target, ast.Name):
                 yield f"{each.target.id}=..."
 
 

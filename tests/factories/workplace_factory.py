@@ -5,11 +5,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
-TINY_CONFIG = {
+TINY_CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 320,
@@ -37,14 +37,14 @@ class Workplace(NamedTuple):
 
     def write_job(self, **sections: object) -> None:
         """Writes job.yaml: the small job, with whole sections replaced or merged."""
-        job: dict[str, object] = {
+        job: dict[str, Any] = {
             "model": {"config": "model", "tokenizer": "train"},
             "data": {"train": "text", "eval": "20%"},
             "train": {"seq_len": 32, "tokens_per_step": 256, "steps": 8, "lr": 3e-3, "epochs": None},
             "checkpoint": {"every": "3 steps"},
             "output": "runs/tiny",
         }
-        job["train"] = {key: value for key, value in job["train"].items() if value is not None}  # type: ignore[attr-defined] # a dict by construction
+        job["train"] = {key: value for key, value in job["train"].items() if value is not None}
         for name, section in sections.items():
             before = job.get(name)
             job[name] = {**before, **section} if isinstance(before, dict) and isinstance(section, dict) else section

@@ -52,9 +52,10 @@ def flash_attn_func(
     """Query, key and value [B, S, H, D], every row one sequence."""
     batch, width = q.shape[:2]
     bounds = torch.arange(0, (batch + 1) * width, width, dtype=torch.int32)
-    rows = (x.flatten(0, 1) for x in (q, k, v))
     out = flash_attn_varlen_func(
-        *rows,
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
         bounds,
         bounds,
         width,
@@ -64,4 +65,4 @@ def flash_attn_func(
         window_size=window_size,
         softcap=softcap,
     )
-    return out.unflatten(0, (batch, width))
+    return out.view(batch, width, *out.shape[1:])

@@ -42,10 +42,8 @@ class Linear(nn.Module):
         empty = torch.empty(out_features, in_features, dtype=params_dtype, device=device)
         self.weight = nn.Parameter(empty)
         self.use_bias = bias
-        if bias:
-            self.bias = nn.Parameter(torch.empty(out_features, dtype=params_dtype, device=device))
-        else:
-            self.bias = torch.empty(0, dtype=params_dtype, device=device)  # as the real one has it
+        empty = torch.empty(out_features if bias else 0, dtype=params_dtype, device=device)
+        self.bias = nn.Parameter(empty) if bias else empty  # as the real one has it
         if str(device) != "meta":
             nn.init.normal_(self.weight, std=0.023)
         self.fp8 = False
