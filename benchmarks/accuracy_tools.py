@@ -57,7 +57,8 @@ def _answer(need_bytes: float | None, row: Row) -> ToolAnswer:
 
 def _line(name: str, rows: Sequence[Row], answers: Sequence[ToolAnswer]) -> dict[str, object]:
     off: dict[str, list[float]] = {"full": [], "lora": [], "qlora": []}
-    crashed, ran = [], []
+    crashed: list[bool] = []
+    ran: list[bool] = []
     for row, answer in zip(rows, answers, strict=True):
         if answer.fits is not None:
             (crashed if row.truth.get("oom") else ran).append(answer.fits)

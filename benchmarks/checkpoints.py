@@ -17,12 +17,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from trainer.runtime.checkpoint.save import Save
 
 ROOT = Path(__file__).resolve().parent.parent
 ROUNDS = 15  # disks of rented machines take twice as long in some of them
 ASKED = 1.1  # times the faster of the others
 OURS = "shardwise"
-MODEL = {
+MODEL: dict[str, Any] = {
     "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6,
     "num_attention_heads": 12, "num_key_value_heads": 12, "max_position_embeddings": 128, "use_cache": False,
 }  # fmt: skip
@@ -61,8 +68,9 @@ def bench_checkpoints() -> list[dict[str, object]]:
 
 def _measure() -> None:
     import torch
-    import torch.distributed.checkpoint as dcp
     from accelerate import Accelerator
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -85,15 +93,15 @@ def _measure() -> None:
 
     savers: dict[str, Callable[[Path], object]] = {
         OURS: lambda folder: _save(folder, model, inner).run(),
-        "torch DCP": lambda folder: dcp.save(states(), checkpoint_id=folder),
+        "torch DCP": lambda folder: save(states(), checkpoint_id=folder),
         "Accelerate": lambda folder: accelerator.save_state(str(folder)),
     }
     loaders: dict[str, Callable[[Path], object]] = {
         OURS: lambda folder: _load(folder, model, inner),
-        "torch DCP": lambda folder: dcp.load(states(), checkpoint_id=folder),
+        "torch DCP": lambda folder: load(states(), checkpoint_id=folder),
         "Accelerate": lambda folder: accelerator.load_state(str(folder)),
     }
-    found: dict[str, object] = {"num_bytes": num_bytes, "stall": []}
+    found: dict[str, Any] = {"num_bytes": num_bytes, "stall": []}
     found |= {what: {name: [] for name in savers} for what in ("save", "load")}
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-", dir=_disk()) as name:
         for number in range(ROUNDS + 1):  # the first is not counted
@@ -114,7 +122,7 @@ def _measure() -> None:
     print(json.dumps(found))
 
 
-def _save(folder: Path, model: object, optimizer: object) -> object:
+def _save(folder: Path, model: "nn.Module", optimizer: "Optimizer") -> "Save":
     from trainer.runtime.checkpoint.manifest import CheckpointFacts
     from trainer.runtime.checkpoint.ranks import Ranks
     from trainer.runtime.checkpoint.save import Save
@@ -130,7 +138,7 @@ def _save(folder: Path, model: object, optimizer: object) -> object:
     )
 
 
-def _load(folder: Path, model: object, optimizer: object) -> None:
+def _load(folder: Path, model: "nn.Module", optimizer: "Optimizer") -> None:
     from trainer.runtime.checkpoint.load import begin_resumption
     from trainer.spec.strategy import Sharding
 
@@ -139,7 +147,7 @@ def _load(folder: Path, model: object, optimizer: object) -> None:
     resumption.load(model, optimizer, sharding=Sharding.NONE)
 
 
-def _stall(stalls: list[float], folder: Path, model: object, optimizer: object, *, counts: bool) -> None:
+def _stall(stalls: list[float], folder: Path, model: "nn.Module", optimizer: "Optimizer", *, counts: bool) -> None:
     from trainer.runtime.checkpoint.background import BackgroundSave
 
     shutil.rmtree(folder, ignore_errors=True)

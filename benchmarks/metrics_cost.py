@@ -23,9 +23,9 @@ ROUNDS, REPETITIONS = 9, 200
 
 def bench_metrics() -> list[dict[str, object]]:
     """A row a piece, and the sum."""
-    for folder in (ROOT / "tests" / "factories", ROOT):
-        if str(folder) not in sys.path:
-            sys.path.insert(0, str(folder))
+    for imported in (ROOT / "tests" / "factories", ROOT):
+        if str(imported) not in sys.path:
+            sys.path.insert(0, str(imported))
     with tempfile.TemporaryDirectory() as folder:
         pieces = _pieces(Path(folder))
         seconds = {name: _median_seconds(work) for name, work in pieces}
@@ -58,7 +58,7 @@ def _pieces(folder: Path) -> Sequence[tuple[str, Callable[[], object]]]:
     from gpu_factory import GpuCase, gpu_plan, write_full_rows
     from planning_factory import machine
 
-    from launch.attempts import prepare_attempt
+    from launch.attempt_files import prepare_attempt
     from trainer.runtime.clock import Clock
     from trainer.runtime.data import padding_share, step_micro_batches
     from trainer.runtime.machine_counters import CardWatch

@@ -28,7 +28,7 @@ from msgspec.structs import replace  # noqa: E402
 from planning_factory import machine  # noqa: E402
 from written_page import markdown_table, with_tables  # noqa: E402
 
-from launch.attempts import prepare_attempt  # noqa: E402
+from launch.attempt_files import prepare_attempt  # noqa: E402
 from trainer.runtime.report_writer import ReportWriter, run_paths  # noqa: E402
 from trainer.spec import codec  # noqa: E402
 from trainer.spec.job import GaloreJob, LoraJob  # noqa: E402

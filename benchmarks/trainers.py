@@ -23,6 +23,10 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINERS = ("bare", "shardwise", "transformers", "trl")
@@ -174,13 +178,14 @@ def _batches(cache: str) -> list[list[list[int]]]:
     return [ids[start : start + ROWS] for start in range(0, len(ids), ROWS)]
 
 
-def _model():  # noqa: ANN202  # transformers' own
+def _model() -> "PreTrainedModel":
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     fields = {name: value for name, value in MODEL.items() if name != "model_type"}
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **fields))
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **fields))
+    return model
 
 
 def _on_step(out: Path) -> Callable[..., None]:
@@ -222,7 +227,7 @@ def run_trainer(name: str, cache: str, out: Path) -> None:
             tell(0, {})
 
     ids = [row for batch in _batches(cache) for row in batch]
-    settings = {
+    settings: dict[str, Any] = {
         "output_dir": str(out / "out"),
         "per_device_train_batch_size": ROWS,
         "max_steps": NUM_STEPS,

@@ -4,6 +4,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 
@@ -17,9 +18,13 @@ def with_tables(document: str, tables: Mapping[str, str]) -> str:
     """`document` with every table in its place; AssertionError where it has no place, or several, for one."""
     for name, table in tables.items():
         place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        document, count = place.subn(lambda found, table=table: f"{found[1]}{table}{found[2]}", document)
+        document, count = place.subn(partial(_between, table), document)
         assert count == 1, f"{count} places in the page for the table {name}"
     return document
+
+
+def _between(table: str, marks: re.Match[str]) -> str:
+    return f"{marks[1]}{table}{marks[2]}"
 
 
 def run_page(document: Path, tables: Callable[[], Mapping[str, str]], *, command: str, summary: str) -> int:
