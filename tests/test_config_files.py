@@ -289,7 +289,7 @@ def test_a_base_file_is_usable_by_hand_through_accelerate(row: Row, deepspeed_an
 @pytest.fixture(scope="module")
 def accelerate_answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("fsdp")
-    question = {}
+    question: dict[str, str] = {}
     for row in FSDP_ROWS:
         path = folder / Path(ENGINE_CONFIGS[row]).name
         path.write_text(yaml.safe_dump(filled_yaml(row, folder, num_ranks=6, precision=Precision.BF16_MIXED)))

@@ -1,5 +1,6 @@
 """The documents say what the program does: every command, every strategy, and nothing that is not there."""
 
+import argparse
 import ast
 import importlib.util
 import json
@@ -10,6 +11,7 @@ from functools import cache
 from itertools import combinations
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from covering_factory import covering, points
@@ -34,7 +36,7 @@ DOCUMENTS = [
 
 
 def commands() -> list[str]:
-    (subparsers,) = (action for action in build_parser()._actions if action.dest == "command")
+    (subparsers,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
     return sorted(subparsers.choices or ())
 
 
@@ -109,7 +111,8 @@ def test_every_technique_has_a_section_with_its_line_of_a_job_or_its_version():
 @pytest.mark.parametrize("line", re.findall(r"`((?:pin|train|limits|log): \{[^`]+)`", TECHNIQUES))
 def test_every_line_of_a_job_in_the_techniques_is_a_job(line):
     """It is read, clashes with nothing, and changes the job."""
-    tree = {"model": {"name": "m"}, "data": {"train": "d"}, **read_yaml(line, origin="techniques.md")}
+    lines: Any = read_yaml(line, origin="techniques.md")
+    tree = {"model": {"name": "m"}, "data": {"train": "d"}, **lines}
     section = line.partition(":")[0]
     assert read_job(tree, origin="techniques.md") != read_job({**tree, section: {}}, origin="techniques.md")
 
@@ -200,12 +203,12 @@ def test_the_covering_set_runs_what_the_support_matrix_says_it_does():
 
 def test_the_options_of_every_command_are_frozen():
     """A change here is a change for users: it belongs in CHANGELOG.md."""
-    (subparsers,) = (action for action in build_parser()._actions if action.dest == "command")
+    (subparsers,) = (a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction))
     found = {
         name: sorted(
             option for action in parser._actions for option in action.option_strings if option.startswith("--")
         )
-        for name, parser in (subparsers.choices or {}).items()
+        for name, parser in subparsers.choices.items()
     }
     assert found == {
         "init": ["--data", "--help", "--model", "--output"],

@@ -14,7 +14,7 @@ from operator_cache import folder_with_operators
 from rank_factory import LR, NUM_STEPS, SEED, rank_plan, write_rows
 from safetensors.torch import load_file
 from torch.nn import functional
-from transformers import AutoConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.runtime.data import TokenRows, step_micro_batches
 from trainer.spec.lr_schedule import learning_rate
@@ -76,7 +76,7 @@ def reference(cache_dir: Path) -> Course:
     torch.manual_seed(SEED)
     plan = rank_plan(cache_dir, num_steps=NUM_STEPS)
     config = {name: value for name, value in plan.model_config.items() if name != "model_type"}
-    model = LlamaForCausalLM(AutoConfig.for_model("llama", **config))
+    model = LlamaForCausalLM(LlamaConfig(**config))
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
@@ -56,7 +56,7 @@ def save_zero(stage: int, model: Any, out: Path) -> dict[str, torch.Tensor]:
     return masters
 
 
-def save_dcp(model: Any, out: Path) -> dict[str, torch.Tensor]:
+def save_dcp(model: Any, out: Path) -> dict[str, Any]:
     """torch's own distributed checkpoint of model and optimizer, as torchtitan writes it."""
     for layer in model.model.layers:
         fully_shard(layer)
@@ -64,7 +64,7 @@ def save_dcp(model: Any, out: Path) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     train(model, optimizer)
     weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state, "step": 2}, checkpoint_id=out)
+    save_distributed({"model": weights, "optimizer": state, "step": 2}, checkpoint_id=out)
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 

@@ -120,7 +120,7 @@ def test_steps_with_dropout_end_where_they_do_when_everything_is_kept(case, runs
     assert course.losses == pytest.approx(expected.losses, abs=1e-6)
     assert course.grad_norms == pytest.approx(expected.grad_norms, abs=1e-6)
     for name, weight in expected.weights.items():
-        torch.testing.assert_close(course.weights[name], weight, rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(course.weights[name], weight, rtol=0, atol=1e-6, msg=f"{name}: {{}}".format)
 
 
 @EACH

@@ -116,7 +116,7 @@ def test_the_core_has_all_values_and_the_pairs_that_change_an_engine_most():
     assert met["method"] == set(Method)
     assert met["checkpointing"] == set(Checkpointing)
     assert met["precision"] == {Precision.FP32, Precision.BF16_MIXED, Precision.BF16, Precision.FP16_MIXED}
-    assert {sharding for sharding, _ in met["layout"]} == set(Sharding)
+    assert {point.sharding for point in some} == set(Sharding)
     for pair in (
         lambda point: (point.sharding, point.precision),
         lambda point: (point.sharding, point.checkpointing),

@@ -121,7 +121,7 @@ def test_every_step_equals_that_of_a_single_process_of_plain_pytorch(case, run_d
     assert course.grad_norms == pytest.approx(reference.grad_norms, abs=TOLERANCE)
     assert course.weights.keys() == reference.weights.keys()
     for name, expected in reference.weights.items():
-        torch.testing.assert_close(course.weights[name], expected, rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(course.weights[name], expected, rtol=0, atol=1e-4, msg=f"{name}: {{}}".format)
 
 
 @each(TORCH_CASES + DEEPSPEED_CASES)

@@ -112,7 +112,7 @@ def test_every_step_equals_that_of_a_single_process_of_plain_pytorch(name, runs,
     assert course.grad_norms == pytest.approx(reference.grad_norms, abs=TOLERANCE)
     assert course.weights.keys() == reference.weights.keys()
     for each, expected in reference.weights.items():
-        torch.testing.assert_close(course.weights[each], expected, rtol=0, atol=1e-4, msg=lambda m, n=each: f"{n}: {m}")
+        torch.testing.assert_close(course.weights[each], expected, rtol=0, atol=1e-4, msg=f"{each}: {{}}".format)
 
 
 def test_an_update_within_the_backward_pass_sees_gradients_of_all_copies(runs, cache_dir):

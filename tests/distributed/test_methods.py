@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from rank_factory import LR, NUM_STEPS, SEED, rank_plan, write_attempt
 from safetensors.torch import load_file
 from torch.nn import functional
-from transformers import AutoConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.runtime.adapters import seed_adapters
 from trainer.runtime.data import TokenRows, step_micro_batches
@@ -110,7 +110,7 @@ def reference(cache_dir) -> tuple[list[float], dict[str, torch.Tensor]]:
     plan = rank_plan(cache_dir, num_steps=NUM_STEPS)
     torch.manual_seed(SEED)
     config = {name: value for name, value in plan.model_config.items() if name != "model_type"}
-    base = LlamaForCausalLM(AutoConfig.for_model("llama", **config))
+    base = LlamaForCausalLM(LlamaConfig(**config))
     seed_adapters(SEED)
     model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8.0, target_modules="all-linear", task_type="CAUSAL_LM"))
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -142,7 +142,7 @@ def test_every_step_equals_that_of_peft_in_a_single_process(sharding, kind, runs
     exported = load_file(run_dir / "export" / "adapter_model.safetensors")
     assert exported.keys() == adapters.keys()
     for name, value in adapters.items():
-        torch.testing.assert_close(exported[name], value, rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(exported[name], value, rtol=0, atol=1e-4, msg=f"{name}: {{}}".format)
 
 
 @each([run for run in (*TORCH_RUNS, *ZERO_RUNS) if run[1] in ("dropped", "noisy", "qlora") and run[0] is not TORCH[0]])

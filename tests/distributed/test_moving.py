@@ -51,7 +51,7 @@ REST = [
     *(
         move
         for kind in ("plain", "tied", "lora")
-        for move in (Move(*pair, kind) for pair in product(PLACES, repeat=2))
+        for move in (Move(source, target, kind) for source, target in product(PLACES, PLACES))
         if move not in COVERING
     ),
     Move(FSDP, ZERO1), Move(DDP, ZERO3_ALL_HOST),

@@ -111,7 +111,7 @@ def test_every_step_equals_that_of_ddp(case, runs, read_course):
     # torch adds up the squares of half a million elements in fp32 one after the other, DeepSpeed in fp64.
     assert course.grad_norms == pytest.approx(expected.grad_norms, rel=1e-3)
     for name, weight in expected.weights.items():
-        torch.testing.assert_close(course.weights[name], weight, rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(course.weights[name], weight, rtol=0, atol=1e-4, msg=f"{name}: {{}}".format)
 
 
 @each(CASES)

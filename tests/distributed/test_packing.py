@@ -12,7 +12,7 @@ import pytest
 import torch
 from rank_factory import LR, SEED, rank_plan, write_attempt, write_packed_rows
 from torch.nn import functional
-from transformers import AutoConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.runtime.token_rows import TokenRows
 from trainer.spec import codec
@@ -53,7 +53,7 @@ def reference(packed_cache: Path) -> list[float]:
     plan = plan_of(TORCH_CASES[0], packed_cache)
     torch.manual_seed(SEED)
     config = {name: value for name, value in plan.model_config.items() if name != "model_type"}
-    model = LlamaForCausalLM(AutoConfig.for_model("llama", **config))
+    model = LlamaForCausalLM(LlamaConfig(**config))
     decayed, others = ([p for p in model.parameters() if (p.ndim >= 2) is wide] for wide in (True, False))
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=LR, betas=(0.9, 0.95)
@@ -109,7 +109,7 @@ def test_the_reference_differs_from_rows_that_are_read_as_one_document(packed_ca
     plan = plan_of(TORCH_CASES[0], packed_cache)
     torch.manual_seed(SEED)
     config = {name: value for name, value in plan.model_config.items() if name != "model_type"}
-    model = LlamaForCausalLM(AutoConfig.for_model("llama", **config))
+    model = LlamaForCausalLM(LlamaConfig(**config))
     rows = TokenRows.open(packed_cache, "train")
     with torch.no_grad():
         whole = _mean_loss(model, [torch.from_numpy(rows.row(number)) for number in _numbers(rows, 0)])

@@ -13,7 +13,7 @@ from workplace_factory import TINY_CONFIG, Workplace
 from launch.cli import main
 
 H100 = "8xH100-SXM5-80GB"
-Damage = Callable[[Workplace], None]
+Damage = Callable[[Workplace], object]
 
 
 class Case(NamedTuple):
@@ -31,7 +31,7 @@ def nothing(_: Workplace) -> None:
 
 
 def text(content: str) -> Damage:
-    return lambda place: place.job.write_text(content) and None
+    return lambda place: place.job.write_text(content)
 
 
 def job(**sections: object) -> Damage:
@@ -39,12 +39,12 @@ def job(**sections: object) -> Damage:
 
 
 def append(line: str) -> Damage:
-    return lambda place: place.job.write_text(place.job.read_text() + line + "\n") and None
+    return lambda place: place.job.write_text(place.job.read_text() + line + "\n")
 
 
 def config(**changes: object) -> Damage:
     content = json.dumps({**TINY_CONFIG, **changes})
-    return lambda place: (place.folder / "model" / "config.json").write_text(content) and None
+    return lambda place: (place.folder / "model" / "config.json").write_text(content)
 
 
 def file(name: str, content: bytes) -> Damage:
@@ -57,7 +57,7 @@ def file(name: str, content: bytes) -> Damage:
 
 
 def both(*steps: Damage) -> Damage:
-    return lambda place: [step(place) for step in steps] and None
+    return lambda place: [step(place) for step in steps]
 
 
 def weights(content: bytes) -> Damage:

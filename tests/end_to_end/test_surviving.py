@@ -52,7 +52,8 @@ def undisturbed(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> list[fl
 
 def test_memory_that_runs_out_on_one_rank_leads_to_the_next_fallback_from_the_checkpoint(plan, undisturbed, tmp_path):
     faults = [Fault("oom in forward", 1, 3), Fault("oom in backward", 0, 5), Fault("oom in optimizer", 1, 8)]
-    four, two, one = plan.chosen, *plan.fallbacks
+    four = plan.chosen
+    two, one = plan.fallbacks
     twice = replace(one, loss_chunk_tokens=20)  # told apart from the one before by its plan.json
     outcome, printed = run_plan(
         replace(with_faults(plan, tmp_path, faults), fallbacks=(two, one, twice)), tmp_path / "run"

@@ -33,10 +33,9 @@ def test_two_candidates_run_and_the_faster_one_trains(workplace):
     output = workplace.run("train", "job.yaml", "train.steps=2", "--trial", "2").stdout
     run_dir = workplace.only_run()
     plan, report = codec.read(run_dir / "plan.json", Plan), codec.read(run_dir / "report.json", Report)
-    measured = {trial.strategy: trial.step_s for trial in plan.trials}
+    measured = {trial.strategy: trial.step_s for trial in plan.trials if trial.step_s is not None}
     assert len(measured) == 2
-    assert None not in measured.values()
-    assert plan.chosen.strategy.name == report.plan.strategy.name == min(measured, key=measured.get)
+    assert plan.chosen.strategy.name == report.plan.strategy.name == min(measured, key=measured.__getitem__)
     assert plan.chosen.speed.step_s == pytest.approx(measured[plan.chosen.strategy.name])
     assert [note for note in plan.notes if note.startswith("trial: ")]
     for number, name in enumerate(measured, start=1):
@@ -52,7 +51,8 @@ def test_a_plan_can_be_tried_without_being_trained(workplace):
     answer = workplace.run("plan", "job.yaml", "--trial", "1", "--json")
     plan = codec.decode(answer.stdout.encode(), Plan, origin="stdout")
     (trial,) = plan.trials
-    assert (plan.chosen.strategy.name, plan.chosen.speed.step_s) == (trial.strategy, pytest.approx(trial.step_s))
+    assert plan.chosen.strategy.name == trial.strategy
+    assert plan.chosen.speed.step_s == pytest.approx(trial.step_s)
     assert not (workplace.folder / "runs").exists()
     assert plan.schedule.num_steps == 8  # the job's, not the trial's
 

@@ -21,6 +21,7 @@ class Place:
 
     def __init__(self, folder):
         self.folder = folder
+        self.shown = ""
         shutil.copytree(JOBS, folder / "examples" / "walkthrough")
 
     def run(self, *words):

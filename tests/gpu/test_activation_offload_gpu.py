@@ -1,6 +1,7 @@
 """Activations on their way to host RAM and back, seen on a GPU: the peak falls, and copies run beside the compute."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +71,8 @@ def test_what_is_moved_leaves_the_device_and_changes_nothing(checkpointing: Chec
     moved, same_loss, same_gradient = peak_of(model, card)
     assert same_loss == loss
     torch.testing.assert_close(same_gradient, gradient, rtol=0, atol=0)
-    moved_bytes = model.shardwise_activation_offload.moved_bytes
+    offload: Any = model.shardwise_activation_offload
+    moved_bytes = offload.moved_bytes
     one_block = moved_bytes / (NUM_BLOCKS - 1)
     assert moved_bytes - 2.2 * one_block < kept - moved < 1.05 * moved_bytes, (
         "but for the blocks at work and in transit"

@@ -44,8 +44,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_full_rows(tmp_path_factory.mktemp("data") / "rows")
 
 
-def each(function):
-    return pytest.mark.parametrize("case", GPU_CASES, ids=[case.name for case in GPU_CASES])(function)
+each = pytest.mark.parametrize("case", GPU_CASES, ids=[case.name for case in GPU_CASES])
 
 
 def test_cases_have_names_of_their_own():

@@ -3,6 +3,7 @@
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_plan_factory import engine_plan
@@ -31,7 +32,7 @@ def write_report(attempt: Path, rank: int, *, age_s: int = 0, **changes: object)
     os.utime(path, (1_000_000 - age_s, 1_000_000 - age_s))
 
 
-def end_of(attempt: Path, *, return_code: int = 1, **seen: object) -> AttemptEnd:
+def end_of(attempt: Path, *, return_code: int = 1, **seen: Any) -> AttemptEnd:
     return attempt_end(attempt, Observed(return_code, **seen))
 
 

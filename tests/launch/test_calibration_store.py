@@ -3,6 +3,7 @@
 import json
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from calibration_factory import calibration_of, record_of
@@ -33,7 +34,7 @@ def plan_on(hardware: Hardware, *, torch: str = "2.13.0", **facts: object) -> Pl
     return replace(plan, versions={"torch": torch, "shardwise": "0.2"}, **facts)
 
 
-def kept(plan: Plan, **facts: object) -> CalibrationRecord:
+def kept(plan: Plan, **facts: Any) -> CalibrationRecord:
     record = record_of_run(make_report(), plan, now=NOON, **facts)
     assert record is not None
     return record

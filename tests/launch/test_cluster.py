@@ -3,6 +3,7 @@
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -33,7 +34,7 @@ def machine(*, num_gpus: int = 2, gpu: str = "NVIDIA H100", ram_gib: int = 64, c
 
 
 def place(**changes):
-    options = {"nodes": 2, "node_rank": 1, "head": "n1", "run_dir": Path("/shared/run")} | changes
+    options: dict[str, Any] = {"nodes": 2, "node_rank": 1, "head": "n1", "run_dir": Path("/shared/run")} | changes
     return membership(**options)
 
 

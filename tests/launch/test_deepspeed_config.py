@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 from engine_plan_factory import TINY_LLAMA, engine_plan, gpus
+from msgspec.structs import replace
 
 from launch.deepspeed_config import deepspeed_config, fill, read_base
 from launch.offload_buffers import offload_buffers
@@ -91,8 +92,8 @@ def test_nvme_without_a_path_names_the_setting():
 
 def on_host(**host: int | None) -> Hardware:
     """A machine of one GPU with limits on its host."""
-    fields = {"cpu_name": None, "num_cores": 8, "ram_bytes": 2**36, "ram_available_bytes": 2**36, **host}
-    return Hardware(gpus=gpus(1), host=Host(**fields))
+    plain = Host(cpu_name=None, num_cores=8, ram_bytes=2**36, ram_available_bytes=2**36)
+    return Hardware(gpus=gpus(1), host=replace(plain, **host))
 
 
 def with_shape(plan: Plan, **shape: int) -> Plan:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from doctor_factory import BrokenMachine
@@ -41,13 +42,13 @@ def workplace(tmp_path):
     return made
 
 
-def doctor(workplace, *words: str) -> tuple[int, dict[str, object]]:
+def doctor(workplace, *words: str) -> tuple[int, dict[str, Any]]:
     answer = workplace.run("doctor", *words, "--json", check=False)
     assert answer.stdout, answer.stderr
     return answer.returncode, json.loads(answer.stdout)
 
 
-def findings_of(diagnosis: dict[str, object], check: str, level: str) -> list[dict[str, str]]:
+def findings_of(diagnosis: dict[str, Any], check: str, level: str) -> list[dict[str, str]]:
     return [row for row in diagnosis["findings"] if (row["check"], row["level"]) == (check, level)]
 
 

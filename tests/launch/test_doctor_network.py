@@ -135,7 +135,7 @@ def test_a_token_does_not_follow_to_another_server(broken):
         def do_GET(self) -> None:
             seen.append(self.headers.get("Authorization"))
             self.send_response(302 if len(seen) == 1 else 200)
-            self.send_header("Location", f"http://localhost:{self.server.server_port}/elsewhere")
+            self.send_header("Location", f"http://localhost:{server.server_port}/elsewhere")
             self.send_header("Content-Length", "0")
             self.end_headers()
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from prepare_request_factory import listed_request
 from pyarrow import parquet
 
 from launch.first_row import shape_of_first_row
-from tests.factories.prepare_request_factory import listed_request
 from trainer.spec.extension import Extension, Hook
 from trainer.spec.job import DataFormat
 

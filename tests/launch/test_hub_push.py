@@ -50,7 +50,7 @@ Question = tuple[str, str | None, bool, str | None]
 
 def question(name: str, folder: Path | None = None, *, is_public: bool = False, token: str | None = TOKEN) -> Question:
     """May one upload to `name`; where a folder is given it is uploaded."""
-    return name, folder and str(folder), is_public, token
+    return name, None if folder is None else str(folder), is_public, token
 
 
 def push(hub_url: str, home: Path, *questions: Question, **environment: str) -> list[Any]:
@@ -88,7 +88,7 @@ def test_a_login_that_was_stored_is_taken(hub, folder, tmp_path):
     assert code == 0 and "ann/cats" in hub.files
 
 
-def fine_grained(kind: str, name: str, right: str) -> dict[str, object]:
+def fine_grained(kind: str, name: str, right: str) -> dict[str, Any]:
     """A token whose rights are listed."""
     scoped = [{"entity": {"type": kind, "name": name}, "permissions": [right]}]
     return {"role": "fineGrained", "fineGrained": {"scoped": scoped}}

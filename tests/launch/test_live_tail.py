@@ -1,6 +1,7 @@
 """A file of metrics is read as it grows, by whole lines; what is damaged is passed over."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from launch.live_tail import MetricsTail, read_phase
 
 
-def write_rows(path: Path, *rows: dict[str, object]) -> None:
+def write_rows(path: Path, *rows: Mapping[str, object]) -> None:
     with path.open("a") as stream:
         for row in rows:
             stream.write(json.dumps(row) + "\n")

@@ -62,8 +62,9 @@ def test_a_rank_that_never_comes_is_a_note_in_time(stand_in: Path) -> None:
     )
     assert f"{limit_s:g} s" in only_note(found) and found.rates == MeasuredRates()
     for rank in ranks:
+        (pid,) = pids_in(rank)
         with pytest.raises(ProcessLookupError):
-            os.kill(*pids_in(rank), 0)
+            os.kill(pid, 0)
 
 
 def test_a_rank_that_fails_is_not_waited_for(stand_in: Path) -> None:

@@ -49,8 +49,9 @@ def call(server, tmp_path):
         content = codec.read(nodes_path(tmp_path), NodesFile)
         channel = Channel(socket.create_connection(("127.0.0.1", content.port)), FromSupervisor)
         channels.append(channel)
-        words = {"node_rank": rank, "host": f"n{rank}", "address": "127.0.0.1", "interface": "lo"}
-        channel.send(Hello(token=token or content.token, **words))
+        channel.send(
+            Hello(token=token or content.token, node_rank=rank, host=f"n{rank}", address="127.0.0.1", interface="lo")
+        )
         return channel
 
     yield greet
@@ -122,7 +123,12 @@ def test_a_rank_that_is_taken_is_told_by_whom(server, call):
     poll_until(server, lambda: 1 in server.nodes)
     again = call(1)
     answers: list[object] = []
-    poll_until(server, lambda: answers.extend(again.receive()) or answers)
+
+    def is_answered() -> bool:
+        answers.extend(again.receive())
+        return bool(answers)
+
+    poll_until(server, is_answered)
     (refusal,) = answers
     assert isinstance(refusal, Bye) and refusal.exit_code == 2
     assert "node 1 is n1" in refusal.words and "--node-rank" in refusal.words

@@ -16,7 +16,15 @@ from trainer.spec.report import Ending
 FINISHED = End(make_report())
 
 
+class _Server(HTTPServer):
+    def __init__(self, status):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.status, self.got = status, []
+
+
 class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.got.append((self.path, dict(self.headers), json.loads(body)))
@@ -29,8 +37,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def listening(status=200):
-    with HTTPServer(("127.0.0.1", 0), _Handler) as server:
-        server.got, server.status = [], status
+    with _Server(status) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         try:
             yield server

@@ -33,15 +33,13 @@ def make_gpu(**changes):
 
 def links_of(machine):
     """Between each two cards."""
-    texts = [
-        parse(captured(machine, file))
-        for parse, file in (
-            (parse_topology, "topo.txt"),
-            (parse_peer_access, "p2p.txt"),
-            (parse_nvlink_rates, "nvlink.txt"),
-        )
-    ]
-    return {(link.a, link.b): link for link in build_links([row.gpu for row in rows_of(machine)], *texts)}
+    links = build_links(
+        [row.gpu for row in rows_of(machine)],
+        parse_topology(captured(machine, "topo.txt")),
+        parse_peer_access(captured(machine, "p2p.txt")),
+        parse_nvlink_rates(captured(machine, "nvlink.txt")),
+    )
+    return {(link.a, link.b): link for link in links}
 
 
 @pytest.mark.parametrize("machine", GPU_MACHINES)

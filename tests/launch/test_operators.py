@@ -89,7 +89,9 @@ def test_what_a_fallback_needs_is_not_built_before_the_first_step(tmp_path: Path
 
 
 def test_operators_of_another_combination_are_kept_elsewhere():
-    changes = ({}, {"torch": "2.13.0+cu130"}, {"deepspeed": "0.20.0"}, {"python": "3.12.1"}, {"cuda": "13.0"})
+    changes: list[dict[str, str]] = [
+        {}, {"torch": "2.13.0+cu130"}, {"deepspeed": "0.20.0"}, {"python": "3.12.1"}, {"cuda": "13.0"},
+    ]  # fmt: skip
     folders = {extensions_dir(HOME, VERSIONS | change, ("avx2",)) for change in changes}
     folders.add(extensions_dir(HOME, VERSIONS, ("avx2", "avx512f")))
     folders.add(extensions_dir(HOME, VERSIONS, ("avx2",), environment="/home/user/another/.venv 1"))
@@ -102,7 +104,8 @@ def test_a_patch_release_of_python_and_the_order_of_flags_change_nothing():
 
 
 def test_each_operator_is_built_once(tmp_path: Path):
-    folder, lines = tmp_path / "cache", []
+    folder = tmp_path / "cache"
+    lines: list[str] = []
     python = fake_python(tmp_path)
     for _ in range(2):
         build_operators(("cpu_adam", "fused_adam"), extensions_dir=folder, on_progress=lines.append, python=python)

@@ -36,7 +36,7 @@ def request_of(tmp_path):
 
 
 def prepare(request, **settings):
-    lines = []
+    lines: list[str] = []
     return prepare_data(request, on_progress=lines.append, **settings), lines
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 from run_factory import metrics_row, write_attempt
 from small_terminal import SmallTerminal
@@ -39,7 +40,7 @@ def write_phase(attempt_dir: Path, phase: str) -> None:
     (attempt_dir / "status.json").write_text(json.dumps({"phase": phase, "step": 0}))
 
 
-def make_progress(attempt_dir: Path, stream: io.StringIO, clock: Clock, **more: object) -> Progress:
+def make_progress(attempt_dir: Path, stream: io.StringIO, clock: Clock, **more: Any) -> Progress:
     plan = codec.read(attempt_dir / "plan.json", Plan)
     environment = ON_A_TERMINAL
     return Progress(Console(stream), attempt_dir=attempt_dir, plan=plan, environment=environment, clock=clock, **more)

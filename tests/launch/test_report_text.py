@@ -1,6 +1,7 @@
 """The report says how it ended, and every prediction beside its measurement."""
 
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 from report_factory import make_report
@@ -95,8 +96,8 @@ def test_the_parts_of_a_step_are_told_the_longest_first():
     assert parts_line({}) == ""
 
 
-def attempt(number: int, **changes: object) -> AttemptRecord:
-    usual = {"strategy": "ddp/fp32/adamw", "num_ranks": 2, "micro_batch": 2, "duration_s": 19.0}
+def attempt(number: int, **changes: Any) -> AttemptRecord:
+    usual: dict[str, Any] = {"strategy": "ddp/fp32/adamw", "num_ranks": 2, "micro_batch": 2, "duration_s": 19.0}
     return attempt_record(number, **{**usual, "step": 14, "predicted_peak_bytes": int(8.1 * GIB), **changes})
 
 

@@ -135,7 +135,12 @@ def test_a_process_that_is_killed_is_noticed_while_training_goes_on(run_dir, tmp
     monkeypatch.setattr(sink_start, "_LOOK_EVERY_S", 0.0)
     sinks = Sinks(run_dir, sink_order(tensorboard=True), sink_environment(tmp_path))
     os.kill(sinks.process._process.pid, signal.SIGKILL)
-    wait_until(lambda: (sinks.process.tick(), sinks.stream.getvalue())[1])
+
+    def is_noticed() -> bool:
+        sinks.process.tick()
+        return bool(sinks.stream.getvalue())
+
+    wait_until(is_noticed)
     assert sinks.stream.getvalue().startswith("tensorboard: ")
     assert sinks.stream.getvalue().count("\n") == 1
     assert sinks.end().count("\n") == 1

@@ -1,6 +1,7 @@
 """What sinks are told of a run directory: each line once, in its place, and what a person wants to hear of."""
 
 import json
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -83,7 +84,7 @@ def test_lines_of_an_earlier_supervisor_are_no_news(run_dir):
 
 def test_an_attempt_that_failed_is_told_once(run_dir):
     reader = RunReader(run_dir, first_attempt=2)
-    failed = {"fault": Fault.OUT_OF_MEMORY, "cause": "CUDA out of memory"}
+    failed: dict[str, Any] = {"fault": Fault.OUT_OF_MEMORY, "cause": "CUDA out of memory"}
     records = [attempt_record(1, **failed), attempt_record(2, step=5, **failed), attempt_record(3)]
     codec.write(run_dir / "report.json", make_report(history=tuple(records)))
     (incident,) = reader.read_incidents()

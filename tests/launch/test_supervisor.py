@@ -13,7 +13,7 @@ from report_factory import make_report
 
 from launch.attempt_end import AttemptEnd
 from launch.local_ranks import LocalRanks
-from launch.process_record import read_records, record_of, write_record
+from launch.process_record import ProcessRecord, read_records, record_of, write_record
 from launch.supervisor import StopKind, StoppedEarlyError, StopRequest, watch_attempt
 from launch.watchdog import Watchdog, WatchLimits
 from trainer.spec import codec
@@ -105,7 +105,7 @@ def test_a_rank_that_registers_after_another_was_told_is_told_too(attempt: Path)
 
 def test_a_second_interrupt_ends_everything_at_once(attempt: Path):
     stop = StopRequest()
-    ranks = []
+    ranks: list[ProcessRecord] = []
 
     def press_twice() -> None:
         ranks[:] = read_records(attempt / "pids").values()

@@ -190,7 +190,9 @@ def _run_jobs(
     jobs: Sequence[Job], *, root: Path, place: Path, num_side_by_side: int, limit_s: float
 ) -> dict[str, Result]:
     """Results by name; each is printed when its job ends."""
-    waiting, running, results = list(enumerate(jobs)), {}, {}
+    waiting = list(enumerate(jobs))
+    running: dict[int, tuple[Job, Path, float]] = {}
+    results: dict[str, Result] = {}
     sys.stdout.flush()
     try:
         while waiting or running:

@@ -66,7 +66,7 @@ def test_runs_that_scatter_correct_less_than_runs_that_agree() -> None:
     agreeing, scattering = factor_of([0.79, 0.8, 0.81] * 3), factor_of([0.7, 0.8, 0.64 / 0.7] * 3)
     assert agreeing.measured == pytest.approx(scattering.measured)
     assert agreeing.value == pytest.approx(0.8**0.9)
-    assert scattering.value == pytest.approx(math.exp(math.log(0.8) + scattering.spread / 3))  # type: ignore[operator]
+    assert scattering.value == pytest.approx(math.exp(math.log(0.8) + scattering.spread / 3))
 
 
 def test_one_run_on_a_busy_machine_does_not_move_the_median() -> None:
@@ -220,7 +220,7 @@ def test_a_plan_is_as_much_slower_as_its_runs_were_and_says_so() -> None:
     assert speed.step_s == pytest.approx(factor * was.step_s)
     assert sum(speed.parts.values()) == pytest.approx(speed.step_s)
     assert speed.tokens_per_s_per_gpu == pytest.approx(was.tokens_per_s_per_gpu / factor)
-    assert speed.mfu == pytest.approx(was.mfu / factor)  # type: ignore[operator]
+    assert speed.mfu == pytest.approx(was.mfu / factor)
     (note,) = [note for note in after.notes if "1.18" in note]
     assert all(fact in note for fact in ("9 runs", "0.0%", "1.2 of"))
 
@@ -277,8 +277,8 @@ def test_after_a_trial_a_row_takes_the_time_it_took_and_the_others_follow() -> N
     after = plan_of("8b", H100S, trials=trials)
     times = {candidate.strategy.name: candidate.speed.step_s for candidate in after.candidates}
     assert after.chosen.strategy == second.strategy
-    assert (times[first.strategy.name], times[second.strategy.name]) == (pytest.approx(9.0), pytest.approx(8.0))
-    ratios = [trial.step_s / trial.predicted_step_s for trial in trials]  # type: ignore[operator]
+    assert [times[first.strategy.name], times[second.strategy.name]] == pytest.approx([9.0, 8.0])
+    ratios = [trial.step_s / trial.predicted_step_s for trial in trials]
     third = next(candidate for candidate in before.candidates[2:])
     assert times[third.strategy.name] == pytest.approx(factor_of(ratios).value * third.speed.step_s)
     settings = [{(c.strategy.name, c.micro_batch) for c in plan.candidates} for plan in (before, after)]
@@ -289,7 +289,5 @@ def test_after_a_trial_a_row_takes_the_time_it_took_and_the_others_follow() -> N
 
 def test_a_job_of_another_size_is_another_plan() -> None:
     job = job_of(seq_len=512, tokens_per_step=8192)
-    before, after = (
-        plan_of("1b", H100S, job=job, **facts) for facts in ({}, {"calibration": calibration_of(record_of(3))})
-    )
+    before, after = (plan_of("1b", H100S, job=job, calibration=known) for known in (None, calibration_of(record_of(3))))
     assert after.chosen == before.chosen

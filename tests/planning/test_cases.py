@@ -3,6 +3,7 @@
 import json
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -56,7 +57,7 @@ def case_of(**changes):
     }
     for path, value in changes.items():
         *sections, name = path.split("__")
-        section = case
+        section: dict[str, Any] = case
         for step in sections:
             section = section.setdefault(step, {})
         if value is DELETED:

@@ -1,5 +1,7 @@
 """The best row by branch and bound is the one that trying every row finds."""
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 from planning_factory import data_of, job_of, situation_for
@@ -44,7 +46,7 @@ def best_of_all(situation: Situation, rows: tuple[Strategy, ...]) -> Candidate |
 @pytest.mark.parametrize(("model", "spec"), MACHINES)
 def test_no_row_that_is_passed_over_would_have_been_taken(model: str, spec: str, method: Method, usable: float) -> None:
     allowed = () if model == "tiny" else EVERYTHING  # a job of which all is asked, or nothing
-    facts = {"seq_len": 512, "tokens_per_step": 8192} if model == "tiny" else {}
+    facts: dict[str, Any] = {"seq_len": 512, "tokens_per_step": 8192} if model == "tiny" else {}
     situation = situation_for(model, spec, method=method, job=job_of(allow=allowed, **facts))
     device = replace(situation.device, usable_bytes=int(usable * situation.device.usable_bytes))
     situation = replace(situation, device=device)

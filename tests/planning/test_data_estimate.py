@@ -1,5 +1,7 @@
 """An estimate from file sizes says that it is one, and loses no byte."""
 
+from functools import partial
+
 import pytest
 
 from trainer.planning.data_estimate import bytes_per_token, estimate_data
@@ -32,9 +34,9 @@ def test_larger_vocabularies_have_longer_tokens(smaller: int, larger: int) -> No
 
 
 def test_a_stream_is_estimated_by_its_first_window_and_its_weaker_promises_are_said() -> None:
-    sizes = {"seq_len": 1000, "vocab_size": 128256}
-    data = estimate_data(num_bytes=10**12, eval_share=0.01, window_bytes=3_900_000, **sizes)
+    estimate = partial(estimate_data, window_bytes=3_900_000, seq_len=1000, vocab_size=128256)
+    data = estimate(num_bytes=10**12, eval_share=0.01)
     assert (data.is_stream, data.num_rows, data.num_eval_rows) == (True, 990, 10)
     assert all(fact in data.notes[1] for fact in ("3.72 MiB", "held-out", "--resume"))
-    small = estimate_data(num_bytes=1_000_000, eval_share=None, window_bytes=3_900_000, **sizes)
+    small = estimate(num_bytes=1_000_000, eval_share=None)
     assert small.num_tokens == 256_410 and "held-out" not in small.notes[1]

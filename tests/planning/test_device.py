@@ -101,7 +101,7 @@ MEASURED = [
 
 @pytest.mark.parametrize(("measured", "field"), MEASURED)
 def test_each_measured_rate_has_its_place(measured: str, field: str) -> None:
-    device = device_of(machine("2xRTX-4090", rates=MeasuredRates(**{measured: 12345})))
+    device = device_of(machine("2xRTX-4090", rates=replace(MeasuredRates(), **{measured: 12345})))
     assert getattr(device, field) == 12345
     assert getattr(device_of(machine("2xRTX-4090")), field) is None
 

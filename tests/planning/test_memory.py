@@ -122,7 +122,7 @@ def test_paged_state_is_outside_the_allocator_but_on_the_device_side() -> None:
 
 
 def test_the_optimizers_of_bitsandbytes_keep_small_tensors_in_fp32_and_page_large_ones_alone() -> None:
-    adapters = {"method": Method.LORA, "lora": LoraJob(rank=8, targets=("k_proj", "v_proj"))}
+    adapters: dict[str, Any] = {"method": Method.LORA, "lora": LoraJob(rank=8, targets=("k_proj", "v_proj"))}
     a, b = 64 * 8 * 4096, 64 * 8 * 1024  # 32,768 elements of each A and 8,192 of each B: 8 bit, and none paged
     found = states(setting(optimizer=Optimizer.PAGED_ADAMW_8BIT, **adapters))
     assert (found.optimizer_state, found.managed) == (2 * round((1 + 4 / 256) * (a + b)), 0)
@@ -468,7 +468,7 @@ def test_a_cpu_keeps_a_margin_for_workspaces_and_the_process() -> None:
 def test_bf16_products_take_fp32_sums_where_the_cpu_has_no_bf16():
     """oneDNN's fp32 kernels: 4 bytes a logit beside the logits, where those of a slice stood otherwise."""
     shape = shape_of(config(32000, 256, 688, 4, 8, 4))
-    rows = {"loss": LossHead.FUSED, "checkpointing": FULL, "micro_batch": 8, "seq_len": 512}
+    rows: dict[str, Any] = {"loss": LossHead.FUSED, "checkpointing": FULL, "micro_batch": 8, "seq_len": 512}
 
     def found(precision: Precision, *flags: str) -> MemoryEstimate:
         return estimate_memory(shape, setting(precision=precision, **rows), cpu(flags=flags))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from estimate_factory import TINY, config, cpu, setting, shape_of, this_cpu
+from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -131,7 +132,7 @@ def test_predicted_peak_is_what_the_allocator_sees(case: Case) -> None:
 
 @pytest.fixture
 def group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

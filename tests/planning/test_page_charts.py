@@ -2,10 +2,12 @@
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from trainer.planning.page import LineChart, Points, Series, Span, Unit
 from trainer.planning.page_charts import (
@@ -75,9 +77,9 @@ def test_ticks_are_round_in_the_unit_they_are_written_in() -> None:
     assert unit_ticks(0, 3600, Unit.SECONDS) == (0, 1200, 2400, 3600)
 
 
-def chart(*lines: Points, **changes: object) -> LineChart:
+def chart(*lines: Points, **changes: Any) -> LineChart:
     series = tuple(Series(name=str(number), points=points) for number, points in enumerate(lines))
-    return LineChart(**{"caption": "", "x_label": "", "unit": Unit.NUMBER, "series": series, **changes})
+    return replace(LineChart(caption="", x_label="", unit=Unit.NUMBER, series=series), **changes)
 
 
 def test_axes_hold_every_line_and_band() -> None:

@@ -293,7 +293,7 @@ def test_every_rule_is_tested_above() -> None:
 
 
 def test_names_of_rules_are_unique() -> None:
-    names = [rule.name for rule in (*INCOMPATIBILITIES, *OF_THE_JOB)]
+    names = [rule.name for rule in INCOMPATIBILITIES] + [rule.name for rule in OF_THE_JOB]
     assert len(names) == len(set(names))
 
 

@@ -29,7 +29,7 @@ REQUEST = SimulationRequest(
 )
 _is_amp_missing = torch.cuda.amp.common.amp_definitely_not_available
 _silu, _attention = functional.silu, functional.scaled_dot_product_attention
-_is_tracing = transformers.masking_utils.is_tracing
+_is_tracing = transformers.masking_utils.is_tracing  # type: ignore[attr-defined]  # as the module looks it up
 
 
 @contextmanager

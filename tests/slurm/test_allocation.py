@@ -47,7 +47,7 @@ JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_CPUS_PER_NODE
 
 def test_a_batch_script_is_in_its_allocation():
     assert find_allocation(JOB) == Allocation("7", 2, 0, 64, is_in_step=False)
-    assert find_allocation(JOB | {"SLURM_RESTART_COUNT": "2"}).num_restarts == 2  # type: ignore[union-attr]
+    assert find_allocation(JOB | {"SLURM_RESTART_COUNT": "2"}).num_restarts == 2
     assert find_allocation({"PATH": "/bin"}) is None
 
 

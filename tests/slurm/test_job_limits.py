@@ -1,5 +1,7 @@
 """Which limits on a job hold, and what they leave of nodes and of one."""
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -11,7 +13,7 @@ from trainer.spec.units import GIB
 PARTITION = JobLimits(source="QOS partgpu", per_user={"gres/gpu": 12})
 LONG = JobLimits(source="QOS long", max_time_s=7200, per_job={"gres/gpu": 16, "node": 2}, per_user={"gres/gpu": 8})
 ACCOUNT = JobLimits(source="account vision", max_time_s=3600, per_job={"gres/gpu": 4, "cpu": 24})
-NODE = {"gpus": 4, "gpu_type": "a100", "cores": 64, "ram_bytes": 400 * GIB}
+NODE: dict[str, Any] = {"gpus": 4, "gpu_type": "a100", "cores": 64, "ram_bytes": 400 * GIB}
 
 
 def words(limits: tuple[JobLimits, ...]) -> list[str]:

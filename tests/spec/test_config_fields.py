@@ -1,6 +1,7 @@
 """What a config may leave out: the table of defaults is that of the installed transformers."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -8,7 +9,7 @@ from trainer.spec.config_fields import ALIASES, DEFAULTS, fields_of
 from trainer.spec.model_shape import read_model_shape, supported_model_types
 
 # The least a config of each type may say, so that transformers' own defaults for the rest make a model.
-_LEAST = {"vocab_size": 200, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 32}
+_LEAST: dict[str, Any] = {"vocab_size": 200, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 32}
 LEAST = {
     **{model_type: {**_LEAST, "intermediate_size": 80} for model_type in supported_model_types()},
     "gemma3_text": {},
@@ -35,8 +36,9 @@ def test_the_other_names_are_those_of_transformers(model_type):
     built = CONFIG_MAPPING[model_type]
     for name, other in ALIASES.get(model_type, {}).items():
         value = 8
-        fields = fields_of({"model_type": model_type, other: value}, model_type, origin="config.json")
-        assert fields.whole(name) == getattr(built(**{other: value}), name) == value
+        renamed: dict[str, Any] = {other: value}
+        fields = fields_of({"model_type": model_type, **renamed}, model_type, origin="config.json")
+        assert fields.whole(name) == getattr(built(**renamed), name) == value
 
 
 @pytest.mark.parametrize("model_type", supported_model_types())

@@ -113,7 +113,7 @@ lengths_of_rows = st.lists(st.integers(1, 50), min_size=1, max_size=120)
 def test_every_row_comes_exactly_once_in_each_epoch_that_steps_end_with(lengths, sequences_per_step, seed, grouped):
     """As many epochs as there are sequences a step: each starts elsewhere in a step, and all of them end with one."""
     order = order_of(lengths, sequences_per_step=sequences_per_step, seed=seed, is_grouped=grouped)
-    seen = Counter()
+    seen: Counter[int] = Counter()
     for step in range(len(lengths)):
         rows = order.rows_of_step(step)
         assert len(rows) == sequences_per_step
@@ -124,7 +124,8 @@ def test_every_row_comes_exactly_once_in_each_epoch_that_steps_end_with(lengths,
 @given(lengths=lengths_of_rows, sequences_per_step=st.integers(1, 9), seed=st.integers(0, 2**40), grouped=st.booleans())
 def test_no_row_comes_twice_in_an_epoch_though_a_step_may_be_shared(lengths, sequences_per_step, seed, grouped):
     order = order_of(lengths, sequences_per_step=sequences_per_step, seed=seed, is_grouped=grouped)
-    num_rows, seen = len(lengths), Counter()
+    num_rows = len(lengths)
+    seen: Counter[int] = Counter()
     for step in range(3 * num_rows // sequences_per_step):
         seen.update(order.rows_of_step(step))
         done, rest = divmod((step + 1) * sequences_per_step, num_rows)

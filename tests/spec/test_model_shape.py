@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from architecture_factory import TINY, VARIANTS
@@ -55,7 +56,7 @@ EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 EACH_SMALL = pytest.mark.parametrize("config", SMALL.values(), ids=SMALL)
 
 
-def built_by_transformers(config: dict[str, object]):
+def built_by_transformers(config: dict[str, Any]):
     """The model that transformers builds, on the meta device."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -109,7 +110,8 @@ def test_linear_modules_are_those_of_the_blocks(config):
     from transformers.pytorch_utils import Conv1D
 
     shape, model = read_model_shape(config), built_by_transformers(config)
-    expected, found = Counter(), Counter()
+    expected: Counter[tuple[str, int, int, bool]] = Counter()
+    found: Counter[tuple[str, int, int, bool]] = Counter()
     for linear, times in every_linear(shape):
         if linear.is_linear_module:
             expected[(linear.name, linear.num_inputs, linear.num_outputs, linear.has_bias)] += times

@@ -307,7 +307,7 @@ def _apply_settings() -> None:
     if verbosity is not None:
         transformers.utils.logging.set_verbosity(verbosity)
     warnings.resetwarnings()
-    warnings.filters[:] = list(_PLAIN_FILTERS)
+    warnings.filters[:] = list(_PLAIN_FILTERS)  # type: ignore[index]  # a list
     warnings._processoptions([*filter(None, os.environ.get("PYTHONWARNINGS", "").split(","))])  # type: ignore[attr-defined]
 
 
@@ -379,10 +379,10 @@ def _ended(run: Any) -> int:
     except SystemExit as error:
         code = _code_of(error)
     except KeyboardInterrupt:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         code = -signal.SIGINT
     except BaseException:  # noqa: BLE001 - whatever it is, it ends the program with its traceback
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         code = 1
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]

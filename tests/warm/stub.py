@@ -8,7 +8,7 @@ this process dies. Where the warm process refuses (another environment for the l
 interpreter can have), the real interpreter is executed instead.
 """
 
-import _signal as signal
+import _signal as signal  # type: ignore[import-not-found]  # the built-in half of signal
 import _socket as socket
 import posix
 import sys
