@@ -1,6 +1,7 @@
 """What blocks save is copied to host RAM, once each, and the gradients are the same; on a CPU the copies are real."""
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from trainer.spec.strategy import Checkpointing
 INPUT_BYTES = 4 * BATCH * SEQ_LEN * TINY_LLAMA["hidden_size"]  # of a block, in fp32
 
 
-def build(checkpointing: Checkpointing = Checkpointing.NONE, *, moves: bool = True, **config: object):
+def build(checkpointing: Checkpointing = Checkpointing.NONE, *, moves: bool = True, **config: Any) -> Any:
     return build_blocks(checkpointing, activation_offload=moves, config=config)
 
 

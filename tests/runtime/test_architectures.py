@@ -66,7 +66,7 @@ def test_the_chunked_loss_is_the_eager_one_and_that_of_transformers(config):
     assert gradients.keys() == expected_gradients.keys()
     for name, gradient in expected_gradients.items():
         close = 1e-5 * max(1.0, float(gradient.abs().max()))
-        torch.testing.assert_close(gradients[name], gradient, rtol=1e-3, atol=close, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-3, atol=close, msg=f"{name}: {{}}".format)
 
 
 @EACH
@@ -76,7 +76,7 @@ def test_every_block_recomputes_and_the_gradients_stay(config):
     _, gradients = loss_and_gradients(model)
     assert count_checkpointed_blocks(model) == read_model_shape(config).num_layers
     for name, gradient in expected.items():
-        torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-5, msg=f"{name}: {{}}".format)
 
 
 def test_a_loss_that_balances_experts_is_refused_rather_than_left_out():

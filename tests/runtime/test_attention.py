@@ -11,8 +11,8 @@ from architecture_factory import TINY, VARIANTS
 from hub_kernel_factory import COMMIT, KERNEL, REPOSITORY
 from transformers.integrations import hub_kernels
 from transformers.modeling_flash_attention_utils import FLASH_ATTN_KERNEL_FALLBACK, is_flash_attn_available
-from transformers.utils import is_kernels_available
 from transformers.utils.generic import is_flash_attention_requested
+from transformers.utils.import_utils import is_kernels_available
 
 from trainer.runtime.attention import attention_name, check_attention
 from trainer.spec.errors import EnvironmentFaultError, InputError

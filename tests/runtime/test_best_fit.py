@@ -19,7 +19,7 @@ def fills(lengths, capacity):
 
 def best_fit_decreasing_one_by_one(lengths, capacity):
     """The fills of the rows as the algorithm is told: each document into the fullest row that has room."""
-    rooms = []
+    rooms: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [n for n, room in enumerate(rooms) if room >= length]
         if not fitting:

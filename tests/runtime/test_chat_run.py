@@ -10,6 +10,7 @@ import sys
 import termios
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,13 +88,14 @@ class Recorded:
 
     def __init__(self, partner: Partner) -> None:
         self.prompts: list[str] = []
-        forward = partner.model.generate
+        model: Any = partner.model
+        forward = model.generate
 
         def generate(**inputs):
-            self.prompts.append(partner.tokenizer.decode(inputs["input_ids"][0]))
+            self.prompts.append(str(partner.tokenizer.decode(inputs["input_ids"][0])))
             return forward(**inputs)
 
-        partner.model.generate = generate
+        model.generate = generate
 
 
 GREEDY = Manner(max_new_tokens=8, temperature=0.0)

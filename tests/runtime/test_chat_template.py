@@ -5,6 +5,7 @@ import re
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
+from typing import Any
 
 import pytest
 from chat_formats import CHATS, FAMILIES, FORMATS
@@ -25,7 +26,7 @@ from trainer.runtime.chat_template import (
 from trainer.runtime.tokenizer import load_tokenizer
 from trainer.spec.errors import InputError
 
-TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
+TOKENS: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
 EXCHANGES = [user("U1"), assistant("A1"), user("U2"), assistant("A2")]
 
 
@@ -46,16 +47,17 @@ def rendered_by_transformers(source, messages, tools=None, *, add_generation_pro
     """The text and what is marked in it; None for a conversation that the template refuses."""
     given = [{key: value for key, value in message.items() if value is not None} for message in messages]
     try:
-        [text], spans = chat_template_utils.render_jinja_template(
+        rendered: Any = chat_template_utils.render_jinja_template(
             [given],
             tools=tools,
             chat_template=source,
-            return_assistant_tokens_mask=re.search(r"\{%-?\s*generation", source) and not add_generation_prompt,
+            return_assistant_tokens_mask=bool(re.search(r"\{%-?\s*generation", source)) and not add_generation_prompt,
             add_generation_prompt=add_generation_prompt,
             **TOKENS,
         )
     except Exception:  # noqa: BLE001 - whatever it answers, ours is to be a refusal
         return None
+    (text,), spans = rendered
     return text, tuple(tuple(span) for span in spans[0]) if spans else ()
 
 

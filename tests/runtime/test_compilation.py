@@ -7,6 +7,7 @@ import re
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def no_earlier_graphs():
     torch._dynamo.reset()
 
 
-def build(checkpointing: Checkpointing = Checkpointing.NONE, *, compiles: bool = True, **settings: object):
+def build(checkpointing: Checkpointing = Checkpointing.NONE, *, compiles: bool = True, **settings: Any):
     config = {"num_hidden_layers": 2, **settings.pop("config", {})}
     return build_blocks(checkpointing, compile=compiles, config=config, **settings)
 

@@ -216,7 +216,7 @@ def varied(tmp_path_factory):
 @pytest.mark.parametrize(("num_ranks", "micro_batch"), [(1, 1), (1, 8), (2, 3), (4, 2), (4, 8)])
 def test_epochs_are_the_same_in_every_arrangement(varied, num_ranks, micro_batch):
     """24 rows a step over three epochs of 1000 rows; the third is resumed on one rank."""
-    seen = Counter()
+    seen: Counter[int] = Counter()
     for step in range(125):
         deal = Deal.of(24, num_ranks, micro_batch) if step < 83 else Deal(24)
         numbers, named, _ = global_batch(varied, deal, step=step, sequences=24)
@@ -311,7 +311,8 @@ def test_a_micro_batch_of_pairs_holds_the_chosen_answers_and_then_the_rejected_o
 
 @pytest.mark.parametrize("arrangement", [(1, 7), (2, 2), (4, 1), (3, 3)])
 def test_pairs_are_never_separated_and_each_comes_once_an_epoch(pairs, arrangement):
-    deal, seen = Deal.of(6, *arrangement), Counter()
+    deal = Deal.of(6, *arrangement)
+    seen: Counter[int] = Counter()
     for step, rank in product(range(7), range(deal.num_ranks)):
         batches, num_terms = dealt(pairs, deal, step=step, sequences=6, rank=rank)
         assert num_terms == 6

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -223,7 +224,7 @@ def test_a_run_that_was_resumed_has_the_losses_of_one_that_was_not(tmp_path, cac
 @pytest.fixture
 def half_way(tmp_path, cache_dir) -> tuple[Path, Plan]:
     """A run of all weights after three steps, and the plan to go on with."""
-    settings = {"micro_batch": 8, "train": CONSTANT}
+    settings: dict[str, Any] = {"micro_batch": 8, "train": CONSTANT}
     run(tmp_path, pair_plan(cache_dir, num_steps=3, **settings))
     return tmp_path, replace(pair_plan(cache_dir, num_steps=6, **settings), resume=True)
 

@@ -138,8 +138,10 @@ def test_lora_is_merged_into_the_weights_on_the_disk_though_it_was_trained_besid
     run_dir = save_run(tmp_path / "run", plan)
     export_run(run_dir, tmp_path / "out", MERGE)
     assert base_type(Method.LORA, Precision.BF16_MIXED) is torch.bfloat16
-    embedding = AutoModelForCausalLM.from_pretrained(tmp_path / "out").get_input_embeddings().weight
-    original = AutoModelForCausalLM.from_pretrained(bases("llama")).get_input_embeddings().weight
+    embedding, original = (
+        AutoModelForCausalLM.from_pretrained(folder).get_parameter("model.embed_tokens.weight")
+        for folder in (tmp_path / "out", bases("llama"))
+    )
     assert embedding.dtype == torch.float32 and torch.equal(embedding, original)
 
 
@@ -164,7 +166,7 @@ def test_a_base_of_conv1d_layers_stays_one(bases, tmp_path):
     plan = run_of(bases("gpt2"), Method.QLORA, config=TINY_GPT2)
     export_run(save_run(tmp_path / "run", plan), tmp_path / "out", MERGE)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert isinstance(loaded.transformer.h[0].attn.c_attn, Conv1D)
+    assert isinstance(loaded.get_submodule("transformer.h.0.attn.c_attn"), Conv1D)
 
 
 def test_adapters_of_a_base_that_was_made_up_are_merged_into_it_and_not_compared_without(tmp_path):

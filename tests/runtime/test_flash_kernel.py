@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,8 @@ def cache(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hub")
     put_kernel(folder)
     put_kernel(folder, FOREIGN, variant="torch29-cxx11-cu130-x86_64-linux")
-    put_kernel(folder, OPEN, **{"kernel-depends": [{"repo-id": "some/kernel", "version": 1}]})
+    depends: dict[str, Any] = {"kernel-depends": [{"repo-id": "some/kernel", "version": 1}]}
+    put_kernel(folder, OPEN, **depends)
     return folder
 
 

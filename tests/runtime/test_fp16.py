@@ -9,6 +9,7 @@ import pytest
 import torch
 from attempt_runs import reset_accelerate
 from rank_factory import SEED, rank_plan, write_rows
+from transformers import PreTrainedModel
 
 from trainer.runtime.accelerator import build_accelerator
 from trainer.runtime.clock import Clock
@@ -85,7 +86,7 @@ def fp16_plan(cache_dir: Path, **engine) -> Plan:
     return fp32_plan(cache_dir, precision=Precision.FP16_MIXED, **engine)
 
 
-def on_embedding_grads(model: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def on_embedding_grads(model: PreTrainedModel, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Lets `change` see and replace the gradient of the embeddings' output in each backward."""
 
     def hook(_module: torch.nn.Module, _inputs: object, out: torch.Tensor) -> None:
@@ -98,7 +99,7 @@ def on_embedding_grads(model: torch.nn.Module, change: Callable[[torch.Tensor], 
 class Gradients:
     """The largest gradient that reaches the embeddings' output, in each backward; may spoil one."""
 
-    def __init__(self, model: torch.nn.Module, *, overflow_in: int | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, *, overflow_in: int | None = None) -> None:
         self.seen: list[float] = []
         self.overflow_in = overflow_in
         on_embedding_grads(model, self.note)

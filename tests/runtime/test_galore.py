@@ -210,7 +210,7 @@ def test_the_8_bit_optimizer_inside_needs_a_gpu_and_says_so(monkeypatch):
 
 def test_the_8_bit_optimizer_inside_is_built_without_the_arguments_that_moved(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    built = build_optimizer(Optimizer.ADAMW_8BIT, tiny_llama(), lr=1e-2, weight_decay=0.1, galore=GALORE)
+    built: Any = build_optimizer(Optimizer.ADAMW_8BIT, tiny_llama(), lr=1e-2, weight_decay=0.1, galore=GALORE)
     assert (type(built).__module__, type(built).__name__) == ("galore_torch.adamw8bit", "AdamW8bit")
     assert (built.args.max_unorm, built.args.skip_zeros, built.args.optim_bits) == (0, False, 8)
 

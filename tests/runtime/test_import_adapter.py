@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def base(tmp_path_factory) -> Path:
     return write_base(tmp_path_factory.mktemp("models") / "base")
 
 
-ADAPTERS = {
+ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {"target_modules": ["q_proj", "down_proj", "lm_head"]},
     "rslora": {"target_modules": ["q_proj", "up_proj"], "use_rslora": True},
     "dora": {"target_modules": ["q_proj", "down_proj"], "use_dora": True},

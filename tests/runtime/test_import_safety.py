@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -30,7 +30,7 @@ from import_factory import (
     zero,
 )
 from safetensors.torch import load_file
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from trainer.runtime.import_pickles import load_metadata, load_pickled
 from trainer.runtime.import_run import main
@@ -243,7 +243,7 @@ def test_an_index_that_names_a_file_elsewhere_is_refused(ending, name, base, tmp
     assert_refused(folder, tmp_path / "out", rf"{re.escape(repr(name))}.*beside")
 
 
-LINKS = {
+LINKS: dict[str, Callable[..., Path]] = {
     "config.json": saved_by_torch,
     "pytorch_model.bin": saved_by_torch,
     f"global_step2/{STATES}": zero,
@@ -467,7 +467,7 @@ def test_a_file_of_torch_before_16_is_refused_with_what_would_do(base, tmp_path)
 def test_w50_torch_runs_what_the_metadata_of_a_distributed_checkpoint_names(base, marker, tmp_path):
     folder = distributed(base, tmp_path / "in")
     add_to_metadata(folder / ".metadata", Bomb(marker))
-    dcp.FileSystemReader(folder).read_metadata()
+    FileSystemReader(folder).read_metadata()
     assert marker.exists()
 
 

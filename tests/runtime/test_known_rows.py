@@ -1,6 +1,7 @@
 """A forward asks the device nothing about its rows, and learns what it learned before."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ READS = "aten::is_nonzero"  # a tensor as a condition of Python: on a GPU, a wai
 IDS = torch.arange(2 * 12).view(2, 12) % 32
 
 
-def tiny(model_type: str = "llama", **fields: object) -> torch.nn.Module:
+def tiny(model_type: str = "llama", **fields: Any) -> torch.nn.Module:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, vocab_size=32, num_key_value_heads=1, head_dim=8, **sizes, **fields)
@@ -34,7 +35,7 @@ def test_w57_transformers_reads_from_the_device_whether_rows_are_packed():
 
 
 @pytest.mark.parametrize("fields", [{}, {"model_type": "mistral", "sliding_window": 4}])
-def test_whole_rows_are_not_looked_at_and_have_the_same_logits(fields: dict[str, object]):
+def test_whole_rows_are_not_looked_at_and_have_the_same_logits(fields: dict[str, Any]):
     model = tiny(**fields)
     (plain, _), (spared, reads) = forward(model, nullcontext()), forward(model, known_rows(are_packed=False))
     assert reads == 0

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def build(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=is_tied, initializer_range=0.3,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).to(dtype)
+    model = nn.Module.to(LlamaForCausalLM(config), dtype)
     model.config.final_logit_softcapping = softcap
     if has_bias:
         torch.manual_seed(2)
@@ -227,7 +227,7 @@ def test_only_one_slice_of_logits_is_ever_made(head, num_logits):
 
 
 def test_without_labels_the_model_still_answers_logits():
-    model = build(LossHead.CHUNKED, 7)
+    model: Any = build(LossHead.CHUNKED, 7)
     assert torch.equal(model(input_ids=IDS).logits, build()(input_ids=IDS).logits)
     assert model.generate(input_ids=IDS[:1], max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (1, WIDTH + 2)
 
@@ -264,7 +264,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
         accum_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.settings = {"ignore_index": ignore_index, "reduction": reduction}
+        self.settings: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction}
         self.softcap, self.accum_dtype = softcap, accum_dtype
         self.made.append(self)
 
@@ -280,7 +280,7 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
 def liger(monkeypatch):
     """Liger installed beside a GPU, as far as the loss head can tell."""
     package, part = ModuleType("liger_kernel"), ModuleType("liger_kernel.transformers")
-    module = ModuleType("liger_kernel.transformers.fused_linear_cross_entropy")
+    module: Any = ModuleType("liger_kernel.transformers.fused_linear_cross_entropy")
     module.LigerFusedLinearCrossEntropyLoss = LigerFusedLinearCrossEntropyLoss
     package.__spec__ = ModuleSpec("liger_kernel", None)
     for found in (package, part, module):

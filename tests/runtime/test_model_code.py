@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def described(folder: Path, *, trusts: bool = True):
     )
 
 
-def plan_with(folder: Path, **engine: object) -> Plan:
+def plan_with(folder: Path, **engine: Any) -> Plan:
     plan = rank_plan(Path("rows"), model_config=CONFIG, **engine)
     return replace(plan, model_code=code_of(folder), model_path=str(folder), model_shape=described(folder))
 
@@ -179,7 +180,7 @@ def test_blocks_that_are_plain_modules_are_recomputed_with_the_same_gradients(ch
     gradients = [gradients_of(model) for model in (kept, recomputed)]
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
     assert [type(block).__name__ for block in blocks_of(recomputed)] == ["TinyBlock"] * 2
-    counts = [block.shardwise_recomputation for block in blocks_of(recomputed)]
+    counts: list[Any] = [block.shardwise_recomputation for block in blocks_of(recomputed)]
     assert [(each.num_forwards, each.num_repeats) for each in counts] == [(1, 1)] * 2
 
 
@@ -191,7 +192,7 @@ def gradients_of(model: PreTrainedModel) -> list[torch.Tensor]:
 def test_a_sample_is_drawn_and_one_that_the_code_cannot_make_is_left_out_with_a_word(tmp_path):
     write_trained_tokenizer(train_tokenizer(["a b c"], vocab_size=260), tmp_path / "words")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "words")
-    model = build_model(plan_on(plan_with(write_custom_model(tmp_path / "tiny")), DeviceKind.CPU))
+    model: Any = build_model(plan_on(plan_with(write_custom_model(tmp_path / "tiny")), DeviceKind.CPU))
     assert not continue_prompt(model, [66, 67], tokenizer).startswith("none: ")
     model.prepare_inputs_for_generation = None
     assert continue_prompt(model, [66, 67], tokenizer).startswith("none: the model's own code raised TypeError: ")
@@ -214,13 +215,14 @@ def test_a_dry_run_runs_the_code(tmp_path):
 
 def test_what_transformers_copies_goes_into_a_folder_of_its_own_that_goes(tmp_path, monkeypatch):
     folder = write_custom_model(tmp_path / "tiny")
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "users"))
+    modules: Any = transformers.dynamic_module_utils
+    monkeypatch.setattr(modules, "HF_MODULES_CACHE", str(tmp_path / "users"))
     load_model_code(code_of(folder))
     with as_its_user(code_of(folder)) as trusts:
         reloaded_logits(folder, IDS, trust_remote_code=trusts)
-        private = Path(transformers.dynamic_module_utils.HF_MODULES_CACHE)
+        private = Path(modules.HF_MODULES_CACHE)
         assert {path.name for path in private.rglob("*tiny*.py")} == set(code_of(folder).files)
     assert not private.exists() and not (tmp_path / "users").exists() and str(private) not in sys.path
-    assert str(tmp_path / "users") == transformers.dynamic_module_utils.HF_MODULES_CACHE
+    assert str(tmp_path / "users") == modules.HF_MODULES_CACHE
     assert "tiny_custom" in CONFIG_MAPPING, "the run's own classes are back"
     assert not (folder / "__pycache__").exists()

@@ -47,8 +47,11 @@ def plan_of_folder(folder: Path) -> Plan:
 @pytest.fixture(name="with_vision", scope="module")
 def _with_vision(tmp_path_factory) -> tuple[Path, Gemma3ForConditionalGeneration]:
     folder = tmp_path_factory.mktemp("gemma3")
-    tokens = {"image_token_index": 199, "boi_token_index": 198, "eoi_token_index": 197, "mm_tokens_per_image": 4}
-    model = Gemma3ForConditionalGeneration(Gemma3Config(text_config=_TEXT, vision_config=_VISION, **tokens))
+    config = Gemma3Config(
+        text_config=_TEXT, vision_config=_VISION, image_token_index=199, boi_token_index=198, eoi_token_index=197,
+        mm_tokens_per_image=4,
+    )  # fmt: skip
+    model = Gemma3ForConditionalGeneration(config)
     model.save_pretrained(folder)
     return folder, model
 

@@ -28,7 +28,7 @@ class Run:
 
     def __init__(self, alpha: float | None = ALPHA) -> None:
         torch.manual_seed(0)
-        self.model = model_from_config(CONFIG, dtype=torch.float32, attention=Attention.SDPA)
+        self.model: Any = model_from_config(CONFIG, dtype=torch.float32, attention=Attention.SDPA)
         if alpha is not None:
             add_noise(self.model, alpha)
         make_trainable(self.model, Checkpointing.FULL, LossHead.CHUNKED, loss_chunk_tokens=8)
@@ -42,7 +42,7 @@ class Run:
         seed_dropout(0, step, 0)
         return self.model(**inputs)
 
-    def noise(self, input_ids: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
+    def noise(self, input_ids: Tensor, labels: Tensor, **inputs: Any) -> Tensor:
         """What the embeddings were disturbed by, [B, S, H]."""
         self.forward(input_ids=input_ids, labels=labels, **inputs)
         return self.answered - self.model.get_input_embeddings().weight.detach()[input_ids]

@@ -176,7 +176,7 @@ def test_adafactor_and_adalomo_keep_a_row_and_a_column():
 
 
 def test_adafactors_factors_are_fp32_under_16_bit_weights():
-    llama = tiny_llama().to(torch.bfloat16)
+    llama = tiny_llama().bfloat16()
     built = build_optimizer(Optimizer.ADAFACTOR, llama, lr=1e-2, weight_decay=0.1)
     train_steps(llama, built, range(2), lr=1e-2)
     factors = [state["exp_avg_sq_row"] for state in built.state.values() if "exp_avg_sq_row" in state]

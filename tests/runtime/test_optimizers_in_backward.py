@@ -1,5 +1,7 @@
 """Updates inside the backward pass: the same numbers, no two gradients alive, LOMO and AdaLomo as published."""
 
+from typing import Any
+
 import pytest
 import torch
 from optimizer_factory import random_gradients, random_loss, tiny_llama, train_steps
@@ -46,7 +48,7 @@ def candidate(
     *,
     sharding: Sharding = Sharding.NONE,
     precision: Precision = Precision.FP32,
-    **settings: object,
+    **settings: Any,
 ):
     strategy = Strategy(
         name="row", sharding=sharding, offload=Offload.NONE, optimizer=kind, precision=precision, is_exact=True

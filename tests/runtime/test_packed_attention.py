@@ -198,7 +198,7 @@ def test_without_positions_the_model_is_the_one_that_transformers_has():
 
 
 def test_a_model_that_packs_still_generates():
-    model = build("mistral", "sdpa")
+    model: Any = build("mistral", "sdpa")
     isolate_documents(model)
     settings = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "use_cache": True}
     found = model.generate(input_ids=rows()[:1], **settings)
@@ -306,7 +306,7 @@ def heads(dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[torch
     ]
 
 
-def masked(query, key, value, window, scale):
+def masked(query, key, value, *, window, scale):
     """The same by PyTorch's attention under a mask of row x row."""
     document = (POSITIONS == 0).cumsum(-1)
     is_seen = (document[:, None, :, None] == document[:, None, None, :]).tril()
@@ -322,16 +322,17 @@ def masked(query, key, value, window, scale):
 def test_each_way_is_attention_under_a_mask(monkeypatch, kernel, window, dtype):
     monkeypatch.setattr(packed_attention, "_kernel", lambda query, dropout: kernel)
     inputs, others = heads(dtype), heads(dtype)
-    out, _ = packed_sdpa(Layer(), *inputs, None, scaling=0.3, sliding_window=window, **TOLD)
-    expected = masked(*others, window, 0.3)
-    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 4e-2}
+    query, key, value = inputs
+    out, _ = packed_sdpa(Layer(), query, key, value, None, scaling=0.3, sliding_window=window, **TOLD)
+    expected = masked(*others, window=window, scale=0.3)
+    rtol, atol = (1e-5, 1e-5) if dtype is torch.float32 else (2e-2, 4e-2)
     assert out.is_contiguous()
-    torch.testing.assert_close(out, expected, **tolerance)
+    torch.testing.assert_close(out, expected, rtol=rtol, atol=atol)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     for found, wanted in zip(
         torch.autograd.grad(out, inputs, weights), torch.autograd.grad(expected, others, weights), strict=True
     ):
-        torch.testing.assert_close(found, wanted, **tolerance)
+        torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol)
 
 
 def test_attention_keeps_its_inputs_its_output_and_a_number_for_each_head():
@@ -350,14 +351,15 @@ def test_attention_keeps_its_inputs_its_output_and_a_number_for_each_head():
 
 
 def test_under_autocast_attention_runs_in_16_bit():
+    query, key, value = heads()
     with torch.autocast("cpu", torch.bfloat16):
-        out, _ = packed_sdpa(Layer(), *heads(), None, **TOLD)
+        out, _ = packed_sdpa(Layer(), query, key, value, None, **TOLD)
     assert out.dtype is torch.bfloat16
 
 
 def test_the_kernel_for_cuda_is_handed_one_row_of_all_documents(monkeypatch):
     """Its arguments, by torch's own check of them and its shapes on a device that computes nothing."""
-    seen = {}
+    seen: dict[str, Any] = {}
 
     def note(*args, **kwargs):
         seen.update(kwargs, shapes=[x.shape for x in args[:3]], longest=args[5:7])

@@ -1,6 +1,5 @@
 """Packed rows under flash-attn, as far as its own functions, and what packing costs in memory."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -84,20 +83,20 @@ def test_flash_attn_is_told_the_documents_of_every_row(flash_attn, name):
 
 
 @pytest.mark.parametrize("flash_attn", [FLASH], indirect=True)
-def test_w32_qwen2_moe_does_not_hand_its_window_to_flash_attn(flash_attn):
+def test_w32_qwen2_moe_does_not_hand_its_window_to_flash_attn(flash_attn, monkeypatch):
     """A canary: where flash-attn gets the windows, `check_attention` need not refuse them."""
     fields = VARIANTS["qwen2_moe with windows"]
     ids = torch.randint(3, 200, (1, WIDTH), generator=torch.Generator().manual_seed(1))
     windows: list[int | None] = []
     model = build(fields, flash_attn).eval()
-    module = modeling_flash_attention_utils
-    forward = partial(module._flash_fn)
-    module._flash_fn = lambda q, k, v, window_size=None, **_: (windows.append(window_size), q)[1]
-    try:
-        with torch.no_grad():
-            model(input_ids=ids)
-    finally:
-        module._flash_fn = forward
+
+    def note(q, k, v, window_size=None, **_):
+        windows.append(window_size)
+        return q
+
+    monkeypatch.setattr(modeling_flash_attention_utils, "_flash_fn", note)
+    with torch.no_grad():
+        model(input_ids=ids)
     assert len(windows) == 3
     assert set(windows) == {None}
 

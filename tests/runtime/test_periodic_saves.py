@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace as with_field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def no_accelerate_state() -> Iterator[None]:
     GradientState._reset_state()
 
 
-def plan_of(cache_dir: Path, *, schedule: dict[str, object] | None = None, **checkpoint: object) -> Plan:
+def plan_of(cache_dir: Path, *, schedule: dict[str, object] | None = None, **checkpoint: Any) -> Plan:
     plan = rank_plan(cache_dir, num_steps=6, checkpoint_every_steps=2, micro_batch=8, accumulation=1)
     job = replace(plan.job, checkpoint=replace(plan.job.checkpoint, **({"keep": 9} | checkpoint)))
     return replace(plan, job=job, schedule=replace(plan.schedule, **(schedule or {})))
@@ -127,7 +128,7 @@ def test_a_disk_that_keeps_something_else_ends_the_run_after_one_step(
     """A file system that changes a byte behind the back of who wrote it."""
     from trainer.runtime import periodic_saves
 
-    honest = periodic_saves.save_state
+    honest = save_state
 
     def save_and_damage(session: Session, occasion: str, *, in_background: bool = False) -> None:
         honest(session, occasion, in_background=in_background)

@@ -50,7 +50,7 @@ def request_of(tmp_path):
 
 def prepared(request):
     """(profile, train rows, held-out rows, lines of progress)"""
-    lines = []
+    lines: list[str] = []
     profile = prepare(request, lines.append)
     train, held_out = ([split.row(n).tolist() for n in range(len(split))] for split in splits(profile))
     return profile, train, held_out, lines

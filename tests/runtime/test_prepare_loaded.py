@@ -10,6 +10,6 @@ def test_w37_accelerate_takes_parameters_without_elements_for_one_another():
     mapping = {parameter.data_ptr(): sharded for parameter, sharded in zip(before, after, strict=True)}
     optimizer = torch.optim.SGD(before)
     for parameter in before:
-        parameter.data_ptr = parameter.data_ptr()  # as Accelerator._prepare_fsdp2 does
+        vars(parameter)["data_ptr"] = parameter.data_ptr()  # as Accelerator._prepare_fsdp2 does
     fsdp2_switch_optimizer_parameters(optimizer, mapping)
     assert [parameter is after[1] for parameter in optimizer.param_groups[0]["params"]] == [True, True]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -74,7 +75,7 @@ def stop_after_step(plan_path: Path, step: int) -> Report:
     return report
 
 
-def plan_with(cache_dir: Path, **changes: object) -> Plan:
+def plan_with(cache_dir: Path, **changes: Any) -> Plan:
     return rank_plan(cache_dir, **{"num_steps": 6, "eval_every_steps": 4, "checkpoint_every_steps": 3} | changes)
 
 

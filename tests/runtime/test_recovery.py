@@ -27,7 +27,7 @@ from trainer.runtime.mixed_precision import INIT_SCALE
 from trainer.runtime.report_writer import ReportWriter, run_paths
 from trainer.runtime.spikes import LEAST_STEPS, MAX_ROLL_BACKS, STEPS_UNTIL_ROLL_BACK, PassedOver, SpikeRecord
 from trainer.runtime.state import RunState
-from trainer.spec.errors import EnvironmentFaultError, ExitCode
+from trainer.spec.errors import EnvironmentFaultError, ExitCode, ShardwiseError
 from trainer.spec.plan import Plan
 from trainer.spec.report import Ending
 from trainer.spec.strategy import LossHead, Precision
@@ -96,7 +96,7 @@ def assert_equal(run: Run, expected: tuple[dict[int, float], dict[str, torch.Ten
     assert {step: run.losses[step] for step in losses} == pytest.approx(losses, abs=1e-5)
     found = load_file(run.run_dir / "export" / "model.safetensors")
     for name, weight in weights.items():
-        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-4, msg=f"{name}: {{}}".format)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def test_a_resumed_run_repeats_it_bit_by_bit(stop_after, tmp_path, cache_dir, we
 
 def test_where_it_does_not_help_the_run_ends_and_keeps_its_checkpoints(tmp_path, cache_dir):
     found = run(tmp_path / "run", spoil(plan_of(cache_dir, num_steps=40), tmp_path, range(7, 40)))
-    assert found.error is not None and found.error.exit_code == ExitCode.ENVIRONMENT
+    assert isinstance(found.error, ShardwiseError) and found.error.exit_code == ExitCode.ENVIRONMENT
     assert str(found.error).splitlines() == [
         "step 9: 5 steps in a row could not be taken, the last as the loss is not finite;",
         "going back to step 4 and past other rows did not help; checkpoints/step-00000004 is kept;",

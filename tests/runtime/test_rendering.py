@@ -2,6 +2,7 @@
 
 import random
 from itertools import groupby
+from typing import Any
 
 import pytest
 from chat_tokenizers import byte_level_folder, metaspace_folder
@@ -10,7 +11,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from trainer.runtime.chat_template import ChatTemplate, load_chat_template
-from trainer.runtime.examples import Chat, Completion, Preference, TokenIds
+from trainer.runtime.examples import Chat, Completion, Content, Preference, TokenIds
 from trainer.runtime.rendering import PreferenceIds, Renderer
 from trainer.runtime.tokenizer import load_tokenizer, named_tokens
 from trainer.spec.errors import InputError
@@ -190,7 +191,8 @@ def test_with_sentencepiece_the_ids_and_marks_are_those_of_transformers(name, co
     messages = CONVERSATIONS[conversation]
     template = load_chat_template(name, sentencepiece)
     rendered = Renderer(load_tokenizer(sentencepiece), template, LossOn.AUTO, 4096).render(Chat(messages))
-    loaded = AutoTokenizer.from_pretrained(sentencepiece)
+    assert isinstance(rendered, TokenIds)
+    loaded: Any = AutoTokenizer.from_pretrained(sentencepiece)
     theirs = loaded.apply_chat_template(
         messages, chat_template=template.source, return_assistant_tokens_mask=True, return_dict=True
     )
@@ -205,6 +207,7 @@ def test_sentencepiece_learns_the_answer_with_its_space_and_eos(sentencepiece):
     tokenizer = load_tokenizer(sentencepiece)
     renderer = Renderer(tokenizer, load_chat_template("mistral", sentencepiece), LossOn.AUTO, 4096)
     rendered = renderer.render(Chat([user("What is two"), assistant("It is \u65e5")]))
+    assert isinstance(rendered, TokenIds)
     text = tokenizer.tokenizer.decode(rendered.ids, skip_special_tokens=False)
     assert text.replace(" ", "") == "<s>[INST]Whatistwo[/INST]Itis\u65e5</s>"
     assert rendered.ids.count(tokenizer.tokenizer.token_to_id("<s>")) == 1
@@ -386,6 +389,7 @@ def test_a_completion_gets_no_space_from_sentencepiece(sentencepiece):
     renderer = Renderer(tokenizer, None, LossOn.AUTO, 100)
     for prompt, completion in (("What is t", "wo plus"), ("What is", " two"), ("What is ", "two")):
         rendered = renderer.render(Completion(prompt, completion))
+        assert isinstance(rendered, TokenIds)
         assert tokenizer.tokenizer.decode(rendered.ids) == prompt + completion
         assert rendered.ids[-1] == tokenizer.eos_id
 
@@ -409,7 +413,7 @@ def test_both_answers_of_a_preference_follow_the_same_prompt(renderer, tokenizer
 
 
 def test_a_batch_is_what_its_rows_are(renderer):
-    rows = [Chat(messages) for messages in CONVERSATIONS.values()]
+    rows: list[Content] = [Chat(messages) for messages in CONVERSATIONS.values()]
     rows += ["text", Completion("a", "b"), Preference("a", "b", "c"), TokenIds([1, 2])]
     assert renderer("gemma").render_many(rows) == [renderer("gemma").render(row) for row in rows]
 

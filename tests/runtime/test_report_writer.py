@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from report_factory import make_report
 
@@ -74,7 +75,8 @@ def test_every_rank_gives_signs_of_life_counted_within_a_step(tmp_path):
 
 def test_the_status_is_renewed_when_the_phase_changes_or_half_a_second_has_passed(tmp_path):
     paths = run_paths(attempt(tmp_path), started_at=NOW)
-    writer, told = ReportWriter(paths, rank=0), []
+    writer = ReportWriter(paths, rank=0)
+    told: list[dict[str, Any]] = []
     begin = time.monotonic()
     while not told or told[-1] == {"phase": "training", "step": 1}:
         assert time.monotonic() - begin < 10

@@ -1,6 +1,7 @@
 """What rows are taken for, and the example each becomes. What is bad: test_bad_data."""
 
 import json
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -232,7 +233,8 @@ def test_what_else_a_message_holds_is_kept_and_nulls_are_not():
 
 
 def test_no_tools_are_no_tools():
-    for nothing in (None, "", "null", [], "[]"):
+    empty: list[Any] = [None, "", "null", [], "[]"]
+    for nothing in empty:
         assert example({"messages": [ASKED, ANSWERED], "tools": nothing}, CHAT) == Chat([ASKED, ANSWERED])
 
 

@@ -233,7 +233,8 @@ def test_a_mask_of_another_length_than_the_ids_is_refused(write):
 )
 def test_every_document_is_there_once_with_its_mask(write, is_packed, dtype, contents, seq_len):
     """Pieces of at most a row, each with what is learned of it; those with nothing are counted as dropped."""
-    units, expected, dropped = [], Counter(), 0
+    expected: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
+    units, dropped = [], 0
     for pairs, has_mask in contents:
         ids, mask = [token for token, _ in pairs], [is_learned for _, is_learned in pairs]
         units.append((ids, True, False, 1.0, *([mask] if has_mask else [])))
@@ -256,7 +257,7 @@ def test_every_document_is_there_once_with_its_mask(write, is_packed, dtype, con
 
 def pieces_of(split):
     """How often each document stands in the rows, with the tokens of it that are learned."""
-    pieces = Counter()
+    pieces: Counter[object] = Counter()
     for number in range(len(split)):
         starts = split.document_starts(number)
         for ids, labels in zip(
@@ -272,7 +273,8 @@ def pieces_of(split):
 
 def test_many_documents_over_many_blocks_keep_their_tokens_and_masks(write):
     """More than the writer moves at once, and masks that begin late."""
-    units, expected = [], (Counter(), Counter())
+    expected: tuple[Counter[object], Counter[object]] = (Counter(), Counter())
+    units = []
     for number in range(3000):
         ids, is_held_out = [number % 251 + 1] * (number % 7 + 1), number % 5 == 0
         mask = [True] * (number % 7) + [False] if number > 900 else None

@@ -1,5 +1,7 @@
 """When a checkpoint is due."""
 
+from typing import Any
+
 import pytest
 
 from trainer.runtime.checkpoint import Ranks
@@ -7,8 +9,8 @@ from trainer.runtime.save_timer import SaveTimer
 from trainer.spec.plan import Schedule
 
 
-def timer_of(clock: list[float], **settings: object) -> SaveTimer:
-    fields: dict[str, object] = {
+def timer_of(clock: list[float], **settings: Any) -> SaveTimer:
+    fields: dict[str, Any] = {
         "num_steps": 100, "sequences_per_step": 1, "tokens_per_step": 8, "warmup_steps": 0, "lr": 1.0,
         "lr_source": "", "eval_every_steps": None, "checkpoint_every_steps": None,
     }  # fmt: skip

@@ -5,7 +5,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -57,7 +59,7 @@ def keeping(plan: Plan, num_checkpoints: int) -> Plan:
 
 @pytest.fixture
 def start(cache_dir, run_dir) -> Callable[..., Session]:
-    def build(**changes: object) -> Session:
+    def build(**changes: Any) -> Session:
         plan = msgspec.structs.replace(keeping(rank_plan(cache_dir), 1), **changes)
         paths = run_paths(write_attempt(run_dir, plan), started_at=datetime.now(UTC))
         return build_session(plan, paths, ReportWriter(paths, rank=0), RunState())
@@ -145,7 +147,7 @@ def test_weights_that_are_not_finite_end_the_run(start, saved_before):
 
 def test_weights_that_took_a_gradient_without_numbers_are_neither_saved_nor_trained_on(cache_dir, run_dir):
     """Within the backward pass nothing asks for the norm of the gradients, and the loss is still a number."""
-    in_backward = {"optimizer_in_backward": True, "clip": 0.0, "micro_batch": 8, "accumulation": 1}
+    in_backward: dict[str, Any] = {"optimizer_in_backward": True, "clip": 0.0, "micro_batch": 8, "accumulation": 1}
     plan = rank_plan(cache_dir, checkpoint_every_steps=2, eval_every_steps=2, num_steps=40, **in_backward)
     plan = msgspec.structs.replace(plan, schedule=msgspec.structs.replace(plan.schedule, lr=1e30))
     paths, state = run_paths(write_attempt(run_dir, plan), started_at=datetime.now(UTC)), RunState()
@@ -156,7 +158,11 @@ def test_weights_that_took_a_gradient_without_numbers_are_neither_saved_nor_trai
         codec.decode(codec.encode(evaluation), Evaluation, origin="a report that must be readable")
 
 
-OTHERS: tuple[dict[str, object], ...] = (
+def has_reached(state: RunState, step: int) -> bool:
+    return state.step >= step
+
+
+OTHERS: tuple[dict[str, Any], ...] = (
     *(
         {"optimizer": each}
         for each in (
@@ -180,7 +186,7 @@ def test_a_run_of_any_optimizer_goes_on_from_its_checkpoint(settings, cache_dir,
         paths, state = run_paths(attempt, started_at=datetime.now(UTC)), RunState()
         if losses[name]:
             paths = msgspec.structs.replace(paths, resume_dir=run_dir / "twice-2")
-        train(plan, paths, ReportWriter(paths, rank=0), state, lambda state=state, last=last: state.step >= last)
+        train(plan, paths, ReportWriter(paths, rank=0), state, partial(has_reached, state, last))
         assert state.incidents == [] and state.checkpoint == f"checkpoints/step-{last:08d}"
         lines = (paths.run_dir / "metrics.jsonl").read_text().splitlines()
         losses[name] += [line["loss"] for line in map(msgspec.json.decode, lines)]

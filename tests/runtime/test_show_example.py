@@ -30,7 +30,7 @@ def row(tokenizer, folder):
 
 def test_without_a_terminal_each_stretch_stands_behind_its_name(row, tokenizer):
     num_learned = sum(row.is_learned)
-    assert show(*row, tokenizer, width=80, colour=False).splitlines() == [
+    assert show(row.ids, row.is_learned, tokenizer, width=80, colour=False).splitlines() == [
         f"{len(row.ids)} tokens: {num_learned} learned, {len(row.ids) - num_learned} only read",
         r"read    | <|im_start|>user\n",
         r"        | What is\n",
@@ -42,7 +42,7 @@ def test_without_a_terminal_each_stretch_stands_behind_its_name(row, tokenizer):
 
 
 def test_in_a_terminal_the_text_stays_in_place(row, tokenizer):
-    lines = show(*row, tokenizer, width=80, colour=True).splitlines()
+    lines = show(row.ids, row.is_learned, tokenizer, width=80, colour=True).splitlines()
     assert lines[1:] == [
         "\x1b[2m<|im_start|>user\x1b[0m",
         "\x1b[2mWhat is\x1b[0m",

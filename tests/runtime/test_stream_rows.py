@@ -13,6 +13,7 @@ from stream_factory import paths_of, prepared_stream, stream_plan, write_files, 
 from tokenizers import Tokenizer
 
 from trainer.runtime.data import step_micro_batches
+from trainer.runtime.report_writer import RunPaths
 from trainer.runtime.stream_folder import hold_folder
 from trainer.runtime.stream_rows import NodePlace, StreamRows
 from trainer.runtime.stream_values import WINDOWS_AHEAD, StreamIndex
@@ -39,8 +40,11 @@ def profile(workplace):
 class Reading:
     """A rank's view of a run, closed at the end."""
 
+    paths: RunPaths  # of the node, which its first rank sets
+
     def __init__(self, profile, run_dir, *, attempt=1, local_rank=0, num_local_ranks=1, **settings):
-        self.incidents, self.waits = [], []
+        self.incidents: list[str] = []
+        self.waits: list[str] = []
         resume = settings.pop("resume", False)
         plan = msgspec.structs.replace(stream_plan(profile, **settings), resume=resume)
         paths = paths_of(run_dir, attempt=attempt) if local_rank == 0 else self.paths

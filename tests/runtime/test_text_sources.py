@@ -4,6 +4,7 @@ import gzip
 import json
 import lzma
 from hashlib import blake2b
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -98,7 +99,7 @@ def test_a_large_file_comes_in_blocks_that_are_its_text(tmp_path, monkeypatch, b
     monkeypatch.setattr(text_sources, "READ_BYTES", read_bytes)
     text = "первая строка\nand a second, much longer than a block\n\n日本\n" * 3
     file = source(tmp_path / "a.txt", text)
-    blocks = list(read_blocks(file, None, TEXT))
+    blocks: list[Any] = list(read_blocks(file, None, TEXT))
     assert "".join(block.content for block in blocks) == text
     assert [block.opens_document for block in blocks] == [True] + [False] * (len(blocks) - 1)
     assert all(len(block.content) <= max(block_chars, 1) for block in blocks)

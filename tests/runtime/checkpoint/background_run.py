@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import tiny_run as tiny
 import torch
@@ -23,9 +24,9 @@ from trainer.spec.errors import ShardwiseError
 from trainer.spec.strategy import Sharding
 
 
-def begin(root: Path, model: torch.nn.Module, optimizer: object, step: int, **changed: object) -> BackgroundSave:
+def begin(root: Path, model: torch.nn.Module, optimizer: object, step: int, **changed: Any) -> BackgroundSave:
     """A save of the tiny run, keeping 2."""
-    settings = {
+    settings: dict[str, Any] = {
         "sharding": Sharding.NONE, "facts": tiny.build_facts(step), "ranks": Ranks.alone(), "keep": 2,
     }  # fmt: skip
     return BackgroundSave(Save(root, model=model, optimizer=optimizer, **(settings | changed)))
@@ -81,12 +82,12 @@ def _two_ranks(ranks: Ranks, root: Path) -> dict[str, object]:
     plain = tiny.build_model()
     model = DistributedDataParallel(plain)
     optimizer = tiny.build_optimizer(plain)
-    answers: dict[str, object] = {}
+    answers: dict[str, Any] = {}
 
     def train_step(step: int) -> None:
         tiny.train(model, optimizer, start=step, stop=step + 1, rank=ranks.rank, world_size=2)
 
-    def start(step: int, **changed: object) -> BackgroundSave:
+    def start(step: int, **changed: Any) -> BackgroundSave:
         settings = {"sharding": Sharding.DDP, "facts": tiny.build_facts(step), "ranks": ranks}
         return begin(root / "ddp", model, optimizer, step, **(settings | changed))
 

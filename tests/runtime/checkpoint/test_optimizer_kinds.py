@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def build_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
         vocab_size=VOCABULARY, hidden_size=66, intermediate_size=101, num_hidden_layers=1, num_attention_heads=3,
         num_key_value_heads=1, max_position_embeddings=SEQ_LEN, tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
-    return LlamaForCausalLM(config).to(dtype)
+    return nn.Module.to(LlamaForCausalLM(config), dtype)
 
 
 def build(model: nn.Module, kind: str) -> torch.optim.Optimizer:
@@ -71,7 +72,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, start: int, sto
     return losses
 
 
-def save(root: Path, model: nn.Module, built: object, tiny, step: int, **changed: object) -> None:
+def save(root: Path, model: nn.Module, built: object, tiny, step: int, **changed: Any) -> None:
     folder = Save(
         root, model=model, optimizer=built, sharding=Sharding.NONE, facts=tiny.build_facts(step, **changed),
         ranks=Ranks.alone(), keep=2,

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -206,10 +207,10 @@ def test_scalars_buffers_narrow_and_frozen_tensors_come_back(tiny: ModuleType, t
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
     optimizer.step()
-    model.count.fill_(41)
+    model.get_buffer("count").fill_(41)
     tiny.save(tmp_path, model, optimizer, 1)
     checkpoint = newest(tmp_path)
-    fresh.mask.fill_(False)
+    fresh.get_buffer("mask").fill_(False)
     import_weights(fresh, checkpoint)
     fresh_optimizer = torch.optim.AdamW([p for p in fresh.parameters() if p.requires_grad])
     import_state(fresh, fresh_optimizer, checkpoint, sharding=Sharding.NONE)
@@ -229,7 +230,7 @@ def test_names_carry_no_trace_of_a_wrapper(tiny: ModuleType, tmp_path: Path, wra
     import_weights(tiny.build_model(seed=3), newest(tmp_path))
 
 
-def _wrapped(model: nn.Module, wrapper: str) -> nn.Module:
+def _wrapped(model: Any, wrapper: str) -> nn.Module:
     if wrapper == "ddp":
         return nn.ModuleDict({"module": model})
     if wrapper == "peft":

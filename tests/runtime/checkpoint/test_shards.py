@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from trainer.runtime.checkpoint import CheckpointFolder, Manifest, shards
+from trainer.runtime.checkpoint import CheckpointFacts, CheckpointFolder, Manifest, shards
 from trainer.runtime.checkpoint.manifest import ParameterEntry, TensorEntry, check_manifest
 from trainer.runtime.checkpoint.pieces import Piece, type_of
 from trainer.runtime.checkpoint.shard_reader import OpenShards
-from trainer.runtime.checkpoint.shards import BLOCK_BYTES, check_shards, is_finite, write_shards
+from trainer.runtime.checkpoint.shards import BLOCK_BYTES, ShardRecord, check_shards, is_finite, write_shards
 from trainer.spec.errors import InputError
 
 WEIGHT = torch.arange(7 * 11, dtype=torch.float32).reshape(7, 11)
@@ -37,10 +37,12 @@ def zero3_partitions(num_ranks: int) -> Cut:
     return [(rank * size, max(min(size, 77 - rank * size), 0)) for rank in range(num_ranks)]
 
 
-def saved(folder: Path, cut: Cut, weight: torch.Tensor, build_facts: Callable[[int], object]) -> CheckpointFolder:
+def saved(
+    folder: Path, cut: Cut, weight: torch.Tensor, build_facts: Callable[[int], CheckpointFacts]
+) -> CheckpointFolder:
     """One parameter `w`, each range written by a rank of its own, the ranks in reverse."""
     folder.mkdir(exist_ok=True)
-    records = []
+    records: list[ShardRecord] = []
     for rank, (start, count) in reversed(list(enumerate(cut))):
         piece = Piece("w", None, start, weight.view(-1)[start : start + count])
         own = [piece] if count else []

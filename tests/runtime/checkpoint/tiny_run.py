@@ -18,7 +18,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,9 +86,9 @@ def train(
     return losses
 
 
-def build_facts(at: int, /, **changed: object) -> CheckpointFacts:
+def build_facts(at: int, /, **changed: Any) -> CheckpointFacts:
     """Facts of the tiny run after so many steps."""
-    fields: dict[str, object] = {
+    fields: dict[str, Any] = {
         "run_name": "tiny", "step": at, "tokens_seen": at * SEQUENCES * SEQ_LEN, "seed": 0,
         "sequences_per_step": SEQUENCES, "tokens_per_step": SEQUENCES * SEQ_LEN, "model_config_sha256": "ab" * 32,
         "data_fingerprint": "rows-1", "optimizer": Optimizer.ADAMW, "sharding": Sharding.NONE, "world_size": 1,
@@ -95,9 +97,9 @@ def build_facts(at: int, /, **changed: object) -> CheckpointFacts:
     return CheckpointFacts(**(fields | changed))
 
 
-def save(root: Path, model: nn.Module, optimizer: object, step: int, **changed: object) -> Path:
+def save(root: Path, model: nn.Module, optimizer: object, step: int, **changed: Any) -> Path:
     """Saves the tiny run as a single process, keeping 2."""
-    settings = {
+    settings: dict[str, Any] = {
         "sharding": Sharding.NONE, "facts": build_facts(step), "ranks": Ranks.alone(), "keep": 2,
     }  # fmt: skip
     return Save(root, model=model, optimizer=optimizer, **(settings | changed)).run()
@@ -226,8 +228,8 @@ def _every_case(ranks: Ranks, root: Path) -> dict[str, object]:
     answers["losses"] = train(model, optimizer, start=3, stop=6, rank=ranks.rank, world_size=2)
     answers["trained"] = state_digest(model, optimizer, sharding=Sharding.DDP)
 
-    def attempt(step: int, folder: str = "ddp", **changed: object) -> str:
-        settings = {
+    def attempt(step: int, folder: str = "ddp", **changed: Any) -> str:
+        settings: dict[str, Any] = {
             "optimizer": optimizer, "sharding": Sharding.DDP, "facts": build_facts(step), "ranks": ranks, "keep": 2,
         }  # fmt: skip
         try:
@@ -265,11 +267,11 @@ def _lost_rank(ranks: Ranks, root: Path) -> dict[str, object]:
     model = build_model()
     optimizer = build_optimizer(model)
     train(model, optimizer, start=0, stop=2)
-    settings = {"model": model, "optimizer": optimizer, "sharding": Sharding.DDP, "ranks": ranks, "keep": 2}
-    Save(root / "ddp", facts=build_facts(2), **settings).run()
+    save_all = partial(Save, root / "ddp", model=model, optimizer=optimizer, sharding=Sharding.DDP, ranks=ranks, keep=2)
+    save_all(facts=build_facts(2)).run()
     train(model, optimizer, start=2, stop=4)
     on_point = _die_at("mid-file") if ranks.rank == 1 else _ignore
-    Save(root / "ddp", facts=build_facts(4), on_point=on_point, **settings).run()
+    save_all(facts=build_facts(4), on_point=on_point).run()
     return {}
 
 
