@@ -14,6 +14,7 @@ from capture_signatures import PACKAGES, captured_file, cuda_file, versions
 from library_calls import Call, Reference, references, references_in
 
 from trainer.runtime.packed_attention import grouped_heads
+from trainer.spec.torch_wheel import OLDEST_CAPABILITY
 
 VERSIONS = [(library, version) for library in PACKAGES for version in versions(library)]
 
@@ -67,7 +68,7 @@ def binds(call: Call, signature: inspect.Signature) -> bool:
 
 def fault_of(reference: Reference, signatures: dict[str, list[inspect.Signature]]) -> str | None:
     if reference.name not in signatures:
-        return f"{reference.place}: {reference.name} does not exist"
+        return f"{reference.place}: {reference.name} does not exist, or capture_signatures.py has not run since it is used"
     known = signatures[reference.name]
     if reference.call is None or not known or any(binds(reference.call, each) for each in known):
         return None
@@ -113,3 +114,6 @@ def test_facts_of_the_cuda_wheel_are_captured(version: str) -> None:
     """A lock that moves fails here until `capture_signatures.py` has read the new wheel."""
     facts = dict(line.split(": ") for line in cuda_file(version).read_text().splitlines() if not line.startswith("#"))
     assert set(facts) == {"cuda", "architectures", "cudnn", "nccl", "triton", "has_cudnn_preference"}
+    oldest = min(int(each.removeprefix("sm_")) for each in facts["architectures"].split())
+    assert divmod(oldest, 10) == OLDEST_CAPABILITY, "trainer.spec.torch_wheel"
+    assert facts["has_cudnn_preference"] == "True", "trainer.runtime.attention_kernels switches it off"
