@@ -68,7 +68,7 @@ def binds(call: Call, signature: inspect.Signature) -> bool:
 
 def fault_of(reference: Reference, signatures: dict[str, list[inspect.Signature]]) -> str | None:
     if reference.name not in signatures:
-        return f"{reference.place}: {reference.name} does not exist, or capture_signatures.py has not run since it is used"
+        return f"{reference.place}: {reference.name} does not exist, or is new here: run capture_signatures.py"
     known = signatures[reference.name]
     if reference.call is None or not known or any(binds(reference.call, each) for each in known):
         return None
