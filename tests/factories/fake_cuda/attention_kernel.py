@@ -38,6 +38,8 @@ def _forward(
     window_size_left: int | None = None,
     **_settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if bounds.device != query.device:
+        raise RuntimeError(f"cu_seq_q must be on {query.device}, not on {bounds.device}")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     out = torch.empty_like(query)
     log_sums = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)

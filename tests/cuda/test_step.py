@@ -1,0 +1,93 @@
+"""A rank's own steps on the device, where every tensor knows its place: they end, and learn what they learn on a CPU.
+
+Whatever stayed behind on the CPU raises at the first operator that meets it. Seeded faults of tests/mutations, each a
+move that is missing, show that it does. In fp32 the numbers are a CPU's, as the kernels are.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cuda_stand_in import H100, Machine, machine_environment, needs_no_cuda
+from msgspec.structs import replace
+from pair_factory import pair_plan, write_pairs
+from rank_factory import rank_plan, write_attempt, write_packed_rows, write_rows
+
+from trainer.spec.hardware import DeviceKind
+from trainer.spec.job import GaloreJob, LoraJob
+from trainer.spec.plan import Plan
+from trainer.spec.strategy import Checkpointing, LossHead, Method, Optimizer, Precision
+
+pytestmark = needs_no_cuda
+WORKER = Path(__file__).parents[1] / "distributed" / "engine_worker.py"
+TOLERANCE = 1e-5  # of a loss around 5: sums are made in another order by document
+LORA = {"method": Method.LORA, "train": {"lora": LoraJob(rank=4)}}
+OPTIMIZERS = [optimizer for optimizer in Optimizer if optimizer is not Optimizer.DEEPSPEED_CPU_ADAM]
+CASES: dict[str, dict[str, Any]] = {
+    **{optimizer.value: {"optimizer": optimizer, "lr": 1e-3} for optimizer in OPTIMIZERS},
+    "accumulated": {"micro_batch": 2, "accumulation": 4},
+    "recomputed": {"checkpointing": Checkpointing.FULL},
+    "activation-offload": {"checkpointing": Checkpointing.FULL, "activation_offload": True},
+    "in-backward": {"optimizer": Optimizer.ADAMW_FUSED, "optimizer_in_backward": True, "clip": 0.0},
+    "fused-head": {"loss": LossHead.FUSED},
+    "galore": {"method": Method.GALORE, "train": {"galore": GaloreJob(rank=8, update_gap=2)}},
+    "lora": LORA,
+    "qlora": {**LORA, "method": Method.QLORA},
+    "neftune": {"train": {"neftune_alpha": 5.0}},
+    "packed": {},
+    "packed-lora": LORA,
+    "packed-recomputed": {"checkpointing": Checkpointing.FULL},
+    "packed-bf16": {"precision": Precision.BF16_MIXED},  # the one that takes the kernel of torch's `varlen_attn`
+    "dpo": {},
+    "dpo-lora": LORA,
+}
+BY_DEVICE = {"neftune"}  # noise is drawn by the device's own generator
+
+
+def plan_of(name: str, kind: DeviceKind, caches: Mapping[str, Path]) -> Plan:
+    rows = name.partition("-")[0] if name.startswith(("packed", "dpo")) else "rows"
+    defaults = {"micro_batch": 8, "accumulation": 1, "num_steps": 3, "kind": kind}
+    make = pair_plan if rows == "dpo" else rank_plan
+    plan = make(caches[rows], **{**defaults, **CASES[name]})
+    return replace(plan, data=replace(plan.data, is_packed=rows == "packed"))
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory) -> dict[tuple[str, DeviceKind], list[float]]:
+    """Of every case, on the device and on the CPU: each device in one process that runs all."""
+    folder = tmp_path_factory.mktemp("steps")
+    caches = {
+        "rows": write_rows(folder / "rows"),
+        "packed": write_packed_rows(folder / "packed"),
+        "dpo": write_pairs(folder / "pairs"),
+    }
+    root = os.pathsep.join([str(WORKER.parents[2]), os.environ.get("PYTHONPATH", "")])
+    plain = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    on_card = machine_environment(Machine(cards=(H100,)), folder / "machine")
+    on_card["PYTHONPATH"] = os.pathsep.join([on_card["PYTHONPATH"], root])
+    found = {}
+    for kind, environment in ((DeviceKind.CPU, plain), (DeviceKind.CUDA, {**plain, **on_card})):
+        runs = {name: folder / kind.value / name for name in CASES}
+        paths = [write_attempt(run, plan_of(name, kind, caches)) for name, run in runs.items()]
+        done = subprocess.run(
+            [sys.executable, str(WORKER), *map(str, paths)],
+            env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+        for name, run in runs.items():
+            lines = (run / "metrics.jsonl").read_text().splitlines()
+            found[name, kind] = [json.loads(line)["loss"] for line in lines]
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_on_the_device_learns_what_it_learns_on_a_cpu(losses, name: str):
+    card, host = losses[name, DeviceKind.CUDA], losses[name, DeviceKind.CPU]
+    assert len(card) == 3
+    tolerance = 0.05 if "bf16" in name or name in BY_DEVICE else TOLERANCE
+    assert card == pytest.approx(host, abs=tolerance)
