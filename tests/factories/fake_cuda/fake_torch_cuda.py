@@ -11,12 +11,13 @@ import os
 import time
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import attention_kernel
 import torch
-from machine import LIBRARY, MIB, Card, Machine, read_machine, uuid_of
+from machine import LIBRARY, MIB, Card, Machine, read_machine, slice_uuid_of, uuid_of
 
 NCCL_VERSION = (2, 29, 3)
 
@@ -50,6 +51,12 @@ def _visible(machine: Machine) -> list[tuple[int, Card]]:
     found = []
     for word in filter(None, (word.strip() for word in asked.split(","))):
         own = [card for card in cards if word == str(card[0]) or f"GPU-{uuid_of(card[0])}".startswith(word)]
+        own += [
+            (index, replace(card, memory=size, reserved=0))
+            for index, card in cards
+            for place, (_, size) in enumerate(card.mig_profiles)
+            if slice_uuid_of(index, place) == word
+        ]
         if not own:
             break  # as CUDA does: the rest is not looked at
         found += own
@@ -58,14 +65,18 @@ def _visible(machine: Machine) -> list[tuple[int, Card]]:
 
 def _describe_failures(library: ctypes.CDLL, machine: Machine, visible: list[tuple[int, Card]]) -> None:
     """What the driver answers on this machine: memory that cannot be mapped, a chip that torch has no code for."""
-    settings = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    cannot_map = "expandable_segments:true" in settings.lower() and not machine.has_expandable_segments
+    cannot_map = _expands_segments() and not machine.has_expandable_segments
     library.fake_cuda_set_num_devices(len(visible))
     for index, (_, card) in enumerate(visible):
         library.fake_cuda_set_limit(index, ctypes.c_int64((card.memory - card.reserved) * MIB))
         no_memory = "CUDA driver error: unknown error" if cannot_map else ""
         no_kernels = "" if _has_code(card.capability, machine.architectures) else _NO_KERNELS
         library.fake_cuda_fail(index, no_memory.encode(), no_kernels.encode())
+
+
+def _expands_segments() -> bool:
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    return "expandable_segments:true" in settings.lower()
 
 
 _NO_KERNELS = "CUDA error: no kernel image is available for execution on the device"
@@ -126,7 +137,7 @@ def _c_functions(
         "_cuda_resetPeakMemoryStats": lambda device: library.fake_cuda_reset_peak(device),
         "_cuda_resetAccumulatedMemoryStats": lambda device: None,
         "_cuda_hostMemoryStats": lambda: {"allocated_bytes": {"current": 0, "peak": 0, "allocated": 0, "freed": 0}},
-        "_cuda_memorySnapshot": lambda ids=None: {"segments": [], "device_traces": []},
+        "_cuda_memorySnapshot": lambda ids=None: {"segments": _segments(visible), "device_traces": []},
         "_cuda_record_memory_history": lambda *settings: None,
         "_cuda_getAllocatorBackend": lambda: "native",
         "_nccl_version": lambda: NCCL_VERSION[0] << 32 | NCCL_VERSION[1] << 16 | NCCL_VERSION[2],
@@ -136,6 +147,13 @@ def _c_functions(
 
 _CUDA = 1  # c10::DeviceType::CUDA
 _OLD_DRIVER = "The NVIDIA driver on your system is too old"
+
+
+def _segments(visible: list[tuple[int, Card]]) -> list[dict[str, Any]]:
+    """One on each card, of the kind that the settings ask for."""
+    sizes = dict.fromkeys(("address", "total_size", "allocated_size", "active_size", "requested_size", "stream"), 0)
+    kind = {"segment_type": "large", "is_expandable": _expands_segments(), "blocks": [], "frames": []}
+    return [{"device": device, **sizes, **kind} for device in range(len(visible))]
 
 
 def _memory_stats(library: ctypes.CDLL, device: int) -> dict[str, Any]:

@@ -64,6 +64,11 @@ def _tupled(value: Any) -> Any:
     return tuple(map(_tupled, value)) if isinstance(value, list) else value
 
 
+def slice_uuid_of(index: int, place: int) -> str:
+    """The UUID of a slice of a card, by its place among the card's."""
+    return f"MIG-{index:04x}{place:04x}-2222-3333-4444-555555555555"
+
+
 def uuid_of(index: int) -> str:
     """The UUID of a card, without the prefix that nvidia-smi gives it."""
     return f"{index:08x}-1111-2222-3333-444444444444"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from machine import Card, Machine, read_machine, uuid_of
+from machine import Card, Machine, read_machine, slice_uuid_of, uuid_of
 
 
 def main(arguments: list[str]) -> int:
@@ -84,7 +84,7 @@ def _list(machine: Machine) -> list[str]:
     for index, card in enumerate(machine.cards):
         lines.append(f"GPU {index}: {card.name} (UUID: GPU-{uuid_of(index)})")
         lines += [
-            f"  MIG {profile}     Device  {device}: (UUID: MIG-{index:04x}{device:04x}-2222-3333-4444-555555555555)"
+            f"  MIG {profile}     Device  {device}: (UUID: {slice_uuid_of(index, device)})"
             for device, (profile, _) in enumerate(card.mig_profiles)
         ]
     return lines

@@ -1,0 +1,149 @@
+"""Machines that people have, from `make train` in a fresh checkout: each trains, or ends with one remedy that works.
+
+A few train to the report; the others go as far as the decision that the machine is about, which `--dry-run` shows.
+"""
+
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from cuda_stand_in import Machine, machine_environment, needs_no_cuda
+from fresh_checkout import Checkout, make_checkout
+from gpu_machines import GPU_MACHINES, H100, lay_out_gpus
+from workplace_factory import make_workplace
+
+from launch.probe import read_hardware
+from trainer.spec import codec
+from trainer.spec.errors import ExitCode
+from trainer.spec.hardware import DeviceKind
+from trainer.spec.plan import Plan
+from trainer.spec.report import Ending, Report
+from trainer.spec.strategy import Precision
+
+pytestmark = needs_no_cuda
+NO_COMPILER = {"CXX": "no-such-c++", "CC": "no-such-cc"}
+CODE_FOR_V100 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")  # of builds for CUDA 12.6
+
+
+class Made(NamedTuple):
+    """What `make train` came to."""
+
+    checkout: Checkout
+    answer: subprocess.CompletedProcess[str]
+
+    @property
+    def told(self) -> str:
+        return self.answer.stdout + self.answer.stderr
+
+    def read(self, name: str) -> Path:
+        (run_dir,) = (self.checkout.folder / "runs").iterdir()
+        return run_dir / name
+
+    @property
+    def plan(self) -> Plan:
+        assert self.answer.returncode == ExitCode.DONE, self.told
+        return codec.read(self.read("plan.json"), Plan)
+
+
+Train = Callable[..., Made]
+
+
+@pytest.fixture(scope="module")
+def make_train(tmp_path_factory) -> Train:
+    """`make train` on a machine, with a job that is small; the data are prepared once for all of them."""
+    place = make_workplace(tmp_path_factory.mktemp("machines") / "home")
+    settings = (
+        f"model.config={place.folder / 'model'}", f"data.train={place.folder / 'text'}", "data.eval=20%",
+        "train.seq_len=32", "train.tokens_per_step=128", "train.steps=2", "checkpoint.every=2 steps",
+    )  # fmt: skip
+
+    def run(machine: Machine, folder: Path, *words: str, **environment: str) -> Made:
+        checkout = make_checkout(folder / "checkout")
+        there = machine_environment(machine, folder)
+        there["PATH"] = f"{folder}:{there['PATH']}"  # what a test puts there is found first
+        answer = checkout.train(*settings, *words, environment={**place.environment, **there, **environment})
+        return Made(checkout, answer)
+
+    return run
+
+
+def compiler_without(header: str, folder: Path) -> dict[str, str]:
+    program = folder / "c++"
+    program.write_text(f"#!/bin/sh\n! grep -q {header}\n")
+    program.chmod(0o755)
+    return {"CXX": str(program)}
+
+
+@pytest.mark.parametrize("name", ["rtx4090_and_old_card", "laptop_4060", "t4", "wsl_rtx3080"])
+def test_it_trains_from_make_train_to_the_report(make_train: Train, tmp_path: Path, name: str):
+    """None of them has a compiler, Python's headers or a CUDA toolkit."""
+    environment = compiler_without("Python.h", tmp_path) if name == "t4" else NO_COMPILER
+    made = make_train(GPU_MACHINES[name], tmp_path, **environment)
+    plan = made.plan
+    report = codec.read(made.read("report.json"), Report)
+    assert (report.ending, report.step) == (Ending.FINISHED, 2), made.told
+    assert made.checkout.has_downloaded
+    assert plan.device_kind is DeviceKind.CUDA and len(plan.hardware.gpus) == 1
+    assert plan.hardware.gpus[0].name == GPU_MACHINES[name].cards[0].name
+    is_on_old_chip = name == "t4"
+    assert (plan.chosen.strategy.precision is Precision.FP16_MIXED) is is_on_old_chip
+    given = json.loads(made.read("attempts/1/environment.json").read_text())
+    assert ("expandable_segments" in json.dumps(given)) is (name != "wsl_rtx3080")
+    if name == "rtx4090_and_old_card":
+        assert "GTX 1050 Ti" in made.told
+
+
+@pytest.mark.parametrize("name", ["rtx5090", "cuda_compat_h100", "vgpu", "two_different"])
+def test_it_is_taken_for_what_it_is(make_train: Train, tmp_path: Path, name: str):
+    machine = GPU_MACHINES[name]
+    plan = make_train(machine, tmp_path, "--dry-run").plan
+    assert [gpu.name for gpu in plan.hardware.gpus] == [machine.cards[0].name]
+    assert plan.hardware.can_expand_segments is machine.has_expandable_segments
+    assert (plan.hardware.excluded != ()) is (name == "two_different")
+
+
+def test_a_slice_of_a_card_is_planned_with_its_own_memory(make_train: Train, tmp_path: Path):
+    card = replace(H100, mig="Enabled", mig_profiles=(("1g.10gb", 9984),))
+    plan = make_train(replace(GPU_MACHINES["cuda_compat_h100"], cards=(card,)), tmp_path, "--dry-run").plan
+    (gpu,) = plan.hardware.gpus
+    assert gpu.is_mig_on and gpu.memory_bytes == 9984 * 2**20
+
+
+def test_a_card_without_code_is_told_before_the_download_and_the_remedy_works(make_train: Train, tmp_path: Path):
+    machine = GPU_MACHINES["v100"]
+    made = make_train(machine, tmp_path / "before", "--dry-run")
+    assert made.answer.returncode == ExitCode.ENVIRONMENT and not made.checkout.has_downloaded
+    assert "7.0" in made.told and "CUDA 12" in made.told
+    (index,) = re.findall(r"export PIP_EXTRA_INDEX_URL=(\S+)", made.told)
+    with_code = replace(machine, cuda="12.6", architectures=CODE_FOR_V100)
+    again = make_train(with_code, tmp_path / "after", "--dry-run", PIP_EXTRA_INDEX_URL=index)
+    assert again.plan.hardware.gpus[0].name == machine.cards[0].name and again.checkout.has_downloaded
+
+
+def test_a_driver_that_is_too_old_is_named_with_the_one_that_does(make_train: Train, tmp_path: Path):
+    made = make_train(GPU_MACHINES["old_driver"], tmp_path, "--dry-run")
+    assert made.answer.returncode == ExitCode.ENVIRONMENT
+    assert "535.183.01" in made.told and "580.65.06" in made.told
+
+
+def test_without_nvcc_offload_to_nvme_ends_before_it_starts(make_train: Train, tmp_path: Path):
+    """Everything else trains, as above."""
+    nvme = ("allow=[offload_nvme,offload_cpu]", "pin.sharding=zero3", "pin.offload=nvme_all",
+            f"limits.nvme.path={tmp_path / 'disk'}")  # fmt: skip
+    (tmp_path / "nvcc").symlink_to("/bin/false")  # whatever else this machine has
+    made = make_train(GPU_MACHINES["t4"], tmp_path, *nvme, CXX="true")
+    assert made.answer.returncode == ExitCode.ENVIRONMENT, made.told
+    assert "async_io" in made.told and "nvcc" in made.told
+    assert not made.read("metrics.jsonl").exists()
+
+
+def test_a_gpu_of_amd_is_named_and_training_runs_on_the_cpu(tmp_path: Path):
+    laid_out = lay_out_gpus(tmp_path, "amd")
+    hardware = read_hardware(root=laid_out.root, environment=laid_out.environment)
+    assert hardware.device_kind is DeviceKind.CPU
+    assert any("AMD" in note and "not supported" in note for note in hardware.notes)
