@@ -111,11 +111,12 @@ def write_results(bench: Bench, rows: Mapping[str, Mapping[str, Row]], out: Path
     write_peaks(out, f"calibration-{name}", date, peaks)
     if not is_published:
         return
-    counts = {part.name: _counts(rows[part.name]) | {"summary": part.summary(rows[part.name])} for part in PARTS}
+    counts = {part.name: _counts(rows[part.name]) for part in PARTS}
     for older in RESULTS.glob(f"{name}-????-??-??.json"):
         older.unlink()
     _write_json(RESULTS / f"{name}-{date}.json", facts | {"parts": counts if bench.is_tiny else rows})
-    write_peaks(CALIBRATION, name, date, peaks)
+    if len(rows[predicted.PART]) >= len(predicted.CASES):  # a part of them does not replace an older file
+        write_peaks(CALIBRATION, name, date, peaks)
     page = with_tables(DOCUMENT.read_text(encoding="utf-8"), page_tables(bench, rows, date))
     DOCUMENT.write_text(page, encoding="utf-8")
 
