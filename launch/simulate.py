@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.planning.memory.parts import grouped
+from trainer.planning.padding import document_tokens
 from trainer.planning.simulated import named_events
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
@@ -96,11 +97,13 @@ def simulation_request(plan: Plan, candidate: Candidate | None = None) -> Simula
         micro_batch=taken.micro_batch,
         rows_per_example=rows_per_example(objective_of(plan.job.train.objective, plan.data.format)),
         seq_len=taken.seq_len,
+        document_tokens=document_tokens(plan.data, seq_len=taken.seq_len),
         accumulation=taken.accumulation,
         checkpointing=taken.checkpointing,
         attention=Attention.SDPA if taken.attention is Attention.FLASH else taken.attention,
         loss=taken.loss,
         loss_chunk_tokens=taken.loss_chunk_tokens,
+        activation_offload=taken.activation_offload,
         device_kind=plan.device_kind,
         device_name=gpu.name if gpu is not None else None,
         **capability,

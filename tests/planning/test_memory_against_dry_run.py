@@ -73,9 +73,10 @@ def setting_of(request: SimulationRequest) -> Setting:
         attention=request.attention,
         loss=request.loss,
         loss_chunk_tokens=request.loss_chunk_tokens,
+        activation_offload=request.activation_offload,
         lora=request.lora,
         quant=request.quant,
-        recipe=RecipeChoices(rows_per_example=request.rows_per_example),
+        recipe=RecipeChoices(rows_per_example=request.rows_per_example, document_tokens=request.document_tokens),
     )
     return chosen
 
@@ -94,6 +95,13 @@ def test_the_closed_form_is_what_a_dry_run_allocates(row: GoldenRow) -> None:
     assert found.steady_allocated_bytes - workspace == pytest.approx(
         answer.steady_allocated_bytes, rel=STEADY_TOLERANCE
     )
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.request.activation_offload], ids=lambda row: row.name)
+def test_the_closed_form_locks_as_much_host_memory_as_a_dry_run(row: GoldenRow) -> None:
+    num_ranks = min(row.request.num_ranks, row.request.ranks_per_node)
+    pinned = predicted(row)[0].pinned_bytes // num_ranks
+    assert pinned == pytest.approx(answer_of(row).pinned_host_bytes, rel=TOLERANCE)
 
 
 def kept_whole_bytes(row: GoldenRow) -> int:

@@ -55,7 +55,7 @@ class Training:
         install_precision(model, chosen, DeviceKind.CPU)
         optimizer = build_optimizer(chosen.strategy.optimizer, model, lr=1.0, weight_decay=weight_decay)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.scaler: LossScaler | None = loss_scaler(self.model, chosen, DeviceKind.CPU)
+        self.scaler: LossScaler | None = loss_scaler(self.model, chosen.strategy.precision, DeviceKind.CPU)
         self.rows = TokenRows.open(Path(plan.data.cache_dir), "train")
         self.step = 0
 

@@ -1,5 +1,6 @@
 """Each precaution of the dry run taken away once: the run says so, instead of answering with wrong bytes."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 from estimate_factory import config
 from msgspec.structs import replace
 
+from trainer import simulation
 from trainer.simulation.checks import check_supported
 from trainer.spec.errors import InputError
 from trainer.spec.hardware import DeviceKind
@@ -31,7 +33,8 @@ def said() -> dict[str, str]:
     ("what", "fact"),
     [
         ("nothing", "matrix products in torch.bfloat16\nattention: flash"),
-        ("masks", "a mask was built for 4 attention calls"),
+        ("masks", "a mask was built for 4 attention calls"),  # the runtime's own step says that no row is packed
+        ("sums", "bytes after the second step"),  # and its own sums take what a forward made
         ("silu", "4 sigmoids in a backward"),
         ("attention", "scaled_dot_product_attention"),
         ("autocast", "torch.float32, torch.bfloat16"),
@@ -41,6 +44,17 @@ def test_a_precaution_that_is_missing_is_noticed(said: dict[str, str], what: str
     assert fact in said[what]
     is_refused = said[what].startswith("ShardwiseError: ")
     assert is_refused == (what != "nothing")
+
+
+def test_the_dry_run_has_no_step_of_its_own() -> None:
+    """Where a gradient is clipped or cleared, the step is another's than the runtime's."""
+    calls = {
+        node.func.attr
+        for path in Path(simulation.__file__).parent.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    }
+    assert not calls & {"clip_grad_norm_", "zero_grad", "no_sync", "set_requires_gradient_sync", "fully_shard"}
 
 
 @pytest.mark.parametrize(

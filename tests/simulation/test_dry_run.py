@@ -17,6 +17,7 @@ BASE = SimulationRequest(model_config=LLAMA, micro_batch=2, seq_len=512, loss=Lo
 BLOCK = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 2 + 3 * HIDDEN * FFN + 2 * HIDDEN
 PARAMETERS = LAYERS * BLOCK + 2 * VOCAB * HIDDEN + HIDDEN
 GPT2 = {"model_type": "gpt2", "vocab_size": VOCAB, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": 4}
+FOUR_LAYERS = {**LLAMA, "num_hidden_layers": 4}
 ROUNDING = 512  # bytes a tensor may be larger by
 BF16, FULL = Precision.BF16, Checkpointing.FULL
 
@@ -62,6 +63,15 @@ REQUESTS = {
     "rows fsdp lora": fsdp(8, micro_batch=4, method=Method.LORA, lora=LoraJob(rank=8), checkpointing=FULL),
     "pairs gpt2": replace(BASE, rows_per_example=2, model_config=GPT2),
     "rows gpt2": replace(BASE, micro_batch=4, model_config=GPT2),
+    "packed": replace(BASE, document_tokens=128),
+    "packed fsdp": fsdp(8, document_tokens=128, checkpointing=FULL),
+    "packed fp32": replace(BASE, document_tokens=128, precision=Precision.FP32),
+    "fp32": replace(BASE, precision=Precision.FP32),
+    "four layers": replace(BASE, model_config=FOUR_LAYERS),
+    "offloaded": replace(BASE, model_config=FOUR_LAYERS, activation_offload=True),
+    "offloaded full": replace(BASE, model_config=FOUR_LAYERS, activation_offload=True, checkpointing=FULL),
+    "offloaded fsdp": fsdp(8, model_config=FOUR_LAYERS, activation_offload=True),
+    "fp16": replace(BASE, precision=Precision.FP16_MIXED),
     "mixture": replace(
         BASE,
         model_config={**config(VOCAB, HIDDEN, FFN, 2, 8, 4, model_type="mixtral"), "num_local_experts": 4},
@@ -174,10 +184,28 @@ def test_more_ranks_need_less_each(answers: dict[str, GoldenAnswer]) -> None:
     assert peaks == sorted(peaks, reverse=True)
 
 
-def test_fsdp_moves_a_group_to_the_device_before_it_is_cut(answers: dict[str, GoldenAnswer]) -> None:
-    """Accelerate refers to the whole embedding until the head is there; every block is cut by then."""
-    whole = 4 * (2 * VOCAB * HIDDEN + HIDDEN)
-    assert 0 <= answers["fsdp 512"].events["load"] - whole <= 4 * PARAMETERS / 512 + 80 * ROUNDING
+def test_fsdp_cuts_a_model_before_it_has_memory(answers: dict[str, GoldenAnswer]) -> None:
+    for num_ranks in (2, 8, 512):
+        loaded = answers[f"fsdp {num_ranks}"].events["load"]
+        assert 0 <= loaded - 4 * PARAMETERS / num_ranks <= 80 * ROUNDING
+
+
+def test_packed_rows_hold_positions_and_cosines_of_their_own(answers: dict[str, GoldenAnswer]) -> None:
+    tokens, positions = 2 * 512, 512
+    more = answers["packed"].events["loss_backward"] - answers["none"].events["loss_backward"]
+    cosines = 2 * 4 * (tokens - positions) * (HIDDEN // 8)
+    assert more == pytest.approx(8 * tokens + cosines, abs=40 * ROUNDING)
+    assert answers["packed"].steady_allocated_bytes == answers["none"].steady_allocated_bytes
+
+
+def test_activations_in_host_ram_are_there_and_not_on_the_device(answers: dict[str, GoldenAnswer]) -> None:
+    plain, moved = answers["four layers"], answers["offloaded"]
+    saved = plain.events["norm_backward"] - moved.events["norm_backward"]
+    assert 0 < moved.pinned_host_bytes < 1.1 * saved
+    assert saved < 1.1 * moved.pinned_host_bytes
+    assert plain.pinned_host_bytes == 0
+    boundary = 4 * 2 * 512 * HIDDEN  # the input of a block in fp32
+    assert answers["offloaded full"].pinned_host_bytes == 3 * boundary
 
 
 def test_grad_op_keeps_every_block_gathered_until_the_backward(answers: dict[str, GoldenAnswer]) -> None:

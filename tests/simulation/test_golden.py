@@ -42,6 +42,10 @@ def test_every_axis_of_the_dry_run_is_covered() -> None:
     assert {request.checkpointing for request in requests} == set(Checkpointing) - {Checkpointing.EVERY_N}
     assert {request.optimizer for request in requests} == {Optimizer.ADAMW, Optimizer.ADAMW_FUSED, Optimizer.SGD}
     assert {request.sharding for request in requests} == set(Sharding)
+    for axis in ("activation_offload", "document_tokens"):  # plain and sharded, recomputed and not
+        found = [request for request in requests if getattr(request, axis)]
+        assert {request.sharding for request in found} >= {Sharding.NONE, Sharding.FSDP}, axis
+        assert {request.checkpointing for request in found} >= {Checkpointing.NONE, Checkpointing.FULL}, axis
     sharded = {(request.num_ranks, request.accumulation) for request in requests if request.sharding.uses_fsdp}
     assert {ranks for ranks, _ in sharded} >= {8, 64, 512}
     assert {(ranks, 2) for ranks in (8, 64, 512)} <= sharded

@@ -51,7 +51,6 @@ def obstacle_to_dry_run(candidate: Candidate, shape: ModelShape, *, is_cpu: bool
     refusals = (
         (strategy.sharding.uses_deepspeed, f"{strategy.sharding} (DeepSpeed)"),
         (strategy.offload is not Offload.NONE, f"offload {strategy.offload}"),
-        (candidate.activation_offload, "activation_offload"),
         (strategy.precision is Precision.FP8, "fp8"),
         (candidate.method is Method.GALORE, "galore"),
         (candidate.method is Method.QLORA and strategy.sharding.uses_fsdp, f"qlora under {strategy.sharding}"),

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
@@ -35,17 +35,43 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a rank may load or save for long w
 NCCL = "nccl"
 
 
+class EngineChoice(NamedTuple):
+    """What decides the engine that Accelerate wraps a model in: of a plan, or of a dry run, which has no plan."""
+
+    sharding: Sharding
+    precision: Precision
+    num_ranks: int
+    accumulation: int
+    device_kind: DeviceKind
+    block_class: str  # what FSDP2 wraps
+    offload: Offload = Offload.NONE
+    hybrid_mesh: tuple[int, int] | None = None  # (machines, devices on each) of HSDP
+
+
 def build_accelerator(plan: Plan, *, ds_config: Mapping[str, Any] | None) -> Accelerator:
     """The Accelerator of the chosen candidate; its engine is what `prepare` will wrap the model in."""
-    chosen, kind = plan.chosen, plan.device_kind
+    chosen = plan.chosen
     check_precision(chosen.strategy.precision)
     _check_sharding(plan)
     _check_launch(chosen)
-    if chosen.strategy.sharding.uses_deepspeed:
-        return _with_deepspeed(chosen, kind, ds_config)
-    if chosen.strategy.sharding.uses_fsdp:
-        return _with_fsdp(plan)
-    return _plain(chosen, kind)
+    choice = EngineChoice(
+        sharding=chosen.strategy.sharding,
+        precision=chosen.strategy.precision,
+        num_ranks=chosen.num_ranks,
+        accumulation=chosen.accumulation,
+        device_kind=plan.device_kind,
+        block_class=plan.model_shape.block_class,
+        offload=chosen.strategy.offload,
+        hybrid_mesh=plan.hybrid_mesh,
+    )
+    return accelerator_of(choice, ds_config=ds_config)
+
+
+def accelerator_of(choice: EngineChoice, *, ds_config: Mapping[str, Any] | None) -> Accelerator:
+    """The Accelerator of an engine, in the process group of this rank."""
+    if choice.sharding.uses_deepspeed:
+        return _with_deepspeed(choice, ds_config)
+    return _with_fsdp(choice) if choice.sharding.uses_fsdp else _plain(choice)
 
 
 def read_ds_config(attempt_dir: Path, sharding: Sharding) -> dict[str, Any] | None:
@@ -91,34 +117,37 @@ def _process_group(kind: DeviceKind, *, holds_shards_on_host: bool = False) -> I
     )
 
 
-def _plain(chosen: Candidate, kind: DeviceKind) -> Accelerator:
+def _plain(choice: EngineChoice) -> Accelerator:
     return Accelerator(
-        cpu=kind is DeviceKind.CPU,
-        mixed_precision=accelerate_precision(chosen.strategy.precision),
-        gradient_accumulation_steps=chosen.accumulation,
-        kwargs_handlers=[_process_group(kind), DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
-        if chosen.num_ranks > 1
+        cpu=choice.device_kind is DeviceKind.CPU,
+        mixed_precision=accelerate_precision(choice.precision),
+        gradient_accumulation_steps=choice.accumulation,
+        kwargs_handlers=[
+            _process_group(choice.device_kind),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+        ]
+        if choice.num_ranks > 1
         else [],
     )
 
 
-def _with_deepspeed(chosen: Candidate, kind: DeviceKind, ds_config: Mapping[str, Any] | None) -> Accelerator:
+def _with_deepspeed(choice: EngineChoice, ds_config: Mapping[str, Any] | None) -> Accelerator:
     assert ds_config is not None, "the row needs ds_config.json"
-    if kind is DeviceKind.CPU:
+    if choice.device_kind is DeviceKind.CPU:
         cpu_ranks.choose_deepspeed_cpu()
     answer_for_processor()
     use_built_operators()
-    if chosen.strategy.offload.uses_nvme:
+    if choice.offload.uses_nvme:
         swap_gradients_between_blocks()
-    if chosen.strategy.offload is Offload.NVME_ALL:
+    if choice.offload is Offload.NVME_ALL:
         read_each_weight_once()
         swap_weights_in_their_type()
     plugin = DeepSpeedPlugin(hf_ds_config=_without_remap(ds_config), zero3_init_flag=False)
     accelerator = Accelerator(
         deepspeed_plugin=plugin,
-        mixed_precision=accelerate_precision(chosen.strategy.precision),
-        gradient_accumulation_steps=chosen.accumulation,
-        kwargs_handlers=[_process_group(kind)],
+        mixed_precision=accelerate_precision(choice.precision),
+        gradient_accumulation_steps=choice.accumulation,
+        kwargs_handlers=[_process_group(choice.device_kind)],
     )
     unset_hf_deepspeed_config()  # else transformers shards the model while it is built, whatever the flag says (W4)
     return accelerator
@@ -129,44 +158,31 @@ def _without_remap(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     return {**ds_config, "zero_force_ds_cpu_optimizer": False}
 
 
-def fsdp_plugin(
-    *, sharding: Sharding, precision: Precision, block_class: str, keeps_shards_on_host: bool
-) -> FullyShardedDataParallelPlugin:
-    """What FSDP2 does under a sharding; the dry run wraps its model with the same."""
-    return FullyShardedDataParallelPlugin(
+def _with_fsdp(choice: EngineChoice) -> Accelerator:
+    is_on_cpu, keeps_shards_on_host = choice.device_kind is DeviceKind.CPU, choice.offload is not Offload.NONE
+    plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
-        reshard_after_forward=sharding is not Sharding.FSDP_GRAD_OP,
+        reshard_after_forward=choice.sharding is not Sharding.FSDP_GRAD_OP,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=[block_class],
+        transformer_cls_names_to_wrap=[choice.block_class],
         cpu_offload=keeps_shards_on_host,
         state_dict_type="SHARDED_STATE_DICT",
-        mixed_precision_policy=_fsdp_types(precision),
+        mixed_precision_policy=_fsdp_types(choice.precision),
         activation_checkpointing=False,  # done in activation_memory, the same way for every engine
         cpu_ram_efficient_loading=False,
     )
-
-
-def _with_fsdp(plan: Plan) -> Accelerator:
-    chosen, kind = plan.chosen, plan.device_kind
-    keeps_shards_on_host = chosen.strategy.offload is not Offload.NONE
-    plugin = fsdp_plugin(
-        sharding=chosen.strategy.sharding,
-        precision=chosen.strategy.precision,
-        block_class=plan.model_shape.block_class,
-        keeps_shards_on_host=keeps_shards_on_host,
-    )
-    mesh = None if plan.hybrid_mesh is None else _mesh(*plan.hybrid_mesh)
-    if kind is DeviceKind.CPU:
+    mesh = None if choice.hybrid_mesh is None else _mesh(*choice.hybrid_mesh)
+    if is_on_cpu:
         cpu_ranks.forget_mesh_of_launch()
     accelerator = Accelerator(
-        cpu=kind is DeviceKind.CPU,
+        cpu=is_on_cpu,
         fsdp_plugin=plugin,
-        parallelism_config=None if kind is DeviceKind.CPU else mesh,
-        mixed_precision=accelerate_precision(chosen.strategy.precision),
-        gradient_accumulation_steps=chosen.accumulation,
-        kwargs_handlers=[_process_group(kind, holds_shards_on_host=keeps_shards_on_host)],
+        parallelism_config=None if is_on_cpu else mesh,
+        mixed_precision=accelerate_precision(choice.precision),
+        gradient_accumulation_steps=choice.accumulation,
+        kwargs_handlers=[_process_group(choice.device_kind, holds_shards_on_host=keeps_shards_on_host)],
     )
-    if kind is DeviceKind.CPU:
+    if is_on_cpu:
         cpu_ranks.take_fsdp_branch(accelerator, plugin, mesh)
     return accelerator
 

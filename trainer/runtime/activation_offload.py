@@ -119,7 +119,7 @@ class ActivationOffload:
             block,
             self._transfers,
             stays=index == self._last,
-            shared={tensor.untyped_storage().data_ptr() for tensor in _tensors(kwargs)},
+            shared={_memory_of(tensor) for tensor in _tensors(kwargs)},
             prefetch=partial(self._fetch, index - 1),
         )
         with torch.autograd.graph.saved_tensors_hooks(shelf.put, shelf.take):
@@ -178,17 +178,18 @@ class _Shelf:
 
     def put(self, tensor: Tensor) -> object:
         """What autograd holds instead of a saved tensor."""
-        storage = tensor.untyped_storage()
-        parameter = self._parameter_at(storage.data_ptr()) if storage.data_ptr() else None
+        memory = _memory_of(tensor)
+        parameter = self._parameter_in(memory)
         if parameter is not None:
             return _ParameterView(parameter, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
         num_bytes = tensor.numel() * tensor.element_size()
-        is_expanded = num_bytes > storage.nbytes()
-        if self._stays or num_bytes < MIN_BYTES or is_expanded or storage.data_ptr() in self._shared:
+        is_expanded = num_bytes > tensor.untyped_storage().nbytes()
+        if self._stays or num_bytes < MIN_BYTES or is_expanded or memory in self._shared:
             return tensor
         strides = torch.empty_like(tensor, device="meta").stride()  # its own, unless it has gaps
         dense = tensor if strides == tensor.stride() else tensor.contiguous()
-        key = (dense.data_ptr(), num_bytes, tensor._version)  # several operations save one tensor in several shapes
+        place = (_memory_of(dense), dense.storage_offset() * dense.element_size())
+        key = (*place, num_bytes, tensor._version)  # several operations save one tensor in several shapes
         if key not in self._moved:
             flat = dense.as_strided((dense.numel(),), (1,))
             self._moved[key] = self._transfers.to_host(flat)
@@ -221,18 +222,18 @@ class _Shelf:
         if moved:
             self._transfers.to_device(moved)
 
-    def _parameter_at(self, pointer: int) -> nn.Parameter | None:
-        """The parameter of the block whose memory this is; under ZeRO-3 it lies elsewhere at every forward."""
+    def _parameter_in(self, memory: int) -> nn.Parameter | None:
+        """The parameter of the block that lies in this memory; under ZeRO-3 it lies elsewhere at every forward."""
         for parameter in self._block.parameters():
-            if _local_pointer(parameter) == pointer:
+            # A shard is in no forward: FSDP2 has put the gathered parameter in its place.
+            if not hasattr(parameter, "to_local") and _memory_of(parameter) == memory:
                 return parameter
         return None
 
 
-def _local_pointer(parameter: nn.Parameter) -> int:
-    if hasattr(parameter, "to_local"):
-        return 0  # a shard; in a forward FSDP2 has put the gathered parameter in its place
-    return parameter.untyped_storage().data_ptr()
+def _memory_of(tensor: Tensor) -> int:
+    """What tensors that share memory have in common, also where the memory has no address, as in a dry run."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _tensors(value: object) -> Iterator[Tensor]:

@@ -170,9 +170,9 @@ def install_autocast(model: PreTrainedModel, kind: DeviceKind, dtype: torch.dtyp
     seam.forward = autocast_forward
 
 
-def loss_scaler(model: nn.Module, chosen: Candidate, kind: DeviceKind) -> LossScaler | None:
+def loss_scaler(model: nn.Module, precision: Precision, kind: DeviceKind) -> LossScaler | None:
     """The scaler of an fp16 run, after `prepare`; None where nothing is scaled."""
-    if chosen.strategy.precision is not Precision.FP16_MIXED:
+    if precision is not Precision.FP16_MIXED:
         return None
     return EngineScaler(model) if is_deepspeed(model) else AmpScaler(str(kind))
 

@@ -118,7 +118,7 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
     wrapped, wrapped_optimizer = prepare_loaded(accelerator, model, optimizer)
     state.engaged = check_engagement(accelerator, wrapped, wrapped_optimizer, chosen, hybrid_mesh=plan.hybrid_mesh)
     check_documents_apart(wrapped, plan, accelerator.device)
-    scaler = loss_scaler(wrapped, chosen, plan.device_kind)
+    scaler = loss_scaler(wrapped, chosen.strategy.precision, plan.device_kind)
     if resumption is not None:
         num_coded_anew = resumption.load(wrapped, wrapped_optimizer, sharding=sharding)
         _tell_coded_anew(state, sum(map(int, ranks.exchange(str(num_coded_anew).encode()))))

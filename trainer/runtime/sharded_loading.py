@@ -49,9 +49,7 @@ def load_into_fsdp(skeleton: Skeleton, accelerator: Accelerator) -> None:
     wanted = {name: paths[tensor] for name, tensor in skeleton.wanted.items()}
     ready = {path: p.detach() for path, p in model.named_parameters() if not is_placeholder(p)}
     lengths = _Lengths(model)
-    _drop_memory(model)
-    fsdp2_prepare_model(accelerator, model)
-    _allocate(model, accelerator)
+    shard_without_memory(model, accelerator)
     shards = {**dict(_persistent_buffers(model)), **dict(model.named_parameters())}
 
     def put(name: str, values: Values) -> None:
@@ -70,6 +68,13 @@ def load_into_fsdp(skeleton: Skeleton, accelerator: Accelerator) -> None:
         _fill(shards[path], Whole(tensor))
     skeleton.source.deliver(put)
     assert not wanted, f"{len(wanted)} tensors were not delivered"
+
+
+def shard_without_memory(model: nn.Module, accelerator: Accelerator) -> None:
+    """Cuts a model for FSDP2 as Accelerate does, and allocates this rank's shards alone, to be filled."""
+    _drop_memory(model)
+    fsdp2_prepare_model(accelerator, model)
+    _allocate(model, accelerator)
 
 
 def load_into_zero3(skeleton: Skeleton, accelerator: Accelerator, precision: Precision) -> None:

@@ -2,7 +2,7 @@
 
     fake_device, kernels    the device, and what it would run
     build, nf4              the model and its engine on it
-    tracker, step           live bytes, and steps that say which event begins
+    tracker, step           live bytes, and the runtime's step told which event begins
     allocator               from live bytes to what torch's allocator reserves
     checks                  what can be asked, and what has to be true of an answer
     dry_run                 all of it: a request in, an answer out

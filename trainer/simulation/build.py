@@ -1,39 +1,42 @@
 """The trainer's model and engine on a device that is not there, built as a rank builds them.
 
 The model is built on torch's `meta` device, with adapters and quantised layers where the method has them, and then
-given tensors on the fake device: under FSDP2 on the host, from where each group moves to the device before it is cut.
-FSDP2 is applied by Accelerate's own function, DDP is torch's own, both in a process group whose collectives do nothing.
+given tensors on the fake device; under FSDP2 it is cut without memory first, as a rank cuts it. The engine is that of
+the runtime's own Accelerator, in a process group whose collectives do nothing.
 """
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import convert_outputs_to_fp32
-from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from trainer.runtime.accelerator import fsdp_plugin
+from trainer.runtime.accelerator import EngineChoice, accelerator_of
+from trainer.runtime.activation_memory import offload_activations
 from trainer.runtime.adapters import add_adapters, base_type
 from trainer.runtime.model import make_trainable, model_from_config
 from trainer.runtime.model_code import faults_of, load_model_code
-from trainer.runtime.precision import accelerate_precision, compute_type
+from trainer.runtime.precision import compute_type
 from trainer.simulation.fake_device import replaced
 from trainer.spec.errors import InputError
 from trainer.spec.simulation import SimulationRequest
 from trainer.spec.strategy import Method, Sharding
 
-_MESH_AXES = {Sharding.HSDP: ("dp_replicate", "dp_shard")}
+# What a launch of ranks leaves in the environment, for Accelerate and torch to find.
+_OF_LAUNCH = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "LOCAL_RANK", "RANK", "WORLD_SIZE")
 
 
 def build_on_meta(request: SimulationRequest) -> PreTrainedModel:
@@ -57,6 +60,8 @@ def build_on_meta(request: SimulationRequest) -> PreTrainedModel:
         sentence = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()  # the cause comes last
         raise InputError(f"model config ({what}): {sentence}") from error
     make_trainable(model, request.checkpointing, request.loss, loss_chunk_tokens=request.loss_chunk_tokens)
+    if request.activation_offload:
+        offload_activations(model)
     return model
 
 
@@ -67,15 +72,15 @@ _CONFIG_ERRORS = (
 )
 
 
-def materialise(model: nn.Module, device: str) -> None:
+def materialise(model: nn.Module, device: str, *, buffers_on: str | None = None) -> None:
     """Gives parameters and buffers tensors on `device`; what is shared stays shared. Under a fake tensor mode."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+        for tensors, place in ((module._parameters, device), (module._buffers, buffers_on or device)):
             for name, tensor in tensors.items():
                 if tensor is not None:
                     if id(tensor) not in made:
-                        made[id(tensor)] = _like(tensor, device)
+                        made[id(tensor)] = _like(tensor, place)
                     tensors[name] = made[id(tensor)]  # type: ignore[assignment]  # a parameter for a parameter
 
 
@@ -98,44 +103,73 @@ def num_parameters(module: nn.Module) -> int:
 
 
 @contextmanager
-def process_group(request: SimulationRequest) -> Iterator[DeviceMesh | None]:
-    """The mesh of a process group of which only this rank exists; None for a single device."""
-    if request.sharding is Sharding.NONE:
-        yield None
-        return
-    dist.init_process_group("fake", rank=0, world_size=request.num_ranks, store=FakeStore())
+def engine_of(
+    request: SimulationRequest, model: PreTrainedModel, ds_config: dict[str, Any] | None
+) -> Iterator[Accelerator]:
+    """The runtime's Accelerator for a request, as on the first of ranks that are not there; outside a fake tensor mode.
+
+    What it leaves in the process, Accelerate's state, variables of the environment and the group, goes with it.
+    """
+    environment, is_alone = dict(os.environ), request.sharding is Sharding.NONE
+    for name in [name for name in environment if name.startswith(_OF_LAUNCH)]:
+        del os.environ[name]
+    _forget_engine()
+    if not is_alone:
+        os.environ["LOCAL_RANK"] = "0"
+        dist.init_process_group("fake", rank=0, world_size=request.num_ranks, store=FakeStore())
     try:
-        axes = _MESH_AXES.get(request.sharding, ("dp_shard",))
-        nodes = -(-request.num_ranks // request.ranks_per_node)
-        sizes = (nodes, request.num_ranks // nodes) if len(axes) == 2 else (request.num_ranks,)
-        yield init_device_mesh("cuda", sizes, mesh_dim_names=axes)
+        accelerator = accelerator_of(_choice(request, model), ds_config=ds_config)
+        mesh = None if is_alone else init_device_mesh("cuda", (request.num_ranks,))  # reads the numbers of its ranks
+        with (
+            replaced(_fully_shard, _init_default_mesh=lambda *_, **__: mesh),
+            replaced(nn.parallel, DistributedDataParallel=_QuietDdp),
+        ):
+            yield accelerator
     finally:
-        dist.destroy_process_group()
+        _forget_engine()
+        if not is_alone:
+            dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(environment)
 
 
-def prepare_engine(model: PreTrainedModel, request: SimulationRequest, mesh: DeviceMesh | None) -> nn.Module:
-    """The model in its engine, as Accelerate's `prepare` leaves it."""
-    if request.sharding.uses_fsdp:
-        assert mesh is not None
-        return _with_fsdp(model, request, mesh)
-    precision = accelerate_precision(request.precision)
-    if precision != "no":
-        _autocast_forward(model, request.device_kind.value, compute_type(request.precision))
-    if request.sharding is Sharding.DDP:
-        return _with_ddp(model)
-    return model
+def _forget_engine() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
-def _with_ddp(model: PreTrainedModel) -> nn.Module:
-    """Without the first synchronisation, which reads the parameters' values; a bucket is reduced in place."""
-    wrapped = DistributedDataParallel(
-        model, device_ids=[0], output_device=0, gradient_as_bucket_view=True, init_sync=False
+def _choice(request: SimulationRequest, model: PreTrainedModel) -> EngineChoice:
+    nodes = -(-request.num_ranks // request.ranks_per_node)
+    return EngineChoice(
+        sharding=request.sharding,
+        precision=request.precision,
+        num_ranks=request.num_ranks,
+        accumulation=request.accumulation,
+        device_kind=request.device_kind,
+        block_class=type(blocks_of(model)[0]).__name__,
+        hybrid_mesh=(nodes, request.num_ranks // nodes) if request.sharding is Sharding.HSDP else None,
     )
-    wrapped.register_comm_hook(None, lambda _, bucket: _done(bucket.buffer()))
-    seam: Any = wrapped
-    seam.logger = SimpleNamespace(set_runtime_stats_and_log=lambda: None)  # it reads a timer of a CUDA build
-    seam.reducer = _KeepsBuckets(wrapped.reducer)
-    return wrapped
+
+
+def keep_in_place(model: PreTrainedModel) -> None:
+    """Makes moves and casts leave the model as it is, which has its device and its type.
+
+    The fake mode cannot swap a tensor that something else refers to.
+    """
+    seam: Any = model
+    seam.to = lambda *_, **__: model
+    seam.bfloat16 = seam.float = lambda: model
+
+
+class _QuietDdp(DistributedDataParallel):
+    """DDP without its first synchronisation, which reads the parameters' values; a bucket is reduced in place."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:  # noqa: ANN401  # torch's
+        super().__init__(module, init_sync=False, **options)
+        self.register_comm_hook(None, lambda _, bucket: _done(bucket.buffer()))
+        seam: Any = self
+        seam.logger = SimpleNamespace(set_runtime_stats_and_log=lambda: None)  # it reads a timer of a CUDA build
+        seam.reducer = _KeepsBuckets(self.reducer)
 
 
 class _KeepsBuckets:
@@ -155,41 +189,3 @@ def _done(reduced: Tensor) -> torch.futures.Future[Tensor]:
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(reduced)
     return future
-
-
-def _autocast_forward(model: PreTrainedModel, device: str, dtype: torch.dtype) -> None:
-    """Accelerate's `prepare_model`: the forward under autocast, its outputs in fp32."""
-    seam: Any = model
-    casting = torch.autocast(device_type=device, dtype=dtype)
-    seam.forward = MethodType(convert_outputs_to_fp32(casting(seam.forward.__func__)), model)
-
-
-def _with_fsdp(model: PreTrainedModel, request: SimulationRequest, mesh: DeviceMesh) -> nn.Module:
-    axes = mesh.mesh_dim_names
-    plugin = fsdp_plugin(
-        sharding=request.sharding,
-        precision=request.precision,
-        block_class=type(blocks_of(model)[0]).__name__,
-        keeps_shards_on_host=False,
-    )
-    accelerator = SimpleNamespace(  # what the function reads of an Accelerator
-        state=SimpleNamespace(fsdp_plugin=plugin),
-        torch_device_mesh={axes: mesh},
-        parallelism_config=SimpleNamespace(fsdp_dim_names=axes),
-        mixed_precision=accelerate_precision(request.precision),
-        device=torch.device("cuda"),
-        is_main_process=False,
-    )
-    with replaced(_fsdp_init, _move_states_to_device=_move):
-        prepared = fsdp2_prepare_model(accelerator, model)
-    assert isinstance(prepared, nn.Module)
-    return prepared
-
-
-def _move(parameters: Sequence[Tensor], buffers: Sequence[Tensor], device: torch.device) -> None:
-    """FSDP2's own move of a group to its device; a fake tensor has to be told its new device."""
-    for tensor in (*parameters, *buffers):
-        seam: Any = tensor
-        if seam.fake_device != device:
-            seam.data = tensor.to(device)
-            seam.fake_device = device

@@ -8,50 +8,46 @@ trained, what the reference said is looked up, and only those numbers are on the
 import importlib.metadata
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
+from accelerate import Accelerator
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 from transformers import PreTrainedModel
 
 from trainer.runtime.adapters import trained_parameters
 from trainer.runtime.data import MicroBatch
 from trainer.runtime.dpo import DpoLoss, turn_dropout_off
+from trainer.runtime.mixed_precision import install_autocast, loss_scaler
 from trainer.runtime.optimizers import build_optimizer
+from trainer.runtime.precision import compute_type
 from trainer.runtime.reference import no_reference, plain_base
+from trainer.runtime.sharded_loading import prepare_loaded, shard_without_memory
 from trainer.runtime.step import Objective, TokenLoss
 from trainer.simulation.allocator import min_capacity_bytes, replay
-from trainer.simulation.build import (
-    blocks_of,
-    build_on_meta,
-    materialise,
-    num_parameters,
-    prepare_engine,
-    process_group,
-)
+from trainer.simulation.build import blocks_of, build_on_meta, engine_of, keep_in_place, materialise, num_parameters
 from trainer.simulation.checks import builds_masks, check_run, check_supported
-from trainer.simulation.fake_device import as_if_available, enable_fake_cuda, ready_backward_thread
-from trainer.simulation.kernels import Kernels
-from trainer.simulation.step import run_step, told
-from trainer.simulation.tracker import Kind, LiveStorage, Tracker
-from trainer.simulation.zero import (
-    deepspeed_as_if_available,
-    load_deepspeed,
-    mark_zero,
-    prepare_zero,
-    run_zero_step,
-    zero_config,
+from trainer.simulation.fake_device import (
+    FakeDeviceMode,
+    PinnedPages,
+    as_if_available,
+    enable_fake_cuda,
+    ready_backward_thread,
 )
+from trainer.simulation.kernels import Kernels
+from trainer.simulation.step import LEARNING_RATE, Engine, told
+from trainer.simulation.tracker import Kind, LiveStorage, Tracker
+from trainer.simulation.zero import deepspeed_as_if_available, load_deepspeed, mark_zero, zero_config
 from trainer.spec.errors import InputError
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.simulation import LiveGroup, Simulation, SimulationRequest
+from trainer.spec.strategy import Precision
 
 NUM_LIVE_GROUPS = 60
-_LEARNING_RATE, _WEIGHT_DECAY, _BETA = 1e-4, 0.1, 0.1
+_WEIGHT_DECAY, _BETA = 0.1, 0.1
 _LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes")
 
 
@@ -68,71 +64,72 @@ def simulate(request: SimulationRequest) -> Simulation:
     counts = (num_parameters(model), sum(p.numel() for p in trained_parameters(model)))
     has_masks = builds_masks(model, request.seq_len)  # before FSDP2 changes the model's class
     kernels = Kernels(request.device_kind.value, request.compute_capability)
-    tracker = Tracker(request.device_kind.value)
+    tracker, pages = Tracker(request.device_kind.value), PinnedPages()
+    is_cuda, is_zero = request.device_kind is DeviceKind.CUDA, request.sharding.uses_deepspeed
     try:
         with (
-            as_if_available(request.compute_capability),
+            as_if_available(request.compute_capability, pages) if is_cuda else nullcontext(),
             kernels.installed(),
-            deepspeed_as_if_available() if request.sharding.uses_deepspeed else nullcontext(),
-            process_group(request) as mesh,
-            FakeTensorMode(),  # after the mesh, which reads the numbers of its ranks
+            deepspeed_as_if_available() if is_zero else nullcontext(),
+            engine_of(request, model, zero_config(request, model) if is_zero else None) as accelerator,
+            FakeDeviceMode(),
         ):
-            steady, after = _run(model, request, mesh, tracker, objective)
+            steady, after = _run(model, request, accelerator, tracker, objective)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise InputError(
             f"{type(model).__name__} decides by the values of its tensors ({error}); a dry run has no values"
         ) from error
     checks = check_run(request, tracker, kernels, has_masks=has_masks, steady=steady, after=after)
-    return _answer(tracker, steady, checks, counts, seconds=time.monotonic() - started)
+    return _answer(tracker, pages, steady, checks, counts, seconds=time.monotonic() - started)
 
 
 def _run(
     model: PreTrainedModel,
     request: SimulationRequest,
-    mesh: DeviceMesh | None,
+    accelerator: Accelerator,
     tracker: Tracker,
     objective: Objective,
 ) -> tuple[int, int]:
     """Loads the model and runs two steps; the live bytes before and after the second one."""
     micro_batches = [_micro_batch(request) for _ in range(request.accumulation)]
-    tracker.leave_out(tensor for batch in micro_batches for tensor in (batch.input_ids, batch.labels))
+    tracker.leave_out(tensor for batch in micro_batches for tensor in batch if isinstance(tensor, torch.Tensor))
     with tracker:
         tracker.begin("load")
-        step = _load(model, request, mesh, tracker, objective)
+        engine = _load(model, request, accelerator, tracker)
         load_bytes = tracker.peak_bytes
-        with told(model, blocks_of(model), model.get_output_embeddings(), tracker):
-            step(micro_batches)
+        with told(engine, model, blocks_of(model), model.get_output_embeddings(), tracker):
+            engine.step(micro_batches, tracker, objective)
             steady = tracker.live_bytes
             tracker.start_measuring()
-            step(micro_batches)
+            engine.step(micro_batches, tracker, objective)
             after = tracker.live_bytes
     tracker.events = {"load": load_bytes, **tracker.events}
     return steady, after
 
 
-Step = Callable[[Sequence[MicroBatch]], None]
-
-
-def _load(
-    model: PreTrainedModel, request: SimulationRequest, mesh: DeviceMesh | None, tracker: Tracker, objective: Objective
-) -> Step:
-    """A step of the engine with the model on the fake device, to which FSDP2 moves it from the host."""
-    device = torch.device(request.device_kind.value)
-    if request.device_kind is DeviceKind.CUDA:
+def _load(model: PreTrainedModel, request: SimulationRequest, accelerator: Accelerator, tracker: Tracker) -> Engine:
+    """The engine with the model on the fake device, in the order of the runtime's `build_session`."""
+    device = accelerator.device
+    if device.type == "cuda":
         ready_backward_thread()
-    materialise(model, "cpu" if request.sharding.uses_fsdp else device.type)
+    if request.precision is Precision.FP16_MIXED:
+        install_autocast(model, request.device_kind, compute_type(request.precision))
+    if request.sharding.uses_fsdp:
+        materialise(model, "meta", buffers_on=device.type)
+        shard_without_memory(model, accelerator)
+    else:
+        materialise(model, device.type)
+        keep_in_place(model)
+    prepared, optimizer = prepare_loaded(accelerator, model, _optimizer(request, model))
     if request.sharding.uses_deepspeed:
-        zero = prepare_zero(model, _optimizer(request, model), zero_config(request, model.config.hidden_size))
-        mark_zero(zero, tracker)
-        return lambda micro_batches: run_zero_step(zero, micro_batches, tracker, objective)
-    engine = prepare_engine(model, request, mesh)
-    tracker.mark([*engine.parameters(), *engine.buffers()], Kind.WEIGHTS)
-    optimizer = _optimizer(request, engine)
-    return lambda micro_batches: run_step(engine, optimizer, micro_batches, tracker, device, objective)
+        mark_zero(prepared, tracker)
+    else:
+        tracker.mark([*prepared.parameters(), *prepared.buffers()], Kind.WEIGHTS)
+    return Engine(accelerator, prepared, optimizer, loss_scaler(prepared, request.precision, request.device_kind))
 
 
 def _optimizer(request: SimulationRequest, model: nn.Module) -> TorchOptimizer:
-    return build_optimizer(request.optimizer, model, lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY)
+    return build_optimizer(request.optimizer, model, lr=LEARNING_RATE, weight_decay=_WEIGHT_DECAY)
 
 
 def _objective(model: PreTrainedModel, request: SimulationRequest) -> Objective:
@@ -145,16 +142,29 @@ def _objective(model: PreTrainedModel, request: SimulationRequest) -> Objective:
 
 def _micro_batch(request: SimulationRequest) -> MicroBatch:
     shape = (request.rows_per_example * request.micro_batch, request.seq_len)
-    return MicroBatch(
+    micro_batch = MicroBatch(
         input_ids=torch.zeros(shape, dtype=torch.long),
         labels=torch.zeros(shape, dtype=torch.long),
         num_targets=shape[0] * (shape[1] - 1),
         num_pairs=request.micro_batch if request.rows_per_example == 2 else 0,
     )
+    if request.document_tokens is None:
+        return micro_batch
+    length = max(1, round(request.document_tokens))
+    starts = (row * shape[1] + place for row in range(shape[0]) for place in range(0, shape[1], length))
+    return micro_batch._replace(
+        position_ids=torch.zeros(shape, dtype=torch.long), document_bounds=(*starts, shape[0] * shape[1])
+    )
 
 
 def _answer(
-    tracker: Tracker, steady: int, checks: tuple[str, ...], counts: tuple[int, int], *, seconds: float
+    tracker: Tracker,
+    pages: PinnedPages,
+    steady: int,
+    checks: tuple[str, ...],
+    counts: tuple[int, int],
+    *,
+    seconds: float,
 ) -> Simulation:
     live = tracker.at_peak()
     unlimited = replay(tracker.trace)
@@ -168,6 +178,7 @@ def _answer(
         peak_reserved_bytes=unlimited.peak_reserved_bytes,
         expandable_reserved_bytes=replay(tracker.trace, is_expandable=True).peak_reserved_bytes,
         min_capacity_bytes=min_capacity_bytes(tracker.trace, unlimited),
+        pinned_host_bytes=pages.peak_bytes,
         checks=checks,
         num_parameters=counts[0],
         num_trained_parameters=counts[1],

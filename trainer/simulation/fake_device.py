@@ -8,8 +8,10 @@ with `cuda` at all. With a CUDA build on a machine that has a GPU, nothing of th
                     another one: a dummy is registered first (slot 1 is CUDA)
     hooks           the engine asks the CUDA hooks whether CUDA is built; the answers of the one object there is are
                     replaced, in a private copy of its table of virtual functions
-    autocast        `torch.autocast("cuda")` turns itself off without a word where torch.cuda is not available
+    availability    Accelerate takes another device, and `torch.autocast("cuda")` turns itself off without a word, where
+                    torch.cuda is not available: it says that it is
     streams         torch.cuda's streams and events raise; there is one stream here, on which nothing waits
+    pinned memory   is locked by the driver; a fake tensor of as many bytes stands for it (`PinnedPages`)
 
 The first two reach into torch's memory through the layout of its C++ headers, which are read from the wheel, and the
 outcome is checked: where it is not what was meant, the dry run refuses to run. They have to be done before the first
@@ -18,6 +20,7 @@ backward of the process, because the engine counts devices once.
 
 import ctypes
 import re
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -25,7 +28,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from trainer.runtime import host_transfers
 from trainer.spec.errors import EnvironmentFaultError
 
 _CUDA = 1  # c10::DeviceType::CUDA
@@ -51,11 +57,40 @@ def enable_fake_cuda() -> None:
         )
 
 
+class FakeDeviceMode(FakeTensorMode):
+    """A fake tensor mode that never has torch initialise the device, although it seems to be available."""
+
+    @property
+    def avoid_device_init(self) -> bool:
+        return True
+
+
+class PinnedPages:
+    """Page-locked host memory that is not there, counted."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.peak_bytes = 0
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """A flat tensor of bytes, which counts until the last tensor on its storage is gone."""
+        pages = torch.empty(num_bytes, dtype=torch.uint8)
+        self._add(num_bytes)
+        weakref.finalize(pages.untyped_storage(), self._add, -num_bytes)
+        return pages
+
+    def _add(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+
+
 @contextmanager
-def as_if_available(compute_capability: tuple[int, int]) -> Iterator[None]:
-    """torch.cuda as Python code sees it on a machine with one such GPU."""
+def as_if_available(compute_capability: tuple[int, int], pages: PinnedPages) -> Iterator[None]:
+    """torch.cuda as Python code sees it on a machine with one such GPU, whose driver locks `pages`."""
     stream = _Stream()
     answers = {
+        "is_available": lambda: True,
+        "is_current_stream_capturing": lambda: False,
         "Stream": _Stream,
         "Event": _Event,
         "current_stream": lambda *_: stream,
@@ -75,8 +110,8 @@ def as_if_available(compute_capability: tuple[int, int]) -> Iterator[None]:
     with (
         replaced(torch.cuda, **answers),
         replaced(torch.accelerator, current_stream=lambda *_: stream),  # FSDP2's, of a block that nothing waited for
-        replaced(torch.cuda.amp.common, amp_definitely_not_available=lambda: False),
         replaced(torch.Tensor, record_stream=lambda *_: None),
+        replaced(host_transfers, _pinned=pages.allocate),
     ):
         yield
 

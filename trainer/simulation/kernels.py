@@ -10,13 +10,11 @@ others that no GPU runs, and their temporaries would be counted. That concerns
 
 Both kernels' backward allocates inside itself what no dispatch mode sees (torch's flash_api.cpp, kernel_backward.h): an
 fp32 accumulator of the query gradient, a row sum for each query, and under flash key and value gradients for every
-query head where heads are grouped. They are allocated here by hand.
+query head where heads are grouped. They are allocated here by hand. So are those of `varlen_attn`, which runs packed
+rows: its accumulator and row sums have 128 rows more for each document.
 
 `grouped_mm`, which runs the experts of a mixture, takes bf16 alone on meta; a device multiplies other types group by
 group into the same outputs. It does so here.
-
-A question that transformers asks of tensors' values is answered here as it comes out in training without padding: no
-mask has to be built for attention that is causal only.
 """
 
 from collections import Counter
@@ -25,9 +23,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import transformers.masking_utils
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import varlen
 
 from trainer.simulation.fake_device import replaced
 from trainer.spec.attention_kernel import AttentionKernel, sdpa_kernel
@@ -58,7 +56,7 @@ class Kernels:
                 scaled_dot_product_attention=self._attention,
                 grouped_mm=_grouped_product,
             ),
-            replaced(transformers.masking_utils, is_tracing=lambda *_: False),
+            replaced(varlen, varlen_attn=self._packed_attention),
         ):
             yield
 
@@ -108,6 +106,23 @@ class Kernels:
             added = added.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
         return _first(_Efficient.apply(query, key, value, added, dropout_p, is_causal, scale))  # type: ignore[no-untyped-call]
 
+    def _packed_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bounds: Tensor,
+        _bounds_k: Tensor,
+        longest: int,
+        _longest_k: int,
+        *,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        self.attention[AttentionKernel.FLASH] += 1
+        return _first(_Varlen.apply(query, key, value, bounds, longest, scale, window_size, enable_gqa))  # type: ignore[no-untyped-call]
+
 
 class _Flash(torch.autograd.Function):
     """FlashAttention-2 as torch has it, with what its backward allocates."""
@@ -136,6 +151,35 @@ class _Flash(torch.autograd.Function):
         )
         del held
         return grads[0], grads[1], grads[2], None, None, None
+
+
+class _Varlen(torch.autograd.Function):
+    """torch's flash attention over rows [tokens, heads, head_dim] of documents, with what its backward allocates."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, *options: Any) -> Tensor:  # noqa: ANN401  # torch's context
+        longest, scale, window, is_grouped = options
+        of_rows = (bounds, bounds, longest, longest)
+        is_causal = window == (-1, 0)
+        out, log_sums, seed = torch.ops.torch_attn._varlen_attn(
+            query, key, value, *of_rows, is_causal, scale, list(window), is_grouped
+        )
+        ctx.save_for_backward(query, key, value, bounds, out, log_sums, seed)
+        ctx.options = (longest, scale, window, is_causal)
+        assert isinstance(out, Tensor)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # torch's context
+        query, key, value, bounds, out, log_sums, seed = ctx.saved_tensors
+        longest, scale, window, is_causal = ctx.options
+        held = _varlen_backward_temporaries(query, key, num_documents=bounds.numel() - 1)
+        of_rows = (bounds, bounds, longest, longest)
+        grads = torch.ops.torch_attn._varlen_attn_backward(
+            *(grad_outputs[0], query, key, value, out, log_sums), *of_rows, is_causal, seed, scale, list(window)
+        )
+        del held
+        return grads[0], grads[1], grads[2], None, None, None, None, None
 
 
 class _Efficient(torch.autograd.Function):
@@ -181,6 +225,18 @@ def _flash_backward_temporaries(query: Tensor, key: Tensor) -> list[Tensor]:
     held = _accumulators(query)
     if key.shape[1] != heads:
         held += [query.new_empty(batch, key.shape[2], heads, head_dim) for _ in range(2)]
+    return held
+
+
+def _varlen_backward_temporaries(query: Tensor, key: Tensor, *, num_documents: int) -> list[Tensor]:
+    num_tokens, heads, head_dim = query.shape
+    padded_tokens, padded_dim = num_tokens + 128 * num_documents, -(-head_dim // 32) * 32
+    held = [
+        query.new_empty(padded_tokens, heads, padded_dim, dtype=torch.float32),
+        query.new_empty(heads, padded_tokens, dtype=torch.float32),
+    ]
+    if key.shape[1] != heads:
+        held += [query.new_empty(key.shape[0], heads, head_dim) for _ in range(2)]
     return held
 
 

@@ -1,68 +1,134 @@
-"""Steps of the trainer on fake tensors, with the tracker told which event begins when.
+"""The runtime's own step on fake tensors, with the tracker told which event begins when.
 
-The order of operations and what stays referenced are those of `trainer.runtime.step`; the objective is the runtime's
-own. The events of a backward begin when a gradient arrives: that of the logits, of the last hidden state, of the last
+`trainer.runtime.step.run_step` runs as it is; what it is handed makes it a dry run. Its clock says when a forward, a
+backward and an update begin. What it reads of its tensors, which have no values, is answered: its sums, the only
+tensors of float64, are the number of terms each, every other number is 0 and every boolean False (no overflow, no
+fault). A value that is read in a forward has no answer, and ends the dry run.
+
+The events of a backward begin when a gradient arrives: that of the logits, of the last hidden state, of the last
 block's output, of the first one's, of the first one's input. Hooks on those tensors see it; they hold nothing.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import Optimizer as TorchOptimizer
+from torch._subclasses import fake_impls
 
-from trainer.runtime.adapters import trained_parameters
+from trainer.runtime.clock import Clock
 from trainer.runtime.data import MicroBatch
-from trainer.runtime.step import Objective
+from trainer.runtime.mixed_precision import LossScaler
+from trainer.runtime.model import is_deepspeed
+from trainer.runtime.optimizers import unwrapped
+from trainer.runtime.step import Objective, run_step
 from trainer.simulation.tracker import Kind, Tracker
 
 FORWARD, LOSS, HEAD, NORM = "forward_end", "loss_backward", "head_backward", "norm_backward"
 TOP, MIDDLE, BOTTOM = "block_backward_top", "block_backward_middle", "block_backward_bottom"
 COMPLETE, CLIP, STEP = "gradients_complete", "clip", "optimizer_step"
-CLIP_NORM = 1.0
+CLIP_NORM, LEARNING_RATE = 1.0, 1e-4
+_READ = torch.ops.aten._local_scalar_dense.default
+_implementations: Any = fake_impls.op_implementations_dict
+_no_answer = _implementations[_READ]
 
 
-def run_step(
-    model: nn.Module,
-    optimizer: TorchOptimizer,
-    micro_batches: Sequence[MicroBatch],
-    tracker: Tracker,
-    device: torch.device,
-    objective: Objective,
-) -> None:
-    """One optimizer step, as the runtime's `run_step`."""
-    tracker.begin(FORWARD, is_forward=True)
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for index, micro_batch in enumerate(micro_batches):
-        with _without_sync(model) if index < len(micro_batches) - 1 else nullcontext():
-            tracker.begin(FORWARD, is_forward=True)
-            terms = objective(model, micro_batch, device)
-            total += terms.loss.detach()
-            tracker.begin(LOSS)
-            (terms.loss * 1.0).backward()
-            tracker.block = ""
-        tracker.name_gradients()
-    tracker.begin(CLIP)
-    trained = trained_parameters(model)
-    torch.nn.utils.clip_grad_norm_(trained, CLIP_NORM)
-    tracker.begin(STEP)
-    optimizer.step()
-    tracker.mark(_states(optimizer), Kind.OPTIMIZER_STATE)
-    optimizer.zero_grad(set_to_none=True)
+class Engine(NamedTuple):
+    """What Accelerate has prepared, as `run_step` takes it."""
+
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: Any  # Accelerate's wrapper around torch's or DeepSpeed's
+    scaler: LossScaler | None
+
+    def step(self, micro_batches: Sequence[MicroBatch], tracker: Tracker, objective: Objective) -> None:
+        """Runs the runtime's step once."""
+        num_terms = self.accelerator.num_processes * sum(batch.num_terms for batch in micro_batches)
+        tracker.begin(FORWARD, is_forward=True)
+        with _reads_as(lambda _mode, _func, tensor: _answer(tensor, num_terms)):
+            run_step(
+                self.accelerator,
+                self.model,
+                self.optimizer,
+                micro_batches,
+                num_terms=num_terms,
+                step=1,
+                seed=0,
+                lr=LEARNING_RATE,
+                clip=CLIP_NORM,
+                clock=_EventClock(tracker, reads_in_backward=is_deepspeed(self.model)),
+                scaler=self.scaler,
+                objective=objective,
+            )
+        states = unwrapped(self.optimizer).state.values()
+        tensors = (value for state in states for value in state.values() if isinstance(value, Tensor))
+        tracker.mark(tensors, Kind.OPTIMIZER_STATE)
+
+
+def _answer(tensor: Tensor, num_terms: int) -> float | bool:
+    if tensor.dtype is torch.bool:
+        return False
+    if tensor.dtype is torch.float64:
+        return float(num_terms)
+    return 0.0 if tensor.is_floating_point() else 0
 
 
 @contextmanager
-def told(model: nn.Module, blocks: Sequence[nn.Module], head: nn.Module, tracker: Tracker) -> Iterator[None]:
-    """Tells the tracker, for the block, which module runs and which event of the backward begins."""
+def _reads_as(implementation: Callable[..., Any]) -> Iterator[None]:
+    """Runs the block with `implementation` where a value is read."""
+    before = _implementations[_READ]
+    _implementations[_READ] = implementation
+    try:
+        yield
+    finally:
+        _implementations[_READ] = before
+
+
+class _EventClock(Clock):
+    """The clock of a step, which takes no time and tells the tracker what begins."""
+
+    def __init__(self, tracker: Tracker, *, reads_in_backward: bool) -> None:
+        super().__init__(torch.device("cpu"))
+        self._tracker = tracker
+        self._reads_in_backward = reads_in_backward  # DeepSpeed, whose last backward updates the weights
+
+    @contextmanager
+    def measure(self, phase: str) -> Iterator[None]:
+        """Begins the event of a phase."""
+        tracker = self._tracker
+        if phase == "forward":
+            tracker.begin(FORWARD, is_forward=True)
+            with _reads_as(_no_answer):
+                yield
+        elif phase == "backward":
+            tracker.begin(LOSS)
+            with nullcontext() if self._reads_in_backward else _reads_as(_no_answer):
+                yield
+            tracker.block = ""
+            tracker.name_gradients()
+        else:
+            if tracker.event != STEP:  # DeepSpeed's is over
+                tracker.begin(CLIP)
+            yield
+
+
+@contextmanager
+def told(
+    engine: Engine, model: nn.Module, blocks: Sequence[nn.Module], head: nn.Module, tracker: Tracker
+) -> Iterator[None]:
+    """Tells the tracker, for the block, which module runs, which event of the backward and when the update begins."""
     hooks = [hook for name, module in model.named_modules() for hook in _naming(module, _short(name), tracker)]
     for index, block in enumerate(blocks):
         hooks.append(block.register_forward_hook(_block_hook(index, len(blocks), tracker)))
     hooks.append(blocks[0].register_forward_pre_hook(_input_hook(tracker, COMPLETE), with_kwargs=True))
     hooks.append(head.register_forward_pre_hook(_input_hook(tracker, NORM), with_kwargs=True))
     hooks.append(head.register_forward_hook(_head_hook(tracker)))
+    if is_deepspeed(engine.model):
+        _tell_step(engine.model, tracker)
+    else:
+        hooks.append(unwrapped(engine.optimizer).register_step_pre_hook(lambda *_: tracker.begin(STEP)))
     try:
         yield
     finally:
@@ -70,26 +136,16 @@ def told(model: nn.Module, blocks: Sequence[nn.Module], head: nn.Module, tracker
             hook.remove()
 
 
-def _without_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Accelerate's `no_sync`."""
-    if isinstance(model, DistributedDataParallel):
-        return model.no_sync()
-    if hasattr(model, "set_requires_gradient_sync"):
-        return _gradients_wait(model)
-    return nullcontext()
+def _tell_step(engine: Any, tracker: Tracker) -> None:  # noqa: ANN401  # DeepSpeedEngine, untyped
+    """Its step begins with the norm of the gradients, long before the optimizer's own."""
+    step = engine.step
 
+    def told_step(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # DeepSpeed's
+        tracker.name_gradients()
+        tracker.begin(STEP)
+        return step(*args, **kwargs)
 
-@contextmanager
-def _gradients_wait(model: Any) -> Iterator[None]:  # noqa: ANN401  # an FSDPModule
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
-
-
-def _states(optimizer: TorchOptimizer) -> Iterator[Tensor]:
-    return (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    engine.step = told_step
 
 
 def _short(name: str) -> str:

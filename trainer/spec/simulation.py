@@ -38,11 +38,13 @@ class SimulationRequest(Value, frozen=True, kw_only=True):
     micro_batch: int = 1  # examples
     rows_per_example: int = 1  # 2: DPO, a chosen and a rejected answer
     seq_len: int = 2048
+    document_tokens: float | None = None  # of packed rows, the length of a document; None: a row is one document
     accumulation: int = 1
     checkpointing: Checkpointing = Checkpointing.NONE
     attention: Attention = Attention.SDPA
     loss: LossHead = LossHead.CHUNKED
     loss_chunk_tokens: int | None = None
+    activation_offload: bool = False
     device_kind: DeviceKind = DeviceKind.CUDA
     device_name: str | None = None
     compute_capability: tuple[int, int] = (9, 0)  # decides which attention kernels there are
@@ -64,7 +66,7 @@ class Simulation(Value, frozen=True, kw_only=True):
     `events` holds the most live bytes until the next event begins, under the names of the closed form's events.
     `parts` split the live bytes at the peak and sum to `peak_allocated_bytes`. Reserved bytes are a replay of every
     allocation through a model of torch's caching allocator; `min_capacity_bytes` is the smallest memory for that
-    allocator in which the two steps still ran.
+    allocator in which the two steps still ran. `pinned_host_bytes` is what was page-locked in host RAM at most.
     """
 
     steady_allocated_bytes: int
@@ -76,6 +78,7 @@ class Simulation(Value, frozen=True, kw_only=True):
     peak_reserved_bytes: int
     expandable_reserved_bytes: int
     min_capacity_bytes: int
+    pinned_host_bytes: int = 0
     checks: tuple[str, ...]
     num_parameters: int
     num_trained_parameters: int
@@ -98,6 +101,7 @@ class GoldenAnswer(Value, frozen=True, kw_only=True):
     peak_reserved_bytes: int
     expandable_reserved_bytes: int
     min_capacity_bytes: int
+    pinned_host_bytes: int = 0
     num_parameters: int
     num_trained_parameters: int
     versions: dict[str, str]

@@ -91,7 +91,9 @@ def block_activations(setting: Setting, recipe: Recipe, dims: Dims) -> BlockActi
 
     last = dims.layers - 1
     moves = setting.activation_offload and setting.checkpointing is not Checkpointing.SELECTIVE
-    offloaded = max(0, kept - kept_by(last)) if moves else 0
+    leaving = max(0, kept - kept_by(last)) if moves else 0
+    kept_as_views = _kept_as_views(recipe, dims)
+    offloaded = max(0, leaving - kept_as_views * sum(not is_recomputed(index) for index in range(last)))
     in_mlp, at_scores = _temporaries(setting, recipe, dims, saved), _score_temporaries(recipe, dims, saved)
     if setting.checkpointing is Checkpointing.ATTENTION:
         at_scores = _attention_temporaries(recipe, dims, saved, in_attention=in_attention)
@@ -99,7 +101,7 @@ def block_activations(setting: Setting, recipe: Recipe, dims: Dims) -> BlockActi
     return BlockActivations(
         boundary=boundary,
         whole=whole,
-        kept=kept - offloaded,
+        kept=kept - leaving,
         offloaded=offloaded,
         fetched=min(offloaded, kept_by(last - 1)) if recipe.is_cuda else 0,
         kept_by_first=kept_by(0),
@@ -114,6 +116,15 @@ def block_activations(setting: Setting, recipe: Recipe, dims: Dims) -> BlockActi
         cast_weights=cast_weights,
         cached_casts=_cached_casts(setting, recipe, dims, cast_weights, num_recomputed, moves=moves),
     )
+
+
+def _kept_as_views(recipe: Recipe, dims: Dims) -> int:
+    """Of a fused product of query, key and value, what its views hold on a device and no copy in host RAM does.
+
+    Query and key are rotated into tensors of their own; the value alone is copied.
+    """
+    is_held = dims.is_qkv_fused and dims.has_rotary and recipe.kernel.is_fused
+    return recipe.compute_bytes * (dims.query + dims.kv) * recipe.tokens if is_held else 0
 
 
 def _in_attention(setting: Setting, recipe: Recipe, dims: Dims) -> int:

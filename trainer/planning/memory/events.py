@@ -29,9 +29,10 @@ from trainer.planning.memory.loss_head import POSITION_BYTES, TOKEN_BYTES
 from trainer.planning.memory.recipe import Recipe
 from trainer.planning.memory.sharding import accumulated_gradients
 from trainer.planning.memory.step_memory import Event, StepMemory
+from trainer.planning.setting import OUR_STACK
 from trainer.spec.attention_kernel import AttentionKernel
 from trainer.spec.model_shape import Norm
-from trainer.spec.strategy import Checkpointing, LossHead, Precision, Sharding
+from trainer.spec.strategy import Checkpointing, LossHead, Method, Precision, Sharding
 from trainer.spec.units import MIB
 
 CUBLAS_WORKSPACE_BYTES = 8_519_680  # of one handle before Hopper; two threads own one each
@@ -109,9 +110,9 @@ def _load(step: StepMemory, resident: Event) -> Event:
     kept = ("weights", "master_weights", "quant_state", "adapters")
     event: Event = {name: num_bytes for name, num_bytes in resident.items() if name in kept}
     if recipe.uses_fsdp:
-        # fully_shard moves a whole group to the device before it cuts its shard.
+        # fully_shard moves a whole group to the device before it cuts its shard; ours cuts a model without memory.
         group = dims.parameters if recipe.stack.loads_whole_model else max(dims.block, dims.root)
-        event["gathered_weights"] = recipe.weight_bytes * group
+        event["gathered_weights"] = 0 if _is_cut_first(step) else recipe.weight_bytes * group
     elif sharding is Sharding.DDP:
         event["gradients"] = step.states.gradients  # the buckets
     elif sharding is Sharding.ZERO3:
@@ -120,6 +121,12 @@ def _load(step: StepMemory, resident: Event) -> Event:
         # Zeros in the masters' type that initialise the optimizer's state.
         event["gradient_copies"] = -(-recipe.master_bytes * step.states.num_trained // recipe.shard_degree)
     return event
+
+
+def _is_cut_first(step: StepMemory) -> bool:
+    """Whether a rank fills its shards alone (runtime/sharded_loading.py); FP8 and QLoRA may build the whole model."""
+    setting = step.setting
+    return setting.stack == OUR_STACK and not step.recipe.is_fp8 and setting.method is not Method.QLORA
 
 
 def _kept(step: StepMemory, running: Event, gathered: int) -> Event:
