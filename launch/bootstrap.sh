@@ -24,7 +24,7 @@ test        everything that continuous integration runs; about seventeen minutes
 test-quick  what computes little, and one small training; about three minutes
 test-long   full products and repeated kills; about two hours
 mutations   a hundred faults, each seeded into a copy of the code: do the tests nearest to it fail? about six minutes
-check       ruff, mypy, import-linter, shellcheck
+check       ruff, mypy over the code, its tests and its benchmarks, import-linter, shellcheck
 bench       benchmarks, as ratios measured side by side
 bench-gpu   half an hour on a GPU: every engine, predictions, other trainers, FP8, small cards; a rehearsal without one
 golden      runs every known dry run anew and writes tests/golden/dry_run.jsonl; half an hour
