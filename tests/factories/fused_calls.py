@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from trainer.runtime.attention_kernels import choose_attention_kernels
@@ -20,7 +20,7 @@ from trainer.runtime.model import make_trainable, model_from_config
 from trainer.runtime.packed_attention import packed_sdpa
 from trainer.runtime.step import forward
 from trainer.simulation.build import materialise
-from trainer.simulation.fake_device import as_if_available, enable_fake_cuda
+from trainer.simulation.fake_device import FakeDeviceMode, as_if_available, enable_fake_cuda
 from trainer.simulation.kernels import Kernels
 from trainer.spec.strategy import Attention, Checkpointing, LossHead
 
@@ -45,7 +45,7 @@ def calls(capability: tuple[int, int], dtype: torch.dtype, autocast: torch.dtype
     """How often each kernel of `scaled_dot_product_attention` was called, and what kept documents apart."""
     kernels, layer = Kernels("cuda", capability), Layer()
     attend: Callable[..., Any] = packed_sdpa if packed else sdpa_attention_forward
-    with as_if_available(capability), kernels.installed(), FakeTensorMode():
+    with as_if_available(capability), kernels.installed(), FakeDeviceMode():
         shapes = [(2, each, WIDTH, HEAD_DIM) for each in (HEADS, KV_HEADS, KV_HEADS)]
         heads = [torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes]
         if packed:
@@ -63,7 +63,7 @@ def question(model_type: str, capability: tuple[int, int]) -> str | None:
     with torch.device("meta"):
         model = model_from_config(config, dtype=torch.float16, attention=Attention.SDPA)
     make_trainable(model, Checkpointing.NONE, LossHead.CHUNKED, loss_chunk_tokens=None)
-    with as_if_available(capability), FakeTensorMode():
+    with as_if_available(capability), FakeDeviceMode():
         materialise(model, "cuda")
         ids = torch.zeros(2, WIDTH, dtype=torch.long)
         rows = MicroBatch(ids, ids.clone(), 2 * WIDTH - 3, position_ids=ids.clone(), document_bounds=BOUNDS)

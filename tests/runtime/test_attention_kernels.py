@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from estimate_factory import LLAMA_8B, gpu, setting
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
@@ -27,7 +26,7 @@ from trainer.runtime.measure import attention_backend
 from trainer.runtime.model import make_trainable
 from trainer.runtime.packed_attention import ONE_BY_ONE, VARLEN
 from trainer.runtime.precision import compute_type
-from trainer.simulation.fake_device import as_if_available
+from trainer.simulation.fake_device import FakeDeviceMode, as_if_available
 from trainer.simulation.kernels import Kernels
 from trainer.spec.attention_kernel import AttentionKernel
 from trainer.spec.strategy import Checkpointing, LossHead, Precision
@@ -81,7 +80,7 @@ def test_plan_dry_run_measurement_and_ranks_name_one_kernel(spec, precision):
     device, dtype = gpu(spec), compute_type(precision)
     planned = attention_kernel(setting(precision=precision), device, dims_of(LLAMA_8B))
     assert planned is (FLASH if device.compute_capability >= (8, 0) and precision is not Precision.FP32 else EFFICIENT)
-    with as_if_available(device.compute_capability), FakeTensorMode():
+    with as_if_available(device.compute_capability), FakeDeviceMode():
         query, *_ = heads(dtype)
         assert kernel_for(query) is planned
         assert Kernels("cuda", device.compute_capability).choose(query, query, query, None) is planned
@@ -107,7 +106,7 @@ def test_grouped_heads_take_a_fused_kernel_on_every_chip(case, kernel, seen):
 @pytest.mark.parametrize("way", [", packed", ", packed in a window"])
 def test_packed_rows_take_a_fused_kernel_on_every_chip(case, kernel, way, seen):
     """One kernel for all documents, or one for each; a window shorter than a document is a mask for the latter."""
-    assert seen["calls"][case + way] == ([{}, VARLEN] if kernel is FLASH else [{EFFICIENT: 3}, ONE_BY_ONE])
+    assert seen["calls"][case + way] == ([{FLASH: 1}, VARLEN] if kernel is FLASH else [{EFFICIENT: 3}, ONE_BY_ONE])
 
 
 def test_a_forward_of_packed_rows_asks_the_device_nothing(seen):
@@ -118,7 +117,7 @@ def test_a_forward_of_packed_rows_asks_the_device_nothing(seen):
 
 def test_w59_transformers_groups_heads_whatever_the_chip_and_the_type():
     """A canary: where it looks at them, `groups_heads` is not needed."""
-    with as_if_available(TURING), FakeTensorMode():
+    with as_if_available(TURING), FakeDeviceMode():
         _, key, value = heads(torch.float32)
         assert transformers_groups_heads(None, key, value)
         assert not groups_heads(None, key, value)

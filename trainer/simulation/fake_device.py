@@ -85,7 +85,7 @@ class PinnedPages:
 
 
 @contextmanager
-def as_if_available(compute_capability: tuple[int, int], pages: PinnedPages) -> Iterator[None]:
+def as_if_available(compute_capability: tuple[int, int], pages: PinnedPages | None = None) -> Iterator[None]:
     """torch.cuda as Python code sees it on a machine with one such GPU, whose driver locks `pages`."""
     stream = _Stream()
     answers = {
@@ -111,7 +111,7 @@ def as_if_available(compute_capability: tuple[int, int], pages: PinnedPages) -> 
         replaced(torch.cuda, **answers),
         replaced(torch.accelerator, current_stream=lambda *_: stream),  # FSDP2's, of a block that nothing waited for
         replaced(torch.Tensor, record_stream=lambda *_: None),
-        replaced(host_transfers, _pinned=pages.allocate),
+        replaced(host_transfers, _pinned=(pages or PinnedPages()).allocate),
     ):
         yield
 
