@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from captured_machine import lay_out
+from fake_torch import FakeTorch
+from gpu_machines import RTX_4090, lay_out_gpus, machine_with
 from planning_factory import fp8_gain_of
 from workplace_factory import Workplace
 
@@ -12,16 +13,22 @@ from trainer.spec import codec
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Precision
 
+pytestmark = pytest.mark.cold  # another torch stands in the place of the installed one
 LINE = "timing FP8 on the model's own matrix shapes"
 
 
 @pytest.fixture
 def place(workplace: Workplace, tmp_path: Path) -> Workplace:
     """Beside a card of compute capability 8.9, with Transformer Engine's metadata."""
-    machine = lay_out(tmp_path, "rtx4090_desktop")
+    card = machine_with(RTX_4090)
+    machine, torch = lay_out_gpus(tmp_path / "machine", card), FakeTorch(tmp_path / "torch")
+    torch.write(card)  # which can use it, as far as the check before the start goes
     packages = tmp_path / "packages"
     (packages / "transformer_engine-2.10.0.dist-info").mkdir(parents=True)
-    changes = {"PATH": f"{machine.programs}:{workplace.environment['PATH']}", "PYTHONPATH": str(packages)}
+    changes = {
+        "PATH": f"{machine.programs}:{workplace.environment['PATH']}",
+        "PYTHONPATH": f"{packages}:{torch.folder}",
+    }
     workplace.write_job(allow=["fp8"])
     return workplace._replace(environment={**workplace.environment, **changes})
 

@@ -107,8 +107,8 @@ def references_in(source: str, place: str) -> Iterator[Reference]:
         if not isinstance(node, ast.Name | ast.Attribute) or isinstance(parents.get(node), ast.Attribute):
             continue  # a part of a longer dotted name
         name = _dotted(node, names)
-        if name is None or name.endswith("__"):
-            continue
+        if name is None or name.endswith("__") or name.startswith("torch.ops."):
+            continue  # operators have schemas in C++, no signatures in Python
         parent = parents.get(node)
         call = _arguments(parent) if isinstance(parent, ast.Call) and parent.func is node else None
         yield Reference(name, call, f"{place}:{node.lineno}")

