@@ -6,11 +6,13 @@ in Python, on tensors that know where they are, so that a tensor which was not m
 
 import json
 import re
+import subprocess
 from typing import Any, NamedTuple
 
 import pytest
 from cuda_launches import Launch
 from cuda_stand_in import RTX_4060, T4, Machine, needs_no_cuda
+from workplace_factory import LIMIT_S
 
 from trainer.spec.report import Ending
 
@@ -82,11 +84,11 @@ def job_of(case: Case) -> dict[str, Any]:
     }
 
 
-def check(run: Launch, case: Case, *, num_steps: int = 2) -> None:
+def check(run: Launch, case: Case, *, num_steps: int = 2, num_ranks: int | None = None) -> None:
     """It came to its end on the cards, with what was pinned."""
     report = run.report
     assert report.ending is Ending.FINISHED and report.step == num_steps
-    assert report.engaged is not None and report.engaged.world_size == len(case.machine.cards)
+    assert report.engaged is not None and report.engaged.world_size == (num_ranks or len(case.machine.cards))
     if "sharding" in case.pin:
         assert report.plan.strategy.sharding == case.pin["sharding"]
         assert (report.engaged.backend or "").startswith(("nccl", "cuda:nccl"))
@@ -129,3 +131,27 @@ def test_a_run_goes_on_from_its_checkpoint(launch):
     resumed = launch("half", TWO, "--resume", **four)
     check(resumed, case, num_steps=4)
     assert resumed.report.resumed_from_step == 2 and resumed.losses == whole.losses
+
+
+def test_two_machines_of_two_cards_shard_within_each(launch, slurm):
+    """The machines are those of the tests' cluster, each with its own network and name; its Slurm is not asked."""
+    case = Case(TWO, {"sharding": "hsdp"}, seen={"shards": "on cuda"})
+    place = launch.on(TWO)
+    place.write_job(**job_of(case))
+    run_dir, processes = place.folder / "runs" / "hsdp", []
+    for rank in range(2):
+        words = ("--nodes", "2", "--node-rank", str(rank), "--head", "n1", "--run-dir", run_dir)
+        argv = slurm.on_node(f"n{rank + 1}", *place.command("train", "job.yaml", *words))
+        processes.append(
+            subprocess.Popen(
+                argv,
+                cwd=place.folder,
+                env=place.environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    outputs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    check(Launch(place, run_dir, outputs[0]), case, num_ranks=4)
