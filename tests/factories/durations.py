@@ -16,7 +16,10 @@ SLOW_S = 0.1
 QUICK_TEST_S = 0.25  # a test that takes longer is not quick
 QUICK_FILE_S = 6.0  # of a file, the sum of its quick tests
 ALWAYS_QUICK = ("tests/end_to_end/test_train.py::test_a_run_leaves_everything_it_promises",)
-NOT_QUICK = ("tests/distributed/", "tests/end_to_end/", "tests/slurm/test_training.py")
+NOT_QUICK = (
+    "tests/cuda/test_launches.py", "tests/cuda/test_step.py", "tests/distributed/", "tests/end_to_end/",
+    "tests/slurm/test_training.py",
+)  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
