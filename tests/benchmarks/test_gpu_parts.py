@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -212,7 +213,8 @@ def test_random_weights_load_as_any_model_does(tmp_path: Path):
     from transformers import AutoModelForCausalLM
 
     folder = model_folder("qwen2.5-0.5b", tmp_path, is_tiny=True)
-    model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    model, loading = loaded
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
     assert 0.018 < model.model.embed_tokens.weight.float().std().item() < 0.022
 
@@ -224,7 +226,8 @@ def test_the_benchmark_is_at_most_2500_lines():
 
 def rehearse(out: Path, *parts: str, **environment: str) -> tuple[str, dict[str, dict[str, dict]]]:
     """(output, rows by part and step) of the steps that match any of `parts`."""
-    command = [sys.executable, BENCHMARKS / "gpu.py", "--tiny", "--minutes", "60", "--together", "2", "--out", out]
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--tiny", "--minutes", "60", "--together", "2"]
+    command += ["--out", str(out)]
     command += ["--only", "|".join(parts)]
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

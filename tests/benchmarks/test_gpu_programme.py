@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from on_gpu.case import Outcome, Row
@@ -51,9 +52,8 @@ class Runs:
                     self.now -= 1
 
         need_bytes = None if need is None else lambda: need
-        return Step(
-            **({"part": "part", "name": name, "run": noted, "expected_s": 0.0, "need_bytes": need_bytes} | facts)
-        )
+        given: dict[str, Any] = {"part": "part", "expected_s": 0.0, "need_bytes": need_bytes} | facts
+        return Step(name=name, run=noted, **given)
 
 
 @pytest.fixture
@@ -65,7 +65,8 @@ def go(steps: list[Step], folder: Path, *, together: int = 1, seconds: float = 6
     """(progress, rows of the part) of one call."""
     log = StepLog(folder / "steps.jsonl", versions=VERSIONS)
     until_s = time.monotonic() + seconds
-    progress = run_steps(steps, bench or Bench(), log, until_s=until_s, together=together)
+    around: Any = bench or Bench()
+    progress = run_steps(steps, around, log, until_s=until_s, together=together)
     return progress, StepLog(folder / "steps.jsonl", versions=VERSIONS).rows("part")
 
 
@@ -161,7 +162,7 @@ def test_a_capped_run_that_dies_is_not_repeated(runs: Runs, tmp_path: Path):
 
 
 def test_a_step_that_cannot_be_planned_has_its_error_in_its_row(runs: Runs, tmp_path: Path):
-    step = runs.step("a", run=fails)._replace(need_bytes=fails)
+    step = runs.step("a", run=fails, need_bytes=fails)
     _, rows = go([step], tmp_path, together=2)
     assert rows["a"]["error"].startswith("OSError")
 

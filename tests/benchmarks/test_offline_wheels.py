@@ -34,7 +34,7 @@ def run(folder: Path, *words: str, **sizes: int) -> subprocess.CompletedProcess[
     (fake / "__main__.py").write_text(FAKE_PIP)
     more = {"PYTHONPATH": str(fake.parent), "NOTES": str(folder / "notes.txt")}
     environment = {**os.environ, **more, **{f"SIZE_{name}": str(size) for name, size in sizes.items()}}
-    command = [sys.executable, SCRIPT, "--out", folder / "out", *words]
+    command = [sys.executable, str(SCRIPT), "--out", str(folder / "out"), *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 

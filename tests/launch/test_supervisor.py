@@ -260,7 +260,7 @@ watch_attempt(ranks, attempt_dir=folder, stop=stop, on_tick=lambda: None, watchd
 def test_killing_the_supervisor_kills_the_launcher(attempt: Path):
     argv = launcher_argv(attempt, None, seconds=60)
     supervisor = subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(attempt), *argv])
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not (attempt / "pids" / "launcher.json").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     launcher = read_records(attempt / "pids")["launcher"]
