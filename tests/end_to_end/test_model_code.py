@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from custom_model import MARKER, write_custom_model
 from hub_server import COMMIT, Hub, serving
@@ -28,7 +29,9 @@ def check_run(run_dir: Path) -> Plan:
     report, plan = codec.read(run_dir / "report.json", Report), codec.read(run_dir / "plan.json", Plan)
     assert report.ending is Ending.FINISHED
     assert report.engaged is not None and report.engaged.engine_class == "TinyForCausalLM"
-    assert report.measured.memory.peak_allocated_bytes == report.predicted.memory.peak_allocated_bytes
+    # The dry run takes documents of one length, the step that was measured those that came.
+    measured, predicted = (each.memory.peak_allocated_bytes for each in (report.measured, report.predicted))
+    assert measured == pytest.approx(predicted, rel=0.03)
     assert plan.model_code is not None and Path(plan.model_code.folder).is_relative_to(run_dir)
     assert {path.name for path in Path(plan.model_code.folder).iterdir()} == RUNS
     assert {path.name for path in (run_dir / "export").glob("*.py")} == RUNS

@@ -147,7 +147,7 @@ def packed_sdpa(
     if kernel == VARLEN:
         return _by_bounds(query, key, value, bounds, window, scale), None
     if kernel == ON_CPU:
-        return _on_cpu(query, key, value, on_host, window, scale), None
+        return documents_on_cpu(query, key, value, on_host, window, scale), None
     return _one_by_one(query, key, value, on_host, window, scale, dropout), None
 
 
@@ -215,9 +215,10 @@ def _by_bounds(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, window
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # its loop follows the data
-def _on_cpu(
+def documents_on_cpu(
     query: Tensor, key: Tensor, value: Tensor, bounds: NDArray[np.int64], window: int | None, scale: float
 ) -> Tensor:
+    """Attention [B, H, S, D] of each document by the kernel that PyTorch has for a row on a CPU."""
     out = _DocumentAttention.apply(query, key, value, tuple(bounds.tolist()), window, scale)  # type: ignore[no-untyped-call]  # torch's
     assert isinstance(out, Tensor)
     return out

@@ -148,9 +148,9 @@ def _micro_batch(request: SimulationRequest) -> MicroBatch:
         num_targets=shape[0] * (shape[1] - 1),
         num_pairs=request.micro_batch if request.rows_per_example == 2 else 0,
     )
-    if request.document_tokens is None:
+    length = request.seq_len if request.document_tokens is None else max(1, round(request.document_tokens))
+    if length >= request.seq_len:  # no positions come with rows that hold one document each
         return micro_batch
-    length = max(1, round(request.document_tokens))
     starts = (row * shape[1] + place for row in range(shape[0]) for place in range(0, shape[1], length))
     return micro_batch._replace(
         position_ids=torch.zeros(shape, dtype=torch.long), document_bounds=(*starts, shape[0] * shape[1])

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import varlen
 
+from trainer.runtime import packed_attention
 from trainer.simulation.fake_device import replaced
 from trainer.spec.attention_kernel import AttentionKernel, sdpa_kernel
 from trainer.spec.hardware import DeviceKind
@@ -42,6 +43,7 @@ class Kernels:
         self._device = device
         self._compute_capability = compute_capability
         self._decomposed = functional.scaled_dot_product_attention
+        self._documents = packed_attention.documents_on_cpu
         self.attention: Counter[AttentionKernel] = Counter()
         self.num_masked = 0
 
@@ -57,6 +59,7 @@ class Kernels:
                 grouped_mm=_grouped_product,
             ),
             replaced(varlen, varlen_attn=self._packed_attention),
+            replaced(packed_attention, documents_on_cpu=self._documents_on_cpu),
         ):
             yield
 
@@ -105,6 +108,11 @@ class Kernels:
         if added is not None:
             added = added.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
         return _first(_Efficient.apply(query, key, value, added, dropout_p, is_causal, scale))  # type: ignore[no-untyped-call]
+
+    def _documents_on_cpu(self, *arguments: Any) -> Tensor:  # noqa: ANN401  # as they were passed
+        self.attention[AttentionKernel.FLASH] += 1
+        out: Tensor = self._documents(*arguments)
+        return out
 
     def _packed_attention(
         self,
