@@ -126,7 +126,7 @@ def _load(step: StepMemory, resident: Event) -> Event:
 def _is_cut_first(step: StepMemory) -> bool:
     """Whether a rank fills its shards alone (runtime/sharded_loading.py); FP8 and QLoRA may build the whole model."""
     setting = step.setting
-    return setting.stack == OUR_STACK and not step.recipe.is_fp8 and setting.method is not Method.QLORA
+    return step.recipe.stack.name == OUR_STACK and not step.recipe.is_fp8 and setting.method is not Method.QLORA
 
 
 def _kept(step: StepMemory, running: Event, gathered: int) -> Event:
