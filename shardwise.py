@@ -7,7 +7,7 @@ report = shardwise.train("job.yaml", "train.lr=1e-4")
 
 from launch.api import estimate, plan, train
 from trainer.spec.errors import ShardwiseError
-from trainer.spec.job import Job
+from trainer.spec.job.sections import Job
 from trainer.spec.plan import Plan
 from trainer.spec.report import Report
 

@@ -123,7 +123,7 @@ def _measure() -> None:
 
 
 def _save(folder: Path, model: "nn.Module", optimizer: "Optimizer") -> "Save":
-    from trainer.runtime.checkpoint.manifest import CheckpointFacts
+    from trainer.runtime.checkpoint.files.manifest import CheckpointFacts
     from trainer.runtime.checkpoint.ranks import Ranks
     from trainer.runtime.checkpoint.save import Save
     from trainer.spec.strategy import Optimizer, Precision, Sharding

@@ -18,7 +18,7 @@ for folder in (ROOT / "benchmarks", ROOT):
 
 from written_page import markdown_table, run_page  # noqa: E402  (the path comes first)
 
-from launch.plan_job import plan_inputs, profile_data, read_inputs  # noqa: E402
+from launch.plan.gather import plan_inputs, profile_data, read_inputs  # noqa: E402
 from trainer.planning.candidates import run_hours  # noqa: E402
 from trainer.planning.planner import situation_of  # noqa: E402
 from trainer.spec.errors import InputError, NothingFitsError  # noqa: E402

@@ -58,16 +58,16 @@ def _pieces(folder: Path) -> Sequence[tuple[str, Callable[[], object]]]:
     from gpu_factory import GpuCase, gpu_plan, write_full_rows
     from planning_factory import machine
 
-    from launch.attempt_files import prepare_attempt
-    from trainer.runtime.clock import Clock
-    from trainer.runtime.data import padding_share, step_micro_batches
-    from trainer.runtime.machine_counters import CardWatch
-    from trainer.runtime.metrics import MetricsFile
-    from trainer.runtime.report_writer import STATUS_INTERVAL_S, ReportWriter, run_paths
-    from trainer.runtime.session import build_session
-    from trainer.runtime.state import RunState
-    from trainer.runtime.step import StepResult
-    from trainer.runtime.step_metrics import PHASES, DoneStep, StepObserver
+    from launch.engine.attempt_files import prepare_attempt
+    from trainer.runtime.data.batches import padding_share, step_micro_batches
+    from trainer.runtime.loop.metrics import MetricsFile
+    from trainer.runtime.loop.session import build_session
+    from trainer.runtime.loop.step import StepResult
+    from trainer.runtime.loop.step_metrics import PHASES, DoneStep, StepObserver
+    from trainer.runtime.run.clock import Clock
+    from trainer.runtime.run.machine_counters import CardWatch
+    from trainer.runtime.run.report_writer import STATUS_INTERVAL_S, ReportWriter, run_paths
+    from trainer.runtime.run.state import RunState
     from trainer.spec import codec
     from trainer.spec.strategy import Optimizer, Precision
 

@@ -3,11 +3,11 @@
 from functools import cache
 from typing import NamedTuple
 
-from trainer.planning.combination import Combination
 from trainer.planning.device import Device, device_of
-from trainer.planning.gpu_names import hardware_from_spec
+from trainer.planning.rules.combination import Combination
+from trainer.planning.tables.gpu_names import hardware_from_spec
 from trainer.spec.hardware import Host
-from trainer.spec.model_shape import ModelShape, read_model_shape
+from trainer.spec.model.shape import ModelShape, read_model_shape
 from trainer.spec.strategy import (
     Checkpointing,
     Fp8Recipe,

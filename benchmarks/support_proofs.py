@@ -58,7 +58,7 @@ _ENGINES = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP, Shard
 PROOFS: tuple[Proof, ...] = (
     Proof(
         "compiled-alone",
-        "tests/runtime/test_compilation.py::test_compiled_and_recomputed_blocks_give_the_gradients_of_eager_ones",
+        "tests/runtime/memory/test_compilation.py::test_compiled_and_recomputed_blocks_give_the_gradients_of_eager_ones",
         lambda cell: cell.compile and cell.sharding is Sharding.NONE,
     ),
     Proof(

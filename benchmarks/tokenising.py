@@ -35,9 +35,9 @@ assert len(rows) == {num_chats}, len(rows)
 _PREPARE = """
 import sys
 from pathlib import Path
-from launch.data_files import list_files
-from launch.prepare_data import prepare_data
-from trainer.spec.data_request import PrepareRequest
+from launch.inputs.data_files import list_files
+from launch.inputs.prepare_data import prepare_data
+from trainer.spec.data.request import PrepareRequest
 from trainer.spec import codec
 
 request = list_files(codec.read(Path(sys.argv[1]), PrepareRequest))
@@ -56,7 +56,7 @@ def bench_tokenising() -> list[dict[str, object]]:
         rates: dict[str, list[float]] = {"datasets.map": [], "shardwise": []}
         for number in range(ROUNDS):
             cache = folder / f"cache-{number}"
-            template = ROOT / "trainer" / "runtime" / "templates" / "chatml.jinja"
+            template = ROOT / "trainer" / "runtime" / "data" / "chat" / "templates" / "chatml.jinja"
             words = ["-c", _MAP.replace("{num_chats}", str(NUM_CHATS)), chats, tokenizer, template, cache / "datasets"]
             rates["datasets.map"].append(NUM_CHATS / _seconds(words))
             request = _write_request(folder / f"request-{number}.json", chats, tokenizer, cache / "shardwise")
@@ -105,7 +105,7 @@ def _write_chats(path: Path) -> None:
 def _make_tokenizer(folder: Path, chats: Path) -> Path:
     from tokenizers import AddedToken
 
-    from trainer.runtime.tokenizer import train_tokenizer, write_trained_tokenizer
+    from trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
 
     trained = train_tokenizer(chats.read_text().splitlines()[:2000], vocab_size=4096)
     trained.tokenizer.add_special_tokens([AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>")])
@@ -114,10 +114,10 @@ def _make_tokenizer(folder: Path, chats: Path) -> Path:
 
 
 def _write_request(path: Path, chats: Path, tokenizer: Path, cache: Path) -> Path:
-    from launch.plan_job import make_request
+    from launch.plan.gather import make_request
     from trainer.spec import codec
-    from trainer.spec.job_file import read_job
-    from trainer.spec.model_shape import read_model_shape
+    from trainer.spec.job.reading import read_job
+    from trainer.spec.model.shape import read_model_shape
 
     job = read_job(
         {

@@ -157,8 +157,8 @@ def _job(folder: Path, out: Path) -> list[str]:
 
 def _prepared(folder: Path) -> str:
     """The folder of the rows that all are given."""
-    from launch.plan_job import read_inputs
-    from launch.prepare_data import prepare_data
+    from launch.inputs.prepare_data import prepare_data
+    from launch.plan.gather import read_inputs
 
     (folder / "model.json").write_text(json.dumps(MODEL))
     words = [word for word in _job(folder, folder) if not word.startswith("extensions")]
@@ -170,7 +170,7 @@ def _prepared(folder: Path) -> str:
 
 def _batches(cache: str) -> list[list[list[int]]]:
     """The rows of every step, as lists of ids; full rows only, so that no trainer pads."""
-    from trainer.runtime.token_rows import TokenRows
+    from trainer.runtime.data.token_rows import TokenRows
 
     rows = TokenRows.open(Path(cache), "train")
     full = [number for number in range(len(rows)) if rows.length(number) == SEQ_LEN][: NUM_STEPS * ROWS]

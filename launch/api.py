@@ -5,10 +5,10 @@ from pathlib import Path
 
 import msgspec
 
-from launch.console import Console
-from launch.plan_job import plan_inputs, profile_data, read_inputs
-from launch.prepare_run import TrainOptions
-from launch.train_job import train as run_training
+from launch.commands.train import train as run_training
+from launch.plan.gather import plan_inputs, profile_data, read_inputs
+from launch.run.prepare_run import TrainOptions
+from launch.terminal import Console
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.plan import MemoryEstimate, Plan, SpeedEstimate
 from trainer.spec.report import Report

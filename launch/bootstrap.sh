@@ -114,7 +114,7 @@ install_dev() {
 }
 
 check_gpu() { # a GPU that the installed torch cannot use is a fault to mend, not a reason to train on the CPU
-    "$bin/python" -P -m launch.torch_fit || exit 4
+    "$bin/python" -P -m launch.probe.torch_fit || exit 4
 }
 
 uninstall() {

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.command_line import parse_words
-from launch.console import Console, write_error
+from launch.commands.options import parse_words
+from launch.terminal import Console, write_error
 from trainer.spec.errors import ExitCode, InputError, ShardwiseError
 from trainer.spec.secrets import redacted_output
 
@@ -65,7 +65,7 @@ def _run(words: list[str]) -> ExitCode:
 
 
 def _init(options: argparse.Namespace) -> ExitCode:
-    from launch.init_job import job_template
+    from launch.inputs.first_job import job_template
 
     output: Path = options.output
     text = job_template(model=options.model, data=options.data)
@@ -81,7 +81,7 @@ def _init(options: argparse.Namespace) -> ExitCode:
 
 
 def _probe(options: argparse.Namespace) -> ExitCode:
-    from launch.probe import describe_hardware, read_hardware
+    from launch.probe.machine import describe_hardware, read_hardware
     from trainer.spec import codec
 
     hardware = read_hardware(gpus=options.gpus, measure=options.measure)
@@ -95,7 +95,7 @@ def _probe(options: argparse.Namespace) -> ExitCode:
 
 
 def _plan(options: argparse.Namespace) -> ExitCode:
-    from launch.plan_command import PlanOptions, run_plan
+    from launch.commands.plan import PlanOptions, run_plan
 
     return run_plan(
         PlanOptions(
@@ -122,14 +122,14 @@ def _plan(options: argparse.Namespace) -> ExitCode:
 
 
 def _estimate(options: argparse.Namespace) -> ExitCode:
-    from launch.estimate import run_estimate
+    from launch.commands.estimate import run_estimate
 
     return run_estimate(options.cases)
 
 
 def _train(options: argparse.Namespace) -> ExitCode:
-    from launch.prepare_run import TrainOptions
-    from launch.train_job import next_commands, train
+    from launch.commands.train import next_commands, train
+    from launch.run.prepare_run import TrainOptions
     from trainer.spec import codec
 
     console = Console(sys.stderr if options.json else None)
@@ -162,8 +162,8 @@ def _train(options: argparse.Namespace) -> ExitCode:
 
 
 def _submit(options: argparse.Namespace) -> ExitCode:
-    from launch.command_line import SUBMIT_SETTINGS
-    from launch.submit_command import SubmitOptions, run_submit
+    from launch.commands.options import SUBMIT_SETTINGS
+    from launch.commands.submit import SubmitOptions, run_submit
 
     return run_submit(
         SubmitOptions(
@@ -182,7 +182,7 @@ def _submit(options: argparse.Namespace) -> ExitCode:
 
 
 def _fetch(options: argparse.Namespace) -> ExitCode:
-    from launch.fetch_command import FetchOptions, run_fetch
+    from launch.commands.fetch import FetchOptions, run_fetch
 
     return run_fetch(
         FetchOptions(job=options.job, overrides=options.overrides, prepare=not options.no_prepare), Console()
@@ -190,13 +190,13 @@ def _fetch(options: argparse.Namespace) -> ExitCode:
 
 
 def _status(options: argparse.Namespace) -> ExitCode:
-    from launch.status_command import StatusOptions, run_status
+    from launch.commands.status import StatusOptions, run_status
 
     return run_status(StatusOptions(run=options.run, as_json=options.json, sync=options.sync), Console())
 
 
 def _logs(options: argparse.Namespace) -> ExitCode:
-    from launch.logs_command import LogsOptions, run_logs
+    from launch.commands.logs import LogsOptions, run_logs
 
     return run_logs(
         LogsOptions(
@@ -211,13 +211,13 @@ def _logs(options: argparse.Namespace) -> ExitCode:
 
 
 def _watch(options: argparse.Namespace) -> ExitCode:
-    from launch.watch_command import WatchOptions, run_watch
+    from launch.commands.watch import WatchOptions, run_watch
 
     return run_watch(WatchOptions(run=options.run, once=options.once, as_json=options.json), Console())
 
 
 def _ladder(options: argparse.Namespace) -> ExitCode:
-    from launch.ladder import LadderOptions, run_ladder
+    from launch.commands.ladder import LadderOptions, run_ladder
 
     return run_ladder(
         LadderOptions(
@@ -237,7 +237,7 @@ def _ladder(options: argparse.Namespace) -> ExitCode:
 
 
 def _profile(options: argparse.Namespace) -> ExitCode:
-    from launch.profile_command import ProfileOptions, run_profile
+    from launch.commands.profile import ProfileOptions, run_profile
 
     return run_profile(
         ProfileOptions(
@@ -256,13 +256,13 @@ def _profile(options: argparse.Namespace) -> ExitCode:
 
 
 def _cancel(options: argparse.Namespace) -> ExitCode:
-    from launch.cancel_command import CancelOptions, run_cancel
+    from launch.commands.cancel import CancelOptions, run_cancel
 
     return run_cancel(CancelOptions(run=options.run, now=options.now), Console())
 
 
 def _doctor(options: argparse.Namespace) -> ExitCode:
-    from launch.doctor import DoctorOptions, run_doctor
+    from launch.doctor.command import DoctorOptions, run_doctor
 
     return run_doctor(
         DoctorOptions(job=options.job, overrides=options.overrides, quick=options.quick, as_json=options.json),
@@ -271,7 +271,7 @@ def _doctor(options: argparse.Namespace) -> ExitCode:
 
 
 def _cache(options: argparse.Namespace) -> ExitCode:
-    from launch.cache_command import CacheOptions, run_cache
+    from launch.commands.cache import CacheOptions, run_cache
 
     return run_cache(
         CacheOptions(
@@ -282,7 +282,7 @@ def _cache(options: argparse.Namespace) -> ExitCode:
 
 
 def _report(options: argparse.Namespace) -> ExitCode:
-    from launch.report_command import ReportOptions, run_report
+    from launch.commands.report import ReportOptions, run_report
 
     return run_report(
         ReportOptions(run_dirs=options.run_dirs, html=options.html, as_json=options.json),
@@ -291,7 +291,7 @@ def _report(options: argparse.Namespace) -> ExitCode:
 
 
 def _export(options: argparse.Namespace) -> ExitCode:
-    from launch.export_command import ExportOptions, run_export
+    from launch.commands.export import ExportOptions, run_export
 
     return run_export(
         ExportOptions(
@@ -310,7 +310,7 @@ def _export(options: argparse.Namespace) -> ExitCode:
 
 
 def _import(options: argparse.Namespace) -> ExitCode:
-    from launch.import_command import ImportOptions, run_import
+    from launch.commands.importing import ImportOptions, run_import
 
     return run_import(
         ImportOptions(
@@ -326,13 +326,13 @@ def _import(options: argparse.Namespace) -> ExitCode:
 
 
 def _data(options: argparse.Namespace) -> ExitCode:
-    from launch.data_command import run_data
+    from launch.commands.data import run_data
 
     return run_data(options.job, options.overrides, Console())
 
 
 def _chat(options: argparse.Namespace) -> ExitCode:
-    from launch.chat_command import ChatOptions, run_chat
+    from launch.commands.chat import ChatOptions, run_chat
 
     return run_chat(
         ChatOptions(
@@ -346,7 +346,7 @@ def _chat(options: argparse.Namespace) -> ExitCode:
 
 
 def _workspace(options: argparse.Namespace) -> ExitCode:
-    from launch.workspace_command import WorkspaceOptions, run_workspace
+    from launch.track.wandb.command import WorkspaceOptions, run_workspace
 
     return run_workspace(
         WorkspaceOptions(project=options.project, entity=options.entity, as_json=options.json), Console()
@@ -356,7 +356,7 @@ def _workspace(options: argparse.Namespace) -> ExitCode:
 def _schema(_options: argparse.Namespace) -> ExitCode:
     import json
 
-    from trainer.spec.job_file import job_json_schema
+    from trainer.spec.job.reading import job_json_schema
 
     Console().line(json.dumps(job_json_schema(), indent=2))
     return ExitCode.DONE

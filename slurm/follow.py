@@ -7,7 +7,8 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 
-from slurm.job_text import (
+from slurm.queries import ask_slurm
+from slurm.text.jobs import (
     ENDED_FORMAT,
     QUEUE_FORMAT,
     EndedJob,
@@ -16,7 +17,6 @@ from slurm.job_text import (
     parse_jobs,
     parse_queue,
 )
-from slurm.queries import ask_slurm
 from trainer.spec.errors import EnvironmentFaultError
 
 _OWN_SETTINGS = ("SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SLURM_TIME_FORMAT")

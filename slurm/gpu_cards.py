@@ -2,15 +2,15 @@
 
 Sites name cards as they like: `a100`, `nvidia_h100_80gb_hbm3` (what NVML reports), `v100-sxm2-32gb`, `A100.80gb`,
 `rtx_3090`; others leave the type out and give nodes a feature (`A100-80GB`, `GPU_SKU:V100`, `hbm80g`, `gpu80`).
-`trainer.planning.gpu_names` finds the rows of a name, and which of several to assume. What is not in the catalogue is
-not guessed at.
+`trainer.planning.tables.gpu_names` finds the rows of a name, and which of several to assume. What is not in the
+catalogue is not guessed at.
 """
 
 import re
 from collections.abc import Iterable, Sequence
 
 from slurm.cluster import Gres
-from trainer.planning.gpu_names import (
+from trainer.planning.tables.gpu_names import (
     card_name,
     hardware_from_spec,
     mig_profile,
@@ -19,7 +19,7 @@ from trainer.planning.gpu_names import (
     rows_of_model,
     rows_of_name,
 )
-from trainer.planning.gpu_specs import MIG_MARK, GpuSpec, gpu_spec
+from trainer.planning.tables.gpu_specs import MIG_MARK, GpuSpec, gpu_spec
 from trainer.spec.hardware import Gpu, Host
 from trainer.spec.units import GIB
 from trainer.spec.value import Value

@@ -16,7 +16,7 @@ import shlex
 from collections.abc import Sequence
 
 from slurm.container import Container, Runtime, srun_words
-from trainer.spec.submission import CHAIN_FILE, JOBS_FILE
+from trainer.spec.messages.submission import CHAIN_FILE, JOBS_FILE
 
 _RECORD = f"""\
 # Who ran here: time, job, how often it was restarted, nodes.

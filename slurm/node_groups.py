@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from slurm.cluster import Gres, Node, Partition
 from slurm.gpu_cards import CardChoice, card_of
-from trainer.planning.gpu_names import card_name
+from trainer.planning.tables.gpu_names import card_name
 from trainer.spec.errors import InputError
 from trainer.spec.units import format_bytes
 from trainer.spec.value import Value

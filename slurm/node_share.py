@@ -1,7 +1,7 @@
 """The part of a node that a job asks for: all of it, or some GPUs with their cores and their RAM. Pure."""
 
 from trainer.spec.errors import InputError
-from trainer.spec.job import SlurmJob
+from trainer.spec.job.sections import SlurmJob
 from trainer.spec.units import format_bytes
 from trainer.spec.value import Value
 

@@ -14,7 +14,7 @@ from slurm.job_limits import allowed_nodes, bounds_of, share_within, time_limit_
 from slurm.node_groups import Choice, NodeGroup
 from slurm.node_share import NodeShare, share_of_node
 from slurm.partition_notes import partition_notes, probe_line
-from trainer.planning.gpu_names import card_name
+from trainer.planning.tables.gpu_names import card_name
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.hardware import Gpu, Hardware, Host, Link, MeasuredRates
 from trainer.spec.value import Value

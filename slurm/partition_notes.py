@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from slurm.cluster import Partition, Preemption
 from slurm.node_groups import Choice, NodeGroup
-from slurm.quantities import format_duration
-from trainer.planning.gpu_specs import gpu_spec
+from slurm.text.quantities import format_duration
+from trainer.planning.tables.gpu_specs import gpu_spec
 from trainer.spec.hardware import Gpu, Hardware
 from trainer.spec.units import format_bytes
 

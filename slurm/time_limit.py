@@ -2,7 +2,7 @@
 
 import math
 
-from slurm.quantities import format_duration
+from slurm.text.quantities import format_duration
 from trainer.spec.units import format_seconds
 
 

@@ -11,9 +11,9 @@ import pytest
 import yaml
 from engine_plan_factory import engine_plan
 
-from launch.accelerate_config import accelerate_config
-from launch.deepspeed_config import HOLE, deepspeed_config
-from trainer.planning.catalogue import ENGINE_CONFIGS
+from launch.engine.accelerate_config import accelerate_config
+from launch.engine.deepspeed_config import HOLE, deepspeed_config
+from trainer.planning.tables.catalogue import ENGINE_CONFIGS
 from trainer.spec.hardware import DeviceKind, Hardware, Host
 from trainer.spec.plan import Buckets, Plan
 from trainer.spec.strategy import Offload, Precision, Sharding

@@ -17,12 +17,12 @@ import pytest
 from covering_factory import covering, points
 from gpu_factory import GPU_CASES
 
-from launch.command_line import build_parser
-from launch.job_yaml import read_yaml
-from trainer.planning.catalogue import ENGINE_CONFIGS
-from trainer.runtime.metrics import StepMetrics
+from launch.commands.options import build_parser
+from launch.job.yaml_text import read_yaml
+from trainer.planning.tables.catalogue import ENGINE_CONFIGS
+from trainer.runtime.loop.metrics import StepMetrics
 from trainer.spec.errors import ExitCode
-from trainer.spec.job_file import read_job
+from trainer.spec.job.reading import read_job
 from trainer.spec.strategy import Sharding
 
 REPOSITORY = Path(__file__).parents[1]

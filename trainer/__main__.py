@@ -17,8 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Never, Self
 
-from trainer.runtime import process
-from trainer.runtime.report_writer import ReportWriter, RunPaths, installed_versions, run_paths, start_of_launch
+from trainer.runtime.run import process
+from trainer.runtime.run.report_writer import ReportWriter, RunPaths, installed_versions, run_paths, start_of_launch
 from trainer.spec import codec
 from trainer.spec.errors import ExitCode, ShardwiseError
 from trainer.spec.plan import Plan
@@ -26,7 +26,7 @@ from trainer.spec.report import Ending, Report, Sample, predicted_figures
 from trainer.spec.secrets import redacted_output
 
 if TYPE_CHECKING:
-    from trainer.runtime.state import RunState
+    from trainer.runtime.run.state import RunState
 
 
 def main() -> None:
@@ -58,11 +58,13 @@ def _parse() -> argparse.Namespace:
 def _run(plan_path: Path, paths: RunPaths, writer: ReportWriter, stop: process.StopFlag) -> None:
     writer.write_status("importing the libraries")
     plan = codec.read(plan_path, Plan)
-    from trainer.runtime.state import RunState
+    from trainer.runtime.run.state import RunState
 
     with _RankEnd(plan, RunState(), writer) as end:
         with process.importing_libraries():
-            from trainer.runtime.loop import train  # a library that cannot be imported is an end with a report, too
+            from trainer.runtime.loop.course import (
+                train,  # a library that cannot be imported is an end with a report, too
+            )
 
         ending = train(plan, paths, writer, end.state, lambda: stop.is_set)
         # Only the supervisor knows of a Ctrl-C; whoever signals a rank itself wants the machine back.
@@ -89,13 +91,13 @@ class _RankEnd:
             self._tell(ExitCode.DONE if self.ending is Ending.FINISHED else ExitCode.REQUEUE, error=None)
             _close_process_group()
             _leave(0)
-        from trainer.runtime.memory_profile import held_when_out_of_memory, is_out_of_memory, lift_cap
+        from trainer.runtime.profile.memory_profile import held_when_out_of_memory, is_out_of_memory, lift_cap
 
         data_limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
         lift_cap()
         traceback.print_exception(kind, error, trace)
         if is_out_of_memory(error):
-            from trainer.runtime.oom_state import write_memory_state
+            from trainer.runtime.profile.oom_state import write_memory_state
 
             self.ending = Ending.OUT_OF_MEMORY
             folder, rank = self._writer.attempt_dir, self._writer.rank
@@ -136,7 +138,7 @@ _NO_EXPANDING = "export PYTORCH_ALLOC_CONF=expandable_segments:False"
 def _report(
     plan: Plan, state: "RunState", ending: Ending, *, error: str | None, exit_code: ExitCode, duration_s: float
 ) -> Report:
-    from trainer.runtime.state import measured_figures
+    from trainer.runtime.run.state import measured_figures
 
     sample = None
     if state.prompt is not None:

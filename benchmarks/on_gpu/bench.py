@@ -16,26 +16,26 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from launch import folders
-from launch.console import Console
-from launch.plan_job import PlanInputs, plan_inputs, read_inputs, read_machine, recorded_versions
-from launch.prepare_data import prepare_data
-from launch.report_steps import Step as StepLine
-from launch.report_steps import last_of_each, read_steps
-from launch.short_run import ShortRun, run_short, short_plan
-from launch.supervisor import StopKind, StopRequest
-from launch.unlimited_plan import plan_regardless, without_limits
+from launch.attempt.supervisor import StopKind, StopRequest
+from launch.inputs.prepare_data import prepare_data
+from launch.job import folders
+from launch.plan.gather import PlanInputs, plan_inputs, read_inputs, read_machine, recorded_versions
+from launch.run.short_run import ShortRun, run_short, short_plan
+from launch.run.unlimited_plan import plan_regardless, without_limits
+from launch.show.report.steps import Step as StepLine
+from launch.show.report.steps import last_of_each, read_steps
+from launch.terminal import Console
 from on_gpu.case import Case, CaseResult, Outcome, RowKind
 from on_gpu.models import model_config, model_folder
-from trainer.planning.catalogue import ENGINE_CONFIGS
 from trainer.planning.device import device_of
 from trainer.planning.memory import estimate_memory
+from trainer.planning.search.settings_choices import smallest_buckets
 from trainer.planning.setting import Setting
-from trainer.planning.settings_choices import smallest_buckets
-from trainer.spec.data_profile import DataProfile
+from trainer.planning.tables.catalogue import ENGINE_CONFIGS
+from trainer.spec.data.profile import DataProfile
 from trainer.spec.errors import ShardwiseError
 from trainer.spec.hardware import Hardware
-from trainer.spec.model_shape import read_model_shape
+from trainer.spec.model.shape import read_model_shape
 from trainer.spec.plan import Candidate, Plan
 from trainer.spec.report import Figures, predicted_figures
 from trainer.spec.strategy import Sharding

@@ -9,13 +9,13 @@ from functools import partial
 
 import msgspec
 
-from launch.measure_fp8 import time_fp8
+from launch.plan.fp8_timing import time_fp8
 from on_gpu.bench import Bench
 from on_gpu.case import Case, Outcome, Row, result_of
 from on_gpu.models import model_config
 from on_gpu.programme import Step, case_step
 from on_gpu.tables import bytes_cell, markdown_table, number, percent, ratio
-from trainer.spec.measurement import Fp8GainRequest
+from trainer.spec.messages.measurement import Fp8GainRequest
 from trainer.spec.strategy import Fp8Recipe
 
 PART = "fp8"

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from launch.plan_job import PlanInputs, read_inputs
-from launch.unlimited_plan import plan_regardless, without_limits
+from launch.plan.gather import PlanInputs, read_inputs
+from launch.run.unlimited_plan import plan_regardless, without_limits
 from on_gpu.case import Outcome
-from trainer.spec.data_profile import DataProfile
+from trainer.spec.data.profile import DataProfile
 from trainer.spec.hardware import Hardware
-from trainer.spec.job import DataFormat
-from trainer.spec.model_shape import read_model_shape
+from trainer.spec.job.sections import DataFormat
+from trainer.spec.model.shape import read_model_shape
 from trainer.spec.plan import Plan
 from trainer.spec.report import MemoryFigures
 from trainer.spec.value import Value

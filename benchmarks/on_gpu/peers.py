@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from launch.process_record import descendants, record_of
+from launch.rundir.process_record import descendants, record_of
 from on_gpu.bench import Bench
 from on_gpu.case import Case, Outcome, Row
 from on_gpu.peer_files import SEED, Contest, PeerJob, accelerate_script, pinned_job, planned_job, trl_script
@@ -140,7 +140,7 @@ def _ordered_rows(bench: Bench, case: Case, own_rows: Path, *, num_steps: int) -
 
 def _order(bench: Bench, case: Case, own_rows: Path, *, num_steps: int) -> Iterator[int]:
     """Numbers of the lines of `own_rows`; InputError if the prepared rows are not these lines."""
-    from trainer.runtime.token_rows import TokenRows
+    from trainer.runtime.data.token_rows import TokenRows
 
     settings = {"data.train": str(own_rows), "train.seed": str(SEED)}
     _, profile = bench.inputs_of(replace(case, settings=settings, num_steps=num_steps))

@@ -13,8 +13,8 @@ import pytest
 from on_gpu.case import Outcome, Row
 from on_gpu.programme import Progress, Step, StepLog, matching, run_steps
 
-from launch.console import Console
-from launch.supervisor import StopKind, StopRequest
+from launch.attempt.supervisor import StopKind, StopRequest
+from launch.terminal import Console
 
 VERSIONS = {"shardwise": "1", "torch": "2"}
 WORK = Path("/work/of/me")

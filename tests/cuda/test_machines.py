@@ -17,7 +17,7 @@ from fresh_checkout import Checkout, make_checkout
 from gpu_machines import GPU_MACHINES, H100, lay_out_gpus
 from workplace_factory import make_workplace
 
-from launch.probe import read_hardware
+from launch.probe.machine import read_hardware
 from trainer.spec import codec
 from trainer.spec.errors import ExitCode
 from trainer.spec.hardware import DeviceKind

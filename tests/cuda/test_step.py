@@ -19,7 +19,7 @@ from pair_factory import pair_plan, write_pairs
 from rank_factory import rank_plan, write_attempt, write_packed_rows, write_rows
 
 from trainer.spec.hardware import DeviceKind
-from trainer.spec.job import GaloreJob, LoraJob
+from trainer.spec.job.sections import GaloreJob, LoraJob
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Checkpointing, LossHead, Method, Optimizer, Precision
 

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 
-from trainer.runtime.report_writer import ReportWriter, run_paths
+from trainer.runtime.run.report_writer import ReportWriter, run_paths
 from trainer.spec import codec
 from trainer.spec.plan import Plan
 
@@ -26,8 +26,8 @@ def main(
     import torch.distributed as dist
     from accelerate.state import AcceleratorState, GradientState
 
-    from trainer.runtime.loop import train
-    from trainer.runtime.state import RunState
+    from trainer.runtime.loop.course import train
+    from trainer.runtime.run.state import RunState
 
     rank = int(os.environ.get("RANK", "0"))
     environment = dict(os.environ)

@@ -17,9 +17,9 @@ import msgspec
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 
-from trainer.runtime.loop import train
-from trainer.runtime.report_writer import ReportWriter, RunPaths, run_paths
-from trainer.runtime.state import RunState
+from trainer.runtime.loop.course import train
+from trainer.runtime.run.report_writer import ReportWriter, RunPaths, run_paths
+from trainer.runtime.run.state import RunState
 from trainer.spec import codec
 from trainer.spec.plan import Plan
 from trainer.spec.report import Ending

@@ -19,9 +19,9 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from trainer.runtime.loop import train
-from trainer.runtime.report_writer import ReportWriter, run_paths
-from trainer.runtime.state import RunState
+from trainer.runtime.loop.course import train
+from trainer.runtime.run.report_writer import ReportWriter, run_paths
+from trainer.runtime.run.state import RunState
 from trainer.spec import codec
 from trainer.spec.plan import Plan
 

@@ -26,14 +26,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from trainer.runtime.checkpoint import state_digest
-from trainer.runtime.clock import Clock
-from trainer.runtime.data import MicroBatch, step_micro_batches
-from trainer.runtime.export_gather import gathered_weights
-from trainer.runtime.report_writer import ReportWriter, run_paths
-from trainer.runtime.session import Session, build_session
-from trainer.runtime.spikes import SpikeRecord, find_fault
-from trainer.runtime.state import RunState
-from trainer.runtime.step import StepResult, Terms, TokenLoss, run_step
+from trainer.runtime.data.batches import MicroBatch, step_micro_batches
+from trainer.runtime.export.gather import gathered_weights
+from trainer.runtime.loop.session import Session, build_session
+from trainer.runtime.loop.step import StepResult, Terms, TokenLoss, run_step
+from trainer.runtime.run.clock import Clock
+from trainer.runtime.run.report_writer import ReportWriter, run_paths
+from trainer.runtime.run.spikes import SpikeRecord, find_fault
+from trainer.runtime.run.state import RunState
 from trainer.spec import codec
 from trainer.spec.lr_schedule import learning_rate
 from trainer.spec.plan import Plan

@@ -10,8 +10,8 @@ from rank_factory import rank_plan, write_attempt
 from safetensors.torch import load_file
 
 from trainer.runtime.checkpoint import read_weights
-from trainer.runtime.checkpoint.search import open_checkpoint
-from trainer.spec.job import CheckpointJob, EvalJob
+from trainer.runtime.checkpoint.files.search import open_checkpoint
+from trainer.spec.job.sections import CheckpointJob, EvalJob
 from trainer.spec.strategy import Precision, Sharding
 
 PATIENCE = 2

@@ -17,9 +17,9 @@ from pair_factory import pair_plan, write_pairs
 from rank_factory import SEED, write_attempt
 from safetensors.numpy import load_file
 
-from trainer.runtime.data import IGNORED_LABEL, TokenRows, step_micro_batches
-from trainer.runtime.model import build_model
-from trainer.spec.job import LoraJob, LrSchedule
+from trainer.runtime.data.batches import IGNORED_LABEL, TokenRows, step_micro_batches
+from trainer.runtime.models.build import build_model
+from trainer.spec.job.sections import LoraJob, LrSchedule
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import LossHead, Method, Sharding
 

@@ -17,11 +17,11 @@ from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
 from rank_factory import rank_plan, write_attempt
 from spoilt_rows import spoil, train_plainly
 
-from launch.nvme_folder import check_nvme
-from trainer.runtime.checkpoint.search import open_checkpoint
-from trainer.runtime.spikes import STEPS_UNTIL_ROLL_BACK, PassedOver
-from trainer.spec.job import Limits, NvmeLimit
-from trainer.spec.model_shape import read_model_shape
+from launch.engine.nvme_folder import check_nvme
+from trainer.runtime.checkpoint.files.search import open_checkpoint
+from trainer.runtime.run.spikes import STEPS_UNTIL_ROLL_BACK, PassedOver
+from trainer.spec.job.sections import Limits, NvmeLimit
+from trainer.spec.model.shape import read_model_shape
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import LossHead, Offload, Precision, Sharding
 from trainer.spec.units import MIB

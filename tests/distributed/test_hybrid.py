@@ -19,10 +19,10 @@ from spoilt_rows import spoil, train_plainly
 
 from trainer.planning.memory import estimate_memory
 from trainer.runtime.checkpoint import read_weights
-from trainer.runtime.checkpoint.search import open_checkpoint
-from trainer.runtime.spikes import STEPS_UNTIL_ROLL_BACK, PassedOver
+from trainer.runtime.checkpoint.files.search import open_checkpoint
+from trainer.runtime.run.spikes import STEPS_UNTIL_ROLL_BACK, PassedOver
 from trainer.spec import codec
-from trainer.spec.job import CheckpointJob, EvalJob
+from trainer.spec.job.sections import CheckpointJob, EvalJob
 from trainer.spec.plan import Plan
 from trainer.spec.report import Engaged
 from trainer.spec.strategy import Checkpointing, LossHead, Optimizer, Precision, Sharding

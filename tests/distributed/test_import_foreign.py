@@ -8,9 +8,9 @@ from export_factory import write_base
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from launch.model_files import find_config
-from trainer.runtime.import_run import import_checkpoint
-from trainer.spec.import_request import ImportKind, ImportRequest
+from launch.inputs.model_files import find_config
+from trainer.runtime.importing.run import import_checkpoint
+from trainer.spec.messages.import_request import ImportKind, ImportRequest
 
 WORKER = Path(__file__).parent / "foreign_worker.py"
 IDS = torch.arange(24).reshape(1, 24) % 251  # as in the worker

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer.runtime.adapters import seed_adapters
-from trainer.runtime.data import TokenRows, step_micro_batches
+from trainer.runtime.data.batches import TokenRows, step_micro_batches
+from trainer.runtime.models.adapters import seed_adapters
 from trainer.spec import codec
-from trainer.spec.job import LoraJob, LrSchedule
+from trainer.spec.job.sections import LoraJob, LrSchedule
 from trainer.spec.lr_schedule import learning_rate
 from trainer.spec.plan import Plan
 from trainer.spec.report import Engaged

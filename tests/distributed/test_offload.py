@@ -16,11 +16,11 @@ from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
 from rank_factory import NUM_STEPS, rank_plan, write_attempt
 from safetensors.torch import load_file
 
-from launch.nvme_folder import check_nvme
-from launch.offload_buffers import offload_buffers
+from launch.engine.nvme_folder import check_nvme
+from launch.engine.offload_buffers import offload_buffers
 from trainer.spec import codec
-from trainer.spec.job import Limits, NvmeLimit
-from trainer.spec.model_shape import read_model_shape
+from trainer.spec.job.sections import Limits, NvmeLimit
+from trainer.spec.model.shape import read_model_shape
 from trainer.spec.plan import Buckets, Plan
 from trainer.spec.report import Engaged
 from trainer.spec.strategy import Offload, Precision, Sharding
@@ -227,7 +227,7 @@ def test_ranks_stop_where_deepspeed_does_something_else(wrong_run):
 READS_TWICE = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
-from trainer.runtime import accelerator
+from trainer.runtime.engines import accelerator
 accelerator.read_each_weight_once = lambda: None
 import engine_worker
 engine_worker.main(sys.argv[1:])

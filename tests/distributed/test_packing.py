@@ -14,7 +14,7 @@ from rank_factory import LR, SEED, rank_plan, write_attempt, write_packed_rows
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer.runtime.token_rows import TokenRows
+from trainer.runtime.data.token_rows import TokenRows
 from trainer.spec import codec
 from trainer.spec.lr_schedule import learning_rate
 from trainer.spec.plan import Plan

@@ -17,7 +17,7 @@ from fp16_units import HAS_FP16_UNITS, NO_FP16_UNITS
 from rank_factory import NUM_STEPS, rank_plan, write_attempt
 from safetensors.torch import load_file
 
-from trainer.runtime.mixed_precision import INIT_SCALE
+from trainer.runtime.precision.mixed_precision import INIT_SCALE
 from trainer.spec import codec
 from trainer.spec.report import Engaged
 from trainer.spec.strategy import Checkpointing, Fp8Recipe, Optimizer, Precision, Sharding

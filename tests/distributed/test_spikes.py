@@ -20,10 +20,10 @@ from rank_factory import rank_plan, write_attempt
 from safetensors.torch import load_file
 from spoilt_rows import train_plainly
 
-from launch.nvme_folder import check_nvme
-from trainer.runtime.mixed_precision import INIT_SCALE
-from trainer.spec.job import Limits, NvmeLimit
-from trainer.spec.model_shape import read_model_shape
+from launch.engine.nvme_folder import check_nvme
+from trainer.runtime.precision.mixed_precision import INIT_SCALE
+from trainer.spec.job.sections import Limits, NvmeLimit
+from trainer.spec.model.shape import read_model_shape
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Offload, Precision, Sharding
 from trainer.spec.units import MIB

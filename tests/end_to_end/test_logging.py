@@ -12,8 +12,8 @@ from wandb_log import LoggedRun
 from wandb_stand_in import write_stand_in
 from workplace_factory import LIMIT_S, Workplace, make_workplace, read_metrics
 
-from launch.sink_metrics import measured_series, predicted_series
-from launch.wandb_files import offline_logs, read_wandb_run
+from launch.track.metrics import measured_series, predicted_series
+from launch.track.wandb.files import offline_logs, read_wandb_run
 from trainer.spec import codec
 from trainer.spec.plan import Plan
 

@@ -10,7 +10,7 @@ from custom_model import MARKER, write_custom_model
 from hub_server import COMMIT, Hub, serving
 from workplace_factory import Workplace
 
-from trainer.runtime.tokenizer import train_tokenizer, write_trained_tokenizer
+from trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
 from trainer.spec import codec
 from trainer.spec.plan import Plan
 from trainer.spec.report import Ending, Report

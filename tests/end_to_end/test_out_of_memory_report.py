@@ -7,10 +7,10 @@ from msgspec.structs import replace
 from rank_factory import rank_plan, write_rows
 from workplace_factory import Workplace
 
-from launch.short_run import short_plan
+from launch.run.short_run import short_plan
 from trainer.spec import codec
 from trainer.spec.errors import ExitCode
-from trainer.spec.memory_state import MemoryState, memory_state_path
+from trainer.spec.messages.memory_state import MemoryState, memory_state_path
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import LossHead, Sharding
 

@@ -12,11 +12,11 @@ from fault_factory import Fault, losses_of, run_plan, with_faults
 from rank_factory import rank_plan, write_rows
 from workplace_factory import LIMIT_S, Workplace
 
-from launch.process_record import descendants, read_records
-from launch.supervisor import StopRequest
+from launch.attempt.supervisor import StopRequest
+from launch.rundir.process_record import descendants, read_records
 from trainer.spec import codec
 from trainer.spec.errors import ExitCode
-from trainer.spec.heartbeat import read_heartbeat
+from trainer.spec.messages.heartbeat import read_heartbeat
 from trainer.spec.plan import Plan
 from trainer.spec.report import Ending, Report
 from trainer.spec.strategy import LossHead, Sharding

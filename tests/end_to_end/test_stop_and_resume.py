@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from workplace_factory import LIMIT_S, Workplace, make_workplace, read_metrics
 
-from launch.process_record import ProcessRecord, descendants, read_records, record_of
-from launch.run_mark import is_cancelled, mark_cancelled
+from launch.rundir.cancelled import is_cancelled, mark_cancelled
+from launch.rundir.process_record import ProcessRecord, descendants, read_records, record_of
 from trainer.spec import codec
 from trainer.spec.plan import Plan
 from trainer.spec.report import Ending, Fault, Report

@@ -11,7 +11,7 @@ from workplace_factory import Workplace
 
 from trainer.spec import codec
 from trainer.spec.hardware import Hardware
-from trainer.spec.submission import Submission
+from trainer.spec.messages.submission import Submission
 
 HELD = "slurm.extra=[--hold]"
 

@@ -14,7 +14,7 @@ from rank_factory import rank_plan, write_rows
 from small_disk import mounted_disk
 from workplace_factory import LIMIT_S
 
-from trainer.planning.catalogue import ENGINE_CONFIGS
+from trainer.planning.tables.catalogue import ENGINE_CONFIGS
 from trainer.spec import codec, report
 from trainer.spec.errors import ExitCode
 from trainer.spec.plan import Plan

@@ -10,9 +10,9 @@ import pytest
 from msgspec.structs import replace
 from workplace_factory import LIMIT_S, Workplace
 
-from launch.console import Console
-from launch.process_record import descendants
-from launch.trials import Trial, run_trials
+from launch.run.trials import Trial, run_trials
+from launch.rundir.process_record import descendants
+from launch.terminal import Console
 from trainer.spec import codec
 from trainer.spec.calibration import CalibrationRecord, RecordSource
 from trainer.spec.plan import Plan

@@ -9,9 +9,9 @@ from typing import Any
 from accelerate.state import AcceleratorState, GradientState
 from rank_factory import write_attempt
 
-from trainer.runtime.loop import train
-from trainer.runtime.report_writer import ReportWriter, run_paths
-from trainer.runtime.state import RunState
+from trainer.runtime.loop.course import train
+from trainer.runtime.run.report_writer import ReportWriter, run_paths
+from trainer.runtime.run.state import RunState
 from trainer.spec.plan import Plan
 from trainer.spec.report import Ending
 

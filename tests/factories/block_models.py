@@ -11,8 +11,8 @@ from rank_factory import rank_plan
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trainer.runtime.model import build_model
-from trainer.spec.model_shape import read_model_shape
+from trainer.runtime.models.build import build_model
+from trainer.spec.model.shape import read_model_shape
 from trainer.spec.strategy import Attention, Checkpointing, LossHead
 
 NUM_BLOCKS = 4

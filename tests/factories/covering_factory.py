@@ -1,7 +1,8 @@
 """What a CPU can run of the product of all axes, and a small set of points in which every pair of values meets.
 
-Which points there are is the planner's to say: every rule of `trainer.planning.rules` is asked, with the point pinned
-and everything allowed, so a combination that is refused cannot be tested by mistake, and one that is not refused is.
+Which points there are is the planner's to say: every rule of `trainer.planning.rules.rule` is asked, with the point
+pinned and everything allowed, so a combination that is refused cannot be tested by mistake, and one that is not refused
+is.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +14,9 @@ from typing import NamedTuple
 from msgspec.structs import replace
 from planning_factory import job_of, situation_for
 
-from trainer.planning.catalogue import CATALOGUE
-from trainer.planning.rules import may_run
-from trainer.spec.job import Allowance, NvmeLimit
+from trainer.planning.rules.rule import may_run
+from trainer.planning.tables.catalogue import CATALOGUE
+from trainer.spec.job.sections import Allowance, NvmeLimit
 from trainer.spec.strategy import Checkpointing, LossHead, Method, Offload, Optimizer, Precision, Sharding, Strategy
 
 PRECISIONS = (Precision.FP32, Precision.BF16_MIXED, Precision.BF16, Precision.FP16_MIXED)

@@ -9,11 +9,11 @@ from gpu_machines import machine_with
 from msgspec.structs import replace
 from warm_python import SWITCH
 
-from launch.doctor_checks import CHECKS, run_checks
-from launch.doctor_finding import Diagnosis, Level, diagnosis_of
-from launch.doctor_machine import Place, place_of, read_machine
-from launch.torch_fit import TorchAnswer
-from trainer.spec.torch_facts import DeviceTrial, TorchFacts
+from launch.doctor.checks import CHECKS, run_checks
+from launch.doctor.finding import Diagnosis, Level, diagnosis_of
+from launch.doctor.machine import Place, place_of, read_machine
+from launch.probe.torch_fit import TorchAnswer
+from trainer.spec.messages.torch_facts import DeviceTrial, TorchFacts
 
 MEMINFO = "MemTotal:       65536000 kB\nMemAvailable:   60000000 kB\nSwapTotal:             0 kB\n"
 H100 = (

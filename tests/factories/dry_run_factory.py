@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from trainer.simulation.golden import read_golden
-from trainer.spec.simulation import GoldenAnswer, GoldenRow, SimulationRequest
+from trainer.spec.messages.simulation import GoldenAnswer, GoldenRow, SimulationRequest
 
 
 def run_dry(folder: Path, requests: Mapping[str, SimulationRequest]) -> dict[str, GoldenAnswer]:

@@ -4,12 +4,12 @@ from typing import Any
 
 from report_factory import make_candidate
 
-from trainer.planning.catalogue import ENGINE_CONFIGS
+from trainer.planning.tables.catalogue import ENGINE_CONFIGS
 from trainer.spec.calibration import Calibration
-from trainer.spec.data_profile import DataProfile
+from trainer.spec.data.profile import DataProfile
 from trainer.spec.hardware import DeviceKind, Gpu, Hardware, Host
-from trainer.spec.job import Job
-from trainer.spec.model_shape import read_model_shape
+from trainer.spec.job.sections import Job
+from trainer.spec.model.shape import read_model_shape
 from trainer.spec.plan import Candidate, Plan, Schedule
 from trainer.spec.strategy import Offload, Optimizer, Precision, Sharding, Strategy
 

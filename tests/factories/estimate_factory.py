@@ -5,12 +5,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from launch.probe_host import read_host
+from launch.probe.surroundings import read_host
 from trainer.planning.device import Device, device_of
-from trainer.planning.gpu_names import hardware_from_spec
 from trainer.planning.setting import Setting
+from trainer.planning.tables.gpu_names import hardware_from_spec
 from trainer.spec.hardware import DeviceKind, Host
-from trainer.spec.model_shape import ModelShape, read_model_shape
+from trainer.spec.model.shape import ModelShape, read_model_shape
 from trainer.spec.strategy import (
     Attention,
     Checkpointing,

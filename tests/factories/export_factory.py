@@ -12,13 +12,13 @@ from rank_factory import SEQ_LEN, rank_plan, write_attempt
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.runtime.checkpoint import Ranks, Save
-from trainer.runtime.checkpoint_facts import facts_of
-from trainer.runtime.export_plan import plan_on
-from trainer.runtime.model import build_model
-from trainer.runtime.state import RunState
+from trainer.runtime.export.plan import plan_on
+from trainer.runtime.loop.checkpoint_facts import facts_of
+from trainer.runtime.models.build import build_model
+from trainer.runtime.run.state import RunState
 from trainer.spec.hardware import DeviceKind
-from trainer.spec.job import LoraJob, ModelJob
-from trainer.spec.model_shape import read_model_shape
+from trainer.spec.job.sections import LoraJob, ModelJob
+from trainer.spec.model.shape import read_model_shape
 from trainer.spec.plan import Plan
 from trainer.spec.report import Evaluation
 from trainer.spec.strategy import Method, Precision, Sharding

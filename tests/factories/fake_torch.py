@@ -1,4 +1,4 @@
-"""A torch that `trainer.runtime.torch_check` asks instead of the installed one, with cards that fail as a test wants.
+"""A torch that `runtime.tools.torch_check` asks instead of the installed one, with cards that fail as a test wants.
 
 It starts at once, where the stand-in of `fake_cuda` loads the installed torch. Every other process that finds it on its
 path gets the installed torch: a whole run can start with it on PYTHONPATH.
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gpu_machines import Machine, uuid_of
 
-from launch.torch_fit import runs_on
+from launch.probe.torch_fit import runs_on
 
 NO_CODE = "CUDA error: no kernel image is available for execution on the device"
 
@@ -80,7 +80,7 @@ cuda = SimpleNamespace(
     memory_snapshot=lambda: [{{"is_expandable": IS_EXPANDABLE}}],
 )
 
-if "trainer.runtime.torch_check" in sys.orig_argv:
+if "trainer.runtime.tools.torch_check" in sys.orig_argv:
     with Path(RUNS).open("a") as runs:
         runs.write(f"{{os.environ.get('CUDA_VISIBLE_DEVICES')}} {{SETTING}}\\n")
 else:

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from launch.attempts import RunOutcome, run_attempts
-from launch.console import Console
-from launch.extension_file import read_extension
-from launch.supervisor import StopRequest
-from launch.watchdog import WatchLimits
+from launch.attempt.supervisor import StopRequest
+from launch.attempt.watchdog import WatchLimits
+from launch.job.extension import read_extension
+from launch.run.attempts import RunOutcome, run_attempts
+from launch.terminal import Console
 from trainer.spec.plan import Candidate, Plan
 
 # Steps of a few milliseconds, on a machine that may be busy with something else.

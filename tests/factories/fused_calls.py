@@ -14,11 +14,11 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from trainer.runtime.attention_kernels import choose_attention_kernels
-from trainer.runtime.data import MicroBatch
-from trainer.runtime.model import make_trainable, model_from_config
-from trainer.runtime.packed_attention import packed_sdpa
-from trainer.runtime.step import forward
+from trainer.runtime.attention.kernels import choose_attention_kernels
+from trainer.runtime.attention.packed import packed_sdpa
+from trainer.runtime.data.batches import MicroBatch
+from trainer.runtime.loop.step import forward
+from trainer.runtime.models.build import make_trainable, model_from_config
 from trainer.simulation.build import materialise
 from trainer.simulation.fake_device import FakeDeviceMode, as_if_available, enable_fake_cuda
 from trainer.simulation.kernels import Kernels

@@ -21,17 +21,17 @@ import numpy as np
 from engine_plan_factory import engine_plan
 from operator_cache import folder_with_operators
 
-from launch.attempt_files import prepare_attempt
-from launch.command import launch_command, launch_environment
+from launch.engine.attempt_files import prepare_attempt
+from launch.engine.command import launch_command, launch_environment
 from trainer.planning.device import device_of
 from trainer.planning.memory import estimate_memory
-from trainer.planning.padding import row_recipe
+from trainer.planning.run.padding import row_recipe
+from trainer.planning.search.settings_choices import smallest_buckets
 from trainer.planning.setting import Setting
-from trainer.planning.settings_choices import smallest_buckets
 from trainer.spec import codec
 from trainer.spec.hardware import Hardware
-from trainer.spec.job import GaloreJob, Job, Limits, LoraJob, TrainJob
-from trainer.spec.model_shape import read_model_shape
+from trainer.spec.job.sections import GaloreJob, Job, Limits, LoraJob, TrainJob
+from trainer.spec.model.shape import read_model_shape
 from trainer.spec.plan import Candidate, Plan
 from trainer.spec.report import Report
 from trainer.spec.strategy import (

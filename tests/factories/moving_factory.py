@@ -10,9 +10,9 @@ import msgspec
 from rank_factory import rank_plan, write_attempt
 
 from trainer.runtime.checkpoint import CheckpointFolder
-from trainer.runtime.checkpoint.search import open_checkpoint
-from trainer.spec.job import GaloreJob, Limits, LoraJob, NvmeLimit
-from trainer.spec.model_shape import read_model_shape
+from trainer.runtime.checkpoint.files.search import open_checkpoint
+from trainer.spec.job.sections import GaloreJob, Limits, LoraJob, NvmeLimit
+from trainer.spec.model.shape import read_model_shape
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Method, Offload, Optimizer, Precision, Sharding
 from trainer.spec.units import MIB

@@ -6,11 +6,11 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from launch import folders
-from launch.console import Console
-from launch.operators import build_operators, extensions_dir
-from launch.plan_job import recorded_versions
-from launch.probe_host import read_host
+from launch.engine.operators import build_operators, extensions_dir
+from launch.job import folders
+from launch.plan.gather import recorded_versions
+from launch.probe.surroundings import read_host
+from launch.terminal import Console
 
 
 @cache

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from trainer.planning.learning_rates import default_rate
-from trainer.runtime.data import TokenRows, step_micro_batches
-from trainer.runtime.model import build_model
+from trainer.planning.tables.learning_rates import default_rate
+from trainer.runtime.data.batches import TokenRows, step_micro_batches
+from trainer.runtime.models.build import build_model
 from trainer.runtime.optimizers import build_optimizer, set_learning_rate, updates_in_backward
-from trainer.spec.job import GaloreJob
+from trainer.spec.job.sections import GaloreJob
 from trainer.spec.lr_schedule import learning_rate
 from trainer.spec.strategy import Method, Optimizer
 

@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 from rank_factory import rank_plan
 
-from trainer.runtime.token_rows import TokenLayout
+from trainer.runtime.data.token_rows import TokenLayout
 from trainer.spec import codec
-from trainer.spec.data_profile import DataProfile
-from trainer.spec.job import DataFormat, EvalJob, Objective
+from trainer.spec.data.profile import DataProfile
+from trainer.spec.job.sections import DataFormat, EvalJob, Objective
 from trainer.spec.plan import Plan
 
 PAIR_SEQ_LEN = 24

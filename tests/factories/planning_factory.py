@@ -4,17 +4,17 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from trainer.planning.context import Situation
 from trainer.planning.device import device_of
-from trainer.planning.gpu_names import hardware_from_spec
 from trainer.planning.planner import make_plan, with_fp8_gain
-from trainer.planning.schedule import make_schedule
-from trainer.planning.situation import Situation
+from trainer.planning.run.schedule import make_schedule
+from trainer.planning.tables.gpu_names import hardware_from_spec
 from trainer.spec.calibration import Calibration
-from trainer.spec.data_profile import DataProfile
-from trainer.spec.extension import Extension
+from trainer.spec.data.profile import DataProfile
 from trainer.spec.hardware import Hardware, Host
-from trainer.spec.job import Allowance, DataJob, DataSource, Job, Limits, ModelJob, Pin, TrainJob
-from trainer.spec.model_shape import ModelShape, read_model_shape
+from trainer.spec.job.sections import Allowance, DataJob, DataSource, Job, Limits, ModelJob, Pin, TrainJob
+from trainer.spec.messages.extension import Extension
+from trainer.spec.model.shape import ModelShape, read_model_shape
 from trainer.spec.plan import Fp8Gain, Plan, ShapeTimes, TrialResult
 from trainer.spec.strategy import Fp8Recipe, Method
 from trainer.spec.units import GIB

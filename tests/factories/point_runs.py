@@ -7,7 +7,7 @@ from pathlib import Path
 from covering_factory import IN_BACKWARD, Point
 from rank_factory import rank_plan, write_attempt
 
-from trainer.spec.job import GaloreJob, Limits, LoraJob, NvmeLimit
+from trainer.spec.job.sections import GaloreJob, Limits, LoraJob, NvmeLimit
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Checkpointing, LossHead, Method, Offload, Optimizer, Precision, Sharding
 

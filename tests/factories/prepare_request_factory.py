@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from launch.data_files import list_files
-from trainer.runtime.token_rows import TokenLayout, TokenRows
-from trainer.spec.data_request import PrepareRequest
-from trainer.spec.job import BadRows, DataFormat, DataSource
+from launch.inputs.data_files import list_files
+from trainer.runtime.data.token_rows import TokenLayout, TokenRows
+from trainer.spec.data.request import PrepareRequest
+from trainer.spec.job.sections import BadRows, DataFormat, DataSource
 
 REQUEST = PrepareRequest(
     sources=(),

@@ -10,11 +10,11 @@ import msgspec
 import numpy as np
 from engine_plan_factory import TINY_LLAMA, engine_plan
 
-from launch.deepspeed_config import deepspeed_config
-from trainer.runtime.row_writer import RowShape, RowWriter
-from trainer.runtime.token_rows import TokenRows
+from launch.engine.deepspeed_config import deepspeed_config
+from trainer.runtime.data.row_writer import RowShape, RowWriter
+from trainer.runtime.data.token_rows import TokenRows
 from trainer.spec import codec
-from trainer.spec.job import Job, Limits, TrainJob
+from trainer.spec.job.sections import Job, Limits, TrainJob
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Offload, Sharding
 

@@ -13,9 +13,9 @@ from run_factory import attempt_record
 from trainer.planning.memory.parts import grouped
 from trainer.spec import codec
 from trainer.spec.hardware import Hardware, Host
+from trainer.spec.messages.submission import FILE_NAME, Submission
 from trainer.spec.plan import Plan
 from trainer.spec.report import Figures, MemoryPoint, Report, predicted_figures
-from trainer.spec.submission import FILE_NAME, Submission
 
 NUM_STEPS = 40
 

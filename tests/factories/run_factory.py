@@ -10,14 +10,14 @@ from engine_plan_factory import engine_plan
 from msgspec.structs import replace
 from report_factory import make_report
 
-from launch.run_holder import LOCK
+from launch.rundir.holder import LOCK
 from trainer.spec import codec
 from trainer.spec.hardware import Hardware, Host
-from trainer.spec.heartbeat import Heartbeat, encode_heartbeat, heartbeat_path
+from trainer.spec.messages.heartbeat import Heartbeat, encode_heartbeat, heartbeat_path
+from trainer.spec.messages.submission import FILE_NAME, JOBS_FILE, SCRIPT_NAME, Submission
 from trainer.spec.plan import Plan
 from trainer.spec.report import AttemptRecord, Ending, Report
 from trainer.spec.strategy import Sharding
-from trainer.spec.submission import FILE_NAME, JOBS_FILE, SCRIPT_NAME, Submission
 
 
 def run_plan(num_steps: int = 100) -> Plan:

@@ -11,12 +11,12 @@ from typing import Any
 from msgspec.structs import replace
 from run_factory import metrics_row, run_plan
 
-from launch.console import Console
-from launch.sink import LastWord, SinkOrder
-from launch.sink_start import SinkProcess
-from launch.supervisor import StopRequest
+from launch.attempt.supervisor import StopRequest
+from launch.terminal import Console
+from launch.track.start import SinkProcess
+from launch.track.tracker import LastWord, SinkOrder
 from trainer.spec import codec
-from trainer.spec.job import LogJob, WandbMode
+from trainer.spec.job.sections import LogJob, WandbMode
 from trainer.spec.plan import Plan
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm.sbatch import BatchJob, render_script
-from trainer.spec.submission import JOBS_FILE, SCRIPT_NAME, JobStart, parse_job_starts
+from trainer.spec.messages.submission import JOBS_FILE, SCRIPT_NAME, JobStart, parse_job_starts
 
 STAND_IN = """\
 #!/usr/bin/env python3

@@ -6,7 +6,7 @@ from pathlib import Path
 from captured_machine import CAPTURED
 
 from slurm.cluster import Node, Partition
-from slurm.scontrol_text import parse_nodes, parse_partitions
+from slurm.text.scontrol import parse_nodes, parse_partitions
 
 CLUSTERS = tuple(sorted(folder.name.removeprefix("slurm_") for folder in CAPTURED.glob("slurm_*")))
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from run_factory import metrics_row, write_attempt, write_report
 
-from launch.run_dir import locked, next_attempt
-from launch.run_mark import is_cancelled, must_end_at_start
-from launch.supervisor import StopRequest
+from launch.attempt.supervisor import StopRequest
+from launch.rundir.cancelled import is_cancelled, must_end_at_start
+from launch.rundir.paths import locked, next_attempt
 from trainer.spec.report import Ending
 
 STEP_S = 0.05

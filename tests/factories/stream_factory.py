@@ -10,16 +10,16 @@ from engine_plan_factory import TINY_LLAMA
 from prepare_request_factory import listed_request
 from rank_factory import rank_plan
 
-from trainer.runtime.prepare import prepare
-from trainer.runtime.report_writer import RunPaths
-from trainer.runtime.row_shapes import RowReading
-from trainer.runtime.stream_files import FileFetcher
-from trainer.runtime.stream_reading import StreamReader
-from trainer.runtime.stream_values import Place
+from trainer.runtime.data.prepare import prepare
+from trainer.runtime.data.sources.row_shapes import RowReading
+from trainer.runtime.data.stream.files import FileFetcher
+from trainer.runtime.data.stream.reading import StreamReader
+from trainer.runtime.data.stream.values import Place
+from trainer.runtime.run.report_writer import RunPaths
 from trainer.spec import codec
-from trainer.spec.data_profile import DataProfile
-from trainer.spec.data_request import LISTING_NAME, PrepareRequest
-from trainer.spec.job import DataFormat
+from trainer.spec.data.profile import DataProfile
+from trainer.spec.data.request import LISTING_NAME, PrepareRequest
+from trainer.spec.job.sections import DataFormat
 from trainer.spec.plan import Plan
 
 WINDOW_BYTES = 2000

@@ -8,9 +8,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from trainer.runtime.activation_memory import apply_checkpointing
-from trainer.runtime.activation_offload import offload_activations
-from trainer.runtime.loss import install_loss_head
+from trainer.runtime.loss.head import install_loss_head
+from trainer.runtime.memory.activation_memory import apply_checkpointing
+from trainer.runtime.memory.activation_offload import offload_activations
 from trainer.spec.strategy import Checkpointing, LossHead
 
 pytestmark = pytest.mark.gpu

@@ -21,11 +21,11 @@ from gpu_factory import (
 )
 from planning_factory import job_of, machine, situation_for
 
-from launch.attempt_files import prepare_attempt
-from launch.command import launch_command, launch_environment
-from trainer.planning.rules import obstacle_to, refuse
+from launch.engine.attempt_files import prepare_attempt
+from launch.engine.command import launch_command, launch_environment
+from trainer.planning.rules.rule import obstacle_to, refuse
 from trainer.spec import codec
-from trainer.spec.job import Allowance
+from trainer.spec.job.sections import Allowance
 from trainer.spec.plan import Plan
 from trainer.spec.report import Ending
 from trainer.spec.strategy import Offload, Optimizer, Precision, Sharding

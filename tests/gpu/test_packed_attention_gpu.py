@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from trainer.runtime.loss import install_loss_head
-from trainer.runtime.packed_attention import VARLEN, document_kernels, isolate_documents, packed_inputs
+from trainer.runtime.attention.packed import VARLEN, document_kernels, isolate_documents, packed_inputs
+from trainer.runtime.loss.head import install_loss_head
 from trainer.spec.strategy import LossHead
 
 pytestmark = pytest.mark.gpu

@@ -26,8 +26,8 @@ from gpu_factory import (
 )
 from msgspec.structs import replace
 
-from launch.probe import read_hardware
-from trainer.runtime.attention import attention_name
+from launch.probe.machine import read_hardware
+from trainer.runtime.attention.choice import attention_name
 from trainer.spec.report import Ending
 from trainer.spec.strategy import Attention, LossHead, Precision, Sharding
 

@@ -14,13 +14,13 @@ from planning_factory import plan_of
 from reported_run import report_for, step_rows, tiny_plan, write_run
 from run_factory import attempt_record
 
-from launch.report_comparison import comparison_page
-from launch.report_page import run_page
-from launch.report_runs import read_recorded, recorded_runs
-from trainer.planning.explain import comparison_page as machines_page
-from trainer.planning.explain import plan_page
-from trainer.planning.page import Page
-from trainer.planning.page_html import pages_html
+from launch.show.report.comparison import comparison_page
+from launch.show.report.page import run_page
+from launch.show.report.runs import read_recorded, recorded_runs
+from trainer.planning.explain.plan_page import comparison_page as machines_page
+from trainer.planning.explain.plan_page import plan_page
+from trainer.planning.page.content import Page
+from trainer.planning.page.html import pages_html
 from trainer.spec.report import Ending, Fault
 
 LONG = "an-incident-with-a-very-long-word-" * 12

@@ -11,8 +11,8 @@ from slurm_cluster import SlurmCluster
 from slurm_texts import install_slurm
 from typed_command import Answer, Run, in_empty_home, typed, write_rows
 
-from launch.asked_nodes import sbatch_option
-from launch.partition_hardware import read_partition_hardware
+from launch.plan.asked_nodes import sbatch_option
+from launch.plan.partition_hardware import read_partition_hardware
 from trainer.spec import codec
 from trainer.spec.errors import ExitCode
 from trainer.spec.hardware import Hardware

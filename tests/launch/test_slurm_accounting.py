@@ -7,7 +7,7 @@ import pytest
 from slurm_texts import install_slurm
 
 from launch.cli import main
-from launch.partition_hardware import read_partition_hardware
+from launch.plan.partition_hardware import read_partition_hardware
 from trainer.spec.errors import ExitCode
 
 JOB = """\

@@ -8,15 +8,15 @@ from msgspec.structs import replace
 from planning_factory import data_of, job_of, machine, situation_for
 from rank_factory import rank_plan
 
-from trainer.planning.catalogue import CATALOGUE
-from trainer.planning.input_checks import check_pins
+from trainer.planning.context import Situation
 from trainer.planning.planner import make_plan
-from trainer.planning.settings_choices import attention, first_setting
-from trainer.planning.situation import Situation
+from trainer.planning.search.input_checks import check_pins
+from trainer.planning.search.settings_choices import attention, first_setting
+from trainer.planning.tables.catalogue import CATALOGUE
 from trainer.spec.calibration import Calibration
 from trainer.spec.errors import InputError
 from trainer.spec.hardware import Hardware
-from trainer.spec.model_shape import read_model_shape
+from trainer.spec.model.shape import read_model_shape
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Attention, Checkpointing, LossHead, Precision
 
@@ -91,8 +91,8 @@ def test_a_model_without_torchs_attention_takes_its_own_and_says_why(model, word
 
 @pytest.mark.parametrize("model", CONFIGS)
 def test_the_model_is_built_with_the_attention_of_its_plan(model):
-    from trainer.runtime.attention import attention_name, attention_of
-    from trainer.runtime.model import build_model
+    from trainer.runtime.attention.choice import attention_name, attention_of
+    from trainer.runtime.models.build import build_model
 
     chosen = plan_for(model).chosen
     plan = rank_plan(Path("nowhere"), model_config=CONFIGS[model], attention=chosen.attention, loss=chosen.loss)

@@ -7,8 +7,8 @@ from estimate_factory import CPU_HOST, UNKNOWN_HOST
 from msgspec.structs import replace
 
 from trainer.planning.device import device_of
-from trainer.planning.gpu_names import hardware_from_spec
-from trainer.planning.gpu_specs import GPU_SPECS
+from trainer.planning.tables.gpu_names import hardware_from_spec
+from trainer.planning.tables.gpu_specs import GPU_SPECS
 from trainer.spec.errors import InputError
 from trainer.spec.hardware import DeviceKind, Disk, Gpu, Hardware, Link, LinkKind, MeasuredRates
 from trainer.spec.strategy import Precision

@@ -8,12 +8,12 @@ from msgspec.structs import replace
 from planning_factory import fp8_gain_of, machine, plan_of, situation_for
 
 from trainer.planning.candidates import candidate_of, setting_of
-from trainer.planning.explain import explain_plan
+from trainer.planning.explain.plan_page import explain_plan
 from trainer.planning.planner import situation_of
-from trainer.planning.rules import refuse
-from trainer.planning.speed_rates import rates_of
+from trainer.planning.rules.rule import refuse
+from trainer.planning.speed.rates import rates_of
 from trainer.spec import codec
-from trainer.spec.job import Allowance
+from trainer.spec.job.sections import Allowance
 from trainer.spec.plan import LEAST_FP8_GAIN, Candidate, Fp8Gain, Plan
 from trainer.spec.strategy import Fp8Recipe, Precision
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from planning_factory import data_of, job_of, machine, plan_of
 
-from launch.plan_job import plan_inputs, profile_data, read_inputs
+from launch.plan.gather import plan_inputs, profile_data, read_inputs
 from trainer.planning.candidates import run_hours
-from trainer.planning.choice import handicap
 from trainer.planning.planner import situation_of
-from trainer.planning.settings_search import SAME_SPEED
+from trainer.planning.search.choice import handicap
+from trainer.planning.search.settings_search import SAME_SPEED
 from trainer.spec.errors import NothingFitsError
-from trainer.spec.job import Allowance
+from trainer.spec.job.sections import Allowance
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Checkpointing, Method, Offload, Sharding
 from trainer.spec.units import GIB

@@ -28,9 +28,9 @@ from trainer.planning.memory.recipe import attention_kernel, dims_of, recipe_of
 from trainer.planning.memory.sharding import default_buckets, sharding_memory
 from trainer.planning.memory.states import States, model_states
 from trainer.planning.setting import Setting
-from trainer.spec.attention_kernel import AttentionKernel
-from trainer.spec.job import GaloreJob, LoraJob
-from trainer.spec.model_shape import ModelShape
+from trainer.spec.job.sections import GaloreJob, LoraJob
+from trainer.spec.model.attention_kernel import AttentionKernel
+from trainer.spec.model.shape import ModelShape
 from trainer.spec.plan import MemoryEstimate
 from trainer.spec.strategy import (
     Attention,

@@ -20,9 +20,9 @@ from estimate_factory import gpu, setting
 from trainer.planning.memory import estimate_memory
 from trainer.planning.setting import RecipeChoices, Setting
 from trainer.simulation.golden import read_golden
-from trainer.spec.model_shape import read_model_shape
+from trainer.spec.messages.simulation import GoldenAnswer, GoldenRow, SimulationRequest
+from trainer.spec.model.shape import read_model_shape
 from trainer.spec.plan import MemoryEstimate
-from trainer.spec.simulation import GoldenAnswer, GoldenRow, SimulationRequest
 from trainer.spec.strategy import Sharding
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "dry_run.jsonl"

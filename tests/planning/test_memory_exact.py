@@ -14,7 +14,7 @@ from trainer.planning.memory import estimate_memory
 from trainer.planning.memory.recipe import dims_of, recipe_of
 from trainer.planning.memory.states import States, model_states
 from trainer.planning.setting import Setting
-from trainer.spec.job import GaloreJob, LoraJob
+from trainer.spec.job.sections import GaloreJob, LoraJob
 from trainer.spec.strategy import Checkpointing, Method, Offload, Optimizer, Precision, Quant, Sharding
 
 P, L, V, H, F, KV = 8_030_261_248, 6_979_321_856, 128_256, 4096, 14_336, 1024

@@ -10,13 +10,13 @@ from msgspec.structs import replace
 from rank_factory import rank_plan
 
 from trainer.planning.memory import estimate_memory
-from trainer.planning.padding import document_tokens
+from trainer.planning.run.padding import document_tokens
 from trainer.planning.setting import RecipeChoices
-from trainer.planning.speed import estimate_speed
-from trainer.runtime.memory_profile import MemoryProfile
-from trainer.runtime.model import build_model
+from trainer.planning.speed.step import estimate_speed
+from trainer.runtime.models.build import build_model
 from trainer.runtime.optimizers import build_optimizer
-from trainer.spec.data_profile import DataProfile, LengthHistogram
+from trainer.runtime.profile.memory_profile import MemoryProfile
+from trainer.spec.data.profile import DataProfile, LengthHistogram
 from trainer.spec.strategy import Attention, Checkpointing, LossHead, Optimizer, Precision
 
 VOCAB, HIDDEN, FFN, LAYERS, HEADS = 1024, 128, 352, 2, 4

@@ -15,12 +15,12 @@ from msgspec.structs import replace
 from rank_factory import rank_plan
 
 from trainer.planning.memory import estimate_memory
-from trainer.runtime.memory_profile import MemoryProfile
-from trainer.runtime.mixed_precision import install_precision
-from trainer.runtime.model import build_model
+from trainer.runtime.models.build import build_model
 from trainer.runtime.optimizers import build_optimizer, set_learning_rate, unwrapped, updates_in_backward
+from trainer.runtime.precision.mixed_precision import install_precision
+from trainer.runtime.profile.memory_profile import MemoryProfile
 from trainer.spec.hardware import DeviceKind
-from trainer.spec.job import GaloreJob, LoraJob
+from trainer.spec.job.sections import GaloreJob, LoraJob
 from trainer.spec.strategy import Checkpointing, LossHead, Method, Optimizer, Precision
 
 FIELDS = config(2048, 128, 352, 4, 4, 2, is_tied=True, head_dim=32)

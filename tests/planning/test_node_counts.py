@@ -11,9 +11,9 @@ from trainer.planning.node_counts import (
     planned,
     speedups,
 )
-from trainer.planning.page import Page, Table
-from trainer.planning.run_totals import RunTotals
-from trainer.planning.text_layout import page_text
+from trainer.planning.page.content import Page, Table
+from trainer.planning.page.text_layout import page_text
+from trainer.planning.search.run_totals import RunTotals
 
 
 def count_of(num_nodes, tokens_per_s=None, *, method="full", reason=""):

@@ -11,24 +11,24 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from planning_factory import CONFIGS, data_of, job_of, machine, plan_of, situation_for
 
-from trainer.planning.budget import excess
 from trainer.planning.candidates import candidate_of, run_hours, setting_of
-from trainer.planning.catalogue import CATALOGUE, LAYOUTS
-from trainer.planning.choice import PAGED_HANDICAP, handicap
-from trainer.planning.fallbacks import fallbacks
 from trainer.planning.planner import situation_of, take_candidate
-from trainer.planning.remedies import memory_remedy, nothing_fits
-from trainer.planning.settings_choices import bucket_ladder, chunk_tokens, micro_batches
-from trainer.planning.settings_search import (
+from trainer.planning.search.budget import excess
+from trainer.planning.search.choice import PAGED_HANDICAP, handicap
+from trainer.planning.search.fallbacks import fallbacks
+from trainer.planning.search.remedies import memory_remedy, nothing_fits
+from trainer.planning.search.settings_choices import bucket_ladder, chunk_tokens, micro_batches
+from trainer.planning.search.settings_search import (
     EAGER_HANDICAP,
     SAME_SPEED,
     best_candidate,
     least_need,
 )
+from trainer.planning.tables.catalogue import CATALOGUE, LAYOUTS
 from trainer.spec import codec
 from trainer.spec.errors import InputError, NothingFitsError
 from trainer.spec.hardware import DeviceKind, Disk
-from trainer.spec.job import Allowance, Limits, NvmeLimit
+from trainer.spec.job.sections import Allowance, Limits, NvmeLimit
 from trainer.spec.plan import Plan, TrialResult
 from trainer.spec.strategy import (
     Attention,

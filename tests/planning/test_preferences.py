@@ -7,15 +7,15 @@ from estimate_factory import LLAMA_8B, gpu, setting
 from msgspec.structs import replace
 from planning_factory import data_of, job_of, plan_of
 
-from trainer.planning.data_estimate import estimate_data
-from trainer.planning.explain import explain_plan
+from trainer.planning.explain.plan_page import explain_plan
 from trainer.planning.memory import estimate_memory
+from trainer.planning.run.data_estimate import estimate_data
 from trainer.planning.setting import RecipeChoices
-from trainer.spec.data_profile import DataProfile
+from trainer.spec.data.objectives import shape_before_reading
+from trainer.spec.data.profile import DataProfile
 from trainer.spec.errors import InputError
-from trainer.spec.extension import Extension, Hook
-from trainer.spec.job import DataFormat, DataJob, Objective
-from trainer.spec.objectives import shape_before_reading
+from trainer.spec.job.sections import DataFormat, DataJob, Objective
+from trainer.spec.messages.extension import Extension, Hook
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import LossHead, Method
 

@@ -9,7 +9,7 @@ from report_factory import make_report
 
 from trainer.planning.recommend import LEAST_GAIN, MOST_SAID, Observed, recommendations, unused_bytes
 from trainer.spec.hardware import MeasuredRates
-from trainer.spec.job import DataFormat
+from trainer.spec.job.sections import DataFormat
 from trainer.spec.plan import Plan
 from trainer.spec.report import AttemptRecord, Ending, Fault, Report, predicted_figures
 from trainer.spec.strategy import Checkpointing, Offload

@@ -4,10 +4,10 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import job_of, machine, plan_of
 
-from trainer.planning.explain import explain_plan
+from trainer.planning.explain.plan_page import explain_plan
 from trainer.spec.hardware import DeviceKind
+from trainer.spec.messages.saving import SavingChoice, saving_choice
 from trainer.spec.plan import Plan
-from trainer.spec.saving import SavingChoice, saving_choice
 from trainer.spec.strategy import Method, Optimizer
 from trainer.spec.units import GIB
 

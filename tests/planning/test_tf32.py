@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from planning_factory import plan_of
 
-from trainer.planning.leaves import leaves
 from trainer.planning.planner import situation_of
-from trainer.spec.job import Allowance
+from trainer.planning.reasons.opt_in import leaves
+from trainer.spec.job.sections import Allowance
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Precision
 

@@ -11,13 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainer.runtime.row_files import read_rows
-from trainer.runtime.row_shapes import RowReading, detect_shape, example_of
-from trainer.runtime.source_streams import BadRow
-from trainer.runtime.text_sources import read_blocks, survey
-from trainer.spec.data_request import SourceFile
+from trainer.runtime.data.sources.row_files import read_rows
+from trainer.runtime.data.sources.row_shapes import RowReading, detect_shape, example_of
+from trainer.runtime.data.sources.source_streams import BadRow
+from trainer.runtime.data.sources.text_sources import read_blocks, survey
+from trainer.spec.data.request import SourceFile
 from trainer.spec.errors import InputError
-from trainer.spec.job import DataFormat
+from trainer.spec.job.sections import DataFormat
 
 TEXT, TOKENS, CHAT = DataFormat.TEXT, DataFormat.TOKENS, DataFormat.CHAT
 COMPLETION, PREFERENCE = DataFormat.PROMPT_COMPLETION, DataFormat.PREFERENCE

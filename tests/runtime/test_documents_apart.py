@@ -16,12 +16,12 @@ from flash_stand_in import load_stand_in
 from prepare_request_factory import listed_request
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from trainer.runtime.data import IGNORED_LABEL, MicroBatch, step_micro_batches
-from trainer.runtime.loss import Answer, install_loss_head
-from trainer.runtime.packed_attention import FLASH, document_bounds
-from trainer.runtime.prepare import prepare
-from trainer.runtime.step import forward
-from trainer.runtime.token_rows import TokenRows
+from trainer.runtime.attention.packed import FLASH, document_bounds
+from trainer.runtime.data.batches import IGNORED_LABEL, MicroBatch, step_micro_batches
+from trainer.runtime.data.prepare import prepare
+from trainer.runtime.data.token_rows import TokenRows
+from trainer.runtime.loop.step import forward
+from trainer.runtime.loss.head import Answer, install_loss_head
 from trainer.spec.strategy import LossHead
 
 SEQ_LEN, NUM_ROWS = 48, 4  # longer than the windows of the models, which are 16

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from rank_factory import rank_plan, write_rows
 from safetensors.torch import load_file
 
-from trainer.runtime.evaluation import evaluations_without_gain
-from trainer.runtime.model import build_model
-from trainer.runtime.state import RunState
-from trainer.spec.job import CheckpointJob, EvalJob
+from trainer.runtime.loop.evaluation import evaluations_without_gain
+from trainer.runtime.models.build import build_model
+from trainer.runtime.run.state import RunState
+from trainer.spec.job.sections import CheckpointJob, EvalJob
 from trainer.spec.plan import Plan
 from trainer.spec.report import Ending, Evaluation
 

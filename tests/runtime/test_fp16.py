@@ -11,11 +11,13 @@ from attempt_runs import reset_accelerate
 from rank_factory import SEED, rank_plan, write_rows
 from transformers import PreTrainedModel
 
-from trainer.runtime.accelerator import build_accelerator
-from trainer.runtime.clock import Clock
-from trainer.runtime.data import TokenRows, step_micro_batches
-from trainer.runtime.evaluation import evaluate
-from trainer.runtime.mixed_precision import (
+from trainer.runtime.data.batches import TokenRows, step_micro_batches
+from trainer.runtime.engines.accelerator import build_accelerator
+from trainer.runtime.loop.evaluation import evaluate
+from trainer.runtime.loop.step import StepResult, run_step
+from trainer.runtime.models.build import build_model
+from trainer.runtime.optimizers import build_optimizer
+from trainer.runtime.precision.mixed_precision import (
     INIT_SCALE,
     AmpScaler,
     EngineScaler,
@@ -24,9 +26,7 @@ from trainer.runtime.mixed_precision import (
     loss_scaler,
     precision_facts,
 )
-from trainer.runtime.model import build_model
-from trainer.runtime.optimizers import build_optimizer
-from trainer.runtime.step import StepResult, run_step
+from trainer.runtime.run.clock import Clock
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.plan import Plan

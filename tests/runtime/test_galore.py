@@ -23,7 +23,7 @@ from trainer.runtime.optimizers import (
 from trainer.runtime.optimizers.galore import PROJECTIONS
 from trainer.runtime.optimizers.groups import block_matrices
 from trainer.spec.errors import InputError
-from trainer.spec.job import GaloreJob
+from trainer.spec.job.sections import GaloreJob
 from trainer.spec.strategy import Optimizer
 
 GALORE = GaloreJob(rank=8, update_gap=2, scale=0.5)

@@ -17,9 +17,9 @@ CONFIG = {
 WATCH = """
 import json, sys, threading
 from pathlib import Path
-from trainer.runtime.import_run import import_checkpoint
-from trainer.runtime.memory_profile import anonymous_bytes
-from trainer.spec.import_request import ImportRequest, WeightType
+from trainer.runtime.importing.run import import_checkpoint
+from trainer.runtime.profile.memory_profile import anonymous_bytes
+from trainer.spec.messages.import_request import ImportRequest, WeightType
 
 def peak(folder, dtype):
     before, peaks, is_done = anonymous_bytes(), [], threading.Event()

@@ -32,11 +32,11 @@ from import_factory import (
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from trainer.runtime.import_pickles import load_metadata, load_pickled
-from trainer.runtime.import_run import main
+from trainer.runtime.importing.pickles import load_metadata, load_pickled
+from trainer.runtime.importing.run import main
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.import_request import ImportKind, ImportRequest
+from trainer.spec.messages.import_request import ImportKind, ImportRequest
 
 
 class Bomb:
@@ -168,7 +168,7 @@ def test_classes_that_stand_in_deepspeeds_files_are_not_imported(tmp_path):
         archive.writestr("file/byteorder", "little")
         archive.writestr("file/version", "3\n")
     read = load_pickled(tmp_path / "file.pt")
-    assert type(read).__module__ == "trainer.runtime.import_pickles" and read.state == {"scale": 3}
+    assert type(read).__module__ == "trainer.runtime.importing.pickles" and read.state == {"scale": 3}
 
 
 @pytest.mark.parametrize(
@@ -213,13 +213,13 @@ def test_an_archive_that_grows_when_it_is_read_or_holds_code_is_refused(settings
 
 
 def test_a_pickle_of_more_than_its_bound_is_not_read(base, tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.runtime.import_pickles.PICKLE_BYTES", 100)
+    monkeypatch.setattr("trainer.runtime.importing.pickles.PICKLE_BYTES", 100)
     assert_refused(saved_by_torch(base, tmp_path / "in"), tmp_path / "out", r"pytorch_model\.bin: .* \S+ KiB.* 100 B\b")
 
 
 @pytest.mark.parametrize(
     ("name", "bound"),
-    [("config.json", "import_run.CONFIG_BYTES"), ("pytorch_model.bin.index.json", "import_files.INDEX_BYTES")],
+    [("config.json", "importing.run.CONFIG_BYTES"), ("pytorch_model.bin.index.json", "importing.files.INDEX_BYTES")],
 )
 def test_a_file_of_more_than_its_bound_is_not_read(name, bound, base, tmp_path, monkeypatch):
     folder = saved_by_torch(base, tmp_path / "in")

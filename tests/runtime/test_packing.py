@@ -11,11 +11,11 @@ from hub_kernel_factory import KERNEL
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, modeling_flash_attention_utils
 
 from trainer.planning.memory import estimate_memory
-from trainer.runtime.activation_memory import apply_checkpointing
-from trainer.runtime.loss import IGNORED, install_loss_head
-from trainer.runtime.memory_profile import MemoryProfile
+from trainer.runtime.attention.packed import FLASH
+from trainer.runtime.loss.head import IGNORED, install_loss_head
+from trainer.runtime.memory.activation_memory import apply_checkpointing
 from trainer.runtime.optimizers import build_optimizer
-from trainer.runtime.packed_attention import FLASH
+from trainer.runtime.profile.memory_profile import MemoryProfile
 from trainer.spec.report import MemoryFigures
 from trainer.spec.strategy import Checkpointing, LossHead, Optimizer, Precision
 

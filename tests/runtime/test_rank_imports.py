@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 from rank_factory import rank_plan, write_attempt, write_rows
 
-from trainer.spec.extension import Extension, Hook
+from trainer.spec.messages.extension import Extension, Hook
 
 PYTHON = Path(sys.prefix, "bin", "python")
 TIMEOUT_S = 300  # only a rank that hangs needs it
@@ -24,9 +24,9 @@ NOT_IMPORTED = (
     "deepspeed", "peft", "bitsandbytes", "trl", "galore_torch", "torchao", "transformer_engine", "liger_kernel",
     "kernels", "flash_attn", "trainer.runtime.optimizers.lamb_8bit",
     # data is read from prepared rows
-    "datasets", "pyarrow", "pandas", "trainer.runtime.prepare", "trainer.runtime.prepared_rows",
+    "datasets", "pyarrow", "pandas", "trainer.runtime.data.prepare", "trainer.runtime.data.prepared_rows",
     # the export and what checks it
-    "onnx", "onnxruntime", "onnxscript", "trainer.runtime.export_run", "trainer.runtime.export_onnx",
+    "onnx", "onnxruntime", "onnxscript", "trainer.runtime.export.run", "trainer.runtime.export.onnx",
     # metrics leave through another process
     "wandb", "tensorboard", "torch.utils.tensorboard",
     # what no training of text needs

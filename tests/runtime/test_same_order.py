@@ -14,12 +14,13 @@ from conversations import assistant, user
 from msgspec.structs import replace
 from prepare_request_factory import listed_request
 
-from trainer.runtime import prepared_rows, render_workers
-from trainer.runtime.data import IGNORED_LABEL, MicroBatch, step_micro_batches
-from trainer.runtime.prepare import prepare
-from trainer.runtime.token_rows import TokenRows
-from trainer.spec.data_profile import DataProfile
-from trainer.spec.data_request import PrepareRequest
+from trainer.runtime.data import prepared_rows
+from trainer.runtime.data.batches import IGNORED_LABEL, MicroBatch, step_micro_batches
+from trainer.runtime.data.chat import render_workers
+from trainer.runtime.data.prepare import prepare
+from trainer.runtime.data.token_rows import TokenRows
+from trainer.spec.data.profile import DataProfile
+from trainer.spec.data.request import PrepareRequest
 
 NUM_ROWS = 420
 BATCH_UNITS = 64  # examples in a batch: several for each worker

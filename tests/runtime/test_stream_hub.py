@@ -13,12 +13,12 @@ FILES = {"data/a.jsonl": b'{"text": "one"}\n', "data/b.jsonl": b'{"text": ""}\n'
 PROGRAM = """
 import json, sys, time
 from pathlib import Path
-from trainer.runtime.row_shapes import RowReading
-from trainer.runtime.stream_files import FileFetcher
-from trainer.runtime.stream_reading import StreamReader
-from trainer.spec.data_request import SourceFile
+from trainer.runtime.data.sources.row_shapes import RowReading
+from trainer.runtime.data.stream.files import FileFetcher
+from trainer.runtime.data.stream.reading import StreamReader
+from trainer.spec.data.request import SourceFile
 from trainer.spec.errors import ShardwiseError
-from trainer.spec.job import DataFormat
+from trainer.spec.job.sections import DataFormat
 
 time.sleep = lambda seconds: None  # the library and we wait for minutes between questions
 folder, names, sizes = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])

@@ -13,7 +13,7 @@ import pytest
 from capture_signatures import PACKAGES, captured_file, cuda_file, versions
 from library_calls import Call, Reference, references, references_in
 
-from trainer.runtime.packed_attention import grouped_heads
+from trainer.runtime.attention.packed import grouped_heads
 from trainer.spec.torch_wheel import OLDEST_CAPABILITY
 
 VERSIONS = [(library, version) for library in PACKAGES for version in versions(library)]
@@ -116,4 +116,4 @@ def test_facts_of_the_cuda_wheel_are_captured(version: str) -> None:
     assert set(facts) == {"cuda", "architectures", "cudnn", "nccl", "triton", "has_cudnn_preference"}
     oldest = min(int(each.removeprefix("sm_")) for each in facts["architectures"].split())
     assert divmod(oldest, 10) == OLDEST_CAPABILITY, "trainer.spec.torch_wheel"
-    assert facts["has_cudnn_preference"] == "True", "trainer.runtime.attention_kernels switches it off"
+    assert facts["has_cudnn_preference"] == "True", "trainer.runtime.attention.kernels switches it off"

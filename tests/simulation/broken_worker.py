@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from trainer.runtime import step
+from trainer.runtime.loop import step
 from trainer.simulation import dry_run, kernels
 from trainer.simulation.fake_device import replaced
 from trainer.spec.errors import ShardwiseError
-from trainer.spec.simulation import SimulationRequest
+from trainer.spec.messages.simulation import SimulationRequest
 
 REQUEST = SimulationRequest(
     model_config={

@@ -14,7 +14,7 @@ from trainer import simulation
 from trainer.simulation.checks import check_supported
 from trainer.spec.errors import InputError
 from trainer.spec.hardware import DeviceKind
-from trainer.spec.simulation import SimulationRequest
+from trainer.spec.messages.simulation import SimulationRequest
 from trainer.spec.strategy import Attention, Method, Precision, Sharding
 
 WORKER = Path(__file__).with_name("broken_worker.py")

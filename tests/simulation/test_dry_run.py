@@ -7,8 +7,8 @@ from dry_run_factory import run_dry
 from estimate_factory import config
 from msgspec.structs import replace
 
-from trainer.spec.job import LoraJob
-from trainer.spec.simulation import GoldenAnswer, SimulationRequest
+from trainer.spec.job.sections import LoraJob
+from trainer.spec.messages.simulation import GoldenAnswer, SimulationRequest
 from trainer.spec.strategy import Checkpointing, LossHead, Method, Optimizer, Precision, Sharding
 
 VOCAB, HIDDEN, FFN, LAYERS = 4096, 256, 512, 2

@@ -7,7 +7,7 @@ from dry_run_factory import run_dry
 from msgspec.structs import replace
 
 from trainer.simulation.golden import read_golden
-from trainer.spec.simulation import GoldenAnswer, GoldenRow
+from trainer.spec.messages.simulation import GoldenAnswer, GoldenRow
 from trainer.spec.strategy import Checkpointing, LossHead, Method, Optimizer, Precision, Sharding
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "dry_run.jsonl"

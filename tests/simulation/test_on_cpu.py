@@ -7,14 +7,14 @@ import torch
 from estimate_factory import config
 from transformers import PreTrainedModel
 
-from trainer.runtime.memory_profile import MemoryProfile
-from trainer.runtime.model import make_trainable, model_from_config
+from trainer.runtime.models.build import make_trainable, model_from_config
 from trainer.runtime.optimizers import build_optimizer
-from trainer.runtime.precision import weight_type
+from trainer.runtime.profile.memory_profile import MemoryProfile
+from trainer.runtime.run.types import weight_type
 from trainer.simulation.dry_run import simulate
 from trainer.spec.hardware import DeviceKind
+from trainer.spec.messages.simulation import SimulationRequest
 from trainer.spec.report import MemoryFigures
-from trainer.spec.simulation import SimulationRequest
 from trainer.spec.strategy import Attention, Checkpointing, LossHead, Optimizer, Precision
 
 VOCAB = 4096

@@ -12,13 +12,13 @@ from slurm_cluster import SlurmCluster
 from slurm_jobs import batch_job, read_starts, write_run
 from stand_in_run import program
 
-from launch.cancel_command import CancelOptions, run_cancel
-from launch.console import Console
-from launch.logs_command import LogsOptions, run_logs
-from launch.status_command import StatusOptions, run_status
+from launch.commands.cancel import CancelOptions, run_cancel
+from launch.commands.logs import LogsOptions, run_logs
+from launch.commands.status import StatusOptions, run_status
+from launch.terminal import Console
 from slurm.follow import cancel_waiting, read_job, read_queue
 from slurm.submit import submit_script
-from trainer.spec.submission import CHAIN_FILE, SCRIPT_NAME
+from trainer.spec.messages.submission import CHAIN_FILE, SCRIPT_NAME
 
 
 class Runs:

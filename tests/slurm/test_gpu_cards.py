@@ -4,9 +4,9 @@ import pytest
 from slurm_texts import CLUSTERS, nodes_of, slurm_text
 
 from slurm.gpu_cards import card_of, gpus_of_row
-from slurm.scontrol_text import parse_gres
-from trainer.planning.gpu_names import card_name, rows_of_model
-from trainer.planning.gpu_specs import GPU_SPECS
+from slurm.text.scontrol import parse_gres
+from trainer.planning.tables.gpu_names import card_name, rows_of_model
+from trainer.planning.tables.gpu_specs import GPU_SPECS
 from trainer.spec.units import GIB
 
 TOLD = [

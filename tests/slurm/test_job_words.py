@@ -2,8 +2,8 @@
 
 import pytest
 
-from slurm.job_text import EndedJob, QueuedJob
-from slurm.job_words import ended_words, queued_words, reason_words
+from slurm.text.jobs import EndedJob, QueuedJob
+from slurm.text.words import ended_words, queued_words, reason_words
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from slurm.cluster import JobLimits, PartitionState
 from slurm.node_groups import choose_group
 from slurm.node_share import NodeShare
 from slurm.partition_hardware import hardware_of
-from trainer.planning.gpu_names import hardware_from_spec
+from trainer.planning.tables.gpu_names import hardware_from_spec
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.hardware import Disk, Gpu, Hardware, Host, Link, LinkKind, MeasuredRates
 from trainer.spec.units import GIB, MIB

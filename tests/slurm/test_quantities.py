@@ -2,7 +2,7 @@
 
 import pytest
 
-from slurm.quantities import format_duration, parse_amount, parse_duration, parse_memory
+from slurm.text.quantities import format_duration, parse_amount, parse_duration, parse_memory
 from slurm.time_limit import limit_words, num_jobs
 from trainer.spec.units import GIB, MIB
 

@@ -8,7 +8,7 @@ from slurm_jobs import batch_job, read_events, read_output, read_starts, tell_en
 
 from slurm.container import container_of
 from slurm.submit import submit_script
-from trainer.spec.submission import CHAIN_FILE
+from trainer.spec.messages.submission import CHAIN_FILE
 
 FRESH, AGAIN = "start restarts=0", "start restarts=1"
 

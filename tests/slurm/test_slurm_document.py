@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.command_line import parse_words
-from launch.job_layers import read_job_layers
-from launch.run_mark import MARK
-from slurm.job_words import reason_words
-from trainer.spec.job_fields import BY_PATH
-from trainer.spec.submission import FILE_NAME, JOBS_FILE, OUTPUT_PATTERN, SCRIPT_NAME
+from launch.commands.options import parse_words
+from launch.job.layers import read_job_layers
+from launch.rundir.cancelled import MARK
+from slurm.text.words import reason_words
+from trainer.spec.job.fields import BY_PATH
+from trainer.spec.messages.submission import FILE_NAME, JOBS_FILE, OUTPUT_PATTERN, SCRIPT_NAME
 
 TEXT = (Path(__file__).parents[2] / "docs" / "slurm.md").read_text()
 BLOCKS = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
@@ -60,7 +60,7 @@ def test_every_option_is_one_of_shardwise_or_of_sbatch(option: str):
 
 
 def _options_of(command: str) -> set[str]:
-    from launch.command_line import build_parser
+    from launch.commands.options import build_parser
 
     (subparsers,) = (action for action in build_parser()._actions if action.dest == "command")
     parser = dict(subparsers.choices or {})[command]

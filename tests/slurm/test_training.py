@@ -13,8 +13,8 @@ from slurm_cluster import SlurmCluster
 from workplace_factory import Workplace, make_workplace, read_metrics
 
 from trainer.spec import codec
+from trainer.spec.messages.submission import JOBS_FILE
 from trainer.spec.report import Ending, Fault, Report
-from trainer.spec.submission import JOBS_FILE
 
 STEPS = 24
 LONG_STEPS = 110

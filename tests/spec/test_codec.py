@@ -6,11 +6,11 @@ import pytest
 from engine_plan_factory import engine_plan
 
 from trainer.spec import codec
-from trainer.spec.data_profile import DataProfile
+from trainer.spec.data.profile import DataProfile
 from trainer.spec.errors import InputError
 from trainer.spec.hardware import Gpu, Hardware, Host
-from trainer.spec.job import Job
-from trainer.spec.job_file import read_job
+from trainer.spec.job.reading import read_job
+from trainer.spec.job.sections import Job
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Sharding
 

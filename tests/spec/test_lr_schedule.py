@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.spec.job import LrSchedule, TrainJob
+from trainer.spec.job.sections import LrSchedule, TrainJob
 from trainer.spec.lr_schedule import learning_rate
 from trainer.spec.plan import Schedule
 

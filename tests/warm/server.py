@@ -35,8 +35,9 @@ PRELOADED = (
     "torch", "transformers", "accelerate", "accelerate.commands.launch", "torch.distributed.run",
     "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "transformers.models.auto",
     "transformers.models.llama.modeling_llama", "peft", "bitsandbytes", "datasets", "tokenizers", "numpy",
-    "trainer.__main__", "trainer.runtime.loop", "trainer.runtime.prepare", "trainer.runtime.torch_check",
-    "launch.cli", "launch.train_job",
+    "trainer.__main__", "trainer.runtime.loop.course", "trainer.runtime.data.prepare",
+    "trainer.runtime.tools.torch_check",
+    "launch.cli", "launch.commands.train",
 )  # fmt: skip
 PRODUCT = ("trainer", "launch", "slurm", "shardwise")
 # Read when a library is imported: with another value of one of these a fork would not be what was asked for.

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from trainer.spec.calibration import Calibration, CalibrationRecord, RatesSource
 from trainer.spec.hardware import Hardware, MeasuredRates
-from trainer.spec.model_shape import ModelShape
+from trainer.spec.model.shape import ModelShape
 from trainer.spec.plan import MemoryEstimate, SpeedEstimate, TrialResult
 from trainer.spec.strategy import Method, Offload, Precision, Sharding, Strategy
 from trainer.spec.value import Value

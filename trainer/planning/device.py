@@ -8,9 +8,9 @@ ranking). A CPU is a device whose memory is its share of the RAM that the cgroup
 
 from collections.abc import Sequence
 
-from trainer.planning.gpu_chips import Generation
-from trainer.planning.gpu_rating import spec_of
-from trainer.planning.gpu_specs import GpuSpec, gpu_spec
+from trainer.planning.tables.gpu_chips import Generation
+from trainer.planning.tables.gpu_rating import spec_of
+from trainer.planning.tables.gpu_specs import GpuSpec, gpu_spec
 from trainer.spec.errors import InputError
 from trainer.spec.hardware import DeviceKind, Disk, Gpu, Hardware, Host, LinkKind
 from trainer.spec.strategy import Precision

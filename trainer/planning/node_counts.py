@@ -7,9 +7,9 @@ has sequences for show as a ratio that stays where it is.
 
 from collections.abc import Sequence
 
-from trainer.planning.page import Bars, Section, Sentence, Table
+from trainer.planning.page.content import Bars, Section, Sentence, Table
 from trainer.planning.planner import situation_of
-from trainer.planning.run_totals import RunTotals, run_totals
+from trainer.planning.search.run_totals import RunTotals, run_totals
 from trainer.spec.plan import Plan
 from trainer.spec.units import format_seconds
 from trainer.spec.value import Value

@@ -13,22 +13,22 @@ from typing import Any
 from msgspec.structs import replace
 
 from trainer.planning.calibrate import after_trials, corrections_of
-from trainer.planning.choice import Ranking, rank, survey, with_remedies
+from trainer.planning.context import Situation
 from trainer.planning.device import device_of
-from trainer.planning.fallbacks import fallbacks
-from trainer.planning.input_checks import asks_every_row_first, check_job, check_objective, check_pins
-from trainer.planning.methods import method_rows
-from trainer.planning.reasons import notes, reasons
-from trainer.planning.remedies import nothing_fits
-from trainer.planning.schedule import make_schedule
-from trainer.planning.situation import Situation
+from trainer.planning.reasons.reasons import notes, reasons
+from trainer.planning.run.schedule import make_schedule
+from trainer.planning.search.choice import Ranking, rank, survey, with_remedies
+from trainer.planning.search.fallbacks import fallbacks
+from trainer.planning.search.input_checks import asks_every_row_first, check_job, check_objective, check_pins
+from trainer.planning.search.methods import method_rows
+from trainer.planning.search.remedies import nothing_fits
 from trainer.spec.calibration import Calibration
-from trainer.spec.data_profile import DataProfile
+from trainer.spec.data.profile import DataProfile
 from trainer.spec.errors import InputError
-from trainer.spec.extension import Extension
 from trainer.spec.hardware import Hardware
-from trainer.spec.job import Job
-from trainer.spec.model_shape import ModelShape
+from trainer.spec.job.sections import Job
+from trainer.spec.messages.extension import Extension
+from trainer.spec.model.shape import ModelShape
 from trainer.spec.plan import Candidate, Fp8Gain, Plan, Schedule, TrialResult
 from trainer.spec.strategy import Method
 

@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterator
 from msgspec.structs import replace
 
 from trainer.planning.calibrate import rates_source
-from trainer.planning.certainty import usual_error
-from trainer.planning.choice import survey
+from trainer.planning.context import Situation
 from trainer.planning.planner import situation_of
-from trainer.planning.settings_search import best_candidate, loss_handicap
-from trainer.planning.situation import Situation
+from trainer.planning.reasons.certainty import usual_error
+from trainer.planning.search.choice import survey
+from trainer.planning.search.settings_search import best_candidate, loss_handicap
 from trainer.spec.calibration import RatesSource
-from trainer.spec.job import Allowance, DataFormat
+from trainer.spec.job.sections import Allowance, DataFormat
+from trainer.spec.messages.saving import saving_choice
 from trainer.spec.plan import Candidate, Plan
 from trainer.spec.report import Report
-from trainer.spec.saving import saving_choice
 from trainer.spec.units import format_bytes, format_seconds
 from trainer.spec.value import Value
 

@@ -1,6 +1,6 @@
 """One point on every axis, as the estimates take it: a candidate before its memory and speed are known."""
 
-from trainer.spec.job import GaloreJob, LoraJob
+from trainer.spec.job.sections import GaloreJob, LoraJob
 from trainer.spec.plan import Buckets
 from trainer.spec.strategy import Attention, Checkpointing, Fp8Recipe, LossHead, Method, Precision, Quant, Strategy
 from trainer.spec.value import Value

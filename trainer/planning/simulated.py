@@ -10,18 +10,18 @@ from collections.abc import Container, Mapping, Sequence
 from msgspec.structs import replace
 
 from trainer.planning.candidates import at_longest, setting_of
-from trainer.planning.fallbacks import fallbacks
+from trainer.planning.context import Situation
 from trainer.planning.memory import on_device, step_memory
 from trainer.planning.memory.events import resident_bytes, step_events
 from trainer.planning.memory.overheads import OVERHEADS, StepBytes, overheads
 from trainer.planning.memory.step_memory import StepMemory
-from trainer.planning.padding import longest_width
 from trainer.planning.planner import schedule_with, situation_of
-from trainer.planning.reasons import notes, reasons
-from trainer.planning.situation import Situation
-from trainer.spec.model_shape import ModelShape
+from trainer.planning.reasons.reasons import notes, reasons
+from trainer.planning.run.padding import longest_width
+from trainer.planning.search.fallbacks import fallbacks
+from trainer.spec.messages.simulation import Simulation
+from trainer.spec.model.shape import ModelShape
 from trainer.spec.plan import Candidate, MemoryEstimate, Plan, Rejection
-from trainer.spec.simulation import Simulation
 from trainer.spec.strategy import Attention, Checkpointing, Method, Offload, Precision, Sharding
 from trainer.spec.units import format_bytes
 from trainer.spec.value import Value

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from trainer.spec import codec
 from trainer.spec.errors import ExitCode, InputError, ShardwiseError
-from trainer.spec.model_code import DescriptionRequest
-from trainer.spec.simulation import Simulation, SimulationRequest
+from trainer.spec.messages.simulation import Simulation, SimulationRequest
+from trainer.spec.model.code import DescriptionRequest
 from trainer.spec.value import Value
 
 

@@ -24,15 +24,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from trainer.runtime.accelerator import EngineChoice, accelerator_of
-from trainer.runtime.activation_memory import offload_activations
-from trainer.runtime.adapters import add_adapters, base_type
-from trainer.runtime.model import make_trainable, model_from_config
-from trainer.runtime.model_code import faults_of, load_model_code
-from trainer.runtime.precision import compute_type
+from trainer.runtime.engines.accelerator import EngineChoice, accelerator_of
+from trainer.runtime.memory.activation_memory import offload_activations
+from trainer.runtime.models.adapters import add_adapters, base_type
+from trainer.runtime.models.build import make_trainable, model_from_config
+from trainer.runtime.models.model_code import faults_of, load_model_code
+from trainer.runtime.run.types import compute_type
 from trainer.simulation.fake_device import replaced
 from trainer.spec.errors import InputError
-from trainer.spec.simulation import SimulationRequest
+from trainer.spec.messages.simulation import SimulationRequest
 from trainer.spec.strategy import Method, Sharding
 
 # What a launch of ranks leaves in the environment, for Accelerate and torch to find.

@@ -9,13 +9,13 @@ import sys
 
 from torch import nn
 
-from trainer.runtime.precision import compute_type
+from trainer.runtime.run.types import compute_type
 from trainer.simulation.kernels import Kernels
 from trainer.simulation.tracker import Tracker
-from trainer.spec.attention_kernel import FLASH_CAPABILITY, AttentionKernel
 from trainer.spec.errors import InputError, ShardwiseError
 from trainer.spec.hardware import DeviceKind
-from trainer.spec.simulation import SimulationRequest
+from trainer.spec.messages.simulation import SimulationRequest
+from trainer.spec.model.attention_kernel import FLASH_CAPABILITY, AttentionKernel
 from trainer.spec.strategy import Attention, Method, Precision, Sharding
 
 _WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")

@@ -18,13 +18,13 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from trainer.runtime.packed_attention import FLASH
+from trainer.runtime.attention.packed import FLASH
 from trainer.simulation.build import blocks_of, build_on_meta
 from trainer.simulation.own_loss import loss_obstacle
-from trainer.spec.architecture import Linear, ModelShape, Norm, Positions
 from trainer.spec.errors import InputError
-from trainer.spec.model_code import DescriptionRequest
-from trainer.spec.simulation import SimulationRequest
+from trainer.spec.messages.simulation import SimulationRequest
+from trainer.spec.model.architecture import Linear, ModelShape, Norm, Positions
+from trainer.spec.model.code import DescriptionRequest
 from trainer.spec.strategy import Attention, LossHead
 
 Linears = tuple[Linear, ...]

@@ -18,15 +18,15 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 from transformers import PreTrainedModel
 
-from trainer.runtime.adapters import trained_parameters
-from trainer.runtime.data import MicroBatch
-from trainer.runtime.dpo import DpoLoss, turn_dropout_off
-from trainer.runtime.mixed_precision import install_autocast, loss_scaler
+from trainer.runtime.data.batches import MicroBatch
+from trainer.runtime.loop.dpo import DpoLoss, turn_dropout_off
+from trainer.runtime.loop.reference import no_reference, plain_base
+from trainer.runtime.loop.step import Objective, TokenLoss
+from trainer.runtime.models.adapters import trained_parameters
+from trainer.runtime.models.load.sharded_loading import prepare_loaded, shard_without_memory
 from trainer.runtime.optimizers import build_optimizer
-from trainer.runtime.precision import compute_type
-from trainer.runtime.reference import no_reference, plain_base
-from trainer.runtime.sharded_loading import prepare_loaded, shard_without_memory
-from trainer.runtime.step import Objective, TokenLoss
+from trainer.runtime.precision.mixed_precision import install_autocast, loss_scaler
+from trainer.runtime.run.types import compute_type
 from trainer.simulation.allocator import min_capacity_bytes, replay
 from trainer.simulation.build import blocks_of, build_on_meta, engine_of, keep_in_place, materialise, num_parameters
 from trainer.simulation.checks import builds_masks, check_run, check_supported
@@ -43,7 +43,7 @@ from trainer.simulation.tracker import Kind, LiveStorage, Tracker
 from trainer.simulation.zero import deepspeed_as_if_available, load_deepspeed, mark_zero, zero_config
 from trainer.spec.errors import InputError
 from trainer.spec.hardware import DeviceKind
-from trainer.spec.simulation import LiveGroup, Simulation, SimulationRequest
+from trainer.spec.messages.simulation import LiveGroup, Simulation, SimulationRequest
 from trainer.spec.strategy import Precision
 
 NUM_LIVE_GROUPS = 60

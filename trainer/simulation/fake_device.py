@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trainer.runtime import host_transfers
+from trainer.runtime.memory import host_transfers
 from trainer.spec.errors import EnvironmentFaultError
 
 _CUDA = 1  # c10::DeviceType::CUDA

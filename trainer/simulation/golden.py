@@ -11,7 +11,7 @@ import msgspec
 
 from trainer.spec import codec
 from trainer.spec.errors import InputError
-from trainer.spec.simulation import GoldenAnswer, GoldenRow, Simulation, SimulationRequest
+from trainer.spec.messages.simulation import GoldenAnswer, GoldenRow, Simulation, SimulationRequest
 
 
 def read_golden(path: Path) -> list[GoldenRow]:

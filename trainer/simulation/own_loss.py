@@ -1,9 +1,9 @@
 """Whether the loss that is trained here is the model's own: cross-entropy of hidden states x head, and nothing else.
 
 Some models scale or mask their logits after the head, change the hidden states before it, or add a loss of another
-kind. The loss heads of `trainer.runtime.loss` know a cap and a bias; they would train another loss than such a model's
-without a word. So the model's own loss is run on fake tensors, and so are its hidden states and its head, and the
-operations are compared one by one.
+kind. The loss heads of `trainer.runtime.loss.head` know a cap and a bias; they would train another loss than such a
+model's without a word. So the model's own loss is run on fake tensors, and so are its hidden states and its head, and
+the operations are compared one by one.
 """
 
 from itertools import zip_longest
@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from trainer.runtime.known_rows import known_rows
+from trainer.runtime.attention.known_rows import known_rows
 from trainer.simulation.build import materialise
 from trainer.simulation.kernels import Kernels
 

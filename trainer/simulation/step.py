@@ -1,7 +1,7 @@
 """The runtime's own step on fake tensors, with the tracker told which event begins when.
 
-`trainer.runtime.step.run_step` runs as it is; what it is handed makes it a dry run. Its clock says when a forward, a
-backward and an update begin. What it reads of its tensors, which have no values, is answered: its sums, the only
+`trainer.runtime.loop.step.run_step` runs as it is; what it is handed makes it a dry run. Its clock says when a forward,
+a backward and an update begin. What it reads of its tensors, which have no values, is answered: its sums, the only
 tensors of float64, are the number of terms each, every other number is 0 and every boolean False (no overflow, no
 fault). A value that is read in a forward has no answer, and ends the dry run.
 
@@ -18,12 +18,12 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch._subclasses import fake_impls
 
-from trainer.runtime.clock import Clock
-from trainer.runtime.data import MicroBatch
-from trainer.runtime.mixed_precision import LossScaler
-from trainer.runtime.model import is_deepspeed
+from trainer.runtime.data.batches import MicroBatch
+from trainer.runtime.loop.step import Objective, run_step
+from trainer.runtime.models.build import is_deepspeed
 from trainer.runtime.optimizers import unwrapped
-from trainer.runtime.step import Objective, run_step
+from trainer.runtime.precision.mixed_precision import LossScaler
+from trainer.runtime.run.clock import Clock
 from trainer.simulation.tracker import Kind, Tracker
 
 FORWARD, LOSS, HEAD, NORM = "forward_end", "loss_backward", "head_backward", "norm_backward"

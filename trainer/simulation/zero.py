@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from trainer.runtime.engine_state import partitions
+from trainer.runtime.engines.engine_state import partitions
 from trainer.simulation.fake_device import replaced
 from trainer.simulation.step import CLIP_NORM
 from trainer.simulation.tracker import Kind, Tracker
-from trainer.spec.simulation import SimulationRequest
+from trainer.spec.messages.simulation import SimulationRequest
 from trainer.spec.strategy import Precision
 
 _CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"

@@ -1,7 +1,8 @@
 """A machine as the planner sees it. Bytes are ints, rates are bytes per second, and what is unknown is None.
 
-Nothing here asks the machine a question: `launch.probe` does, and `trainer.planning.gpu_specs` knows machines that
-are not here. A machine without a GPU is one device, the CPU, whose memory is the RAM that the cgroup grants.
+Nothing here asks the machine a question: `launch.probe.machine` does, and `trainer.planning.tables.gpu_specs` knows
+machines that are not here. A machine without a GPU is one device, the CPU, whose memory is the RAM that the cgroup
+grants.
 """
 
 from enum import StrEnum

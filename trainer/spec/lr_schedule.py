@@ -13,7 +13,7 @@ The end of a course lies one step behind the last update: no update is spent at 
 
 import math
 
-from trainer.spec.job import LrSchedule, TrainJob
+from trainer.spec.job.sections import LrSchedule, TrainJob
 from trainer.spec.plan import Schedule
 
 COSINE_FLOOR = 0.1  # of the full rate

@@ -7,13 +7,13 @@ parts) is in here. `attempts/N/plan.json` holds the same value reduced to the ca
 from typing import Any
 
 from trainer.spec.calibration import Calibration
-from trainer.spec.data_profile import DataProfile
-from trainer.spec.extension import Extension
+from trainer.spec.data.profile import DataProfile
 from trainer.spec.hardware import DeviceKind, Hardware
-from trainer.spec.job import Job
-from trainer.spec.model_code import ModelCode
-from trainer.spec.model_shape import ModelShape
-from trainer.spec.profile import ProfileRequest
+from trainer.spec.job.sections import Job
+from trainer.spec.messages.extension import Extension
+from trainer.spec.messages.profile import ProfileRequest
+from trainer.spec.model.code import ModelCode
+from trainer.spec.model.shape import ModelShape
 from trainer.spec.strategy import (
     Attention,
     Checkpointing,

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.runtime.checkpoint import CheckpointFolder, find_checkpoint, read_weights
-from trainer.runtime.checkpoint_facts import base_fingerprint
-from trainer.runtime.loop import train
-from trainer.runtime.report_writer import ReportWriter, run_paths
-from trainer.runtime.state import RunState
+from trainer.runtime.loop.checkpoint_facts import base_fingerprint
+from trainer.runtime.loop.course import train
+from trainer.runtime.run.report_writer import ReportWriter, run_paths
+from trainer.runtime.run.state import RunState
 from trainer.spec.errors import InputError
-from trainer.spec.job import LoraJob, LrSchedule
+from trainer.spec.job.sections import LoraJob, LrSchedule
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Checkpointing, Method, Precision
 

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trainer.runtime.checkpoint import CheckpointFolder, check_compatible, find_checkpoint, import_weights
+from trainer.runtime.checkpoint.files.search import verified
 from trainer.runtime.checkpoint.load import begin_resumption
-from trainer.runtime.checkpoint.search import verified
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.strategy import Sharding
 

@@ -18,12 +18,12 @@ from trainer.runtime.checkpoint import (
     import_weights,
     state_digest,
 )
-from trainer.runtime.checkpoint.layouts import LAYOUTS, projected_shapes
-from trainer.runtime.checkpoint.read_back import check_read_back
+from trainer.runtime.checkpoint.files.read_back import check_read_back
+from trainer.runtime.checkpoint.layout.optimizers import LAYOUTS, projected_shapes
 from trainer.runtime.optimizers import build_optimizer, unwrapped
 from trainer.runtime.optimizers.facts import projectors, state_facts
 from trainer.spec.errors import InputError, InputProblemsError
-from trainer.spec.job import GaloreJob
+from trainer.spec.job.sections import GaloreJob
 from trainer.spec.strategy import Optimizer, Sharding
 
 VOCABULARY, SEQ_LEN = 131, 16

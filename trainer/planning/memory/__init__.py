@@ -30,7 +30,7 @@ from trainer.planning.memory.sharding import accumulated_gradients, sharding_mem
 from trainer.planning.memory.states import States, model_states
 from trainer.planning.memory.step_memory import StepMemory
 from trainer.planning.setting import Setting
-from trainer.spec.model_shape import ModelShape
+from trainer.spec.model.shape import ModelShape
 from trainer.spec.plan import MemoryEstimate
 
 

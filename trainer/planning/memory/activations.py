@@ -32,7 +32,7 @@ from trainer.planning.memory.saved_tensors import (
 )
 from trainer.planning.memory.stacks import AdapterInputs
 from trainer.planning.setting import Setting
-from trainer.spec.attention_kernel import AttentionKernel
+from trainer.spec.model.attention_kernel import AttentionKernel
 from trainer.spec.strategy import Checkpointing
 from trainer.spec.value import Value
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from trainer.planning.setting import Setting
-from trainer.spec.model_shape import Linear, ModelShape, Norm, Positions
+from trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
 from trainer.spec.strategy import Method
 from trainer.spec.value import Value
 

@@ -20,7 +20,7 @@ from trainer.planning.memory.dims import Dims, adapted_linears
 from trainer.planning.memory.recipe import Recipe
 from trainer.planning.memory.stacks import AdapterInputs
 from trainer.planning.setting import Setting
-from trainer.spec.model_shape import Norm
+from trainer.spec.model.shape import Norm
 from trainer.spec.strategy import Method
 from trainer.spec.value import Value
 

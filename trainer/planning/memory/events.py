@@ -30,8 +30,8 @@ from trainer.planning.memory.recipe import Recipe
 from trainer.planning.memory.sharding import accumulated_gradients
 from trainer.planning.memory.step_memory import Event, StepMemory
 from trainer.planning.setting import OUR_STACK
-from trainer.spec.attention_kernel import AttentionKernel
-from trainer.spec.model_shape import Norm
+from trainer.spec.model.attention_kernel import AttentionKernel
+from trainer.spec.model.shape import Norm
 from trainer.spec.strategy import Checkpointing, LossHead, Method, Precision, Sharding
 from trainer.spec.units import MIB
 

@@ -20,12 +20,12 @@ The final norm saves what the norms of a block do. Under autocast the head's wei
 
 from trainer.planning.memory.recipe import Dims, Recipe
 from trainer.planning.setting import Setting
-from trainer.spec.model_shape import Norm
+from trainer.spec.model.shape import Norm
 from trainer.spec.strategy import LossHead
 from trainer.spec.value import Value
 
 DEFAULT_CHUNK_TOKENS = 1024
-FUSED_SLICE_TOKENS = 256  # as in trainer.runtime.loss
+FUSED_SLICE_TOKENS = 256  # as in trainer.runtime.loss.head
 TOKEN_BYTES = 24  # input_ids, labels and shifted labels, 8 bytes each
 POSITION_BYTES = 8  # of packed rows
 _REDUCTIONS = 24  # bytes a token of the slice: targets, their index, ones

@@ -17,9 +17,9 @@ from trainer.planning.device import Device
 from trainer.planning.memory.dims import Dims, adapted_linears, adapter_parameters, adapts_all, dims_of
 from trainer.planning.memory.stacks import AdapterInputs, Stack, stack_of
 from trainer.planning.setting import OUR_STACK, Setting
-from trainer.spec.attention_kernel import AttentionKernel, sdpa_kernel
 from trainer.spec.hardware import DeviceKind
-from trainer.spec.model_shape import Norm
+from trainer.spec.model.attention_kernel import AttentionKernel, sdpa_kernel
+from trainer.spec.model.shape import Norm
 from trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Optimizer, Precision, Sharding
 from trainer.spec.value import Value
 

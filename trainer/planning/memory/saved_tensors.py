@@ -29,8 +29,8 @@ from trainer.planning.memory.dora import saved_product_bytes
 from trainer.planning.memory.recipe import Dims, Recipe, adapted_linears
 from trainer.planning.memory.stacks import AdapterInputs
 from trainer.planning.setting import Setting
-from trainer.spec.attention_kernel import AttentionKernel
-from trainer.spec.model_shape import Norm
+from trainer.spec.model.attention_kernel import AttentionKernel
+from trainer.spec.model.shape import Norm
 from trainer.spec.strategy import Attention
 from trainer.spec.value import Value
 

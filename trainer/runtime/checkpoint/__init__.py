@@ -17,8 +17,8 @@ learning rate, weight decay and betas taken from one: the job decides them, the 
 `engines` is the table of what has checkpoints.
 """
 
-from trainer.runtime.checkpoint.digest import checkpoint_digest, state_digest
-from trainer.runtime.checkpoint.manifest import (
+from trainer.runtime.checkpoint.files.digest import checkpoint_digest, state_digest
+from trainer.runtime.checkpoint.files.manifest import (
     CheckpointFacts,
     CheckpointFolder,
     LossScaler,
@@ -26,7 +26,9 @@ from trainer.runtime.checkpoint.manifest import (
     config_sha256,
     folder_name,
 )
-from trainer.runtime.checkpoint.model_state import canonical_name
+from trainer.runtime.checkpoint.files.search import find_checkpoint
+from trainer.runtime.checkpoint.files.shards import NonFiniteStateError
+from trainer.runtime.checkpoint.layout.model_state import canonical_name
 from trainer.runtime.checkpoint.ranks import Ranks
 from trainer.runtime.checkpoint.restore import (
     check_compatible,
@@ -36,8 +38,6 @@ from trainer.runtime.checkpoint.restore import (
     read_weights,
 )
 from trainer.runtime.checkpoint.save import Save
-from trainer.runtime.checkpoint.search import find_checkpoint
-from trainer.runtime.checkpoint.shards import NonFiniteStateError
 
 __all__ = [
     "CheckpointFacts",

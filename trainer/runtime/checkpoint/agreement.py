@@ -7,8 +7,8 @@ raised after. An error that is no person's to mend (a bug) still reaches the exc
 from collections.abc import Callable
 from typing import TypeVar
 
+from trainer.runtime.checkpoint.files.shards import NonFiniteStateError
 from trainer.runtime.checkpoint.ranks import Ranks
-from trainer.runtime.checkpoint.shards import NonFiniteStateError
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, InputError, ShardwiseError
 from trainer.spec.value import Value

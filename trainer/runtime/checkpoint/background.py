@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from trainer.runtime.checkpoint.agreement import together
-from trainer.runtime.checkpoint.pieces import Piece
+from trainer.runtime.checkpoint.layout.pieces import Piece
 from trainer.runtime.checkpoint.save import Save
 
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from torch import nn
 
 from trainer.runtime.checkpoint.agreement import on_first, together
-from trainer.runtime.checkpoint.engines import engine_of
-from trainer.runtime.checkpoint.manifest import CheckpointFolder, folder_name
+from trainer.runtime.checkpoint.files.manifest import CheckpointFolder, folder_name
+from trainer.runtime.checkpoint.files.search import check_hashes, none_whole, open_checkpoint, skipped_words, steps_in
+from trainer.runtime.checkpoint.files.shards import check_shards
+from trainer.runtime.checkpoint.layout.table import engine_of
 from trainer.runtime.checkpoint.ranks import Ranks
 from trainer.runtime.checkpoint.restore import fill_engine
-from trainer.runtime.checkpoint.search import check_hashes, none_whole, open_checkpoint, skipped_words, steps_in
-from trainer.runtime.checkpoint.shards import check_shards
 from trainer.spec.errors import InputError, ShardwiseError
 from trainer.spec.strategy import Sharding
 

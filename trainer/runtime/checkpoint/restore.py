@@ -10,16 +10,22 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from trainer.runtime.checkpoint.blockwise import Stretch, fill_coded, fill_decoded, is_coded
-from trainer.runtime.checkpoint.engines import engine_of
-from trainer.runtime.checkpoint.manifest import CheckpointFacts, CheckpointFolder, Manifest, ParameterEntry, TensorEntry
-from trainer.runtime.checkpoint.model_state import named_state
-from trainer.runtime.checkpoint.optimizer_state import check_supported
-from trainer.runtime.checkpoint.pieces import Coded, Piece, dtype_of, flat, put_away_after
-from trainer.runtime.checkpoint.shard_reader import OpenShards, read_pieces
+from trainer.runtime.checkpoint.files.manifest import (
+    CheckpointFacts,
+    CheckpointFolder,
+    Manifest,
+    ParameterEntry,
+    TensorEntry,
+)
+from trainer.runtime.checkpoint.files.shard_reader import OpenShards, read_pieces
+from trainer.runtime.checkpoint.layout.blockwise import Stretch, fill_coded, fill_decoded, is_coded
+from trainer.runtime.checkpoint.layout.model_state import named_state
+from trainer.runtime.checkpoint.layout.optimizer_state import check_supported
+from trainer.runtime.checkpoint.layout.pieces import Coded, Piece, dtype_of, flat, put_away_after
+from trainer.runtime.checkpoint.layout.table import engine_of
 from trainer.runtime.optimizers import unwrapped
 from trainer.spec.errors import InputError, InputProblemsError
-from trainer.spec.job import GaloreJob
+from trainer.spec.job.sections import GaloreJob
 from trainer.spec.same_state import have_same_state
 from trainer.spec.strategy import Optimizer, Sharding
 

@@ -10,9 +10,8 @@ from torch import nn
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
 from trainer.runtime.checkpoint.agreement import on_first, together
-from trainer.runtime.checkpoint.commit import OnPoint, commit, prune, staging_folder
-from trainer.runtime.checkpoint.engines import Engine, engine_of
-from trainer.runtime.checkpoint.manifest import (
+from trainer.runtime.checkpoint.files.commit import OnPoint, commit, prune, staging_folder
+from trainer.runtime.checkpoint.files.manifest import (
     CheckpointFacts,
     Chunk,
     Manifest,
@@ -20,11 +19,12 @@ from trainer.runtime.checkpoint.manifest import (
     TensorEntry,
     folder_name,
 )
-from trainer.runtime.checkpoint.optimizer_state import check_supported, hyper_parameters
-from trainer.runtime.checkpoint.pieces import Piece, Replica, put_away_after
-from trainer.runtime.checkpoint.ranges import share_of_rank
+from trainer.runtime.checkpoint.files.ranges import share_of_rank
+from trainer.runtime.checkpoint.files.shards import NonFiniteStateError, ShardRecord, ShardRecords, write_shards
+from trainer.runtime.checkpoint.layout.optimizer_state import check_supported, hyper_parameters
+from trainer.runtime.checkpoint.layout.pieces import Piece, Replica, put_away_after
+from trainer.runtime.checkpoint.layout.table import Engine, engine_of
 from trainer.runtime.checkpoint.ranks import Ranks
-from trainer.runtime.checkpoint.shards import NonFiniteStateError, ShardRecord, ShardRecords, write_shards
 from trainer.runtime.optimizers import unwrapped
 from trainer.spec import codec
 from trainer.spec.strategy import Sharding

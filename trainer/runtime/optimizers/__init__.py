@@ -21,7 +21,7 @@ from trainer.runtime.optimizers.in_backward import (
 )
 from trainer.runtime.optimizers.rules import BETAS, EPSILON, UPDATE_RULES, WITH_MATRICES
 from trainer.spec.errors import InputError
-from trainer.spec.job import GaloreJob
+from trainer.spec.job.sections import GaloreJob
 from trainer.spec.strategy import Optimizer
 
 __all__ = [

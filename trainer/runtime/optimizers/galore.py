@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 from trainer.runtime.optimizers.groups import MATRICES, Group, matrix_groups
 from trainer.runtime.optimizers.rules import BETAS, EPSILON
 from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.job import GaloreJob
+from trainer.spec.job.sections import GaloreJob
 from trainer.spec.strategy import Optimizer
 
 PROJECTIONS = ("std", "reverse_std", "right", "left", "full")

@@ -1,0 +1,1 @@
+"""One attempt after another: supervisor, watchdog, retries, limits."""

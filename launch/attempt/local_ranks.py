@@ -1,0 +1,177 @@
+"""The ranks of one attempt on this machine: a launcher, its ranks, and every signal that reaches them.
+
+    shardwise, or a node's agent -> accelerate launch (own session, INT and USR1 ignored) -> ranks (own sessions)
+
+- torchrun gives each rank a session of its own: a signal to the launcher's group never reaches a rank, and killing the
+  launcher leaves them alive. So ranks register themselves in `pids/`, and a stop request becomes USR1 to exactly those
+  processes. A rank that registers later gets it later.
+- A scheduler signals every process of a job, the launcher among them, and torchrun ends its ranks at a TERM: so it is
+  told to leave TERM alone (`command.launch_environment`), and TERM is ignored in it from the start.
+- The launcher dies with this process, and each rank with its launcher (PR_SET_PDEATHSIG on both links).
+
+A pid means a process of one machine only: of a folder that several machines share, each asks about its own ranks.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from launch.attempt.end import launcher_log, rank_reports
+from launch.attempt.watchdog import Stack, read_stack
+from launch.probe.cgroup import read_oom_kills
+from launch.rundir.process_record import (
+    ProcessRecord,
+    descendants,
+    launcher_record,
+    read_records,
+    record_of,
+    write_record,
+)
+from trainer.spec.errors import EnvironmentFaultError
+from trainer.spec.report import Ending
+
+DUMP_S = 2.0  # for the ranks to write their stacks
+KILL_GRACE_S = 10.0
+_PR_SET_PDEATHSIG = 1
+
+
+class Ranks(Protocol):
+    """The processes of one attempt, wherever they run; whoever made it calls `end` however the attempt ended."""
+
+    def poll(self) -> int | None:
+        """Exit code of the launcher, minus the signal that ended it; None while it runs. Called often."""
+
+    def tell(self) -> None:
+        """Asks every rank that was not asked before to stop."""
+
+    def has_failed(self) -> bool:
+        """Whether a rank reported a failure, or is gone without a report."""
+
+    def ask_stacks(self) -> dict[int, Stack]:
+        """Has every rank write its stacks into its log; what each was doing."""
+
+    def end(self) -> None:
+        """Ends whatever is alive and waits until it is gone."""
+
+    @property
+    def num_oom_kills(self) -> int | None:
+        """Processes that the kernel ended for want of memory meanwhile; None where nothing counts them."""
+
+    @property
+    def lost(self) -> str | None:
+        """The machine that is gone, in a sentence."""
+
+
+class LocalRanks:
+    """A launcher on this machine and the ranks below it."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        attempt_dir: Path,
+        environment: Mapping[str, str],
+        node_rank: int = 0,
+        ranks: range | None = None,
+    ) -> None:
+        """Starts the launcher; `ranks` are this machine's, None: all. EnvironmentFaultError where it cannot start."""
+        self._attempt_dir = attempt_dir
+        self._ranks = ranks
+        self._told: set[ProcessRecord] = set()
+        self._kills_before = read_oom_kills()
+        with open_launcher_log(attempt_dir, node_rank) as log:
+            self._launcher = _start(argv, environment, log.fileno())
+        record = record_of(self._launcher.pid)
+        if record is not None:
+            write_record(launcher_record(attempt_dir, node_rank), record)
+
+    def poll(self) -> int | None:
+        return self._launcher.poll()
+
+    def tell(self) -> None:
+        untold = {*self._records().values()} - self._told
+        self._told |= {record for record in untold if record.send(signal.SIGUSR1)}
+
+    def has_failed(self) -> bool:
+        reports = self._reports()
+        if any(report in (Ending.OUT_OF_MEMORY, Ending.FAILED) for report in reports.values()):
+            return True
+        gone = {rank for rank, record in self._records().items() if not record.is_alive}
+        return bool(gone - reports.keys()) and not gone <= self._reports().keys()  # it may have left in between
+
+    def ask_stacks(self) -> dict[int, Stack]:
+        records = self._records()
+        logs = {rank: self._attempt_dir / "logs" / f"rank-{rank}.log" for rank in records}
+        ends = {rank: log.stat().st_size if log.is_file() else 0 for rank, log in logs.items()}
+        for record in records.values():
+            record.send(signal.SIGUSR2)
+        time.sleep(DUMP_S)
+        return {rank: read_stack(logs[rank], begin=ends[rank], pid=record.pid) for rank, record in records.items()}
+
+    def end(self) -> None:
+        ranks = [*self._records().values()]
+        if self._launcher.poll() is None:
+            ranks += descendants(self._launcher.pid)  # ranks that have not registered yet
+            os.killpg(self._launcher.pid, signal.SIGKILL)
+        self._launcher.wait()
+        for rank in ranks:
+            rank.send(signal.SIGKILL)
+        deadline = time.monotonic() + KILL_GRACE_S
+        while any(rank.is_alive for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    @property
+    def num_oom_kills(self) -> int | None:
+        kills = read_oom_kills()
+        return None if kills is None or self._kills_before is None else kills - self._kills_before
+
+    @property
+    def lost(self) -> str | None:
+        return None
+
+    def _records(self) -> dict[int, ProcessRecord]:
+        records = read_records(self._attempt_dir / "pids")
+        found = {
+            int(name.removeprefix("rank-")): record for name, record in records.items() if name.startswith("rank-")
+        }
+        return found if self._ranks is None else {rank: found[rank] for rank in self._ranks if rank in found}
+
+    def _reports(self) -> dict[int, Ending]:
+        return {rank: report.ending for rank, report in rank_reports(self._attempt_dir).items()}
+
+
+def open_launcher_log(attempt_dir: Path, node_rank: int = 0) -> BinaryIO:
+    """The file that takes what the launcher of a machine prints."""
+    log = launcher_log(attempt_dir, node_rank)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    return log.open("ab")
+
+
+def _start(argv: Sequence[str], environment: Mapping[str, str], log: int) -> subprocess.Popen[bytes]:
+    parent = os.getpid()
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def prepare_child() -> None:
+        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    try:
+        return subprocess.Popen(
+            list(argv),
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=prepare_child,  # this process has one thread
+        )
+    except OSError as error:
+        raise EnvironmentFaultError(f"{argv[0]}: cannot be started: {error.strerror}") from error

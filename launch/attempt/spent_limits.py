@@ -1,0 +1,153 @@
+"""`limits.hours` and `limits.cost` while a run goes on: it stops ahead of them with a checkpoint, and is over.
+
+Used are the hours of all attempts of a run, over all of its starts, each from the launch of its ranks to their end;
+for the cost times the ranks of the attempt and `price_per_gpu_hour`. Data, planning and a queue do not count.
+
+Such a stop is no preemption: a scheduler must not start the run again. `spent.json` in the run directory says which
+limit ended it, so that a resumption with the same limit is refused although a few seconds of it may be left.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from launch.attempt.deadline import Deadline
+from launch.attempt.history import earlier_history
+from launch.attempt.supervisor import StopKind, StopRequest
+from launch.attempt.watchdog import Watchdog
+from launch.terminal import Console
+from trainer.spec import codec
+from trainer.spec.errors import InputError
+from trainer.spec.job.sections import Job
+from trainer.spec.plan import Plan
+from trainer.spec.report import AttemptRecord, Ending, Report
+from trainer.spec.units import format_seconds
+from trainer.spec.value import Value
+
+SPENT_FILE = "spent.json"
+_HEADROOM = 1.05  # of the limit that is proposed
+
+
+class SpentMark(Value, frozen=True, kw_only=True):
+    """The limit that ended a run, as it was then."""
+
+    limit: str
+    allowed_hours: float
+
+
+class Limit(NamedTuple):
+    """A limit of the job and what was used of it before an attempt."""
+
+    name: str
+    allowed: float  # hours, or money
+    allowed_hours: float  # hours of the run, or of all GPUs together
+    used_hours: float  # the same
+    hours_per_hour: int  # what an hour of the attempt adds: 1, or its ranks
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of the attempt until it is spent."""
+        return (self.allowed_hours - self.used_hours) / self.hours_per_hour * 3600
+
+    def after(self, seconds: float) -> "Limit":
+        """The limit when the attempt has taken so long."""
+        return self._replace(used_hours=self.used_hours + seconds / 3600 * self.hours_per_hour)
+
+    @property
+    def words(self) -> str:
+        """`limits.hours allows 24 h 00 min, 23 h 59 min are used`."""
+        if self.name == "limits.hours":
+            allowed, used = format_seconds(self.allowed_hours * 3600), format_seconds(self.used_hours * 3600)
+            return f"{self.name} allows {allowed}, {used} are used"
+        price = self.allowed / self.allowed_hours
+        return f"{self.name} allows {self.allowed:g}, {price * self.used_hours:.2f} are used at {price:g} a GPU-hour"
+
+    def remedy(self, step: int, num_steps: int) -> str:
+        """What would do, at the pace of the steps that were done."""
+        if step < 1:
+            return f"raise {self.name} and add --resume"
+        needed = self.used_hours * num_steps / step * self.allowed / self.allowed_hours * _HEADROOM
+        enough = rounded_up(max(needed, self.allowed * _HEADROOM))
+        return f"raise it and add --resume; {self.name}={enough:g} is about what {num_steps} steps take"
+
+
+def limits_of(job: Job, history: Sequence[AttemptRecord], *, num_ranks: int = 1) -> tuple[Limit, ...]:
+    """The limits of a job before an attempt on so many ranks."""
+    hours = sum(record.duration_s for record in history) / 3600
+    limits = [Limit("limits.hours", job.limits.hours, job.limits.hours, hours, 1)]
+    cost, price = job.limits.cost, job.price_per_gpu_hour
+    if cost is not None and price is not None:
+        gpu_hours = sum(record.duration_s * record.num_ranks for record in history) / 3600
+        limits.append(Limit("limits.cost", cost, cost / price, gpu_hours, num_ranks))
+    return tuple(limits)
+
+
+def refuse_spent(run_dir: Path, plan: Plan) -> None:
+    """InputError where a limit of the job is spent, or ended the run before and was not raised."""
+    history, mark = earlier_history(run_dir), _read_mark(run_dir)
+    step = max((record.step for record in history), default=0)
+    for limit in limits_of(plan.job, history):
+        has_ended_it = mark is not None and mark.limit == limit.name and limit.allowed_hours <= mark.allowed_hours
+        if limit.left_s <= 0 or has_ended_it:
+            remedy = limit.remedy(step, plan.schedule.num_steps)
+            raise InputError(f"--resume: {run_dir}: {limit.words}, at step {step};\n{remedy}")
+
+
+class LimitWatch:
+    """The limits of a run during one of its attempts."""
+
+    def __init__(self, run_dir: Path, plan: Plan, history: Sequence[AttemptRecord], *, num_ranks: int) -> None:
+        self._run_dir, self._num_steps = run_dir, plan.schedule.num_steps
+        self._began_s = time.monotonic()
+        limits = limits_of(plan.job, history, num_ranks=num_ranks)
+        self._limits = [(limit, Deadline.in_seconds(limit.left_s)) for limit in limits]
+        self._spent: Limit | None = None
+
+    def stop_in_time(self, stop: StopRequest, watchdog: Watchdog, console: Console) -> None:
+        """Ends the run for good, with a checkpoint, when a stop is all that a limit leaves room for."""
+        if stop.kind is not None or watchdog.step >= self._num_steps:
+            return
+        for limit, deadline in self._limits:
+            if deadline.is_near(watchdog):
+                self._spent, stop.kind = limit, StopKind.INTERRUPT
+                _write_mark(self._run_dir, limit)
+                needed_s = deadline.needed_s(watchdog)
+                takes = f", and a stop takes up to {format_seconds(needed_s)}" if needed_s else ""
+                console.line(f"{self._now(limit).words}{takes}: stopping with a checkpoint")
+                return
+
+    def limit_of(self, report: Report) -> str | None:
+        """The limit that ended the run; None where it ended in another way."""
+        return self._spent.name if self._spent is not None and report.ending is Ending.STOPPED else None
+
+    def incidents(self, report: Report) -> tuple[str, ...]:
+        """What there is to tell of a run that a limit ended."""
+        if self._spent is None or self.limit_of(report) is None:
+            return ()
+        limit = self._now(self._spent)
+        remedy = limit.remedy(report.step, report.num_steps)
+        return (f"{limit.words}: stopped at step {report.step} of {report.num_steps}; to go on, {remedy}",)
+
+    def _now(self, limit: Limit) -> Limit:
+        return limit.after(time.monotonic() - self._began_s)
+
+
+def rounded_up(value: float) -> float:
+    """With two digits that count: `34.3` is 35, `0.0121` is 0.013."""
+    unit: float = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return math.ceil(round(value / unit, 6)) * unit
+
+
+def _read_mark(run_dir: Path) -> SpentMark | None:
+    try:
+        return codec.read(run_dir / SPENT_FILE, SpentMark)
+    except InputError:
+        return None
+
+
+def _write_mark(run_dir: Path, limit: Limit) -> None:
+    with suppress(OSError):  # of a full disk: what was used still stands in the report
+        codec.write(run_dir / SPENT_FILE, SpentMark(limit=limit.name, allowed_hours=limit.allowed_hours))

@@ -1,0 +1,1 @@
+"""What is kept outside of run directories."""

@@ -1,0 +1,1 @@
+"""Plans and submissions for a Slurm cluster, from a login node."""

@@ -1,0 +1,104 @@
+"""What of a job is on the hub and not in the caches yet, by size, and whether the disks take it.
+
+Asked of the hub before anything large is downloaded; what is here whole is asked of nobody.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from launch.inputs.data_files import is_of_hub
+from launch.inputs.dataset_hub import list_dataset
+from launch.inputs.dataset_splits import Part
+from launch.inputs.hub_files import hub_cache, list_snapshot
+from launch.inputs.model_files import ModelFiles
+from launch.probe import disk_room
+from trainer.spec.job.sections import DataSource, Job
+from trainer.spec.units import format_bytes
+
+INODES_A_FILE = 3  # of the hub's cache: the content, its name, a lock
+
+
+class Need(NamedTuple):
+    """One thing that comes from the hub, and how much of it has yet to come."""
+
+    what: str
+    folder: Path
+    num_bytes: int
+    num_files: int
+
+    @property
+    def words(self) -> str:
+        """`the weights of org/model: 2 GiB in 3 files into /cache/hub`."""
+        if not self.num_files:
+            return f"{self.what}: here already, in {self.folder}"
+        files = "1 file" if self.num_files == 1 else f"{self.num_files} files"
+        return f"{self.what}: {format_bytes(self.num_bytes)} in {files} into {self.folder}"
+
+
+class Source(NamedTuple):
+    """A data set of the hub, as the job names it."""
+
+    source: DataSource
+    setting: str
+
+    @property
+    def part(self) -> Part:
+        return Part(self.source.subset, self.source.split)
+
+
+def model_need(job: Job, model: ModelFiles, hub_home: Path | None) -> Need | None:
+    """The weights; None where they are a folder of this machine, or the model starts from scratch."""
+    cache, repository = hub_cache(hub_home), model.repository
+    if repository is None:
+        return None
+    what = f"the weights of {repository}"
+    if not model.needs_download:
+        return Need(what, cache, 0, 0)
+    revision = job.model.revision or model.revision
+    listed = list_snapshot(repository, revision=revision, cache=cache, setting="model.name")
+    snapshot = cache / f"models--{repository.replace('/', '--')}" / "snapshots" / listed.commit
+    left = [size for name, size in listed.sizes.items() if not (snapshot / name).is_file()]
+    return Need(what, cache, sum(left), len(left))
+
+
+def data_sources(job: Job) -> Iterator[Source]:
+    """Data sets of the hub that the job learns from or is scored on."""
+    for source in job.data.train:
+        if is_of_hub(source.source):
+            yield Source(source, "data.train")
+    held_out = job.data.eval_source
+    if held_out is not None and is_of_hub(held_out):
+        source = DataSource(source=held_out, subset=job.data.eval_subset, split=job.data.eval_split)
+        yield Source(source, "data.eval")
+
+
+def data_need(source: Source, hub_home: Path | None) -> Need:
+    """The files of one part of a data set."""
+    cache, name = hub_cache(hub_home), source.source.source
+    listed = list_dataset(name, source.part, cache=cache, setting=source.setting)
+    left = [file.size_bytes for file in listed.files if not file.path.is_file()]
+    return Need(f"the data of {name} ({source.setting})", cache, sum(left), len(left))
+
+
+def check_room(folder: Path, *, num_bytes: int, num_files: int, what: str) -> None:
+    """EnvironmentFaultError with both numbers where a cache's file system, or a quota, leaves too little."""
+    disk_room.check_room(
+        folder,
+        num_bytes=num_bytes,
+        num_files=num_files,
+        what=f"{what} needs",
+        mend="make room, or name another with folders.huggingface and folders.cache in config.yaml",
+    )
+
+
+def check_room_of(needs: Sequence[Need]) -> None:
+    """Of all of them together, as they share the hub's cache."""
+    for folder in {need.folder for need in needs}:
+        here = [need for need in needs if need.folder == folder and need.num_files]
+        check_room(
+            folder,
+            num_bytes=sum(need.num_bytes for need in here),
+            num_files=INODES_A_FILE * sum(need.num_files for need in here),
+            what=" with ".join(need.what for need in here),
+        )

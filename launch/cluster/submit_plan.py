@@ -1,0 +1,236 @@
+"""What a submission comes to: the plan of each point on the partition's nodes, and the job that asks for them."""
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from launch.inputs.hub_files import hub_cache
+from launch.job import folders
+from launch.job.layers import ResolvedJob, read_job_layers
+from launch.plan.asked_nodes import charge_of, sbatch_option
+from launch.plan.gather import PlanInputs, plan_inputs, profile_data, read_inputs, read_machine, recorded_versions
+from launch.plan.partition_hardware import read_partition_hardware
+from launch.rundir.paths import output_base
+from launch.track.checks import check_sinks
+from slurm.container import Container, container_of
+from slurm.node_share import share_of_job
+from slurm.partition_hardware import PartitionHardware
+from slurm.sbatch import BatchJob, warning_s
+from slurm.submit import knows_pyxis
+from slurm.text.quantities import format_duration, parse_duration
+from slurm.time_limit import num_jobs
+from trainer.planning.explain.choice import machine_words
+from trainer.planning.node_counts import planned
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.hardware import Hardware
+from trainer.spec.job.sections import NodeNetwork, SlurmJob
+from trainer.spec.plan import Plan
+from trainer.spec.units import format_seconds
+
+SAVE_BYTES_PER_S = 500 * 10**6  # of a shared file system on a busy day
+TIME_MARGIN = 1.3  # predictions are wrong, and a queue is long
+SETUP_S = 900  # preparing data, compiling, exporting
+ROUNDED_TO_S = 300
+
+
+class Point(NamedTuple):
+    """A run that is submitted: one, or one of a sweep."""
+
+    inputs: PlanInputs
+    plan: Plan
+    overrides: tuple[str, ...]  # of the point
+
+    @property
+    def hours(self) -> float:
+        """What the run is predicted to take."""
+        totals = planned(self.plan.hardware.num_nodes, self.plan).totals
+        assert totals is not None
+        return totals.hours
+
+
+class Target(NamedTuple):
+    """Where the jobs go, and what they are."""
+
+    points: tuple[Point, ...]
+    hardware: Hardware
+    found: PartitionHardware | None  # None: no Slurm is here, and the hardware is what --hardware says
+
+    @property
+    def resolved(self) -> ResolvedJob:
+        return self.points[0].inputs.resolved
+
+    @property
+    def slurm(self) -> SlurmJob:
+        return self.resolved.job.slurm
+
+    @property
+    def hours(self) -> float:
+        """Of the longest point."""
+        return max(point.hours for point in self.points)
+
+
+def read_target(
+    job: Path,
+    overrides: Sequence[str],
+    points: Sequence[tuple[str, ...]],
+    *,
+    spec: str | None,
+    environment: Mapping[str, str],
+    needs_slurm: bool,
+) -> Target:
+    """The plans of every point; whatever is wrong with the job or does not fit the nodes shows here."""
+    first = read_job_layers(
+        job,
+        [*overrides, *points[0]],
+        config_home=folders.config_home(environment),
+        site_config=folders.site_config(environment),
+    )
+    slurm = first.job.slurm
+    if slurm.chain > 1 and len(points) > 1:
+        raise InputError(
+            "slurm.chain and --sweep exclude each other; a point that is not done is queued again by itself"
+        )
+    if needs_slurm and slurm.container is None:  # an image has its own packages
+        check_sinks(first.job, environment, on_node=True)
+    found, hardware = _read_nodes(slurm, spec, environment, needs_slurm=needs_slurm)
+    return Target(tuple(_read_point(job, overrides, point, hardware, environment) for point in points), hardware, found)
+
+
+def batch_job(target: Target, run_dir: Path, *, num_points: int | None, environment: Mapping[str, str]) -> BatchJob:
+    """What sbatch is asked for."""
+    slurm, found, first = target.slurm, target.found, target.points[0].plan
+    share = share_of_job(slurm) if found is None else found.share
+    time_s = time_limit_s(target)
+    access = None if found is None else found.access
+    gpus = len(target.hardware.gpus)
+    kind = f"{found.group.gpu_type}:" if found is not None and found.group.gpu_type else ""
+    has_gres = gpus > 0 and (found is None or found.group.num_gpus > 0)
+    host = target.hardware.host
+    save_s = first.chosen.memory.checkpoint_bytes / SAVE_BYTES_PER_S
+    return BatchJob(
+        name=output_base(target.resolved.job.output, target.resolved.name).name,
+        words=f"{first.chosen.strategy.name} on {machine_words(target.hardware)}, {time_words(target)}",
+        written_by=f"shardwise {recorded_versions()['shardwise']}",
+        run_dir=str(run_dir),
+        workdir=str(Path.cwd()),
+        program_dir=str(Path(sys.executable).parent),
+        num_nodes=target.hardware.num_nodes,
+        gres=f"gpu:{kind}{gpus}" if has_gres else None,
+        asks_gres=found is not None and (found.group.is_mig or bool(found.group.other_gpus)),
+        num_cores=slurm.cores if found is None else host.num_cores,
+        memory_bytes=slurm.memory if found is None else host.ram_bytes,
+        takes_whole_nodes=share.is_whole,
+        time_limit_s=time_s,
+        warning_s=warning_s(step_s=first.chosen.speed.step_s, save_s=save_s, time_limit_s=time_s),
+        partition=slurm.partition,
+        account=access.account if access is not None and access.states_account else slurm.account,
+        qos=access.job_qos if access is not None and access.states_qos else slurm.qos,
+        constraint=_constraint(slurm, found),
+        reservation=slurm.reservation,
+        mail=slurm.mail,
+        comment=slurm.comment,
+        requeue=slurm.requeue,
+        num_points=num_points,
+        extra=slurm.extra,
+        modules=slurm.modules,
+        container=_container(target, run_dir, environment),
+        is_offline=slurm.network is NodeNetwork.NONE,
+        scratch=target.resolved.folders.get("scratch"),
+    )
+
+
+def time_limit_s(target: Target) -> int:
+    """Of one job: as asked, else what is predicted with a margin, at most what the partition allows."""
+    most = None if target.found is None else target.found.time_limit_s
+    asked = parse_duration(target.slurm.time)
+    if asked is not None:
+        if most is not None and asked > most:
+            raise InputError(
+                f"slurm.time is {target.slurm.time}; a job may take {format_duration(most)} at most there.\n"
+                "Leave it out: a run that is not done by then goes on in a further job"
+            )
+        return asked
+    wanted = target.hours * 3600 * TIME_MARGIN + SETUP_S
+    rounded = round(-(-wanted // ROUNDED_TO_S) * ROUNDED_TO_S)
+    return rounded if most is None else min(rounded, most)
+
+
+def time_words(target: Target) -> str:
+    """`predicted 38 h 10 min: 2 jobs of 1-00:00:00`."""
+    limit = time_limit_s(target)
+    jobs = num_jobs(target.hours, limit)
+    each = f"1 job of {format_duration(limit)}" if jobs == 1 else f"{jobs} jobs of {format_duration(limit)}"
+    longest = "the longest point is " if len(target.points) > 1 else ""
+    return f"{longest}predicted {format_seconds(target.hours * 3600)}: {each}"
+
+
+def _read_nodes(
+    slurm: SlurmJob, spec: str | None, environment: Mapping[str, str], *, needs_slurm: bool
+) -> tuple[PartitionHardware | None, Hardware]:
+    if shutil.which("sbatch", path=environment.get("PATH")) is None:
+        if needs_slurm or spec is None:
+            raise EnvironmentFaultError(
+                "sbatch is not here: submit on a login node of the cluster;\n"
+                "elsewhere --dry-run --hardware 4x8xH100-SXM5-80GB prints the script for such nodes"
+            )
+        hardware = read_machine(spec)
+        return None, hardware
+    stated = None if spec is None else read_machine(spec)
+    num_nodes = slurm.nodes or (1 if stated is None else stated.num_nodes)
+    found = read_partition_hardware(
+        slurm.partition,
+        nodes=num_nodes,
+        spec=spec,
+        constraint=slurm.constraint or sbatch_option(slurm.extra, "--constraint", "-C"),
+        **charge_of(slurm, environment),
+        share=share_of_job(slurm),
+        environment=environment,
+    )
+    if found.access is not None and found.access.refusal is not None:
+        raise InputError(f"Slurm would not run this job: {found.access.refusal}")
+    return found, found.hardware
+
+
+def _read_point(
+    job: Path, overrides: Sequence[str], point: tuple[str, ...], hardware: Hardware, environment: Mapping[str, str]
+) -> Point:
+    inputs = read_inputs(job, [*overrides, *point], describes_models=True, machines=hardware, environment=environment)
+    if inputs.shape.loss_obstacle is not None:
+        raise InputError(
+            f"{inputs.model.config_origin}: {inputs.shape.model_type} cannot be trained: {inputs.shape.loss_obstacle}"
+        )
+    return Point(inputs, plan_inputs(inputs, profile_data(inputs), environment=environment), point)
+
+
+def _constraint(slurm: SlurmJob, found: PartitionHardware | None) -> str | None:
+    """As asked, else the feature that keeps to the nodes that were planned for."""
+    if slurm.constraint is not None or sbatch_option(slurm.extra, "--constraint", "-C") is not None:
+        return slurm.constraint
+    return None if found is None else found.constraint
+
+
+def _container(target: Target, run_dir: Path, environment: Mapping[str, str]) -> Container | None:
+    image = target.slurm.container
+    if image is None:
+        return None
+    if image.endswith((".sif", ".sqsh")):
+        path = Path(image).expanduser().absolute()
+        if not path.is_file():
+            raise InputError(f"slurm.container: {image} is no file here")
+        image = str(path)
+    return container_of(image, folders=_folders(target, run_dir, environment), has_pyxis=knows_pyxis(environment))
+
+
+def _folders(target: Target, run_dir: Path, environment: Mapping[str, str]) -> list[str]:
+    """What a run reads and writes, for a container to see."""
+    inputs = [point.inputs for point in target.points]
+    named = [Path.cwd(), run_dir, inputs[0].cache, hub_cache(inputs[0].hub_home), folders.state_home(environment)]
+    named += [Path(scratch) for scratch in [target.resolved.folders.get("scratch")] if scratch]
+    for each in inputs:
+        read = [each.model.model_path, each.model.config_origin, each.request.tokenizer]
+        read += [file.path for file in (*each.request.files, *each.request.eval_files) if not file.is_remote]
+        named += [path if path.is_dir() else path.parent for path in map(Path, filter(None, read)) if path.exists()]
+    return [os.path.abspath(path) for path in named]  # noqa: PTH100 - without following links: a container has the names

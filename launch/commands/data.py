@@ -1,0 +1,106 @@
+"""`shardwise data JOB`: prepares the data of a job and shows what the model will see of it, before anything is trained.
+
+What is held out, left out and cut is counted, lengths are shown as bars, and the first example is written out with what
+is learned told apart from what is only read.
+"""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from launch.inputs.prepare_data import prepare_data
+from launch.plan.gather import read_inputs
+from launch.terminal import Console
+from trainer.spec.data.objectives import objective_of
+from trainer.spec.data.profile import DataProfile, LengthHistogram
+from trainer.spec.errors import EnvironmentFaultError, ExitCode
+from trainer.spec.job.sections import DataFormat, Job, LossOn
+from trainer.spec.units import format_count
+
+_BAR = 40  # columns of the longest
+_LEARNED = {
+    DataFormat.TEXT: "every token",
+    DataFormat.TOKENS: "what the rows mark, else every token",
+    DataFormat.CHAT: "what the assistant says",
+    DataFormat.PROMPT_COMPLETION: "the completion",
+    DataFormat.PREFERENCE: "which of two answers is the better one",
+}
+_NOUNS = {
+    DataFormat.TEXT: "texts",
+    DataFormat.TOKENS: "rows of tokens",
+    DataFormat.CHAT: "chats",
+    DataFormat.PROMPT_COMPLETION: "prompts with completions",
+    DataFormat.PREFERENCE: "preferences",
+}
+
+
+def run_data(job_path: Path, overrides: Sequence[str], console: Console) -> ExitCode:
+    """Prepares, or finds what was prepared, and describes it."""
+    inputs = read_inputs(job_path, overrides, hardware_spec=None)
+    profile = prepare_data(inputs.request, on_progress=console.line)
+    for line in describe_data(profile, inputs.resolved.job):
+        console.line(line)
+    console.line()
+    console.line("the first example, as the model will see it:")
+    console.line(_first_example(profile, console))
+    return ExitCode.DONE
+
+
+def describe_data(profile: DataProfile, job: Job) -> Iterator[str]:
+    """What the data is, in lines."""
+    rows, seq_len = f"{profile.num_rows:,}", job.train.seq_len
+    objective = objective_of(job.train.objective, profile.format)
+    where = " in the first window of a stream" if profile.is_stream else ""
+    num_tokens = format_count(profile.num_tokens)
+    yield f"{profile.num_documents:,} {_NOUNS[profile.format]} to learn from{where}, {num_tokens} tokens"
+    yield f"  objective    {objective}: {_learned_words(profile, job)}"
+    if profile.is_packed:
+        full = "" if profile.packing_efficiency is None else f", {profile.packing_efficiency:.1%} full"
+        yield f"  rows         {rows} of at most {seq_len} tokens, whole documents packed together{full}"
+    else:
+        pairs = "pairs of rows" if profile.format is DataFormat.PREFERENCE else "rows"
+        yield f"  rows         {rows} {pairs}, the longest {profile.longest_row:,} tokens"
+    held_out = f"{profile.num_eval_rows:,} rows, {format_count(profile.num_eval_tokens)} tokens"
+    yield f"  held out     {held_out if profile.num_eval_rows else 'nothing'}"
+    if profile.skipped_rows or profile.cut_rows:
+        yield f"  left out     {profile.skipped_rows:,} bad rows; {profile.cut_rows:,} lost their end"
+    for note in profile.notes:
+        yield f"  note         {note}"
+    if profile.documents is not None:
+        yield ""
+        yield "tokens of a document"
+        yield from _bars(profile.documents)
+
+
+def _learned_words(profile: DataProfile, job: Job) -> str:
+    what = _LEARNED[profile.format] if job.data.loss_on is LossOn.AUTO else f"loss on {job.data.loss_on}"
+    if profile.num_targets is None or profile.format is DataFormat.PREFERENCE:
+        return what
+    span = "the window" if profile.is_stream else "an epoch"
+    return f"{what}, {format_count(profile.num_targets)} tokens of {span} ({_share(profile):.0%})"
+
+
+def _share(profile: DataProfile) -> float:
+    return (profile.num_targets or 0) / max(1, profile.num_tokens)
+
+
+def _bars(histogram: LengthHistogram) -> Iterator[str]:
+    most = max(histogram.counts)
+    lower = 0
+    for upper, count in zip(histogram.edges, histogram.counts, strict=True):
+        yield f"  {f'{lower + 1:,} to {upper:,}':>17}  {'#' * round(_BAR * count / most):<{_BAR}}  {count:,}"
+        lower = upper
+
+
+def _first_example(profile: DataProfile, console: Console) -> str:
+    assert profile.cache_dir is not None
+    width = min(120, shutil.get_terminal_size((100, 24)).columns)
+    colour = ["colour"] if console.is_terminal else []
+    command = [sys.executable, "-P", "-m", "trainer.runtime.tools.show_data", profile.cache_dir, str(width), *colour]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", check=False)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        raise EnvironmentFaultError("\n".join(lines[-3:]) or "the first example could not be written out")
+    return done.stdout.rstrip("\n")

@@ -1,0 +1,114 @@
+"""`shardwise estimate`: cases in, one JSON object a line; answers out, one a line, in the same order.
+
+A line is read, answered, written and forgotten, so that a file of any length takes the same memory, and a program that
+writes one case and waits gets its answer. A line that cannot be answered is answered with a sentence, and the run goes
+on; the exit code says afterwards whether there was one. Names of models are looked up here, because planning reads no
+files; nothing is downloaded.
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from launch.inputs.model_files import preset_names, read_model_config
+from trainer.planning.cases.answer import answer_case
+from trainer.spec.errors import ExitCode, InputError
+from trainer.spec.job.sections import Job, ModelJob
+from trainer.spec.units import MIB, format_bytes
+
+STDIN = Path("-")
+MAX_LINE_BYTES = 4 * MIB  # a case takes a few hundred bytes; one without an end must not fill the memory
+_DECODER = msgspec.json.Decoder()
+_ENCODER = msgspec.json.Encoder()
+
+
+def run_estimate(path: Path) -> ExitCode:
+    """Answers every case of the file `path`, or of stdin for `-`; INPUT where one of them could not be."""
+    if path == STDIN:
+        return _answer_stream(sys.stdin.buffer, sys.stdout.buffer)
+    try:
+        stream = path.open("rb")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    with stream:
+        return _answer_stream(stream, sys.stdout.buffer)
+
+
+def answer_line(line: bytes) -> dict[str, Any]:
+    """The answer to one line, whatever it holds."""
+    case: object = None
+    try:
+        case = _DECODER.decode(line)
+        if not isinstance(case, dict):
+            return _refusal(None, f"a case is a JSON object, not {line.strip()[:40].decode(errors='replace')}")
+        return answer_case(_with_config(case))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return _refusal(None, f"not JSON: {error}")
+    except InputError as error:
+        return _refusal(case, str(error))
+
+
+def _answer_stream(lines: BinaryIO, output: BinaryIO) -> ExitCode:
+    exit_code = ExitCode.DONE
+    try:
+        for line in _lines(lines):
+            answer = _too_long() if line is None else answer_line(line)
+            if "error" in answer:
+                exit_code = ExitCode.INPUT
+            output.write(_ENCODER.encode(answer) + b"\n")
+            output.flush()
+    except BrokenPipeError:
+        # Nobody reads on. What is still buffered must not fail a second time when Python closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return exit_code
+
+
+def _lines(stream: BinaryIO) -> Iterator[bytes | None]:
+    """Lines that hold something; None for one that is too long, whose rest is passed over."""
+    while line := stream.readline(MAX_LINE_BYTES):
+        if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+            while (rest := stream.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
+                pass
+            yield None
+        elif not line.isspace():
+            yield line
+
+
+def _too_long() -> dict[str, Any]:
+    return _refusal(None, f"the line is longer than {format_bytes(MAX_LINE_BYTES)}")
+
+
+def _refusal(case: object, reason: str) -> dict[str, Any]:
+    name = case.get("id") if isinstance(case, dict) else None
+    return {"id": name, "error": " ".join(reason.split())}
+
+
+def _with_config(case: dict[str, Any]) -> Mapping[str, Any]:
+    """The case with the config of the model it names, as `name` or in place of the config."""
+    model = case.get("model")
+    if "name" in case:
+        if model is not None:
+            raise InputError("model and name exclude each other; name a preset or a path, or give the config")
+        name = case["name"]
+    elif isinstance(model, str):
+        name = model
+    elif isinstance(model, dict) and model.keys() == {"name"}:
+        name = model["name"]
+    else:
+        return case
+    if not isinstance(name, str):
+        raise InputError("name: expected a preset or a path, got something else")
+    return {key: value for key, value in case.items() if key != "name"} | {"model": _config_of(name)}
+
+
+@lru_cache(maxsize=64)
+def _config_of(name: str) -> dict[str, Any]:
+    if name not in preset_names() and not Path(name).expanduser().exists():
+        raise InputError(f"{name} is no preset and no file or folder here; presets: {', '.join(preset_names())}")
+    # Only the shape is of interest, so no tokenizer is looked for.
+    return read_model_config(Job(model=ModelJob(config=name, tokenizer="train"))).config

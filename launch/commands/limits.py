@@ -1,0 +1,78 @@
+"""`shardwise plan --longest-seq`, `--largest-batch`, `--largest-model`: how far a machine goes."""
+
+import json
+from collections.abc import Mapping
+
+from launch.commands.plan import PlanOptions, machines
+from launch.inputs.model_files import preset_names, read_preset
+from launch.plan.gather import PlanInputs, profile_data, read_calibration_of
+from launch.show.page_file import write_page
+from launch.terminal import Console
+from trainer.planning.context import Situation
+from trainer.planning.explain.choice import machine_words
+from trainer.planning.explain.limits import Question, limits_json, limits_section
+from trainer.planning.page.content import Page, Section
+from trainer.planning.page.html import pages_html
+from trainer.planning.page.text_layout import page_text
+from trainer.planning.planner import question_situations
+from trainer.planning.search.limits_search import Rung, largest_batches, largest_models, longest_sequences
+from trainer.spec.errors import ExitCode
+from trainer.spec.model.shape import read_model_shape
+from trainer.spec.strategy import Method
+from trainer.spec.units import format_count
+
+
+def run_limits(options: PlanOptions, console: Console) -> ExitCode:
+    """Answers every question that was asked, for every machine."""
+    asked = [
+        question
+        for question, is_asked in (
+            (Question.LONGEST_SEQ, options.longest_seq),
+            (Question.LARGEST_BATCH, options.largest_batch),
+            (Question.LARGEST_MODEL, options.largest_model),
+        )
+        if is_asked
+    ]
+    sections: list[Section] = []
+    has_answer = False
+    title = ""
+    for _, inputs in machines(options):
+        situations = _situations(inputs)
+        machine, train = machine_words(inputs.hardware), inputs.resolved.job.train
+        size = format_count(inputs.shape.num_parameters)
+        title = f"{inputs.resolved.name}: {inputs.shape.model_type}, {size} parameters"
+        for question in asked:
+            rungs = _answer(question, situations)
+            has_answer |= bool(rungs)
+            if options.as_json:
+                console.line(json.dumps(limits_json(question, rungs, machine=machine)))
+            section = limits_section(question, rungs, machine=machine, seq_len=train.seq_len, shape=inputs.shape)
+            sections.append(section)
+    page = Page(title=title, sections=tuple(sections))
+    if not options.as_json:
+        console.line(page_text(page, width=100))
+    if options.html is not None:
+        write_page(options.html, pages_html([page], title=title))
+    return ExitCode.DONE if has_answer else ExitCode.NOTHING_FITS
+
+
+def _situations(inputs: PlanInputs) -> dict[Method, Situation]:
+    calibration, versions = read_calibration_of(inputs)
+    return question_situations(
+        inputs.resolved.job,
+        hardware=inputs.hardware,
+        shape=inputs.shape,
+        data=profile_data(inputs),
+        calibration=calibration,
+        versions=versions,
+    )
+
+
+def _answer(question: Question, situations: Mapping[Method, Situation]) -> tuple[Rung, ...]:
+    if question is Question.LONGEST_SEQ:
+        return longest_sequences(situations)
+    if question is Question.LARGEST_BATCH:
+        return largest_batches(situations)
+    return largest_models(
+        situations, {name: read_model_shape(read_preset(name), origin=name) for name in preset_names()}
+    )

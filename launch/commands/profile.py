@@ -1,0 +1,152 @@
+"""`shardwise profile`: where memory and time of a step go, from a few real steps in processes of their own.
+
+The steps before the last are measured as in any run; the last one runs under torch's profiler, whose files land in
+`profile/` of the run directory. With `--time` nothing is profiled and nothing is kept: the steps are timed alone.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from launch.attempt.supervisor import StopRequest
+from launch.inputs.prepare_data import prepare_data
+from launch.plan.gather import PlanInputs, plan_inputs, read_inputs, with_weights
+from launch.probe.torch_fit import check_torch
+from launch.run.attempts import stop_code
+from launch.run.short_run import run_short, scratch_folder, short_plan
+from launch.run.trials import check_trials_can_run
+from launch.rundir import paths as run_dirs
+from launch.show.profile_text import profile_json, profile_page
+from launch.terminal import Console
+from trainer.planning.page.text_layout import page_text
+from trainer.spec import codec
+from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from trainer.spec.job.sections import Every
+from trainer.spec.messages.profile import FIGURES_FILE, PROFILE_FOLDER, ProfileFigures, ProfileRequest
+from trainer.spec.plan import Plan
+from trainer.spec.report import Report
+
+# As a rank counts them: two that allocate and warm up, one whose memory is measured, then those that are timed, and
+# the one that is profiled.
+LEAST_STEPS = 5
+_UNTIMED_STEPS = 3
+_WIDTH = 100
+
+
+class ProfileOptions(NamedTuple):
+    """What the command line said."""
+
+    job: Path
+    overrides: Sequence[str] = ()
+    gpus: tuple[int, ...] | None = None
+    vram_cap_bytes: int | None = None
+    out: Path | None = None
+    num_steps: int = 8
+    only_time: bool = False
+    as_json: bool = False
+
+
+def run_profile(
+    options: ProfileOptions, console: Console, progress: Console, *, environment: Mapping[str, str] = os.environ
+) -> ExitCode:
+    """Runs the steps and tells; whatever is wrong with the input shows before they start."""
+    if options.num_steps < LEAST_STEPS:
+        raise InputError(f"--steps {options.num_steps}: three warm up and one is profiled; give {LEAST_STEPS} or more")
+    inputs = read_inputs(
+        options.job,
+        options.overrides,
+        gpus=options.gpus,
+        vram_cap_bytes=options.vram_cap_bytes,
+        describes_models=True,
+        environment=environment,
+    )
+    check_trials_can_run(inputs.hardware, what="shardwise profile")
+    inputs = inputs._replace(hardware=check_torch(inputs.hardware, environment))
+    if options.out is not None:
+        run_dirs.refuse_used(options.out)
+    plan, inputs = _plan(inputs, progress, environment)
+    stop = StopRequest()
+    with stop.listening(), _place(options, inputs, plan) as run_dir:
+        return _profile(options, inputs, plan, run_dir, stop, console, progress, environment)
+
+
+def _plan(inputs: PlanInputs, progress: Console, environment: Mapping[str, str]) -> tuple[Plan, PlanInputs]:
+    inputs = with_weights(inputs)
+    data = prepare_data(inputs.request, on_progress=progress.line)
+    return plan_inputs(inputs, data, environment=environment), inputs
+
+
+@contextmanager
+def _place(options: ProfileOptions, inputs: PlanInputs, plan: Plan) -> Iterator[Path]:
+    """The run directory; of times alone one that goes when they are told, unless it was asked for."""
+    if options.only_time and options.out is None:
+        with scratch_folder(inputs.cache / PROFILE_FOLDER) as scratch:
+            run_dir = scratch / "run"
+            run_dir.mkdir()
+            yield run_dir
+            shutil.rmtree(run_dir)
+        return
+    base = run_dirs.output_base(plan.job.output, plan.name)
+    named = base.with_name(f"{base.name}-{PROFILE_FOLDER}")
+    now = datetime.now(UTC)
+    run_dir = run_dirs.make_run_dir(named, now=now) if options.out is None else run_dirs.use_run_dir(options.out)
+    with run_dirs.locked(run_dir):
+        yield run_dir
+
+
+def _profile(
+    options: ProfileOptions,
+    inputs: PlanInputs,
+    plan: Plan,
+    run_dir: Path,
+    stop: StopRequest,
+    console: Console,
+    progress: Console,
+    environment: Mapping[str, str],
+) -> ExitCode:
+    few = short_plan(plan, plan.chosen, num_steps=options.num_steps)
+    every_step = replace(few.job, log=replace(few.job.log, every=Every(steps=1)))  # each is read back
+    few = replace(few, job=every_step, profile=None if options.only_time else ProfileRequest())
+    codec.write(run_dir / "plan.json", few)
+    progress.line(f"{options.num_steps} steps of {plan.chosen.strategy.name} ...")
+    run = run_short(few, run_dir, cache=inputs.cache, console=progress, stop=stop, environment=environment)
+    if stop.kind is not None:
+        progress.line("stopped: nothing was measured")
+        return stop_code(stop)
+    if run.report is None:
+        logs = "add --out DIR to keep the logs" if options.only_time and options.out is None else f"logs: {run_dir}"
+        raise EnvironmentFaultError(f"profile: the steps could not run: {run.problem}\n{logs}")
+    if run.ran_out_of_memory:
+        progress.line(f"the steps ran out of memory: {run.report.error}")
+        return ExitCode.OUT_OF_MEMORY
+    _tell(options, plan, run.report, run_dir, console)
+    return ExitCode.DONE
+
+
+def _tell(options: ProfileOptions, plan: Plan, report: Report, run_dir: Path, console: Console) -> None:
+    figures = None
+    if not options.only_time:
+        figures = codec.read(run_dir / PROFILE_FOLDER / FIGURES_FILE, ProfileFigures)
+    steps_s = timed_steps(run_dir, num_profiled=0 if figures is None else 1)
+    text = page_text(profile_page(plan, report, figures, steps_s), width=_WIDTH)
+    if options.as_json:
+        console.line(json.dumps({"run_dir": str(run_dir), **profile_json(plan, report, figures, steps_s)}, indent=1))
+        return
+    console.line(text)
+    if figures is not None:
+        codec.write_bytes(run_dir / PROFILE_FOLDER / "profile.txt", f"{text}\n".encode())
+        console.line(f"\nin {run_dir}")
+
+
+def timed_steps(run_dir: Path, *, num_profiled: int) -> list[float]:
+    """Seconds of the steps that were neither warming up nor profiled, from metrics.jsonl."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    timed = rows[_UNTIMED_STEPS : len(rows) - num_profiled]
+    return [row["step_s"] for row in timed]

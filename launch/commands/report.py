@@ -1,0 +1,62 @@
+"""`shardwise report`: one run in full, several side by side; as text, as JSON, as one HTML page."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from launch.show.report.runs import RecordedRun, recorded_runs
+from launch.terminal import Console
+from trainer.spec.errors import ExitCode, InputError
+
+
+class ReportOptions(NamedTuple):
+    """What the command line said."""
+
+    run_dirs: Sequence[Path]
+    html: Path | None = None
+    as_json: bool = False
+
+
+def run_report(options: ReportOptions, console: Console) -> ExitCode:
+    """Prints the reports, and writes the page where one is asked for; InputError for what is no run."""
+    runs = recorded_runs(options.run_dirs)
+    if options.html is not None:
+        _write_page(options.html, runs)
+    if options.as_json:
+        for run in runs:
+            console.line(msgspec.json.format(msgspec.json.encode(report_json(run)), indent=1).decode())
+        return ExitCode.DONE
+    console.line(_text(runs))
+    return ExitCode.DONE
+
+
+def report_json(run: RecordedRun) -> dict[str, Any]:
+    """The report with the run's directory and what would help; InputError where there is none."""
+    if run.report is None:
+        raise InputError(f"{run.run_dir}: {run.problem}: the run has not ended, or was killed before it could")
+    told: dict[str, Any] = msgspec.to_builtins(run.report)
+    recommended = msgspec.to_builtins(run.recommended)
+    return {"run_dir": str(run.run_dir), **told, "recommendations": recommended}
+
+
+def _text(runs: Sequence[RecordedRun]) -> str:
+    if len(runs) == 1:
+        from launch.show.report.text import render_run
+
+        return render_run(runs[0])
+    from launch.show.report.comparison import comparison_page
+    from trainer.planning.page.text_layout import page_text
+
+    return page_text(comparison_page(runs), width=100)
+
+
+def _write_page(path: Path, runs: Sequence[RecordedRun]) -> None:
+    from launch.show.page_file import write_page
+    from launch.show.report.comparison import comparison_page
+    from launch.show.report.page import run_page
+    from trainer.planning.page.html import pages_html
+
+    page = run_page(runs[0]) if len(runs) == 1 else comparison_page(runs)
+    write_page(path, pages_html([page], title=page.title))

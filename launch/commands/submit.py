@@ -1,0 +1,205 @@
+"""`shardwise submit`: from a job file on a login node to a job in Slurm's queue.
+
+Order: plan for the nodes of the partition, check what the job will find and where it will write, ask `sbatch
+--test-only`, then make the run directory and submit its script. Where anything is refused nothing is left behind.
+
+    D/  job.yaml  hardware.json  submission.json  train.sbatch                     one run, or a chain of jobs of it
+    D/  submission.json  train.sbatch  point-1/ {job.yaml ...}  point-2/ ...       --sweep: one array
+"""
+
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from launch.cluster.submit_checks import check_network, check_room
+from launch.cluster.submit_plan import Point, Target, batch_job, read_target, time_limit_s, time_words
+from launch.job.layers import render_resolved
+from launch.job.sweep import sweep_points
+from launch.rundir import paths as run_dirs
+from launch.terminal import Console
+from slurm.sbatch import BatchJob, render_script
+from slurm.submit import check_script, submit_script
+from trainer.planning.explain.choice import machine_words
+from trainer.spec import codec
+from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from trainer.spec.messages.submission import CHAIN_FILE, FILE_NAME, SCRIPT_NAME, Submission
+
+
+class SubmitOptions(NamedTuple):
+    """The command line of `shardwise submit`; what `settings` holds goes over the job file and key=value."""
+
+    job: Path
+    overrides: Sequence[str] = ()
+    settings: Mapping[str, str | int | None] = {}  # slurm.partition and others, by path; None: not given
+    spec: str | None = None
+    sweeps: Sequence[str] = ()
+    run_dir: Path | None = None
+    dry_run: bool = False
+    as_json: bool = False
+
+
+def run_submit(
+    options: SubmitOptions, console: Console, notes: Console, *, environment: Mapping[str, str] = os.environ
+) -> ExitCode:
+    """Submits, or prints the script; what was submitted goes to `console`, what is said on the way to `notes`."""
+    points = sweep_points(options.sweeps)
+    settings = [
+        f"{path}={json.dumps(value, ensure_ascii=False)}"
+        for path, value in options.settings.items()
+        if value is not None
+    ]
+    target = read_target(
+        options.job,
+        [*options.overrides, *settings],
+        points,
+        spec=options.spec,
+        environment=environment,
+        needs_slurm=not options.dry_run,
+    )
+    run_dir = _run_dir(options, target)
+    job = batch_job(target, run_dir, num_points=len(points) if options.sweeps else None, environment=environment)
+    script = render_script(job)
+    if options.dry_run:
+        console.line(script.rstrip("\n"))
+    _check(target, run_dir, options, notes)
+    if target.found is not None:
+        notes.line(check_script(script, job, target.found, environment=environment))
+    if options.dry_run:
+        return ExitCode.DONE
+    job_ids = _submit(options, target, job, script, notes, environment)
+    _tell(options, target, run_dir, job_ids, console)
+    return ExitCode.DONE
+
+
+def _run_dir(options: SubmitOptions, target: Target) -> Path:
+    """The path of the run directory, absolute; it is not made."""
+    if options.run_dir is None:
+        base = run_dirs.output_base(target.resolved.job.output, target.resolved.name)
+        return run_dirs.free_run_dir(base, now=datetime.now(UTC)).absolute()
+    run_dirs.refuse_used(options.run_dir)
+    return options.run_dir.absolute()
+
+
+def _check(target: Target, run_dir: Path, options: SubmitOptions, notes: Console) -> None:
+    check_room([point.plan for point in target.points], run_dir)
+    lines = [check_network(point.inputs, point.plan, job_name=str(options.job)) for point in target.points]
+    machines = target.points[0].plan.num_machines
+    if machines < target.hardware.num_nodes:
+        lines.append(f"the plan uses {machines} of {target.hardware.num_nodes} nodes; ask for fewer with --nodes")
+    for line in dict.fromkeys(filter(None, lines)):
+        notes.line(line)
+
+
+def _submit(
+    options: SubmitOptions,
+    target: Target,
+    job: BatchJob,
+    script: str,
+    notes: Console,
+    environment: Mapping[str, str],
+) -> tuple[str, ...]:
+    """The ids of the jobs, in the order in which they run."""
+    run_dir, was_there = Path(job.run_dir), Path(job.run_dir).exists()
+    run_dirs.use_run_dir(run_dir)
+    try:
+        _write(target, job, script, ())
+        first = submit_script(run_dir / SCRIPT_NAME, job, target.found, environment=environment)
+    except BaseException:
+        _remove(run_dir, was_there=was_there)
+        raise
+    job_ids = [first]
+    try:
+        while len(job_ids) < target.slurm.chain:
+            job_ids.append(
+                submit_script(run_dir / SCRIPT_NAME, job, target.found, after=job_ids[-1], environment=environment)
+            )
+    except (InputError, EnvironmentFaultError) as error:
+        notes.line(f"Slurm took {len(job_ids)} of {target.slurm.chain} jobs: {error}")
+    _write(target, job, None, tuple(job_ids))
+    return tuple(job_ids)
+
+
+def _write(target: Target, job: BatchJob, script: str | None, job_ids: Sequence[str]) -> None:
+    """The files of the run directory: all of them with the script, else what knows the ids."""
+    run_dir = Path(job.run_dir)
+    now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+    try:
+        if script is not None:
+            codec.write_bytes(run_dir / SCRIPT_NAME, script.encode())
+        if len(job_ids) > 1:
+            codec.write_bytes(run_dir / CHAIN_FILE, "".join(f"{job_id}\n" for job_id in job_ids).encode())
+        if job.num_points is not None:
+            codec.write(run_dir / FILE_NAME, _submission(target, target.points[0], job, now, job_ids))
+        for number, point in enumerate(target.points, start=1):
+            folder = run_dir if job.num_points is None else run_dir / f"point-{number}"
+            folder.mkdir(exist_ok=True)
+            ids = tuple(job_ids) if job.num_points is None else tuple(f"{each}_{number}" for each in job_ids)
+            if script is not None:
+                codec.write_bytes(folder / "job.yaml", render_resolved(point.inputs.resolved).encode())
+                codec.write(folder / "hardware.json", point.inputs.hardware)
+            codec.write(folder / FILE_NAME, _submission(target, point, job, now, ids))
+    except OSError as error:
+        raise EnvironmentFaultError(f"{run_dir}: cannot be written: {error.strerror}") from error
+
+
+def _submission(target: Target, point: Point, job: BatchJob, now: str, job_ids: Sequence[str]) -> Submission:
+    return Submission(
+        hardware=point.inputs.hardware,
+        submitted=now,
+        script=f"{job.run_dir}/{SCRIPT_NAME}",
+        partition=job.partition if target.found is None else target.found.partition.name,
+        time_limit_s=job.time_limit_s,
+        job_ids=tuple(job_ids),
+        overrides=point.overrides,
+    )
+
+
+def _remove(run_dir: Path, *, was_there: bool) -> None:
+    """Takes back what was written; a folder that somebody made stays, empty."""
+    for entry in run_dir.iterdir() if was_there else ():
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    if not was_there:
+        shutil.rmtree(run_dir)
+
+
+def _tell(options: SubmitOptions, target: Target, run_dir: Path, job_ids: Sequence[str], console: Console) -> None:
+    if options.as_json:
+        console.line(json.dumps(_as_json(options, target, run_dir, job_ids)))
+        return
+    what = f"array {job_ids[0]} of {len(target.points)} points" if options.sweeps else f"job {' then '.join(job_ids)}"
+    assert target.found is not None
+    console.line(f"submitted {what} to partition {target.found.partition.name}: {machine_words(target.hardware)}")
+    console.line(time_words(target))
+    for number, point in enumerate(target.points, start=1):
+        if point.overrides:
+            console.line(f"  point {number}: {' '.join(point.overrides)}")
+    console.line(f"run directory: {run_dir}")
+    console.line("next:")
+    for command in ("status", "logs", "cancel"):
+        console.line(f"  shardwise {command} {shlex.quote(str(run_dir))}")
+
+
+def _as_json(options: SubmitOptions, target: Target, run_dir: Path, job_ids: Sequence[str]) -> dict[str, Any]:
+    def entry(number: int, point: Point) -> dict[str, Any]:
+        return {
+            "run_dir": str(run_dir / f"point-{number}"),
+            "job_id": f"{job_ids[0]}_{number}",
+            "overrides": list(point.overrides),
+        }
+
+    points = [entry(number, point) for number, point in enumerate(target.points, start=1)] if options.sweeps else []
+    return {
+        "run_dir": str(run_dir),
+        "script": str(run_dir / SCRIPT_NAME),
+        "job_ids": list(job_ids),
+        "partition": None if target.found is None else target.found.partition.name,
+        "nodes": target.hardware.num_nodes,
+        "time_limit_s": time_limit_s(target),
+        "predicted_hours": target.hours,
+        **({"points": points} if points else {}),
+    }

@@ -1,0 +1,202 @@
+"""`shardwise train`: from a job file, or a plan, to a trained model and its report.
+
+Order: read and check everything that is cheap, prepare the data, plan, make the run directory, build operators, run
+the attempts, report. Whatever is wrong with the input shows before the run directory exists.
+"""
+
+import contextlib
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+from launch.attempt.deadline import Deadline
+from launch.attempt.history import refuse_endless_restarts
+from launch.attempt.spent_limits import refuse_spent
+from launch.attempt.supervisor import StoppedEarlyError, StopRequest
+from launch.engine.attempt_files import prepare_attempt
+from launch.engine.operators import build_needed
+from launch.inputs.flash_kernel import fetch_flash_kernel
+from launch.inputs.model_code import keep_model_code
+from launch.inputs.staging import with_stages
+from launch.job import folders
+from launch.job.extension import keep_extension
+from launch.job.layers import ResolvedJob, render_resolved
+from launch.nodes.machines import Machines, machines_of, membership, serve
+from launch.plan.calibration_store import append_calibration, record_of_run
+from launch.plan.disk_check import check_disk
+from launch.run.attempts import RunOutcome, run_attempts, stop_code
+from launch.run.prepare_run import Prepared, TrainOptions, check_trial, prepare
+from launch.run.resume_run import finished_report, plan_to_resume, refuse_other_run
+from launch.rundir import paths as run_dirs
+from launch.rundir.cancelled import must_end_at_start
+from launch.show.report.runs import read_recorded
+from launch.show.report.text import render_report
+from launch.terminal import Console
+from trainer.spec import codec
+from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from trainer.spec.plan import Plan
+from trainer.spec.report import Ending, Report
+
+
+def train(options: TrainOptions, console: Console, *, environment: Mapping[str, str] = os.environ) -> RunOutcome:
+    """Trains, and returns how it ended; a ShardwiseError means that nothing was started."""
+    check_trial(options)
+    stop = StopRequest()
+    place = membership(nodes=options.nodes, node_rank=options.node_rank, head=options.head, run_dir=options.run_dir)
+    if options.run_dir is not None and must_end_at_start(options.run_dir, environment):
+        return _cancelled(options.run_dir, console)
+    if place is not None and place.node_rank > 0:
+        with stop.listening():
+            return RunOutcome(serve(place, stop, on_line=console.line), None)
+    with stop.listening(), contextlib.ExitStack() as held:
+        try:
+            with stop.raising():
+                machines = held.enter_context(machines_of(place, on_line=console.line, environment=environment))
+                prepared = prepare(options, console, environment, machines)
+                run_place = _find_run_dir(options, prepared.plan)
+        except StoppedEarlyError:
+            console.line("stopped before the first step: nothing was trained")
+            return RunOutcome(stop_code(stop, options.run_dir), None)
+        outcome = _train(options, prepared, run_place, console, stop, environment, machines)
+        ending = "" if outcome.report is None else f": {outcome.report.ending} at step {outcome.report.step}"
+        machines.end(outcome.exit_code, f"the run ended{ending}")
+        return outcome
+
+
+def _train(
+    options: TrainOptions,
+    prepared: Prepared,
+    place: tuple[Path, Plan | None],
+    console: Console,
+    stop: StopRequest,
+    environment: Mapping[str, str],
+    machines: Machines,
+) -> RunOutcome:
+    plan, (run_dir, earlier) = prepared.plan, place
+    with run_dirs.locked(run_dir):
+        if must_end_at_start(run_dir, environment):
+            return _cancelled(run_dir, console)
+        if earlier is None:
+            plan = keep_model_code(keep_extension(plan, run_dir), run_dir)
+            _write_run(run_dir, plan, prepared.resolved)
+        else:
+            finished = finished_report(run_dir, plan, earlier)
+            if finished is not None:
+                console.line(render_report(finished, run_dir=run_dir))
+                return RunOutcome(ExitCode.DONE, finished, run_dir)
+            refuse_spent(run_dir, plan)
+            if not run_dirs.committed_checkpoints(run_dir):
+                console.line(f"{run_dir} was stopped before its first step: starting from the beginning")
+            plan = plan_to_resume(plan, earlier, run_dir, console, may_choose=options.take == 1)
+            plan = keep_extension(plan, run_dir)
+            plan = keep_model_code(plan, run_dir)
+        if options.dry_run:
+            return _stop_before_launch(plan, run_dir, console, resume=earlier is not None)
+        plan = with_stages(plan, prepared.scratch)
+        return _run(
+            plan, run_dir, console, stop, environment, machines, cache=prepared.cache, resume=earlier is not None
+        )
+
+
+def _cancelled(run_dir: Path, console: Console) -> RunOutcome:
+    console.line(f"{run_dir} was cancelled, and this job with it; to go on with the run: --resume")
+    return RunOutcome(ExitCode.INTERRUPTED, None, run_dir)
+
+
+def _find_run_dir(options: TrainOptions, plan: Plan) -> tuple[Path, Plan | None]:
+    """The run directory, and the plan it was started with where this is a resumption."""
+    base = run_dirs.output_base(plan.job.output, plan.name)
+    if not options.resume:
+        check_disk(plan, options.run_dir or base)
+        if options.run_dir is not None:
+            return run_dirs.use_run_dir(options.run_dir), None
+        return run_dirs.make_run_dir(base, now=datetime.now(UTC)), None
+    run_dir = options.run_dir if options.run_dir is not None else run_dirs.find_run_dir(base)
+    if run_dirs.is_submitted(run_dir):
+        check_disk(plan, run_dir)
+        return run_dir, None
+    if not (run_dir / "plan.json").is_file():
+        raise InputError(f"--resume: {run_dir} is not a run directory: it has no plan.json")
+    earlier = codec.read(run_dir / "plan.json", Plan)
+    refuse_other_run(run_dir, plan, earlier)
+    if not run_dirs.committed_checkpoints(run_dir) and run_dirs.has_trained(run_dir):
+        raise InputError(f"--resume: {run_dir} has no checkpoint to resume from; start it without --resume")
+    return run_dir, earlier
+
+
+def _write_run(run_dir: Path, plan: Plan, resolved: ResolvedJob | None) -> None:
+    try:
+        if resolved is not None and not run_dirs.is_submitted(run_dir):  # else it is the file that was read
+            codec.write_bytes(run_dir / "job.yaml", render_resolved(resolved).encode())
+        codec.write(run_dir / "hardware.json", plan.hardware)
+        codec.write(run_dir / "plan.json", plan)
+    except OSError as error:
+        raise EnvironmentFaultError(f"{run_dir}: cannot be written: {error.strerror}") from error
+
+
+def _stop_before_launch(plan: Plan, run_dir: Path, console: Console, *, resume: bool) -> RunOutcome:
+    attempt_dir = prepare_attempt(plan, plan.chosen, run_dir=run_dir, resume=resume)
+    console.line(f"prepared, nothing started: {run_dir}")
+    console.line("by hand:")
+    console.line(f"  accelerate launch --config_file {attempt_dir}/accelerate.yaml -m trainer {attempt_dir}/plan.json")
+    return RunOutcome(ExitCode.DONE, None)
+
+
+def _run(
+    plan: Plan,
+    run_dir: Path,
+    console: Console,
+    stop: StopRequest,
+    environment: Mapping[str, str],
+    machines: Machines,
+    *,
+    cache: Path,
+    resume: bool,
+) -> RunOutcome:
+    fetch_flash_kernel(plan, on_progress=console.line, should_stop=lambda: stop.kind is not None)
+    operators = build_needed(
+        plan, cache_home=cache, on_progress=console.line, should_stop=lambda: stop.kind is not None
+    )
+    if stop.kind is not None:
+        console.line(f"stopped before the first step: nothing was trained ({run_dir})")
+        return RunOutcome(stop_code(stop, run_dir), None, run_dir)
+    console.line(f"run directory: {run_dir}")
+    if machines.was_restarted:
+        refuse_endless_restarts(run_dir)
+    left_s = machines.seconds_left()
+    with machines.serving(run_dir, cache=cache, on_line=console.line) as cluster:
+        outcome = run_attempts(
+            plan,
+            run_dir=run_dir,
+            resume=resume,
+            extensions_dir=operators,
+            console=console,
+            stop=stop,
+            environment=environment,
+            cluster=cluster,
+            deadline=None if left_s is None else Deadline.in_seconds(left_s),
+        )
+    if outcome.report is not None:
+        console.line()
+        recommended = () if plan.is_trial else read_recorded(run_dir).recommended
+        console.line(render_report(outcome.report, run_dir=run_dir, recommended=recommended))
+        _keep_calibration(plan, outcome.report, environment)
+    return outcome
+
+
+def _keep_calibration(plan: Plan, report: Report, environment: Mapping[str, str]) -> None:
+    if report.ending is not Ending.FINISHED:
+        return
+    record = record_of_run(report, plan, now=datetime.now(UTC))
+    if record is not None:
+        append_calibration(folders.state_home(environment), record)
+
+
+def next_commands(run_dir: Path, job: str) -> list[str]:
+    """Three things worth trying after a finished run."""
+    return [
+        f"shardwise report {run_dir}",
+        f"shardwise export {run_dir} my-model",
+        f"shardwise plan {job} --hardware 1xRTX-4090 --hardware 8xH100-SXM5-80GB",
+    ]

@@ -1,0 +1,1 @@
+"""`shardwise doctor`: checks of this machine by subject."""

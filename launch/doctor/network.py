@@ -1,0 +1,249 @@
+"""`doctor`: names, interfaces, proxies, the hub, wandb, the clock.
+
+No key is ever shown, nor sent to anybody but the server that it is for. With HF_HUB_OFFLINE set the hub is not asked,
+with WANDB_MODE offline or disabled wandb is not.
+"""
+
+import netrc
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from launch.doctor.finding import Finding, fault, fine, warning
+from launch.doctor.machine import SERVER_TIMEOUT_S, Machine
+from launch.probe.installed import installed_version
+from launch.probe.kernel_text import read_text
+from trainer.spec.secrets import redact
+
+SLOW_NAME_S = 2.0
+SKEW_S = 300.0
+_TRUE = {"1", "ON", "YES", "TRUE"}
+_PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
+
+
+class Reply(NamedTuple):
+    """What a server answered, or why it did not."""
+
+    status: int | None = None
+    body: bytes = b""
+    date: str | None = None
+    problem: str | None = None
+
+
+def check_hostname(machine: Machine) -> Iterator[Finding]:
+    """The machine knows its own name: gloo and torchrun ask for it."""
+    name, started = machine.place.hostname, time.monotonic()
+    add = f"echo 127.0.1.1 {name} | sudo tee -a /etc/hosts"
+    try:
+        addresses = {str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+    except (OSError, UnicodeError):
+        yield warning(
+            f"the machine's own name, {name}, does not resolve: ranks wait for it, or use the loopback alone", add
+        )
+        return
+    seconds = time.monotonic() - started
+    if seconds > SLOW_NAME_S:
+        yield warning(f"the machine's own name, {name}, took {seconds:.1f} s to resolve", add)
+    else:
+        yield fine(f"{name} resolves to {', '.join(sorted(addresses))}")
+
+
+def check_interfaces(machine: Machine) -> Iterator[Finding]:
+    """The loopback is up, and the interfaces that variables name are there."""
+    root = machine.place.root
+    names = sorted(folder.name for folder in root.glob("sys/class/net/*") if folder.is_dir())
+    if not names:
+        return
+    found = list(_loopback(root, names))
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        setting = machine.environment.get(variable)
+        if setting and not _names_any(setting, names, is_prefix=variable.startswith("NCCL")):
+            others = ", ".join(name for name in names if name != "lo") or "lo"
+            found.append(
+                fault(f"{variable}={setting} names no interface of this machine ({others})", f"unset {variable}")
+            )
+    yield from found
+    if not found:
+        yield fine(f"interfaces: {', '.join(names)}")
+
+
+def _loopback(root: Path, names: list[str]) -> Iterator[Finding]:
+    state = read_text(root / "sys/class/net/lo/operstate").strip()
+    if "lo" not in names or state == "down":
+        yield fault("the loopback interface is down: ranks of one machine meet there", "sudo ip link set lo up")
+
+
+def _names_any(setting: str, names: list[str], *, is_prefix: bool) -> bool:
+    """As NCCL reads it: a list of beginnings of names, `=` before it for whole ones, `^` for what is left out."""
+    if setting.startswith("^"):
+        return True
+    is_exact = setting.startswith("=") or not is_prefix
+    wanted = [each.strip() for each in setting.removeprefix("=").split(",") if each.strip()]
+    return any(name == each if is_exact else name.startswith(each) for each in wanted for name in names)
+
+
+def check_proxies(machine: Machine) -> Iterator[Finding]:
+    """A proxy that is set answers."""
+    from urllib.parse import urlsplit
+
+    for variable in _PROXIES:
+        value = machine.environment.get(variable)
+        if not value:
+            continue
+        parts = urlsplit(value if "://" in value else f"http://{value}")
+        try:
+            host, port = parts.hostname, parts.port or 80
+        except ValueError:
+            host, port = None, 0
+        if host is None:
+            yield warning(f"{variable} is no address of a proxy", f"unset {variable}, or set it as http://HOST:PORT")
+            continue
+        try:
+            socket.create_connection((host, port), timeout=machine.place.server_timeout_s / 2).close()
+        except OSError as error:
+            yield warning(
+                f"{variable}: the proxy {host}:{port} does not answer ({error.strerror or error}): nothing can be "
+                "fetched",
+                f"unset {variable}, or name a proxy that is there",
+            )
+        else:
+            yield fine(f"{variable}: the proxy {host}:{port} answers")
+
+
+def check_hub(machine: Machine) -> Iterator[Finding]:
+    """The Hugging Face hub answers, and knows the token that is kept."""
+    environment = machine.environment
+    if environment.get("HF_HUB_OFFLINE", "").upper() in _TRUE:
+        yield fine(f"HF_HUB_OFFLINE is set: models and data come from {machine.place.hub} alone")
+        return
+    endpoint = (environment.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    token = hub_token(environment)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    asked = f"{endpoint}/api/{'whoami-v2' if token else 'models?limit=1'}"
+    reply = fetch(asked, environment, headers, timeout_s=machine.place.server_timeout_s)
+    shown = redact(endpoint, environment)
+    if reply.status is None or reply.status >= 500:
+        problem = reply.problem or f"status {reply.status}"
+        yield warning(
+            f"{shown} does not answer: {problem}",
+            "look at the network and at HTTPS_PROXY; without a network set HF_HUB_OFFLINE=1 and fetch elsewhere "
+            "(shardwise fetch)",
+        )
+    elif token and reply.status in (401, 403):
+        yield warning(
+            f"{shown} does not know the token that is kept: it was revoked, or is another hub's", "hf auth login"
+        )
+    elif token:
+        yield fine(f"{shown} answers; logged in as {_login(reply.body)}")
+    else:
+        yield fine(f"{shown} answers; not logged in (for gated and private models: hf auth login)")
+    yield from judge_clock(reply.date, time.time())
+
+
+def judge_clock(date: str | None, now_s: float) -> Iterator[Finding]:
+    """Beside the date in a server's answer."""
+    from email.utils import parsedate_to_datetime
+
+    try:
+        skew_s = now_s - parsedate_to_datetime(date or "").timestamp()
+    except (TypeError, ValueError):
+        return
+    if abs(skew_s) > SKEW_S:
+        side = "ahead" if skew_s > 0 else "behind"
+        yield warning(
+            f"the clock is {abs(skew_s) / 60:.0f} min {side}: certificates, tokens and munge are refused",
+            "sudo timedatectl set-ntp true; under WSL: sudo hwclock -s",
+        )
+
+
+def hub_token(environment: Mapping[str, str]) -> str | None:
+    """The token as huggingface_hub finds it: of the environment, else of the file that `hf auth login` wrote."""
+    named = environment.get("HF_TOKEN") or environment.get("HUGGING_FACE_HUB_TOKEN")
+    if named:
+        return named.strip()
+    home = environment.get("HF_HOME") or str(
+        Path(
+            environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "/nonexistent"), ".cache"), "huggingface"
+        )
+    )
+    return read_text(Path(environment.get("HF_TOKEN_PATH") or Path(home, "token"))).strip() or None
+
+
+def _login(body: bytes) -> str:
+    found = re.search(rb'"name"\s*:\s*"([^"]{1,60})"', body)
+    return found[1].decode(errors="replace") if found else "somebody"
+
+
+def check_wandb(machine: Machine) -> Iterator[Finding]:
+    """wandb answers, and a key is kept for it; nothing where it is not installed."""
+    environment, version = machine.environment, installed_version("wandb")
+    if version is None:
+        return
+    mode = environment.get("WANDB_MODE", "").strip()
+    if mode in ("offline", "dryrun", "disabled"):
+        yield fine(f"WANDB_MODE={mode}: wandb is not asked")
+        return
+    server = (environment.get("WANDB_BASE_URL") or "https://api.wandb.ai").rstrip("/")
+    has_key = has_wandb_key(environment, server)
+    kept = "a key is kept" if has_key else "no key is kept (for log.wandb=online: wandb login)"
+    reply = fetch(f"{server}/healthz", environment, {}, timeout_s=machine.place.server_timeout_s)
+    shown = redact(server, environment)
+    if reply.status is not None:
+        yield fine(f"{shown} answers; {kept}")
+    elif has_key:
+        yield warning(f"{shown} does not answer: {reply.problem}; {kept}", "log.wandb=offline, and wandb sync later")
+    else:
+        yield fine(f"{shown} does not answer ({reply.problem}), and {kept}: jobs that log online would fail")
+
+
+def has_wandb_key(environment: Mapping[str, str], server: str) -> bool:
+    """Of the environment, or of the netrc file that `wandb login` writes."""
+    from urllib.parse import urlsplit
+
+    if environment.get("WANDB_API_KEY"):
+        return True
+    path = environment.get("NETRC") or str(Path(environment.get("HOME", "/nonexistent"), ".netrc"))
+    try:
+        return netrc.netrc(path).authenticators(urlsplit(server).hostname or "") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def fetch(
+    url: str, environment: Mapping[str, str], headers: Mapping[str, str], *, timeout_s: float = SERVER_TIMEOUT_S
+) -> Reply:
+    """One GET with an end, through the proxies of the environment; nothing of the headers is in what it answers."""
+    from http.client import HTTPException
+    from urllib.error import HTTPError, URLError
+    from urllib.request import ProxyHandler, Request, build_opener
+
+    proxies = {
+        scheme: value
+        for scheme in ("http", "https")
+        if (value := environment.get(f"{scheme}_proxy") or environment.get(f"{scheme.upper()}_PROXY"))
+    }
+    host = url.partition("://")[2].partition("/")[0].rpartition("@")[2]
+    if _bypasses(host, environment.get("no_proxy") or environment.get("NO_PROXY") or ""):
+        proxies = {}
+    try:
+        request = Request(url, headers={"User-Agent": "shardwise-doctor"})  # noqa: S310  # the user's own
+        for name, value in headers.items():
+            request.add_unredirected_header(name, value)  # a server that it is sent on to gets no token
+        with build_opener(ProxyHandler(proxies)).open(request, timeout=timeout_s) as answer:
+            return Reply(answer.status, answer.read(65536), answer.headers.get("Date"))
+    except HTTPError as error:
+        with error:
+            return Reply(error.code, b"", error.headers.get("Date"))
+    except (URLError, HTTPException, OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        words = (reason.strerror if isinstance(reason, OSError) else None) or str(reason)
+        return Reply(problem=redact(words, environment)[:200])
+
+
+def _bypasses(host: str, no_proxy: str) -> bool:
+    name = host.partition(":")[0]
+    entries = [entry.strip().lstrip(".") for entry in no_proxy.split(",") if entry.strip()]
+    return any(entry in ("*", host, name) or name.endswith(f".{entry}") for entry in entries)

@@ -1,0 +1,182 @@
+"""`doctor`: the driver, torch and what was compiled against it, and whether the devices reach each other.
+
+Whether torch can use a GPU is decided in torch's own process by the function that every run asks (`torch_check`).
+"""
+
+import re
+from collections.abc import Iterator
+
+import msgspec
+
+from launch.doctor.finding import Finding, Level, explained, fault, fault_of, fine, warning
+from launch.doctor.machine import Machine, Place
+from launch.probe.gpu_selection import held_bytes, name_holders
+from launch.probe.gpus import find_nvidia_smi
+from launch.probe.installed import installed_version
+from launch.probe.measure.links import measure_gather
+from launch.probe.program import Answer, ask, python_environment
+from launch.probe.torch_fit import BUILT_FOR_CUDA, find_fault
+from trainer.spec.hardware import Gpu, Hardware
+from trainer.spec.pip_lines import pip_line
+from trainer.spec.units import format_bytes
+
+IMPORT_TIMEOUT_S = 20.0
+GATHER_TIMEOUT_S = 15.0
+_SHOWS_MACHINE = "`shardwise probe` shows the machine as plans see it; --gpus chooses cards"
+_SLOW_DISK = (
+    "look again: what was read stays in memory; where it is slow each time, move the environment to a local disk "
+    "(see `mounts`), or see `nvidia-smi` for a driver that hangs"
+)
+_HELD_SHARE = 0.05  # of a card; a desktop's own windows are below it
+_ANEW = ("--no-cache-dir", "--force-reinstall", "--no-deps")
+# Compiled against one torch: what its package is called, what is imported, what pip is given to build it anew.
+COMPILED = {
+    "flash-attn": ("flash_attn", ("--no-build-isolation", *_ANEW, "flash-attn")),
+    "transformer-engine": (
+        "transformer_engine.pytorch",
+        ("--no-build-isolation", *_ANEW, "transformer-engine", "transformer-engine-torch"),
+    ),
+    "bitsandbytes": ("bitsandbytes", (*_ANEW, "bitsandbytes")),
+}
+
+
+def check_driver(machine: Machine) -> Iterator[Finding]:
+    """Cards that are here, what the driver says of them, and those that are left out."""
+    if machine.hardware is None:
+        yield fault_of(machine.obstacle or "", otherwise="run `nvidia-smi` by hand and mend the driver")
+        return
+    hardware = machine.hardware
+    for note in hardware.notes:
+        yield explained(Level.WARNING, note, otherwise=_SHOWS_MACHINE)
+    for sentence in hardware.excluded:
+        if not sentence.startswith("CUDA_VISIBLE_DEVICES"):  # that is `variables`' to say
+            yield explained(Level.WARNING, f"left out: {sentence}", otherwise=_SHOWS_MACHINE)
+    if not hardware.gpus:
+        yield fine("no GPU: training runs on the CPU")
+        return
+    first = hardware.gpus[0]
+    yield fine(f"{len(hardware.gpus)} x {first.name}, driver {first.driver or 'unknown'}")
+
+
+def check_torch(machine: Machine) -> Iterator[Finding]:
+    """torch loads, and can use the GPUs of the machine."""
+    version = installed_version("torch")
+    if version is None:
+        yield fault("torch is not installed beside this Python", pip_line("torch", python=machine.place.python))
+        return
+    facts = machine.torch.facts
+    if machine.torch.is_slow:
+        yield warning(f"torch {version}: {machine.torch.problem}", _SLOW_DISK)
+    elif machine.torch.problem is not None:
+        yield fault(
+            f"torch {version} cannot be loaded: {machine.torch.problem}",
+            pip_line("--force-reinstall", "torch", python=machine.place.python),
+        )
+    elif machine.hardware is not None and (lines := find_fault(machine.hardware, machine.torch)):
+        yield fault_of("\n".join(lines), otherwise=BUILT_FOR_CUDA)
+    elif machine.has_gpus and facts is None and version.endswith("+cpu"):
+        yield fault(f"torch {version} was built without CUDA, and there is {_first_gpu(machine).name}", BUILT_FOR_CUDA)
+    elif facts is None:
+        yield fine(f"torch {version} is installed (not loaded)")
+    elif not machine.has_gpus:
+        yield fine(f"torch {facts.version} loads")
+    else:
+        newest = read_driver_cuda(machine.place)
+        more = f", driver for CUDA up to {newest}" if newest else ""
+        seen = f"{machine.num_gpus} GPU{'s' if machine.num_gpus > 1 else ''}"
+        yield fine(f"torch {facts.version}, built for CUDA {facts.cuda}, computes on {seen}{more}")
+
+
+def read_driver_cuda(place: Place) -> str | None:
+    """The newest CUDA that the driver knows, from the head of nvidia-smi's table."""
+    program = find_nvidia_smi(place.root, place.environment)
+    if program is None:
+        return None
+    answer = ask([program], environment=place.environment, timeout_s=8.0)
+    found = re.search(r"CUDA Version:\s*(\d+\.\d+)", answer.output)
+    return found[1] if found else None
+
+
+def check_compiled(machine: Machine, *, timeout_s: float = IMPORT_TIMEOUT_S) -> Iterator[Finding]:
+    """Libraries that were compiled against one torch load beside the one that is installed now."""
+    for package, (module, words) in COMPILED.items():
+        version = installed_version(package)
+        if version is None or (package == "bitsandbytes" and not machine.has_gpus):  # on a CPU nothing loads it
+            continue
+        answer = ask(
+            [machine.place.python, "-P", "-c", f"import {module}"],
+            environment=python_environment(machine.place.environment),
+            timeout_s=timeout_s,
+        )
+        if answer.exit_code is None and answer.obstacle is None:
+            yield warning(f"{package} {version} did not load within {timeout_s:g} s", _SLOW_DISK)
+            continue
+        problem = _import_problem(answer)
+        if problem is None:
+            yield fine(f"{package} {version} loads")
+            continue
+        torch = machine.torch.facts.version if machine.torch.facts else installed_version("torch")
+        # What is installed is planned with, where there is a GPU; what does not load then ends the ranks.
+        yield Finding(
+            level=Level.FAULT if machine.has_gpus else Level.WARNING,
+            sentence=f"{package} {version} does not load beside torch {torch}: {problem}",
+            fix=f"{pip_line(*words, python=machine.place.python)} (or uninstall {package})",
+        )
+
+
+def _import_problem(answer: Answer) -> str | None:
+    if answer.obstacle is not None or answer.exit_code is None:
+        return answer.obstacle
+    if answer.exit_code < 0:
+        return f"loading it ends the process (signal {-answer.exit_code})"
+    return answer.last_words if answer.exit_code else None
+
+
+def check_memory_held(machine: Machine) -> Iterator[Finding]:
+    """Memory of the cards that others hold."""
+    if not machine.has_gpus or machine.hardware is None:
+        return
+    held = [gpu for gpu in machine.hardware.gpus if held_bytes(gpu) > _HELD_SHARE * gpu.memory_bytes]
+    for gpu in held:
+        pids = " ".join(str(holder.pid) for holder in gpu.holders)
+        end = f"end them (kill {pids})" if pids else "see `nvidia-smi`, on the host where this is a container"
+        yield warning(
+            f"GPU {gpu.index} ({gpu.name}): {format_bytes(held_bytes(gpu))} of {format_bytes(gpu.memory_bytes)} are "
+            f"held by {name_holders(gpu.holders)}",
+            f"{end}, or name other cards with --gpus",
+        )
+    if not held:
+        free = min((gpu.free_bytes or gpu.memory_bytes for gpu in machine.hardware.gpus), default=0)
+        yield fine(f"nobody holds the cards' memory: {format_bytes(free)} free on each")
+
+
+def check_collective(machine: Machine, *, timeout_s: float = GATHER_TIMEOUT_S) -> Iterator[Finding]:
+    """Devices reach each other: an all-gather over the GPUs, or over two processes where there are fewer than two."""
+    if machine.hardware is None or machine.torch.facts is None or find_fault(machine.hardware, machine.torch):
+        return  # said already
+    hardware = _of_two(machine.hardware)
+    what = f"over {len(hardware.gpus)} GPUs (NCCL)" if hardware.gpus else "over two processes (gloo)"
+    found = measure_gather(hardware, timeout_s=timeout_s)
+    if found.rates.all_gather_bytes_per_s is None:
+        more = "NCCL_DEBUG=INFO tells more" if hardware.gpus else "GLOO_SOCKET_IFNAME=lo takes the loopback"
+        yield Finding(
+            level=Level.WARNING if found.is_unfinished else Level.FAULT,
+            sentence=found.notes[0],
+            fix=f"look at what `hostname` resolves to, at *_SOCKET_IFNAME and at firewalls; {more}",
+        )
+    elif found.rates.gathers_only_without_peers and machine.environment.get("NCCL_P2P_DISABLE") != "1":
+        yield fault(found.notes[0], "export NCCL_P2P_DISABLE=1, or switch the IOMMU (ACS) between the cards off")
+    else:
+        yield fine(f"an all-gather {what} ends in time, with the right values")
+
+
+def _of_two(hardware: Hardware) -> Hardware:
+    """The machine itself where it has several whole cards, else its CPU as two devices."""
+    if len(hardware.gpus) > 1 and not any(gpu.is_mig_on for gpu in hardware.gpus):
+        return hardware
+    return msgspec.structs.replace(hardware, gpus=(), links=(), num_cpu_devices=2)
+
+
+def _first_gpu(machine: Machine) -> Gpu:
+    assert machine.hardware is not None
+    return machine.hardware.gpus[0]

@@ -1,0 +1,1 @@
+"""Configuration files, operators and the command line of `accelerate launch`."""

@@ -1,0 +1,297 @@
+"""DeepSpeed's compiled operators: which a plan needs, where they are kept, and building them before the ranks start.
+
+Without this, DeepSpeed compiles an operator at its first use: minutes of silence in every rank. Worse, torch guards a
+build with a file named `lock` that is only ever removed by the process that made it; one that was killed leaves it
+behind, and every later process waits for it for ever, without a message. Hence:
+
+- Operators are built here, one at a time, with the seconds shown, into a folder of our own for each combination of
+  versions, CPU and environment. Nothing else uses that folder, and one builder at a time holds an advisory lock on it.
+- torch keeps its `lock` file open while it works. One that no process has open was left behind: it is named and
+  removed, also when everything is built, because a rank killed while it loads an operator leaves one too.
+"""
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from launch.probe import cuda_toolkit
+from launch.probe.installed import installed_ns
+from trainer.spec.errors import EnvironmentFaultError
+from trainer.spec.hardware import DeviceKind
+from trainer.spec.plan import Candidate, Plan
+from trainer.spec.strategy import Optimizer
+from trainer.spec.units import format_seconds
+
+CPU_ADAM, ASYNC_IO = "cpu_adam", "async_io"
+PROGRESS_EVERY_S = 10.0
+_POLL_S = 0.1
+_LOCK_NAME = "lock"  # of torch.utils.cpp_extension, in the folder of each extension
+
+Report = Callable[[str], None]
+
+
+def needed_operators(candidate: Candidate) -> tuple[str, ...]:
+    """Names of the operators that the ranks of a candidate load; empty for most."""
+    names = []
+    if candidate.strategy.optimizer is Optimizer.DEEPSPEED_CPU_ADAM:
+        names.append(CPU_ADAM)
+    if candidate.strategy.offload.uses_nvme:
+        names.append(ASYNC_IO)
+    return tuple(names)
+
+
+def extensions_dir(
+    cache_home: Path, versions: Mapping[str, str], cpu_flags: Sequence[str], *, environment: str | None = None
+) -> Path:
+    """The folder of the operators that fit these versions and this CPU; what $TORCH_EXTENSIONS_DIR is set to.
+
+    `versions` names torch (with its CUDA or cpu tag), deepspeed and python; operators are compiled for the CPU at hand.
+    `environment` is where the ranks' torch is and since when: ninja compiles anew, in the ranks, where it finds torch's
+    headers elsewhere than at the last build, or younger.
+    """
+    python = ".".join(versions.get("python", "unknown").split(".")[:2])
+    parts = [f"{name}-{versions.get(name, 'none')}" for name in ("torch", "deepspeed")]
+    parts += [f"cuda-{versions['cuda']}"] if "cuda" in versions else []
+    cpu, where = _digest(" ".join(sorted(cpu_flags))), _digest(environment or f"{sys.prefix} {installed_ns('torch')}")
+    return cache_home / "operators" / "-".join([*parts, f"py{python}", f"cpu-{cpu}", f"env-{where}"])
+
+
+def build_operators(
+    names: Sequence[str],
+    *,
+    extensions_dir: Path,
+    on_progress: Report,
+    device_kind: DeviceKind = DeviceKind.CPU,
+    python: str = sys.executable,
+    should_stop: Callable[[], bool] = lambda: False,
+    progress_every_s: float = PROGRESS_EVERY_S,
+) -> None:
+    """Builds what is missing of `names`; EnvironmentFaultError names what has to be installed, or the log.
+
+    `device_kind` is the device that DeepSpeed finds here and builds for.
+
+    Ends early, with nothing half-built left to be taken for whole, once `should_stop` says so.
+    """
+    if not names:
+        return
+    try:
+        extensions_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentFaultError(f"{extensions_dir}: cannot be made: {error.strerror}") from error
+    with _only_builder(extensions_dir, on_progress):
+        remove_stale_locks(extensions_dir, on_progress=on_progress)
+        missing = [name for name in names if not _marker(extensions_dir, name).is_file()]
+        if missing:
+            check_toolchain(missing, device_kind=device_kind)
+        for name in missing:
+            builder = _Builder(name, extensions_dir=extensions_dir, python=python, progress_every_s=progress_every_s)
+            if not builder.run(on_progress, should_stop):
+                return
+            _marker(extensions_dir, name).touch()
+
+
+def build_needed(plan: Plan, *, cache_home: Path, on_progress: Report, should_stop: Callable[[], bool]) -> Path:
+    """Builds what the chosen candidate needs, as `build_operators` does; the folder where its ranks find it.
+
+    What a fallback needs is built when the run comes to that fallback, which most runs never do (`attempts`).
+    """
+    folder = extensions_dir(cache_home, plan.versions, plan.hardware.host.cpu_flags)
+    build_operators(
+        needed_operators(plan.chosen),
+        extensions_dir=folder,
+        on_progress=on_progress,
+        device_kind=plan.device_kind,
+        should_stop=should_stop,
+    )
+    return folder
+
+
+def find_stale_locks(extensions_dir: Path) -> tuple[Path, ...]:
+    """Locks of torch under `extensions_dir` that no process of this machine has open."""
+    locks = tuple(sorted(extensions_dir.glob(f"*/{_LOCK_NAME}")))
+    if not locks:
+        return ()
+    held = set(_open_files())
+    return tuple(lock for lock in locks if str(lock.resolve()) not in held)
+
+
+def remove_stale_locks(extensions_dir: Path, *, on_progress: Report) -> None:
+    """Removes the locks that killed builds left behind, and says so."""
+    for lock in find_stale_locks(extensions_dir):
+        lock.unlink(missing_ok=True)
+        on_progress(f"removed {lock}: a build of DeepSpeed's {lock.parent.name} was cut off and left it behind")
+
+
+def check_toolchain(names: Sequence[str], *, device_kind: DeviceKind = DeviceKind.CPU) -> None:
+    """EnvironmentFaultError, with the package to install, where an operator cannot be compiled for the device here."""
+    compiler = os.environ.get("CXX", "c++")
+    what = f"DeepSpeed's {' and '.join(names)} must be compiled on this machine"
+    if shutil.which(compiler) is None:
+        raise EnvironmentFaultError(f"{what}, and there is no C++ compiler ({compiler})\n{_install('g++', 'gcc-c++')}")
+    include = sysconfig.get_paths()["include"]
+    if not _compiles(compiler, "#include <Python.h>\n", "-fsyntax-only", f"-I{include}"):
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        raise EnvironmentFaultError(
+            f"{what}, and Python's headers are missing ({include}/Python.h)\n"
+            f"{_install(f'python{version}-dev', 'python3-devel')}"
+        )
+    if ASYNC_IO in names:
+        _check_async_io(compiler, what, device_kind)
+
+
+def _check_async_io(compiler: str, what: str, device_kind: DeviceKind) -> None:
+    if not _compiles(compiler, _USES_LIBAIO, "-laio", "-o", os.devnull):
+        raise EnvironmentFaultError(f"{what}, and libaio is missing\n{_install('libaio-dev', 'libaio-devel')}")
+    if device_kind is DeviceKind.CPU:
+        return
+    toolkit = cuda_toolkit.read_toolkit(os.environ)
+    if toolkit.problem is not None:
+        raise EnvironmentFaultError(f"{what}, and {toolkit.problem}\n{cuda_toolkit.INSTALL}")
+    if not _compiles(compiler, "int main() {}\n", *toolkit.link_flags, "-o", os.devnull):
+        raise EnvironmentFaultError(
+            f"{what}, and libcudart or libcuda is not found in {toolkit.home}/lib64 or beside the system's libraries\n"
+            f"{cuda_toolkit.INSTALL}"
+        )
+
+
+_USES_LIBAIO = "#include <libaio.h>\nint main() { return io_submit(nullptr, 0, nullptr); }\n"
+
+
+def _install(debian: str, fedora: str) -> str:
+    return f"install it: apt install {debian} (Debian, Ubuntu) or dnf install {fedora} (Fedora, RHEL)"
+
+
+def _compiles(compiler: str, source: str, *flags: str) -> bool:
+    argv = [compiler, "-x", "c++", "-", *flags]
+    return subprocess.run(argv, input=source, text=True, capture_output=True, check=False).returncode == 0
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _marker(extensions_dir: Path, name: str) -> Path:
+    """Written after the operator was built and loaded; a library alone may be half of one."""
+    return extensions_dir / f"{name}.built"
+
+
+@contextmanager
+def _only_builder(extensions_dir: Path, on_progress: Report) -> Iterator[None]:
+    """Holds the folder; waits, and says for whom, while another builder holds it. A killed one holds nothing."""
+    descriptor = os.open(extensions_dir / ".builder", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
+            on_progress(f"waiting: process {holder} is building DeepSpeed's operators in {extensions_dir}")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class _Builder:
+    """The process that compiles one operator, with its log."""
+
+    def __init__(self, name: str, *, extensions_dir: Path, python: str, progress_every_s: float) -> None:
+        self.name = name
+        self.progress_every_s = progress_every_s
+        self.log = extensions_dir / f"{name}.log"
+        self.argv = [python, "-m", "trainer.runtime.run.operators", name]
+        self.environment = _environment(extensions_dir, python)
+
+    def run(self, on_progress: Report, should_stop: Callable[[], bool]) -> bool:
+        """Builds and tells the seconds; false where it was stopped, EnvironmentFaultError where it failed."""
+        on_progress(f"building DeepSpeed's {self.name}, once for this machine; it takes a minute or more")
+        started = time.monotonic()
+        with self.log.open("wb") as output:
+            process = subprocess.Popen(
+                self.argv,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+            try:
+                self._watch(process, started, on_progress, should_stop)
+            finally:
+                was_cut_off = process.poll() is None
+                if was_cut_off:
+                    os.killpg(process.pid, signal.SIGKILL)  # its compilers too, or they would meet the next build's
+                process.wait()
+        if was_cut_off:
+            return False
+        if process.returncode != 0:
+            raise EnvironmentFaultError(
+                f"DeepSpeed's {self.name} could not be built: {_last_error(self.log)}\n"
+                f"{_advice(self.log)}log: {self.log}"
+            )
+        on_progress(f"  {self.name}: built in {format_seconds(time.monotonic() - started)}")
+        return True
+
+    def _watch(
+        self,
+        process: subprocess.Popen[bytes],
+        started: float,
+        on_progress: Report,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        next_line = started + self.progress_every_s
+        while process.poll() is None and not should_stop():
+            if time.monotonic() >= next_line:
+                on_progress(f"  {self.name}: {format_seconds(time.monotonic() - started)}")
+                next_line += self.progress_every_s
+            time.sleep(_POLL_S)
+
+
+def _environment(extensions_dir: Path, python: str) -> dict[str, str]:
+    packages = Path(__file__).resolve().parents[2]
+    inherited = os.environ.get("PYTHONPATH")
+    return {
+        **{name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"},  # DeepSpeed looks itself
+        "TORCH_EXTENSIONS_DIR": str(extensions_dir),
+        "PYTHONSAFEPATH": "1",
+        "PYTHONPATH": f"{packages}{os.pathsep}{inherited}" if inherited else str(packages),
+        "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",  # ninja is beside python
+    }
+
+
+def _last_error(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"\berror\b|Error\b", line)]
+    return (errors or lines or ["it said nothing"])[-1][:300]
+
+
+def _advice(log: Path) -> str:
+    """What would help, where the log says it; a line of its own."""
+    if "CUDA_HOME" in log.read_text(errors="replace"):
+        return f"{cuda_toolkit.INSTALL}\n"
+    return ""
+
+
+def _open_files() -> Iterator[str]:
+    """Paths that processes we may look into have open."""
+    for folder in Path("/proc").glob("[0-9]*/fd"):
+        try:
+            descriptors = list(folder.iterdir())
+        except OSError:
+            continue  # ended meanwhile, or another user's
+        for descriptor in descriptors:
+            try:
+                yield str(descriptor.readlink())
+            except OSError:
+                continue

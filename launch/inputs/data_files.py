@@ -1,0 +1,283 @@
+"""Which files a source of data is: listing and sizes only, so that planning never reads or tokenises anything.
+
+A source is a file, a folder, a data set of the Hugging Face hub, or the built-in name `python-stdlib`. A name is looked
+for on this machine first. Of a folder, files are taken by suffix, with all sub-folders, sorted, hidden and empty files
+left out:
+
+- a folder that `save_to_disk` made: the files it lists, of its split `train` or the one asked for
+- a folder of rows, or any where a subset or split is asked for: that part, as on the hub (see `dataset_splits`)
+- any other: its text, and its rows as well; `.json` files, which in a folder of text are usually somebody's settings,
+  only where there is nothing else
+
+`python-stdlib` is the Python standard library's own source code: text that is on every machine, of one kind, and large
+enough to learn from. Left out are tests, demonstrations, generated tables (`encodings`, `pydoc_data`) and whatever
+one version of Python has and the next has not, so that it is much the same text from 3.11 to 3.13.
+"""
+
+import errno
+import os
+import re
+import stat
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from launch.inputs.dataset_hub import dataset_files, is_dataset_id, list_dataset, read_readme
+from launch.inputs.dataset_splits import SETTINGS_FILES, Part, files_of_part
+from launch.inputs.hub_files import hub_cache
+from launch.inputs.saved_datasets import saved_files
+from trainer.spec.data.request import ROW_SUFFIXES, PrepareRequest, SourceFile, compression, content_suffix
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.job.sections import DataSource
+
+PYTHON_STDLIB = "python-stdlib"
+STDLIB_MAX_BYTES = 8_000_000
+STDLIB_MIN_BYTES = 500_000
+STDLIB_LEFT_OUT = frozenset({
+    "test", "tests", "idle_test", "site-packages", "dist-packages", "lib-dynload", "__pycache__",
+    "lib2to3", "idlelib", "turtledemo", "distutils", "ensurepip", "encodings", "pydoc_data",
+})  # fmt: skip
+
+TEXT_SUFFIXES = frozenset({
+    ".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc", ".html", ".htm", ".xml",
+    ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".rs", ".go", ".java", ".kt", ".scala", ".swift",
+    ".js", ".ts", ".jsx", ".tsx", ".rb", ".pl", ".php", ".lua", ".r", ".jl", ".hs", ".ml", ".clj", ".ex", ".erl",
+    ".sh", ".sql", ".yaml", ".yml", ".toml", ".f90", ".lean", ".v",
+})  # fmt: skip
+_DOCUMENTATION = frozenset({"README.md", "LICENSE.txt", "LICENSE.md"})  # beside rows
+_NEVER_READ = re.compile(
+    r"\.(bin|pt|pth|pkl|pickle|npy|npz|zip|tar|tgz|rar|7z|docx?|xlsx?|pdf|db|sqlite3?|safetensors)\Z"
+)
+# Measured on Python sources, on prose and on Markdown (levels as the programs choose them); each within a fifth of it.
+CONTENT_PER_BYTE = {".gz": 3.6, ".zst": 3.3, ".bz2": 4.5, ".xz": 4.6, ".parquet": 2.4}
+
+
+class FoundFile(NamedTuple):
+    """A file on disk."""
+
+    path: str
+    size_bytes: int
+    mtime_ns: int
+    hub: str | None = None  # as in SourceFile
+
+
+class _Listed(NamedTuple):
+    """A source's files, and what it was on the hub."""
+
+    files: Sequence[FoundFile]
+    reference: str | None = None  # ORG/NAME@COMMIT
+
+
+def list_files(request: PrepareRequest) -> PrepareRequest:
+    """The request with `files` and `eval_files` filled in from what its sources are on disk now.
+
+    A data set of the hub that is not in its cache is downloaded; of one that is streamed only the names are asked for.
+    """
+    eval_sources = (
+        []
+        if request.eval_source is None
+        else [DataSource(source=request.eval_source, subset=request.eval_subset, split=request.eval_split)]
+    )
+    cache = hub_cache(None if request.hub_home is None else Path(request.hub_home))
+    streams = request.window_bytes is not None
+    train = [
+        (source, _list_source(source, setting="data.train", cache=cache, streams=streams)) for source in request.sources
+    ]
+    held_out = [(source, _list_source(source, setting="data.eval", cache=cache)) for source in eval_sources]
+    references = (listed.reference for _, listed in (*train, *held_out))
+    return msgspec.structs.replace(
+        request,
+        files=_weighted(train),
+        eval_files=_weighted(held_out),
+        revisions=tuple(dict.fromkeys(reference for reference in references if reference is not None)),
+    )
+
+
+def is_of_hub(source: str) -> bool:
+    """Whether a source is looked for on the hub, as nothing on this machine is called so."""
+    if source == PYTHON_STDLIB or Path(source).expanduser().exists():
+        return False
+    return not _names_file(source) and is_dataset_id(source)
+
+
+def source_bytes(listed: PrepareRequest) -> int:
+    """Bytes of the listed training files as they are when decompressed, each as often as its weight draws it."""
+    return round(sum(file.size_bytes * _content_per_byte(file.path) * file.weight for file in listed.files))
+
+
+def _content_per_byte(path: str) -> float:
+    """How much longer the content of a compressed file usually is: nothing is read to find out."""
+    return CONTENT_PER_BYTE.get(compression(path) or content_suffix(path), 1.0)
+
+
+def _weighted(listed: Sequence[tuple[DataSource, _Listed]]) -> tuple[SourceFile, ...]:
+    return tuple(
+        SourceFile(
+            path=found.path,
+            size_bytes=found.size_bytes,
+            mtime_ns=found.mtime_ns,
+            weight=source.weight,
+            source=number,
+            hub=found.hub,
+        )
+        for number, (source, files) in enumerate(listed)
+        for found in files.files
+    )
+
+
+def _list_source(source: DataSource, *, setting: str, cache: Path, streams: bool = False) -> _Listed:
+    if not source.weight > 0:
+        raise InputError(f"{setting}: weight {source.weight:g} of {source.source}: must be above 0")
+    part = Part(source.subset, source.split)
+    if source.source == PYTHON_STDLIB:
+        _refuse_part(part, f"{setting}: {PYTHON_STDLIB}")
+        return _Listed(python_stdlib_files(Path(sysconfig.get_path("stdlib"))))
+    path = Path(os.path.abspath(Path(source.source).expanduser()))  # noqa: PTH100 - resolve() would follow links
+    if path.is_dir():
+        return _Listed(_files_in_folder(path, part, setting=setting))
+    if not path.exists():
+        _refuse_missing_file(source.source, path, setting=setting)
+        if streams:
+            return _list_stream(source.source, part, setting=setting, cache=cache)
+        return _list_from_hub(source.source, part, setting=setting, cache=cache)
+    if not path.is_file():
+        raise InputError(f"{setting}: {path} is neither a file nor a folder")
+    _refuse_part(part, f"{setting}: {path}")
+    if never := _NEVER_READ.search(path.name.lower()):
+        raise InputError(
+            f"{setting}: {path}: {never[0]} files are not read; give text, or rows as {', '.join(sorted(ROW_SUFFIXES))}"
+        )
+    found = _found(str(path))
+    if found is None or found.size_bytes == 0:
+        raise InputError(f"{setting}: {path} is empty (0 bytes)")
+    return _Listed((found,))
+
+
+def _refuse_part(part: Part, what: str) -> None:
+    asked = part.subset or part.split
+    if asked is not None:
+        raise InputError(f"{what} has no {'subset' if part.subset else 'split'} {asked}; only folders and data sets do")
+
+
+def _refuse_missing_file(source: str, path: Path, *, setting: str) -> None:
+    """InputError for what can be no data set of the hub."""
+    if _names_file(source) or not is_dataset_id(source):
+        raise InputError(f"{setting}: {source} was not found: there is no {path}")
+
+
+def _names_file(source: str) -> bool:
+    return content_suffix(source) in TEXT_SUFFIXES | ROW_SUFFIXES or compression(source) is not None
+
+
+def _list_stream(source: str, part: Part, *, setting: str, cache: Path) -> _Listed:
+    listed = list_dataset(source, part, cache=cache, setting=setting)
+    if not listed.files:
+        raise InputError(f"{setting}: {source}: all files of {part.split or 'train'} are empty")
+    found = [
+        local._replace(hub=file.address)
+        if (local := _found(str(file.path))) is not None
+        else FoundFile(file.address, file.size_bytes, 0, file.address)
+        for file in listed.files
+    ]
+    return _Listed(found, listed.reference)
+
+
+def _list_from_hub(source: str, part: Part, *, setting: str, cache: Path) -> _Listed:
+    found = dataset_files(source, part, cache=cache, setting=setting)
+    files = [file for file in map(_found, map(str, found.paths)) if file is not None and file.size_bytes]
+    if not files:
+        raise InputError(f"{setting}: {source}: all {len(found.paths)} files of {part.split or 'train'} are empty")
+    return _Listed(files, found.reference)
+
+
+def _files_in_folder(folder: Path, part: Part, *, setting: str) -> Sequence[FoundFile]:
+    if (saved := saved_files(folder, part, setting=setting)) is not None:
+        files = [file for file in map(_found, map(str, saved)) if file is not None and file.size_bytes]
+        if len(files) < len(saved):
+            raise InputError(f"{setting}: {folder} has lost some of the {len(saved)} files that its state.json lists")
+        return files
+    files = [found for found in _walk(folder) if found.size_bytes > 0]
+    rows = [found for found in files if _holds_rows(found)]
+    texts = [found for found in files if content_suffix(found.path) in TEXT_SUFFIXES]
+    if not all(content_suffix(found.path) == ".json" for found in rows):
+        rows = [found for found in rows if content_suffix(found.path) != ".json"]
+    elif texts:
+        rows = []
+    if part != Part(None, None) or (rows and all(Path(found.path).name in _DOCUMENTATION for found in texts)):
+        return _files_of_part(folder, rows or texts, part, setting=setting)
+    taken = [found for found in files if found in {*rows, *texts}]
+    if not taken:
+        raise InputError(
+            f"{setting}: {folder} holds no text and no rows among its {len(files)} non-empty files;\n"
+            "they are taken by suffix: .txt, .md, .py and other sources, .jsonl, .csv, .parquet, .arrow, ...; "
+            "name a file to read it whatever it is"
+        )
+    return taken
+
+
+def _holds_rows(found: FoundFile) -> bool:
+    return content_suffix(found.path) in ROW_SUFFIXES and os.path.basename(found.path) not in SETTINGS_FILES  # noqa: PTH119
+
+
+def _files_of_part(folder: Path, files: Sequence[FoundFile], part: Part, *, setting: str) -> Sequence[FoundFile]:
+    by_name = {Path(found.path).relative_to(folder).as_posix(): found for found in files}
+    chosen = files_of_part(tuple(by_name), read_readme(folder), part, origin=f"{setting}: {folder}")
+    return [by_name[name] for name in chosen]
+
+
+def python_stdlib_files(folder: Path) -> Sequence[FoundFile]:
+    """The standard library's own modules in `folder`, sorted, up to STDLIB_MAX_BYTES."""
+    files: list[FoundFile] = []
+    num_bytes = 0
+    for found in _walk(folder, left_out=STDLIB_LEFT_OUT, takes=_is_stdlib_source):
+        if num_bytes + found.size_bytes > STDLIB_MAX_BYTES:
+            break
+        if found.size_bytes:
+            files.append(found)
+            num_bytes += found.size_bytes
+    if num_bytes < STDLIB_MIN_BYTES:
+        raise InputError(
+            f"data.train: {PYTHON_STDLIB}: {folder} holds {num_bytes} bytes of sources, {STDLIB_MIN_BYTES} needed;\n"
+            "install the whole standard library (Debian: apt-get install libpython3-stdlib) "
+            "or give text of your own: data.train=FILE"
+        )
+    return files
+
+
+def _is_stdlib_source(name: str) -> bool:
+    return name.endswith(".py") and not name.startswith("_sysconfigdata")
+
+
+def _walk(
+    folder: Path, *, left_out: frozenset[str] = frozenset(), takes: Callable[[str], bool] = lambda _: True
+) -> Iterator[FoundFile]:
+    """Every file that is not hidden and whose name is taken, in sorted order, top level first."""
+    for parent, folders, names in os.walk(folder, onerror=_cannot_be_listed):
+        folders[:] = sorted(
+            name
+            for name in folders
+            if name not in left_out and not name.startswith(".") and not (left_out and name.startswith("config-"))
+        )
+        for name in sorted(names):
+            if not name.startswith(".") and takes(name):
+                found = _found(f"{parent}{os.sep}{name}")
+                if found is not None:
+                    yield found
+
+
+def _cannot_be_listed(error: OSError) -> None:
+    raise EnvironmentFaultError(f"{error.filename}: cannot be listed: {error.strerror}") from error
+
+
+def _found(path: str) -> FoundFile | None:
+    """A regular file; None for a pipe, a device, or a link that leads nowhere."""
+    try:
+        status = os.stat(path)  # noqa: PTH116 - thousands of paths at every start
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP):
+            return None
+        raise EnvironmentFaultError(f"{path}: cannot be read: {error.strerror}") from error
+    return FoundFile(path, status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None

@@ -1,0 +1,203 @@
+"""Which files of a data set are the split that was asked for: names in, names out, nothing is read.
+
+As on the Hugging Face hub, so that a data set means here what it means there. The front matter of its README.md may
+list subsets (`configs`) with their files by split, as patterns. Otherwise names decide, as in the library datasets: a
+file `train-00000-of-00004.parquet`, a folder `test/`, a word of the name (`dev.jsonl`, `my_train_v2.csv`), each of them
+alone; and where no name says anything, everything is train.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+from launch.job.yaml_text import read_yaml
+from trainer.spec.data.request import ROW_SUFFIXES, content_suffix
+from trainer.spec.errors import InputError
+
+SETTINGS_FILES = frozenset({
+    "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json",
+})  # fmt: skip
+_NUM_SHOWN = 12
+_KEYWORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_SEPARATORS = r"-._ 0-9"
+_SHARD = re.compile(r"(?:.*/)?(?P<split>\w+(?:\.\w+)*)-[0-9]{5}-of-[0-9]{5}[^/]*")
+_CONVERTED = re.compile(r"(?P<subset>[^/]+)/(?P<split>[^/]+)/[0-9]{4,}\.parquet")
+_FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE)
+
+
+class Part(NamedTuple):
+    """The part of a data set that a source names."""
+
+    subset: str | None
+    split: str | None  # None: train
+
+
+def files_of_part(names: Sequence[str], readme: str | None, part: Part, *, origin: str) -> tuple[str, ...]:
+    """The files among `names` (relative, with slashes) that are the part, sorted; InputError where it has none."""
+    configs = _converted(names) or ([] if readme is None else _configs(readme, origin=origin))
+    splits = _splits_of_config(names, _config(configs, part, origin=origin)) if configs else _splits(names, part)
+    if part.subset is not None and not configs and not splits:
+        folders = {name.partition("/")[0] for name in names if "/" in name}
+        raise InputError(f"{origin} has no subset {part.subset}; {_listed(folders, 'it has', 'it has none')}")
+    wanted = part.split or ("train" if "train" in splits or len(splits) != 1 else next(iter(splits)))
+    found = splits.get(wanted)
+    if found == []:
+        raise InputError(f"{origin}: README.md lists files of the split {wanted}, but none of them is there")
+    if found is None:
+        raise InputError(f"{origin} has no split {wanted}; {_listed(splits, 'it has', 'none of its files is data')}")
+    return tuple(sorted(_of_one_kind(found)))
+
+
+def _listed(words: Iterable[str], before: str, instead: str) -> str:
+    known = sorted(words)
+    more = f" and {len(known) - _NUM_SHOWN} more" if len(known) > _NUM_SHOWN else ""
+    return f"{before} {', '.join(known[:_NUM_SHOWN])}{more}" if known else instead
+
+
+def _of_one_kind(names: Sequence[str]) -> Sequence[str]:
+    """The files of the commonest kind, rows before text: the same rows are often there in two formats."""
+    rows = [name for name in names if content_suffix(name) in ROW_SUFFIXES]
+    if not rows:
+        return names
+    counts: dict[str, int] = {}
+    for name in rows:
+        counts[content_suffix(name)] = counts.get(content_suffix(name), 0) + 1
+    commonest = max(counts, key=lambda suffix: (counts[suffix], suffix == ".parquet", suffix))
+    return [name for name in rows if content_suffix(name) == commonest]
+
+
+def _configs(readme: str, *, origin: str) -> list[dict[str, Any]]:
+    """The subsets that the front matter lists; none where it lists none."""
+    front_matter = _FRONT_MATTER.match(readme)
+    if front_matter is None:
+        return []
+    settings = read_yaml(front_matter.group(1), origin=f"{origin}: README.md")
+    configs = settings.get("configs") if isinstance(settings, Mapping) else None
+    if not isinstance(configs, list):
+        return []
+    return [
+        config for config in configs if isinstance(config, dict) and ("data_files" in config or "data_dir" in config)
+    ]
+
+
+def _converted(names: Sequence[str]) -> list[dict[str, Any]]:
+    """The subsets of the hub's own Parquet form of a data set, `SUBSET/SPLIT/0000.parquet`; none of any other."""
+    found = [_CONVERTED.fullmatch(name) for name in names]
+    folders = {(match["subset"], match["split"]) for match in found if match}
+    if not folders or not all(found):
+        return []
+    by_subset: dict[str, dict[str, str]] = {}
+    for subset, split in sorted(folders):
+        by_subset.setdefault(subset, {})[split.removeprefix("partial-")] = f"{subset}/{split}/*"
+    return [{"config_name": subset, "data_files": splits} for subset, splits in by_subset.items()]
+
+
+def _config(configs: Sequence[dict[str, Any]], part: Part, *, origin: str) -> dict[str, Any]:
+    by_name = {str(config.get("config_name", "default")): config for config in configs}
+    if part.subset is not None:
+        if part.subset not in by_name:
+            raise InputError(f"{origin} has no subset {part.subset}; {_listed(by_name, 'it has', '')}")
+        return by_name[part.subset]
+    marked = next((config for config in configs if config.get("default") is True), by_name.get("default"))
+    if len(by_name) == 1 or marked is not None:
+        return marked if marked is not None else configs[0]
+    some = sorted(by_name)[0]
+    raise InputError(
+        f"{origin} has several subsets: {_listed(by_name, '', '').strip()};\nname one: {{source: ..., subset: {some}}}"
+    )
+
+
+def _splits_of_config(names: Sequence[str], config: Mapping[str, Any]) -> dict[str, list[str]]:
+    folder = str(config.get("data_dir") or "").strip("/")
+    inside = [name for name in names if not folder or name.startswith(f"{folder}/")]
+    written = config.get("data_files")
+    if written is None:
+        return _splits_by_name(inside)
+    prefix = f"{folder}/" if folder else ""
+    return {
+        split: [name for name in inside if any(_pattern(prefix + path).fullmatch(name) for path in paths)]
+        for split, paths in _patterns_by_split(written).items()
+    }
+
+
+def _patterns_by_split(written: object) -> dict[str, list[str]]:
+    """`data_files` as people write it: a pattern, several, or several with their splits."""
+    if isinstance(written, Mapping):
+        return {str(split): _paths(paths) for split, paths in written.items()}
+    entries = written if isinstance(written, list) else [written]
+    by_split: dict[str, list[str]] = {}
+    for entry in entries:
+        if isinstance(entry, Mapping):
+            by_split.setdefault(str(entry.get("split", "train")), []).extend(_paths(entry.get("path")))
+        else:
+            by_split.setdefault("train", []).extend(_paths(entry))
+    return by_split
+
+
+def _paths(written: object) -> list[str]:
+    return [str(path).removeprefix("./") for path in (written if isinstance(written, list) else [written])]
+
+
+def _pattern(glob: str) -> re.Pattern[str]:
+    """`*` stays within a folder, `**` does not, as everywhere."""
+    translated = ""
+    for token in re.findall(r"\*\*/|\*\*|\*|\?|\[[^]]+\]|.", glob, re.DOTALL):
+        match token:
+            case "**/":
+                translated += r"(?:.*/)?"
+            case "**":
+                translated += ".*"
+            case "*":
+                translated += "[^/]*"
+            case "?":
+                translated += "[^/]"
+            case _ if len(token) > 1:
+                translated += "[" + token[1:-1].replace("\\", r"\\").replace("[", r"\[").replace("!", "^", 1) + "]"
+            case _:
+                translated += re.escape(token)
+    return re.compile(translated)
+
+
+def _splits(names: Sequence[str], part: Part) -> dict[str, list[str]]:
+    """Without a README that lists them, a subset is a folder at the top."""
+    if part.subset is None:
+        return _splits_by_name(names)
+    return _splits_by_name([name for name in names if name.startswith(f"{part.subset}/")])
+
+
+def _splits_by_name(names: Sequence[str]) -> dict[str, list[str]]:
+    """The first rule by which any file has a split decides for all; files without one are then left out."""
+    for rule in (_split_of_shard, _split_of_folder, _split_of_file):
+        splits: dict[str, list[str]] = {}
+        for name in names:
+            split = rule(name)
+            if split is not None:
+                splits.setdefault(split, []).append(name)
+        if splits:
+            return splits
+    return {"train": list(names)} if names else {}
+
+
+def _split_of_shard(name: str) -> str | None:
+    found = _SHARD.fullmatch(name)
+    return found["split"] if found else None
+
+
+def _split_of_folder(name: str) -> str | None:
+    return next((split for folder in PurePosixPath(name).parts[:-1] if (split := _split_of_word(folder))), None)
+
+
+def _split_of_file(name: str) -> str | None:
+    return _split_of_word(PurePosixPath(name).name)
+
+
+def _split_of_word(word: str) -> str | None:
+    for split, keywords in _KEYWORDS.items():
+        if re.search(rf"(?:^|[{_SEPARATORS}])(?:{'|'.join(keywords)})(?:$|[{_SEPARATORS}])", word):
+            return split
+    return None

@@ -1,0 +1,332 @@
+"""Which files a job's model is: its config, its weights, its tokenizer; checked before anything heavy starts.
+
+`model.name` and `model.config` are looked up in this order: a preset of that name (write `./NAME` for a folder called
+like one), a folder or file on this machine, a hub id in the local cache, a hub id on the hub. Relative paths are taken
+from the working directory, `~` is the home folder; the answer holds absolute ones.
+
+A preset is `trainer/presets/NAME.json`, the config.json of a well-known model. With `model.config` it starts from
+scratch; with `model.name` it stands for the published weights its `_name_or_path` names, and a plan needs no network.
+"""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+import trainer
+from launch.inputs.hub_files import HUB_ID, download_snapshot, find_snapshot, hub_cache
+from launch.inputs.weight_files import TensorShapes, check_weights, has_weights
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.job.sections import Job, ModelJob
+from trainer.spec.model.template_tokens import TEMPLATE_TOKENS
+from trainer.spec.nearest import close_matches
+from trainer.spec.value import Value
+
+ROWS_MULTIPLE = 64  # of an embedding that grows: matrix units want it, and it costs next to nothing
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+class ModelFiles(Value, frozen=True, kw_only=True):
+    """Where a model is.
+
+    `model_path` is None where the model starts from scratch. While `needs_download` is true, `model_path` and
+    `tokenizer_path` are the hub id: enough for a plan; `download_model` gives the folders.
+    """
+
+    config: dict[str, Any]
+    config_origin: str  # names the config in messages
+    model_path: str | None
+    tokenizer_path: str | None
+    repository: str | None = None  # the hub id, where it is from the hub
+    revision: str | None = None  # its commit, once known
+    needs_download: bool = False
+    new_rows: int = 0  # that the embeddings must have beyond those of the weights; `config` counts them in
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names of the presets, sorted."""
+    return tuple(
+        sorted(entry.name.removesuffix(".json") for entry in _presets().iterdir() if entry.name[-5:] == ".json")
+    )
+
+
+def read_preset(name: str) -> dict[str, Any]:
+    """The config.json of a preset."""
+    config = json.loads((_presets() / f"{name}.json").read_bytes())
+    assert isinstance(config, dict)
+    return config
+
+
+def read_model_config(job: Job, *, cache_home: Path | None = None) -> ModelFiles:
+    """The files of the job's model, checked as far as headers and counts go; InputError says what is wrong.
+
+    `cache_home` is Hugging Face's home folder where it is not the environment's. Small files (config, tokenizer) of a
+    hub id that is not here are downloaded, weights never: see `download_model`.
+    """
+    cache = hub_cache(cache_home)
+    if job.model.name is not None:
+        files = _from_name(job, cache)
+    else:
+        assert job.model.config is not None, "read_job refuses a job without a model"
+        files = _from_config(job, cache)
+    if job.model.tokenizer == "train":
+        return msgspec.structs.replace(files, tokenizer_path=None)
+    if job.model.tokenizer is not None:
+        tokenizer_path = _tokenizer_folder(job.model.tokenizer, cache)
+        files = msgspec.structs.replace(files, tokenizer_path=tokenizer_path)
+    return _with_room(files, job.data.chat_template)
+
+
+def find_config(name: str, *, cache_home: Path | None = None) -> ModelFiles:
+    """What `model.config: name` stands for, without asking whether its vocabulary holds its tokenizer's tokens."""
+    return _from_config(Job(model=ModelJob(config=name)), hub_cache(cache_home))
+
+
+def download_model(job: Job, files: ModelFiles, *, cache_home: Path | None = None) -> ModelFiles:
+    """The same files with the weights here; does nothing where they are."""
+    if not files.needs_download:
+        return files
+    assert files.repository is not None
+    folder = download_snapshot(
+        files.repository,
+        revision=job.model.revision or files.revision,
+        cache=hub_cache(cache_home),
+        setting="model.name",
+        with_weights=True,
+    )
+    return read_model_config(job, cache_home=cache_home) if has_weights(folder) else _without_weights(folder)
+
+
+def _from_name(job: Job, cache: Path) -> ModelFiles:
+    name = job.model.name
+    assert name is not None
+    if name in preset_names():
+        config = read_preset(name)
+        repository = config.get("_name_or_path")
+        if repository is None:
+            raise InputError(f"model.name: {name} is a shape without weights; write model.config: {name}")
+        return _from_hub(repository, job, cache, preset=(name, config))
+    path = _path_of(name, setting="model.name")
+    if path.is_dir():
+        return _from_folder(path)
+    if path.exists():
+        raise InputError(f"model.name: {name} is a file; name the folder that holds config.json and the weights")
+    _refuse_unless_hub_id(name, setting="model.name")
+    return _from_hub(name, job, cache, preset=None)
+
+
+def _from_config(job: Job, cache: Path) -> ModelFiles:
+    name = job.model.config
+    assert name is not None
+    if name in preset_names():
+        return ModelFiles(
+            config=read_preset(name), config_origin=f"preset {name}", model_path=None, tokenizer_path=None
+        )
+    path = _path_of(name, setting="model.config")
+    if path.is_file():
+        return ModelFiles(config=_read_json(path), config_origin=str(path), model_path=None, tokenizer_path=None)
+    if not path.is_dir():
+        _refuse_unless_hub_id(name, setting="model.config")
+        path = _snapshot(name, revision=job.model.revision, cache=cache, setting="model.config")
+    return ModelFiles(
+        config=_read_config(path),
+        config_origin=_config_file(path),
+        model_path=None,
+        tokenizer_path=_own_tokenizer(path),
+    )
+
+
+def _from_folder(folder: Path) -> ModelFiles:
+    config = _read_config(folder)
+    _check_embedding(folder, config, check_weights(folder))
+    return ModelFiles(
+        config=config,
+        config_origin=_config_file(folder),
+        model_path=str(folder.absolute()),
+        tokenizer_path=_own_tokenizer(folder),
+    )
+
+
+def _from_hub(repository: str, job: Job, cache: Path, *, preset: tuple[str, dict[str, Any]] | None) -> ModelFiles:
+    revision = job.model.revision
+    folder = find_snapshot(repository, revision=revision, cache=cache)
+    if folder is None and preset is not None:
+        name, config = preset
+        return ModelFiles(
+            config=config,
+            config_origin=f"preset {name}",
+            model_path=repository,
+            tokenizer_path=repository,
+            repository=repository,
+            needs_download=True,
+        )
+    if folder is None:
+        folder = _download_small(repository, revision=revision, cache=cache, setting="model.name")
+    elif job.model.tokenizer is None and _own_tokenizer(folder) is None:
+        with suppress(EnvironmentFaultError):  # without a network the job goes on with what is here
+            folder = _download_small(repository, revision=revision, cache=cache, setting="model.name")
+    if has_weights(folder):
+        return msgspec.structs.replace(_from_folder(folder), repository=repository, revision=folder.name)
+    return ModelFiles(
+        config=_read_config(folder),
+        config_origin=_config_file(folder),
+        model_path=repository,
+        tokenizer_path=_own_tokenizer(folder),
+        repository=repository,
+        revision=folder.name,
+        needs_download=True,
+    )
+
+
+def _snapshot(repository: str, *, revision: str | None, cache: Path, setting: str) -> Path:
+    folder = find_snapshot(repository, revision=revision, cache=cache)
+    return folder or _download_small(repository, revision=revision, cache=cache, setting=setting)
+
+
+def _download_small(repository: str, *, revision: str | None, cache: Path, setting: str) -> Path:
+    return download_snapshot(repository, revision=revision, cache=cache, setting=setting, with_weights=False)
+
+
+def _without_weights(folder: Path) -> ModelFiles:
+    check_weights(folder)
+    raise InputError(f"{folder}: the hub has no complete safetensors weights of this model")
+
+
+def _tokenizer_folder(name: str, cache: Path) -> str:
+    path = _path_of(name, setting="model.tokenizer")
+    if path.is_dir():
+        if _own_tokenizer(path) is None:
+            raise InputError(
+                f"model.tokenizer: {name} holds no tokenizer; expected one of {', '.join(_TOKENIZER_FILES)}"
+            )
+        return str(path.absolute())
+    if path.exists():
+        raise InputError(f"model.tokenizer: {name} is a file; name the folder it is in")
+    _refuse_unless_hub_id(name, setting="model.tokenizer")
+    folder = _snapshot(name, revision=None, cache=cache, setting="model.tokenizer")
+    if _own_tokenizer(folder) is None:
+        raise InputError(f"model.tokenizer: {name} has no tokenizer")
+    return str(folder)
+
+
+def _own_tokenizer(folder: Path) -> str | None:
+    return str(folder.absolute()) if any((folder / name).is_file() for name in _TOKENIZER_FILES) else None
+
+
+def _with_room(files: ModelFiles, chat_template: str | None) -> ModelFiles:
+    """The same, its config with a vocabulary that holds the tokens added to the tokenizer and those of the template.
+
+    InputError where the tokenizer is another model's, or the model starts from scratch and its config says too little.
+    """
+    part = "text_config" if "vocab_size" not in files.config and "text_config" in files.config else None
+    config = files.config if part is None else files.config[part]
+    vocab_size = config.get("vocab_size")
+    if files.tokenizer_path is None or not isinstance(vocab_size, int):
+        return files
+    tokens = read_tokens(Path(files.tokenizer_path))
+    if tokens is None:
+        return files
+    missing = [token for token in TEMPLATE_TOKENS.get(chat_template or "", ()) if token not in tokens.texts]
+    size = tokens.size + len(missing)
+    if size <= vocab_size:
+        return files
+    if files.model_path is None or tokens.plain_size > vocab_size:
+        remedy = (
+            f"write vocab_size {size} into {files.config_origin}"
+            if files.model_path is None
+            else "give the model's own tokenizer"
+        )
+        with_template = f" with those of {chat_template}" if missing else ""
+        raise InputError(
+            f"model.tokenizer: {files.tokenizer_path} has {size} tokens{with_template}, the model's vocab_size is "
+            f"{vocab_size}; {remedy}"
+        )
+    rounded = -(-size // ROWS_MULTIPLE) * ROWS_MULTIPLE
+    grown = {**config, "vocab_size": rounded}
+    return msgspec.structs.replace(
+        files, config=grown if part is None else {**files.config, part: grown}, new_rows=rounded - vocab_size
+    )
+
+
+class Tokens(NamedTuple):
+    """What tokenizer.json says of its tokens."""
+
+    texts: frozenset[str]  # of all
+    plain_size: int  # the largest id + 1 of those that were not added
+    size: int  # of all
+
+
+def read_tokens(folder: Path) -> Tokens | None:
+    """The tokens of a folder's tokenizer.json; None where there is no such file."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None
+    tokenizer = _read_json(path)
+    try:
+        vocab = tokenizer["model"]["vocab"]
+        ids = vocab if isinstance(vocab, dict) else {entry[0]: number for number, entry in enumerate(vocab)}
+        added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+        plain_size = max((number for text, number in ids.items() if text not in added), default=-1) + 1
+        return Tokens(frozenset((*ids, *added)), plain_size, max((*ids.values(), *added.values()), default=-1) + 1)
+    except (KeyError, TypeError, IndexError) as error:
+        raise InputError(f"{path}: is not a tokenizer of the tokenizers library") from error
+
+
+def _check_embedding(folder: Path, config: dict[str, Any], shapes: TensorShapes) -> None:
+    vocab_size = config.get("vocab_size")
+    for name, shape in shapes.items():
+        if name.endswith("embed_tokens.weight") and isinstance(vocab_size, int) and shape[:1] != (vocab_size,):
+            raise InputError(
+                f"{folder}: config.json says vocab_size {vocab_size}, but {name} has {shape[0]} rows; "
+                "config.json and weights are not of one model"
+            )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise InputError(f"{folder}: holds no config.json; name the folder of a Hugging Face model")
+    return _read_json(path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: is not a JSON object")
+    return content
+
+
+def _config_file(folder: Path) -> str:
+    return str(folder / "config.json")
+
+
+def _path_of(name: str, *, setting: str) -> Path:
+    """The path a name would be; InputError where the system does not let us look."""
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except OSError as error:
+        raise InputError(f"{setting}: {name} cannot be read: {error.strerror}") from error
+    except RuntimeError as error:
+        raise InputError(f"{setting}: {name} names no folder: {error}") from error
+    return path
+
+
+def _refuse_unless_hub_id(name: str, *, setting: str) -> None:
+    if HUB_ID.fullmatch(name) and ".." not in name:
+        return
+    presets = preset_names()
+    meant = close_matches(name.lower(), presets)
+    hint = f"did you mean {meant[0]}?" if meant else f"presets: {', '.join(presets)}"
+    raise InputError(f"{setting}: {name} is no folder here, no hub id (ORG/NAME) and no preset; {hint}")
+
+
+def _presets() -> Path:
+    return Path(trainer.__file__).parent / "presets"

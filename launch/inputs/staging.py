@@ -1,0 +1,104 @@
+"""Copies what every rank reads to the node's own disk first, where the job asks for it (`slurm.stage`).
+
+    <folders.scratch>/shardwise/staged/<digest>/<name>      one folder for each source, the same path on every node
+
+A shared file system that serves a hundred ranks a model of 140 GB at once is slow for all of its users. A copy is made
+beside its name, checked against the free space first, and renamed when it is whole; the digest is of names, sizes and
+times of the source, so a copy of the source as it was is never taken for one as it is.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.job.sections import Stage
+from trainer.spec.plan import Plan
+from trainer.spec.units import format_bytes, format_seconds
+
+_SPARE = 1.02  # a file system keeps a little for itself
+
+
+def with_stages(plan: Plan, scratch: Path | None) -> Plan:
+    """The plan with the place of each copy that its job asks for; InputError where no scratch folder is named."""
+    sources = {Stage.MODEL: plan.model_path, Stage.DATA: plan.data.cache_dir}
+    wanted = [sources[stage] for stage in plan.job.slurm.stage]
+    if not wanted:
+        return plan
+    if scratch is None:
+        raise InputError(
+            "slurm.stage: needs a folder on the nodes' own disks; name it in config.yaml: folders: {scratch: /a/folder}"
+        )
+    staged = {source: str(_place(Path(source), scratch)) for source in wanted if source is not None}
+    return replace(plan, staged=staged)
+
+
+def copy_staged(staged: Mapping[str, str], *, on_progress: Callable[[str], None]) -> None:
+    """Makes the copies that are not on this machine; EnvironmentFaultError where there is no room or no permission."""
+    for source, place in staged.items():
+        try:
+            _copy(Path(source), Path(place), on_progress)
+        except OSError as error:
+            raise EnvironmentFaultError(
+                f"slurm.stage: {source} cannot be copied to {place}: {error.strerror or error}"
+            ) from error
+
+
+def _place(source: Path, scratch: Path) -> Path:
+    words = "\n".join(f"{path.relative_to(source)} {size} {time_ns}" for path, size, time_ns in _files(source))
+    digest = hashlib.sha256(f"{source.absolute()}\n{words}".encode()).hexdigest()[:16]
+    return scratch.expanduser().absolute() / "shardwise" / "staged" / digest / source.name
+
+
+def _files(source: Path) -> list[tuple[Path, int, int]]:
+    """Every file below a folder with size and time, links followed: a hub's snapshot is links alone."""
+    found = []
+    for folder, _, names in os.walk(source, followlinks=True):
+        for name in names:
+            path = Path(folder) / name
+            status = path.stat()
+            found.append((path, status.st_size, status.st_mtime_ns))
+    return sorted(found)
+
+
+def _copy(source: Path, place: Path, on_progress: Callable[[str], None]) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with _only_copier(place.parent / ".lock", on_progress):
+        if place.is_dir():
+            return
+        num_bytes = sum(size for _, size, _ in _files(source))
+        free = shutil.disk_usage(place.parent).free
+        if free < num_bytes * _SPARE:
+            raise EnvironmentFaultError(
+                f"slurm.stage: {source} is {format_bytes(num_bytes)}, {place.parents[3]} has {format_bytes(free)} "
+                "free; make room there or leave slurm.stage out"
+            )
+        on_progress(f"copying {source} ({format_bytes(num_bytes)}) to {place.parents[3]}")
+        started = time.monotonic()
+        beside = place.with_name(f".{place.name}.part")
+        shutil.rmtree(beside, ignore_errors=True)
+        shutil.copytree(source, beside)
+        beside.rename(place)
+        on_progress(f"  copied in {format_seconds(time.monotonic() - started)}")
+
+
+@contextmanager
+def _only_copier(lock: Path, on_progress: Callable[[str], None]) -> Iterator[None]:
+    """Holds the place: several jobs of one node may want the same copy."""
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_progress(f"waiting: another process is copying to {lock.parent}")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

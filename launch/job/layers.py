@@ -1,0 +1,211 @@
+"""The job as four layers, each over the one before: site, person, job file, `key=value`.
+
+A site's file (`$SHARDWISE_SITE_CONFIG`) and a person's (`~/.config/shardwise/config.yaml`) hold what belongs to a place
+rather than to a job: `price_per_gpu_hour`, `log.wandb`, `log.notify`, `slurm` and, in a section that no job has,
+
+    folders: {cache: /scratch/me/shardwise, huggingface: /shared/hf, scratch: /scratch/me}
+
+Every problem of every layer is shown at once, under its file's name or `command line`.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.job.yaml_text import name_of_file, read_yaml, read_yaml_file, write_scalar
+from trainer.spec.errors import InputError, InputProblemsError
+from trainer.spec.job.fields import BY_PATH
+from trainer.spec.job.kinds import shown
+from trainer.spec.job.reading import Layer, job_tree, read_layers
+from trainer.spec.job.sections import Job
+from trainer.spec.messages.submission import FILE_NAME as SUBMISSION_NAME
+from trainer.spec.nearest import close_matches
+from trainer.spec.value import Value
+
+PERSONAL_SETTINGS = ("price_per_gpu_hour", "log.wandb", "log.notify", "slurm")
+FOLDERS = ("cache", "huggingface", "scratch")
+COMMAND_LINE = "command line"
+_STAMP = re.compile(r"-\d{8}-\d{6}(-\d+)?$")  # of a run directory
+DEFAULT = "default"
+
+
+class ResolvedJob(Value, frozen=True, kw_only=True):
+    """The job of a command, and where each setting is from.
+
+    `tree` is the job in the job file's spelling, complete. `sources` maps each setting somebody wrote to the file it
+    stands in, or to `command line`; the others have their default. `name` is the job file's, for the run directory.
+    """
+
+    job: Job
+    tree: dict[str, Any]
+    sources: dict[str, str]
+    name: str
+    folders: dict[str, str] = {}  # cache, huggingface, scratch: absolute, from a site's or a person's file
+
+
+def read_job_layers(
+    job_path: Path | None, overrides: Sequence[str], *, config_home: Path, site_config: Path | None
+) -> ResolvedJob:
+    """The job a command is about; InputProblemsError holds everything that is wrong in any layer.
+
+    `config_home` is the folder of the person's config.yaml, which need not exist; `site_config` must, where it is
+    named. Without a job file the overrides alone are the job.
+    """
+    problems: list[str] = []
+    folders: dict[str, str] = {}
+    layers = [_personal_layer(path, folders, problems) for path in _personal_files(config_home, site_config)]
+    job_layer = None if job_path is None else _job_layer(job_path, config_home, problems)
+    layers += [job_layer] if job_layer is not None else []
+    layers += _override_layers(overrides, problems)
+    origin = COMMAND_LINE if job_path is None else name_of_file(job_path)
+    # What an unreadable job file would have stated is not missing.
+    checks_clashes = job_path is None or job_layer is not None
+    try:
+        reading = read_layers(layers, origin=origin, checks_clashes=checks_clashes)
+    except InputProblemsError as error:
+        raise InputProblemsError((*problems, *error.problems)) from None
+    if problems:
+        raise InputProblemsError(problems)
+    return ResolvedJob(
+        job=reading.job,
+        tree=job_tree(reading.job),
+        sources=reading.sources,
+        name=_name_of_job(job_path),
+        folders=folders,
+    )
+
+
+def read_personal_folders(*, config_home: Path, site_config: Path | None) -> dict[str, str]:
+    """The folders that a site's and a person's file name, where no job is asked about; InputProblemsError as above."""
+    problems: list[str] = []
+    folders: dict[str, str] = {}
+    for path in _personal_files(config_home, site_config):
+        _personal_layer(path, folders, problems)
+    if problems:
+        raise InputProblemsError(problems)
+    return folders
+
+
+def render_resolved(resolved: ResolvedJob) -> str:
+    """The run directory's job.yaml: every setting with where it came from; reads back to the same job."""
+    lines = ["# The job as it ran: every setting, and where its value is from."]
+    _render_section(resolved.tree, "", resolved.sources, lines)
+    return "\n".join(lines) + "\n"
+
+
+def _personal_files(config_home: Path, site_config: Path | None) -> list[Path]:
+    person = config_home / "config.yaml"
+    try:
+        has_person = person.exists()
+    except OSError:  # not ours to see: reading it says why
+        has_person = True
+    return [*([site_config] if site_config is not None else []), *([person] if has_person else [])]
+
+
+def _personal_layer(path: Path, folders: dict[str, str], problems: list[str]) -> Layer:
+    origin = name_of_file(path)
+    tree = dict(_read_tree(path, problems) or {})
+    named = tree.pop("folders", None) or {}
+    if not isinstance(named, Mapping):
+        problems.append(f"{origin}: folders is {shown(named)}; expected folders: {{cache: /a/folder}}")
+        named = {}
+    for name, folder in named.items():
+        problem = _folder_problem(name, folder)
+        if problem is None:
+            folders[name] = str(Path(folder).expanduser())
+        else:
+            problems.append(f"{origin}: {problem}")
+    return Layer(tree, origin, allowed=(*PERSONAL_SETTINGS, "folders"))
+
+
+def _folder_problem(name: object, folder: object) -> str | None:
+    if name not in FOLDERS:
+        meant = close_matches(str(name), FOLDERS)
+        hint = f"did you mean folders.{meant[0]}?" if meant else f"folders has {', '.join(FOLDERS)}"
+        return f"folders.{name} is not a setting; {hint}"
+    if not isinstance(folder, str) or not folder.startswith(("/", "~/")):
+        return f'folders.{name} is {shown(folder)}; expected a folder that begins with "/" or "~/"'
+    return None
+
+
+def _job_layer(path: Path, config_home: Path, problems: list[str]) -> Layer | None:
+    readable = _read_tree(path, problems, is_job=True)
+    if readable is None:
+        return None
+    tree = dict(readable)
+    if tree.pop("folders", None) is not None:
+        problems.append(f"{name_of_file(path)}: folders belongs in {config_home / 'config.yaml'}, not in a job")
+    return Layer(tree, name_of_file(path))
+
+
+def _read_tree(path: Path, problems: list[str], *, is_job: bool = False) -> Mapping[str, Any] | None:
+    """The settings in a file; None, and a problem more, where there are none to read."""
+    try:
+        tree = read_yaml_file(path)
+    except InputError as error:
+        problems.append(str(error))
+        return None
+    if isinstance(tree, Mapping):
+        return tree
+    if tree is None and not is_job:
+        return {}
+    wrong = "is empty" if tree is None else f"holds {shown(tree)}, not settings"
+    problems.append(f"{name_of_file(path)}: {wrong}; shardwise init --model MODEL --data FILE writes a job")
+    return None
+
+
+def _override_layers(overrides: Sequence[str], problems: list[str]) -> list[Layer]:
+    layers = []
+    for override in overrides:
+        path, equals, value_text = (part.strip() for part in override.partition("="))
+        if not path or not equals or not value_text:
+            problems.append(f"{COMMAND_LINE}: {shown(override)} is not key=value, such as train.lr=1e-4")
+            continue
+        try:
+            tree = _override_value(path, value_text)
+        except InputError as error:
+            problems.append(str(error))
+            continue
+        for name in reversed(path.split(".")):
+            tree = {name: tree}
+        assert isinstance(tree, dict)
+        layers.append(Layer(tree, COMMAND_LINE))
+    return layers
+
+
+def _override_value(path: str, value_text: str) -> object:
+    """The value as YAML reads it; where any text is legal it is taken as typed, so that `0123` keeps its zero."""
+    if path not in BY_PATH or not BY_PATH[path].kind.is_text:
+        return read_yaml(value_text, origin=f"{COMMAND_LINE}: {path}")
+    words: Mapping[str, object] = {"null": None, "~": None, "true": True, "false": False}
+    if value_text in words:
+        return words[value_text]
+    if value_text[0] not in "[{\"'":
+        return value_text
+    try:
+        return read_yaml(value_text, origin=COMMAND_LINE)
+    except InputError:
+        return value_text
+
+
+def _name_of_job(path: Path | None) -> str:
+    """The file's name; of the job.yaml of a submitted run, which every run has, the run's, without its time."""
+    stem = "job" if path is None else path.stem
+    if path is not None and (path.parent / SUBMISSION_NAME).is_file():
+        folder = path.absolute().parent
+        is_point = (folder.parent / SUBMISSION_NAME).is_file()
+        stem = _STAMP.sub("", folder.parent.name) + f"-{folder.name}" if is_point else _STAMP.sub("", folder.name)
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "job"
+
+
+def _render_section(tree: Mapping[str, Any], section: str, sources: Mapping[str, str], lines: list[str]) -> None:
+    indent = "  " * (section.count(".") + 1 if section else 0)
+    for name, value in tree.items():
+        path = f"{section}.{name}" if section else name
+        if path not in BY_PATH:
+            lines.append(f"{indent}{name}:")
+            _render_section(value, path, sources, lines)
+        else:
+            setting = f"{indent}{name}: {write_scalar(value)}"
+            lines.append(f"{setting:<60}  # from: {sources.get(path, DEFAULT)}")

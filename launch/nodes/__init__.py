@@ -1,0 +1,1 @@
+"""A run on several machines: agents, their channel, their hardware."""

@@ -1,0 +1,116 @@
+"""The machine's memory of earlier predictions: append-only JSON lines under the state folder, locked while written.
+
+A line that cannot be read (written by another version, or cut off by a crash) is passed over: the store is a help to
+the next plan, never a condition of it.
+"""
+
+import fcntl
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from trainer.planning.calibrate import NO_CORRECTIONS, rates_source
+from trainer.planning.candidates import candidate_of, setting_of
+from trainer.planning.planner import situation_of
+from trainer.planning.run.padding import longest_row_decides
+from trainer.spec.calibration import Calibration, CalibrationRecord, RecordSource
+from trainer.spec.errors import EnvironmentFaultError
+from trainer.spec.hardware import Hardware
+from trainer.spec.plan import Candidate, Plan
+from trainer.spec.report import Report
+
+FILE_NAME = "calibration.jsonl"
+MAX_RECORDS = 100  # of one device; they stand in every plan.json
+
+
+def device_key(hardware: Hardware) -> tuple[str, str | None]:
+    """(device, driver) that a record is kept under."""
+    if hardware.gpus:
+        return hardware.gpus[0].spec_name or hardware.gpus[0].name, hardware.gpus[0].driver
+    return f"CPU {hardware.host.cpu_name or 'unknown'}", None
+
+
+def read_calibration(state_home: Path, hardware: Hardware, *, torch: str) -> Calibration:
+    """The newest records of this device, driver and torch, oldest first."""
+    path = state_home / FILE_NAME
+    if not path.is_file():
+        return Calibration()
+    device, driver = device_key(hardware)
+    records = []
+    for line in path.read_bytes().splitlines():
+        try:
+            record = msgspec.json.decode(line, type=CalibrationRecord)
+        except msgspec.DecodeError:
+            continue
+        if (record.device, record.driver, record.torch) == (device, driver, torch):
+            records.append(record)
+    return Calibration(records=tuple(records[-MAX_RECORDS:]))
+
+
+def record_of_run(
+    report: Report, plan: Plan, *, now: datetime, source: RecordSource = RecordSource.RUN
+) -> CalibrationRecord | None:
+    """What a run, or a trial, of `report.plan` teaches; None where a figure was not measured."""
+    measured, stated = report.measured, report.predicted
+    peak_bytes, step_s = measured.memory.peak_allocated_bytes, measured.speed.step_s
+    if peak_bytes is None or step_s is None:
+        return None
+    ran = report.plan
+    predicted = _uncorrected(plan, ran)
+    device, driver = device_key(plan.hardware)
+    return CalibrationRecord(
+        device=device,
+        driver=driver,
+        torch=plan.versions.get("torch", "none"),
+        strategy=ran.strategy.name,
+        predicted_peak_bytes=predicted.memory.peak_allocated_bytes,
+        measured_peak_bytes=peak_bytes,
+        predicted_step_s=predicted.speed.step_s,
+        measured_step_s=step_s,
+        finished_at=now.astimezone(UTC).isoformat(timespec="seconds"),
+        shardwise=plan.versions.get("shardwise"),
+        source=source,
+        rates=rates_source(plan.hardware),
+        host=os.uname().nodename or None,
+        method=ran.method,
+        sharding=ran.strategy.sharding,
+        offload=ran.strategy.offload,
+        precision=ran.strategy.precision,
+        num_ranks=ran.num_ranks,
+        is_padded=longest_row_decides(plan.data),
+        micro_batch=ran.micro_batch,
+        seq_len=ran.seq_len,
+        tokens_per_step=plan.schedule.tokens_per_step,
+        model_type=plan.model_shape.model_type,
+        num_parameters=plan.model_shape.num_parameters,
+        peak_event=predicted.memory.peak_event,
+        predicted_reserved_bytes=predicted.memory.peak_reserved_bytes,
+        measured_reserved_bytes=measured.memory.peak_reserved_bytes,
+        predicted_device_bytes=predicted.memory.device_bytes,
+        measured_device_bytes=measured.memory.device_bytes,
+        stated_peak_bytes=stated.memory.peak_allocated_bytes,
+        stated_step_s=stated.speed.step_s,
+    )
+
+
+def _uncorrected(plan: Plan, candidate: Candidate) -> Candidate:
+    """What the formulas alone say of a candidate: a correction must not be learned from its own results."""
+    situation = msgspec.structs.replace(situation_of(plan), corrections=NO_CORRECTIONS)
+    return candidate_of(situation, setting_of(situation, candidate))
+
+
+def append_calibration(state_home: Path, record: CalibrationRecord) -> None:
+    """Adds one line."""
+    path = state_home / FILE_NAME
+    try:
+        state_home.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise EnvironmentFaultError(f"{path}: the calibration cannot be kept: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.write(descriptor, msgspec.json.encode(record) + b"\n")
+    finally:
+        os.close(descriptor)

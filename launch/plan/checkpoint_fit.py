@@ -1,0 +1,60 @@
+"""Which candidates can go on from a checkpoint, as far as its manifest tells without torch.
+
+A fallback that its ranks would refuse costs a start and teaches nothing. What the ranks check beyond this (names,
+shapes, the base under adapters) is the same for every fallback of a plan.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from launch.rundir.paths import committed_checkpoints
+from trainer.spec.plan import Candidate
+from trainer.spec.same_state import have_same_state
+from trainer.spec.strategy import Method, Optimizer, Precision
+
+
+class SavedFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a manifest's facts, what decides; the ranks read the whole of it, strictly."""
+
+    step: int
+    optimizer: Optimizer
+    precision: Precision
+    lora: dict[str, Any] | None = None
+    galore: dict[str, Any] | None = None
+    is_quantised: bool = False
+
+
+class _Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    facts: SavedFacts
+
+
+def read_facts(checkpoint: Path) -> SavedFacts | None:
+    """Of a checkpoint's folder; None where its manifest cannot be read: the ranks will say why."""
+    try:
+        return msgspec.json.decode((checkpoint / "MANIFEST.json").read_bytes(), type=_Manifest).facts
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def newest_facts(run_dir: Path) -> SavedFacts | None:
+    """Of the newest checkpoint of a run whose manifest can be read; None where there is none."""
+    facts = (read_facts(folder) for folder in reversed(committed_checkpoints(run_dir)))
+    return next((each for each in facts if each is not None), None)
+
+
+def obstacle_to_resume(saved: SavedFacts | None, candidate: Candidate) -> str | None:
+    """Why the candidate cannot go on from what was saved, after its name in a sentence; None where it can."""
+    if saved is None:
+        return None
+    strategy, method = candidate.strategy, candidate.method
+    if not have_same_state(saved.optimizer, strategy.optimizer):
+        return f"cannot go on from a checkpoint of {saved.optimizer}"
+    if (saved.lora is not None) is not method.freezes_base or saved.is_quantised is not (method is Method.QLORA):
+        return "trains other weights than the checkpoint holds"
+    if (saved.galore is not None) is not (method is Method.GALORE):
+        return "keeps moments of other gradients than the checkpoint holds"
+    if strategy.precision.master_bytes < saved.precision.master_bytes:
+        return f"keeps weights in fewer bits than the checkpoint of {saved.precision}"
+    return None

@@ -1,0 +1,165 @@
+"""Starts the exact dry run in a process of its own, and holds its answer against the closed form's.
+
+The dry run needs torch, which `launch` never imports, and changes torch's own tables for a device that is not there:
+`python -m trainer.simulation` is asked with a value in a file and answers with one. It allocates nothing on any device.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trainer.planning.memory.parts import grouped
+from trainer.planning.run.padding import document_tokens
+from trainer.planning.simulated import named_events
+from trainer.spec import codec
+from trainer.spec.data.objectives import objective_of, rows_per_example
+from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
+from trainer.spec.messages.simulation import Simulation, SimulationRequest
+from trainer.spec.plan import Candidate, MemoryEstimate, Plan
+from trainer.spec.strategy import Attention
+from trainer.spec.units import format_bytes
+from trainer.spec.value import Value
+
+V = TypeVar("V", bound=Value)
+DEFAULT_TIMEOUT_S = 900.0
+_ENVIRONMENT = {
+    "PYTHONSAFEPATH": "1",  # a user's trainer.py in the working directory must not shadow ours
+    "PYTHONWARNINGS": "ignore",  # stderr holds the error and nothing else
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",  # nothing is computed
+    "CUDA_VISIBLE_DEVICES": "",  # and no device is touched
+}
+_WORKSPACE = "workspace"
+_COLUMNS = "{:<24}{:>12}{:>12}{:>12}"
+
+
+def simulate(
+    request: SimulationRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S, python: str = sys.executable
+) -> Simulation:
+    """The dry run's answer; raises the ShardwiseError that its process ended with."""
+    return ask(codec.encode(request), Simulation, timeout_s=timeout_s, python=python)
+
+
+def ask(
+    content: bytes, kind: type[V], *flags: str, timeout_s: float = DEFAULT_TIMEOUT_S, python: str = sys.executable
+) -> V:
+    """What `python -m trainer.simulation FLAGS` answers to a file of `content`."""
+    with tempfile.TemporaryDirectory(prefix="shardwise-dry-run-") as folder:
+        request_path, answer_path = Path(folder, "request.json"), Path(folder, "answer.json")
+        codec.write_bytes(request_path, content)
+        command = [python, "-m", "trainer.simulation", *flags, str(request_path), str(answer_path)]
+        try:
+            ended = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                env=os.environ | _ENVIRONMENT,
+                encoding="utf-8",
+                errors="replace",
+                timeout=timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise EnvironmentFaultError(
+                f"the dry run took longer than {timeout_s:.0f} s; a smaller model or a longer timeout would do"
+            ) from error
+        except OSError as error:
+            raise EnvironmentFaultError(f"{python}: cannot be started: {error.strerror}") from error
+        if ended.returncode != 0:
+            raise _error_of(ended.returncode, ended.stderr)
+        return codec.read(answer_path, kind)
+
+
+def simulation_request(plan: Plan, candidate: Candidate | None = None) -> SimulationRequest:
+    """The request of a candidate of a plan, by default of the chosen one.
+
+    flash-attn has no dry run; torch's own flash kernel, which keeps the same tensors, stands in for it.
+    """
+    taken = plan.chosen if candidate is None else candidate
+    gpu = plan.hardware.gpus[0] if plan.hardware.gpus else None
+    capability: dict[str, Any] = {}
+    if gpu is not None and gpu.compute_capability is not None:
+        capability["compute_capability"] = gpu.compute_capability
+    return SimulationRequest(
+        model_config=plan.model_config,
+        model_code=plan.model_code,
+        method=taken.method,
+        lora=plan.job.train.lora,
+        sharding=taken.strategy.sharding,
+        num_ranks=taken.num_ranks,
+        ranks_per_node=plan.hardware.num_devices_per_node,
+        precision=taken.strategy.precision,
+        optimizer=taken.strategy.optimizer,
+        micro_batch=taken.micro_batch,
+        rows_per_example=rows_per_example(objective_of(plan.job.train.objective, plan.data.format)),
+        seq_len=taken.seq_len,
+        document_tokens=document_tokens(plan.data, seq_len=taken.seq_len),
+        accumulation=taken.accumulation,
+        checkpointing=taken.checkpointing,
+        attention=Attention.SDPA if taken.attention is Attention.FLASH else taken.attention,
+        loss=taken.loss,
+        loss_chunk_tokens=taken.loss_chunk_tokens,
+        activation_offload=taken.activation_offload,
+        device_kind=plan.device_kind,
+        device_name=gpu.name if gpu is not None else None,
+        **capability,
+    )
+
+
+def describe_simulation(simulation: Simulation, predicted: MemoryEstimate, *, is_expandable: bool = True) -> list[str]:
+    """Lines: predicted beside simulated, event by event and part by part, with the relative difference.
+
+    The closed form counts the matrix library's workspaces, which no dry run sees: they are taken out of its figures.
+    Reserved is as a run is started: with expandable segments where the device has them.
+    """
+    workspace = predicted.parts.get(_WORKSPACE, 0)
+    seen = named_events(simulation.events, predicted.events)
+    lines = [_COLUMNS.format("event", "predicted", "simulated", "difference")]
+    for event in (*predicted.events, *(name for name in seen if name not in predicted.events)):
+        expected = predicted.events.get(event)
+        if expected is not None and event != "load":
+            expected -= workspace
+        lines.append(_compared(event, expected, seen.get(event)))
+    lines.append(_compared("peak", predicted.peak_allocated_bytes - workspace, simulation.peak_allocated_bytes))
+    lines.append(
+        _compared("between steps", predicted.steady_allocated_bytes - workspace, simulation.steady_allocated_bytes)
+    )
+    reserved = simulation.reserved_bytes(is_expandable=is_expandable)
+    lines.append(_compared("reserved", predicted.peak_reserved_bytes - workspace, reserved))
+    lines.append(f"parts at the peak: {predicted.peak_event} predicted, {simulation.peak_event} simulated")
+    expected_parts = grouped({name: size for name, size in predicted.parts.items() if name != _WORKSPACE})
+    seen_parts = grouped(simulation.parts)
+    lines += [_compared(f"  {part}", expected_parts[part], seen_parts[part]) for part in expected_parts]
+    lines.append(
+        f"the allocator needs {format_bytes(simulation.min_capacity_bytes)} for it; "
+        f"{format_bytes(simulation.reserved_bytes(is_expandable=not is_expandable))} reserved "
+        f"{'without' if is_expandable else 'with'} expandable segments"
+    )
+    lines += [f"checked: {check}" for check in simulation.checks]
+    return lines
+
+
+def _compared(name: str, expected: int | None, seen: int | None) -> str:
+    difference = f"{expected / seen - 1:+.2%}" if expected is not None and seen else "-"
+    return _COLUMNS.format(name, _or_dash(expected), _or_dash(seen), difference)
+
+
+def _or_dash(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else format_bytes(num_bytes)
+
+
+def _error_of(exit_code: int, errors: str) -> ShardwiseError:
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        return EnvironmentFaultError(f"the dry run was ended by {name}; SIGKILL often means that host memory ran out")
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    message = lines[-1] if lines else "no message"
+    if exit_code == ExitCode.INPUT:
+        return InputError(message)
+    if exit_code == ExitCode.ENVIRONMENT:
+        return EnvironmentFaultError(message)
+    return ShardwiseError(f"the dry run failed: {message}")

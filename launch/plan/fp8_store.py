@@ -1,0 +1,83 @@
+"""The cache's memory of what FP8 gained: one file for each model shape, device, versions, recipe and tokens.
+
+A file that cannot be read, or that answers another question, is told in a line and passed over: the next
+`shardwise train` times it anew.
+"""
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+from trainer.planning.device import device_of
+from trainer.planning.setting import fp8_recipe_of
+from trainer.spec import codec
+from trainer.spec.errors import InputError
+from trainer.spec.hardware import Hardware
+from trainer.spec.job.sections import Job
+from trainer.spec.messages.measurement import Fp8GainKey, KeptFp8Gain
+from trainer.spec.model.shape import ModelShape
+from trainer.spec.plan import Fp8Gain, Plan
+from trainer.spec.strategy import Fp8Recipe, Precision
+
+FOLDER = "fp8"
+LIBRARIES = ("torch", "transformer-engine", "torchao")
+# A micro batch is not known before it is planned. From some thousand tokens on the casts of the weights, which more
+# tokens share, are a small part, so what is timed is a power of two up to here, or a single row where that is longer.
+USUAL_TOKENS, MOST_TOKENS = 4096, 8192
+
+
+def fp8_key(job: Job, *, shape: ModelShape, hardware: Hardware, versions: dict[str, str]) -> Fp8GainKey:
+    """What a timing has to be of to count for this job on this machine."""
+    linears = [(linear, shape.num_layers - shape.num_dense_layers) for linear in shape.linears]
+    linears += [(linear, shape.num_dense_layers) for linear in shape.dense_linears]
+    return Fp8GainKey(
+        model_type=shape.model_type,
+        layers=tuple((linear.num_inputs, linear.num_outputs, number) for linear, number in linears),
+        device=device_of(hardware).name,
+        recipe=fp8_recipe_of(Precision.FP8, job.pin.fp8_recipe) or Fp8Recipe.CURRENT,
+        tokens=timed_tokens(job, hardware.num_devices),
+        versions={name: versions.get(name, "none") for name in LIBRARIES},
+    )
+
+
+def timed_tokens(job: Job, num_ranks: int) -> int:
+    """Tokens of the micro batch that is timed: no more than a rank has of a step, rounded down to a power of two."""
+    seq_len = job.train.seq_len
+    share = max(1, job.train.tokens_per_step // (seq_len * num_ranks))
+    rows = job.pin.micro_batch or max(1, min(share, USUAL_TOKENS // seq_len))
+    return min(MOST_TOKENS, 1 << (rows * seq_len).bit_length() - 1)
+
+
+def key_of(plan: Plan) -> Fp8GainKey:
+    """The key of the timing that `plan` was, or would be, made with."""
+    return fp8_key(plan.job, shape=plan.model_shape, hardware=plan.hardware, versions=plan.versions)
+
+
+def read_fp8_gain(cache: Path, key: Fp8GainKey) -> tuple[Fp8Gain | None, str | None]:
+    """What was timed under `key`, None where nothing was; and a line on a file that had to be passed over."""
+    path = _path(cache, key)
+    try:
+        kept = codec.decode(path.read_bytes(), KeptFp8Gain, origin=str(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None, None
+    except (OSError, InputError):
+        return None, f"{path}: is no timing of FP8 that this version can read, and counts for nothing"
+    if kept.key != key:
+        return None, f"{path}: is a timing of FP8 for another model or machine, and counts for nothing"
+    return kept.gain, None
+
+
+def keep_fp8_gain(cache: Path, key: Fp8GainKey, gain: Fp8Gain) -> str | None:
+    """Writes what was timed; the reason where it cannot be kept."""
+    path = _path(cache, key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        codec.write(path, KeptFp8Gain(key=key, gain=gain))
+    except OSError as error:
+        return f"{path}: cannot be written: {error.strerror}"
+    return None
+
+
+def _path(cache: Path, key: Fp8GainKey) -> Path:
+    return cache / FOLDER / f"{hashlib.sha256(msgspec.json.encode(key)).hexdigest()[:16]}.json"

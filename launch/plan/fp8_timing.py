@@ -1,0 +1,73 @@
+"""Has FP8 timed on a model's own matrix shapes before `shardwise train` takes a plan, in a process with an end.
+
+Only where the answer could change what is taken: the job allows FP8 and does not pin it, and a row in it could run.
+What was timed is kept in the cache. What could not be timed is told in a line, and FP8 is not taken by that plan.
+"""
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch.plan.fp8_store import keep_fp8_gain, key_of
+from launch.probe.measure.process import measuring_environment, run_modules
+from launch.terminal import Console
+from trainer.spec import codec
+from trainer.spec.errors import InputError
+from trainer.spec.hardware import Gpu
+from trainer.spec.messages.measurement import Fp8GainRequest
+from trainer.spec.plan import Fp8Gain, Plan
+from trainer.spec.strategy import Precision
+from trainer.spec.units import format_seconds
+
+TIMEOUT_S = 120.0  # importing torch and the library from a cold disk takes most of it; the timing itself some seconds
+MODULE = "trainer.runtime.tools.fp8_gain"
+_WHAT = "timing FP8 on the model's own matrix shapes"
+
+
+def asks_for_timing(plan: Plan) -> bool:
+    """Whether rows in FP8 stand in `plan` by an assumed speed, and may be taken for it."""
+    is_open = plan.job.pin.precision is None and plan.fp8_gain is None
+    return is_open and any(candidate.strategy.precision is Precision.FP8 for candidate in plan.candidates)
+
+
+def fp8_gain_for(plan: Plan, *, cache: Path, console: Console) -> Fp8Gain | None:
+    """What FP8 gains on this machine where `plan` asks for it, timed now and kept; None where it does not."""
+    if not asks_for_timing(plan):
+        return None
+    key = key_of(plan)
+    request = Fp8GainRequest(model_config=plan.model_config, tokens=key.tokens, recipe=key.recipe)
+    console.line(f"{_WHAT} ...")
+    begin = time.monotonic()
+    gain = time_fp8(request, [gpu for gpu in plan.hardware.gpus if key.device in (gpu.spec_name, gpu.name)])
+    outcome = gain.words if gain.problem is None else f"{gain.words}; it is not taken"
+    console.line(f"{_WHAT}: {format_seconds(time.monotonic() - begin)}; fp8 {outcome}")
+    obstacle = keep_fp8_gain(cache, key, gain) if gain.problem is None else None
+    if obstacle is not None:
+        console.line(obstacle)
+    return gain
+
+
+def time_fp8(
+    request: Fp8GainRequest, gpus: Sequence[Gpu], *, timeout_s: float = TIMEOUT_S, module: str = MODULE
+) -> Fp8Gain:
+    """The gain on the first of `gpus`; a problem in words where it could not be timed within `timeout_s`."""
+    with tempfile.TemporaryDirectory(prefix="shardwise-fp8-") as name:
+        folder = Path(name)
+        codec.write(folder / "request.json", request)
+        answer = folder / "gain.json"
+        has_ended, error = run_modules(
+            module,
+            [[str(folder / "request.json"), str(answer)]],
+            environment=measuring_environment(gpus[:1]),
+            folder=folder,
+            timeout_s=timeout_s,
+        )
+        if not has_ended:
+            error = f"it took more than {timeout_s:g} s"
+        elif not error:
+            try:
+                return codec.read(answer, Fp8Gain)
+            except InputError:
+                error = "it wrote no answer"
+    return Fp8Gain(recipe=request.recipe, tokens=request.tokens, problem=error)

@@ -1,0 +1,336 @@
+"""Gathers what a plan is made of, from a job file and this machine, and makes the plan.
+
+Nothing heavy is started here: data that was prepared before is found by its index, otherwise its size is estimated.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec.structs import replace
+
+from launch.inputs.data_files import list_files, source_bytes
+from launch.inputs.first_row import shape_of_first_row
+from launch.inputs.model_code import offered_code, read_model_code
+from launch.inputs.model_files import ModelFiles, download_model, read_model_config
+from launch.inputs.prepared_index import find_prepared
+from launch.job import folders
+from launch.job.layers import ResolvedJob, read_job_layers
+from launch.plan.asked_nodes import AskedNodes, read_asked_nodes
+from launch.plan.calibration_store import read_calibration
+from launch.probe.gpu_selection import select_gpus
+from launch.probe.installed import installed_version
+from trainer.planning.planner import make_plan
+from trainer.planning.run.data_estimate import estimate_data
+from trainer.planning.tables.gpu_names import hardware_from_spec
+from trainer.spec.calibration import Calibration
+from trainer.spec.data.objectives import shape_before_reading
+from trainer.spec.data.profile import DataProfile
+from trainer.spec.data.request import PrepareRequest
+from trainer.spec.errors import InputError
+from trainer.spec.hardware import Hardware, Host
+from trainer.spec.job.sections import Allowance, DataFormat, Job
+from trainer.spec.messages.extension import Extension, Hook
+from trainer.spec.model.code import DescriptionRequest, ModelCode
+from trainer.spec.model.shape import ModelShape, read_model_shape, supported_model_types, text_part
+from trainer.spec.plan import Fp8Gain, Plan, TrialResult
+from trainer.spec.strategy import Precision
+
+if TYPE_CHECKING:  # read where a partition is asked for
+    from slurm.partition_hardware import PartitionHardware
+
+RECORDED_LIBRARIES = (
+    "torch", "accelerate", "transformers", "deepspeed", "peft", "bitsandbytes", "galore-torch", "lion-pytorch",
+    "flash-attn", "kernels", "transformer-engine", "torchao", "liger-kernel", "tokenizers", "safetensors",
+)  # fmt: skip
+
+
+class PlanInputs(NamedTuple):
+    """Everything but the data profile."""
+
+    resolved: ResolvedJob
+    model: ModelFiles
+    shape: ModelShape
+    hardware: Hardware
+    request: PrepareRequest
+    cache: Path  # of token caches and operators
+    hub_home: Path | None  # Hugging Face's home folder where a config.yaml names one
+    fp8_gain: Fp8Gain | None = None  # timed just now; None: what the cache holds
+    model_code: ModelCode | None = None  # that the job trusts
+    partition: "PartitionHardware | None" = None  # whose nodes `hardware` describes
+
+
+def read_inputs(
+    job_path: Path | None,
+    overrides: Sequence[str],
+    *,
+    gpus: tuple[int, ...] | None = None,
+    vram_cap_bytes: int | None = None,
+    hardware_spec: str | None = None,
+    describes_models: bool = False,
+    machines: Hardware | None = None,
+    nodes: AskedNodes | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> PlanInputs:
+    """Reads the job, the model's config and the machine; every problem of the input shows here, before any work.
+
+    `machines` are those of a run on several, which have been asked already. With `nodes` the machine is nodes of a
+    partition where the command line asks for some, or where this is a login node and the job names a partition.
+
+    With `describes_models` an architecture that no reader knows is described from the model that transformers builds,
+    and always one that brings code: its own where the job trusts that, else what transformers has under its type.
+    """
+    resolved = read_job_layers(
+        job_path,
+        overrides,
+        config_home=folders.config_home(environment),
+        site_config=folders.site_config(environment),
+    )
+    job = resolved.job
+    named_hub_home = resolved.folders.get("huggingface")
+    hub_home = Path(named_hub_home) if named_hub_home else None
+    model = read_model_config(job, cache_home=hub_home)
+    code = read_model_code(job, model, cache_home=hub_home)
+    shape = _read_shape(job, model, code, describes_models=describes_models)
+    cache = folders.cache_home(environment, configured=resolved.folders.get("cache"))
+    request = make_request(job, shape=shape, tokenizer_path=model.tokenizer_path, cache_root=cache, hub_home=hub_home)
+    cap = vram_cap_bytes if vram_cap_bytes is not None else job.limits.vram
+    found = None if nodes is None else read_asked_nodes(nodes, job, spec=hardware_spec, environment=environment)
+    if machines is None:
+        partition = None if found is None else found.hardware
+        hardware = read_machine(hardware_spec, gpus=gpus, vram_cap_bytes=cap, partition=partition)
+    else:
+        hardware = replace(machines, vram_cap_bytes=cap)
+    return PlanInputs(resolved, model, shape, hardware, request, cache, hub_home, model_code=code, partition=found)
+
+
+def _read_shape(job: Job, model: ModelFiles, code: ModelCode | None, *, describes_models: bool) -> ModelShape:
+    is_known = text_part(model.config).get("model_type") in supported_model_types()
+    offered = offered_code(job, model.config)
+    if code is not None or (not is_known and (describes_models or offered is not None)):
+        from launch.plan.simulated import described_shape
+
+        return described_shape(
+            DescriptionRequest(
+                model_config=model.config, origin=model.config_origin, model_code=code, offers_code_of=offered
+            )
+        )
+    return read_model_shape(model.config, origin=model.config_origin)
+
+
+def with_weights(inputs: PlanInputs) -> PlanInputs:
+    """The same inputs with the model's weights on this machine; downloads them where they are not."""
+    if not inputs.model.needs_download:
+        return inputs
+    job = inputs.resolved.job
+    model = download_model(job, inputs.model, cache_home=inputs.hub_home)
+    request = make_request(
+        job,
+        shape=inputs.shape,
+        tokenizer_path=model.tokenizer_path,
+        cache_root=Path(inputs.request.cache_root),
+        hub_home=inputs.hub_home,
+    )
+    return inputs._replace(model=model, request=request)
+
+
+# Model types whose tokenizers transformers cuts by rules of its own, whatever tokenizer.json says (workaround W9).
+OWN_TOKENIZER_RULES = ("qwen2",)
+WINDOW_BYTES, WINDOW_STEPS, BYTES_OF_TOKEN = 64 << 20, 16, 4  # of a stream: the larger of 64 MiB and 16 steps of text
+
+
+def make_request(
+    job: Job, *, shape: ModelShape, tokenizer_path: str | None, cache_root: Path, hub_home: Path | None = None
+) -> PrepareRequest:
+    """What the data preparation is asked for this job; InputError where no tokenizer is named, or none can be made."""
+    if job.model.tokenizer == "train" and shape.model_type in OWN_TOKENIZER_RULES:
+        raise InputError(
+            f'model.tokenizer: "train" cannot serve {shape.model_type}: transformers would read it back by other '
+            "rules; name a folder that has a tokenizer, or another model type"
+        )
+    if job.model.tokenizer == "train" or (tokenizer_path is None and job.data.format is DataFormat.TOKENS):
+        tokenizer = None
+    elif tokenizer_path is not None:
+        tokenizer = tokenizer_path
+    else:
+        raise InputError(
+            f"model.tokenizer: {job.model.name or job.model.config} brings no tokenizer; "
+            'name a folder that has one, or "train" to make one from the data'
+        )
+    extension = _extension_of(job)
+    return list_files(
+        PrepareRequest(
+            sources=job.data.train,
+            eval_share=job.data.eval_share,
+            eval_source=job.data.eval_source,
+            eval_subset=job.data.eval_subset,
+            eval_split=job.data.eval_split,
+            format=job.data.format,
+            fields=job.data.fields,
+            packing=job.data.packing,
+            bad_rows=job.data.bad_rows,
+            bad_rows_max=job.data.bad_rows_max,
+            seq_len=job.train.seq_len,
+            vocab_size=shape.vocab_size,
+            tokenizer=tokenizer,
+            cache_root=str(cache_root),
+            hub_home=None if hub_home is None else str(hub_home),
+            chat_template=_absolute(job.data.chat_template),
+            loss_on=job.data.loss_on,
+            extension=extension if extension is not None and Hook.FORMAT_ROW in extension.hooks else None,
+            window_bytes=_window_bytes(job) if job.data.streaming else None,
+        )
+    )
+
+
+def _extension_of(job: Job) -> Extension | None:
+    if job.extensions is None:
+        return None
+    from launch.job.extension import read_extension
+
+    return read_extension(job.extensions)
+
+
+def _window_bytes(job: Job) -> int:
+    """Text of a window: enough to shuffle in, and for what is left of its last step to be little."""
+    return max(WINDOW_BYTES, WINDOW_STEPS * job.train.tokens_per_step * BYTES_OF_TOKEN)
+
+
+def _absolute(chat_template: str | None) -> str | None:
+    """A file by its whole path; a name as it is."""
+    if chat_template is None or not Path(chat_template).expanduser().is_file():
+        return chat_template
+    return str(Path(chat_template).expanduser().absolute())
+
+
+def read_machine(
+    spec: str | None,
+    *,
+    gpus: tuple[int, ...] | None = None,
+    vram_cap_bytes: int | None = None,
+    partition: Hardware | None = None,
+) -> Hardware:
+    """This machine, or the one that `--hardware` names: a file of `shardwise probe -o`, or a SPEC; or a partition's.
+
+    `gpus` are indices in each node of any of them.
+    """
+    from trainer.spec import codec
+
+    if partition is not None:
+        hardware = partition
+    elif spec is None:
+        from launch.probe.machine import read_hardware
+
+        return read_hardware(gpus=gpus, vram_cap_bytes=vram_cap_bytes)
+    elif spec.endswith(".json"):
+        hardware = replace(codec.read(Path(spec), Hardware), source=spec)
+    else:
+        hardware = hardware_from_spec(spec, local_host=_read_local_host)
+    hardware = hardware if gpus is None else _only(hardware, gpus)
+    return replace(hardware, vram_cap_bytes=vram_cap_bytes)
+
+
+def _read_local_host() -> Host:
+    from launch.probe.surroundings import read_host
+
+    return read_host()
+
+
+def _only(hardware: Hardware, gpus: tuple[int, ...]) -> Hardware:
+    chosen, excluded = select_gpus(hardware.gpus, wanted=gpus)
+    kept = {gpu.index for gpu in chosen}
+    return replace(
+        hardware,
+        gpus=chosen,
+        links=tuple(link for link in hardware.links if {link.a, link.b} <= kept),
+        excluded=(*hardware.excluded, *excluded),
+    )
+
+
+def profile_data(inputs: PlanInputs) -> DataProfile:
+    """The prepared profile where the cache has it, else an estimate from file sizes."""
+    prepared = None if inputs.model.needs_download else find_prepared(inputs.request)
+    if prepared is not None:
+        return prepared
+    return estimate_data(
+        num_bytes=source_bytes(inputs.request),
+        window_bytes=inputs.request.window_bytes,
+        seq_len=inputs.request.seq_len,
+        vocab_size=inputs.shape.vocab_size,
+        eval_share=inputs.request.eval_share,
+        is_packed=inputs.request.packing is not False,
+        shape=_shape_unread(inputs),
+    )
+
+
+def _shape_unread(inputs: PlanInputs) -> DataFormat:
+    """What the rows are: as the job states, as the first of them looks, or as its objective needs them."""
+    stated, objective = inputs.request.format, inputs.resolved.job.train.objective
+    seen = shape_of_first_row(inputs.request) if stated is DataFormat.AUTO else None
+    return seen or shape_before_reading(objective, stated)
+
+
+def plan_inputs(
+    inputs: PlanInputs,
+    data: DataProfile,
+    *,
+    environment: Mapping[str, str] = os.environ,
+    trials: tuple[TrialResult, ...] = (),
+) -> Plan:
+    """The plan for these inputs."""
+    calibration, versions = read_calibration_of(inputs, environment=environment)
+    fp8_gain, ignored = _fp8_gain_of(inputs, versions)
+    plan = make_plan(
+        inputs.resolved.job,
+        name=inputs.resolved.name,
+        hardware=inputs.hardware,
+        shape=inputs.shape,
+        model_config=dict(text_part(inputs.model.config)),
+        model_path=inputs.model.model_path,
+        tokenizer_path=prepared_tokenizer(data) or inputs.model.tokenizer_path,
+        data=data,
+        calibration=calibration,
+        versions=versions,
+        trials=trials,
+        fp8_gain=fp8_gain,
+        extension=_extension_of(inputs.resolved.job),
+    )
+    code = inputs.model_code
+    more = [*([code.words] if code is not None else []), *([ignored] if ignored is not None else [])]
+    return replace(plan, model_code=code, notes=(*plan.notes, *more))
+
+
+def _fp8_gain_of(inputs: PlanInputs, versions: dict[str, str]) -> tuple[Fp8Gain | None, str | None]:
+    """What was timed for this job, and a line on a kept timing that had to be passed over; None where FP8 is no
+    question."""
+    job, hardware = inputs.resolved.job, inputs.hardware
+    may_take_it = Allowance.FP8 in job.allow if job.pin.precision is None else job.pin.precision is Precision.FP8
+    if inputs.fp8_gain is not None or not may_take_it or not hardware.gpus:
+        return inputs.fp8_gain, None
+    from launch.plan.fp8_store import fp8_key, read_fp8_gain
+
+    return read_fp8_gain(inputs.cache, fp8_key(job, shape=inputs.shape, hardware=hardware, versions=versions))
+
+
+def read_calibration_of(
+    inputs: PlanInputs, *, environment: Mapping[str, str] = os.environ
+) -> tuple[Calibration, dict[str, str]]:
+    """What earlier runs on this machine measured, and the versions that a plan records."""
+    versions = recorded_versions()
+    home = folders.state_home(environment)
+    return read_calibration(home, inputs.hardware, torch=versions.get("torch", "none")), versions
+
+
+def prepared_tokenizer(data: DataProfile) -> str | None:
+    """The folder of the tokenizer the data was prepared with; None while it is not, or came as tokens without one."""
+    folder = Path(data.cache_dir) / "tokenizer" if data.cache_dir is not None else None
+    return str(folder) if folder is not None and folder.is_dir() else None
+
+
+def recorded_versions() -> dict[str, str]:
+    """Versions of this program and of the libraries a run depends on, from package metadata."""
+    found = {name: version for name in RECORDED_LIBRARIES if (version := installed_version(name)) is not None}
+    python = ".".join(map(str, sys.version_info[:3]))
+    return {"shardwise": installed_version("shardwise") or "unknown", "python": python} | found

@@ -1,0 +1,135 @@
+"""The hardware of a partition, read from Slurm on a login node."""
+
+import getpass
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from launch.probe.machine import read_libraries
+from slurm.access import Access, access_to
+from slurm.cluster import JobLimits, Partition
+from slurm.job_limits import in_order
+from slurm.node_groups import choose_group
+from slurm.node_share import NodeShare
+from slurm.partition_hardware import WHOLE_NODES, PartitionHardware, hardware_of
+from slurm.queries import read_associations, read_config, read_nodes, read_partitions, read_qos_limits
+from trainer.planning.tables.gpu_names import hardware_from_spec
+from trainer.spec import codec
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.hardware import Hardware, Host
+from trainer.spec.nearest import close_matches
+
+__all__ = ["PartitionHardware", "read_partition_hardware"]
+
+_NAMES_SHOWN = 12
+
+
+def read_partition_hardware(
+    partition: str | None,
+    *,
+    nodes: int,
+    spec: str | None = None,
+    constraint: str | None = None,
+    account: str | None = None,
+    qos: str | None = None,
+    share: NodeShare = WHOLE_NODES,
+    environment: Mapping[str, str] = os.environ,
+) -> PartitionHardware:
+    """What a job of `nodes` nodes of a partition, None for the default one, would run on.
+
+    `spec` is the value of --hardware, which states what Slurm does not say: a SPEC, or a file of `shardwise probe -o`.
+    InputError for a partition, a constraint or a number of nodes that Slurm does not have, and where `spec` disagrees
+    with it; EnvironmentFaultError where Slurm does not answer, or the partition starts no jobs.
+    """
+    found = _find(partition, read_partitions(environment))
+    stated = None if spec is None else _stated(spec)
+    num_gpus = len(stated.gpus) if stated is not None and stated.gpus else None
+    choice = choose_group(found, read_nodes(environment), constraint=constraint, num_gpus=num_gpus)
+    config = _read_config(environment)
+    access, unknown = _read_access(found, config, account, qos, environment)
+    limits = _read_limits(found, config, access, qos, environment)
+    answer = hardware_of(found, choice, num_nodes=nodes, stated=stated, access=access, limits=limits, share=share)
+    said = access.words if access is not None else unknown
+    hardware = replace(answer.hardware, notes=(*answer.hardware.notes, said))
+    if not hardware.libraries:  # the nodes see the same files, so jobs run this Python
+        hardware = replace(hardware, libraries=read_libraries())
+    return replace(answer, hardware=hardware)
+
+
+def _find(name: str | None, partitions: tuple[Partition, ...]) -> Partition:
+    found = next((one for one in partitions if (one.is_default if name is None else one.name == name)), None)
+    if found is not None:
+        return found
+    names = [one.name for one in partitions]
+    if name is None:
+        raise InputError(f"this cluster has no default partition; --partition names one of {', '.join(names)}")
+    near = close_matches(name, names, count=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else "it may be hidden from you"
+    shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+    raise InputError(f"--partition {name}: Slurm shows no such partition; {hint}\nit shows {shown or 'none'}")
+
+
+def _read_config(environment: Mapping[str, str]) -> dict[str, str]:
+    try:
+        return read_config(environment)
+    except EnvironmentFaultError:
+        return {}
+
+
+def _enforced(config: Mapping[str, str]) -> set[str]:
+    """What the controller holds jobs to: associations, limits, qos, safe."""
+    return {*config.get("AccountingStorageEnforce", "").lower().split(",")}
+
+
+def _read_access(
+    partition: Partition,
+    config: Mapping[str, str],
+    account: str | None,
+    qos: str | None,
+    environment: Mapping[str, str],
+) -> tuple[Access | None, str]:
+    """What the user may use, or why that is not known."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # of a container
+        return None, "which accounts and QOS you may use is not known (this user has no name)"
+    try:
+        associations = read_associations(user, config.get("ClusterName"), environment)
+    except EnvironmentFaultError as error:
+        first = str(error).splitlines()[0]
+        reason = (first.partition(": ")[2] or first).partition(";")[0].rstrip(".")
+        only = f"; it takes accounts {', '.join(partition.allowed_accounts)}" if partition.allowed_accounts else ""
+        return None, f"which accounts and QOS you may use is not known ({reason}){only}"
+    if not _enforced(config) & {"associations", "limits", "qos", "safe", "wckeys", "all"}:
+        return None, "Slurm holds nobody to accounts here (AccountingStorageEnforce)"
+    holds_to_qos = bool(_enforced(config) & {"qos", "all"})
+    return access_to(partition, associations, account=account, qos=qos, holds_to_qos=holds_to_qos), ""
+
+
+def _read_limits(
+    partition: Partition,
+    config: Mapping[str, str],
+    access: Access | None,
+    qos: str | None,
+    environment: Mapping[str, str],
+) -> tuple[JobLimits, ...]:
+    """Of the partition's own QOS, of the job's and of its account; none where the cluster holds jobs to none."""
+    if not _enforced(config) & {"limits", "safe", "all"}:
+        return ()
+    job_qos = qos or (access.job_qos if access is not None else None)
+    try:
+        found = read_qos_limits([name for name in (partition.qos, job_qos) if name], environment)
+    except EnvironmentFaultError:
+        found = {}
+    return in_order(
+        found.get(partition.qos or ""), found.get(job_qos or ""), access.limits if access is not None else None
+    )
+
+
+def _stated(spec: str) -> Hardware:
+    if spec.endswith(".json"):
+        return replace(codec.read(Path(spec), Hardware), source=spec)
+    unknown = Host(cpu_name=None, num_cores=None, ram_bytes=None, ram_available_bytes=None)
+    return hardware_from_spec(spec, local_host=lambda: unknown)

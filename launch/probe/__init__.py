@@ -1,0 +1,1 @@
+"""The machine: GPUs, links, host, disks, libraries."""

@@ -1,0 +1,156 @@
+"""What quotas leave a user of a file system, asked of the command that knows its kind.
+
+    lustre            lfs quota -q -u UID | -g GID | -p PROJECT MOUNT
+    gpfs              mmlsquota -Y                               (IBM Storage Scale)
+    ext4, xfs, nfs    quota -w -p --show-mntpoint --hide-device -f MOUNT
+
+Where the command is not there, fails or says nothing within TIMEOUT_S, no quota is known. All three count space in
+KiB. A soft limit bounds where there is no hard one: it may be exceeded for a week, and a run may take longer.
+"""
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from launch.probe.kernel_text import Mount, parse_mountinfo, read_text
+from trainer.spec.units import KIB
+from trainer.spec.value import Value
+
+TIMEOUT_S = 5.0
+_SCALE_FOLDER = "/usr/lpp/mmfs/bin"  # of mmlsquota, which is seldom on PATH
+_ASKED_BY_QUOTA = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs", "jfs", "reiserfs", "nfs", "nfs4", "ocfs2", "gfs2"})
+_USED = re.compile(r"\d+\*?")  # the star marks what is over its soft limit
+
+
+class DiskQuota(Value, frozen=True, kw_only=True):
+    """What one quota leaves; None where it sets no limit."""
+
+    whose: str  # `your user's quota`
+    free_bytes: int | None
+    free_files: int | None
+
+
+def read_quotas(
+    folder: Path, environment: Mapping[str, str] = os.environ, *, root: Path = Path("/"), timeout_s: float = TIMEOUT_S
+) -> tuple[DiskQuota, ...]:
+    """The quotas on what this user writes below a folder that exists."""
+    mount = mount_of(folder, parse_mountinfo(read_text(root / "proc/self/mountinfo")))
+    if mount is None:
+        return ()
+    if mount.filesystem == "lustre":
+        return tuple(_read_lustre(folder, mount, environment, timeout_s))
+    if mount.filesystem == "gpfs":
+        folders = f"{environment.get('PATH', '')}:{_SCALE_FOLDER}"
+        text = _ask(["mmlsquota", "-Y"], {**environment, "PATH": folders}, timeout_s)
+        return parse_scale(text, Path(mount.source).name, group=_group_of(folder))
+    if mount.filesystem in _ASKED_BY_QUOTA:
+        return tuple(_read_linux(folder, mount, environment, timeout_s))
+    return ()
+
+
+def mount_of(folder: Path, mounts: Sequence[Mount]) -> Mount | None:
+    """The mount that a folder lies in: of those above it the lowest, and of several there the last."""
+    path = folder.resolve()
+    above = [mount for mount in mounts if path.is_relative_to(mount.mount_point)]
+    return max(enumerate(above), key=lambda pair: (len(pair[1].mount_point), pair[0]), default=(0, None))[1]
+
+
+def parse_table(text: str, whose: str) -> DiskQuota | None:
+    """A row of `lfs quota` or of `quota`: used, soft, hard, grace of space, then of files; None where there is none.
+
+    The name of a file system may stand on a line of its own before it. Lustre puts what it could not ask in brackets.
+    """
+    words = text.split()
+    for at in range(len(words) - 7):
+        used, soft, hard, _, used_files, soft_files, hard_files, _ = words[at : at + 8]
+        limits = (soft, hard, soft_files, hard_files)
+        if _USED.fullmatch(used) and _USED.fullmatch(used_files) and all(word.isdigit() for word in limits):
+            left = _left(used, soft, hard)
+            return DiskQuota(
+                whose=whose,
+                free_bytes=None if left is None else left * KIB,
+                free_files=_left(used_files, soft_files, hard_files),
+            )
+    return None
+
+
+def parse_scale(text: str, filesystem: str, *, group: int) -> tuple[DiskQuota, ...]:
+    """`mmlsquota -Y`: columns by the names of its header, for a user and a group."""
+    names: list[str] = []
+    found = []
+    for line in text.splitlines():
+        fields = line.split(":")
+        if len(fields) > 2 and fields[2] == "HEADER":
+            names = fields
+            continue
+        row = dict(zip(names, fields, strict=False))
+        kind = {"USR": "user", "GRP": "group"}.get(row.get("quotaType", ""))
+        if kind is None or row.get("filesystemName") != filesystem or (kind == "group" and row.get("id") != str(group)):
+            continue
+        columns = [f"{what}{limit}" for what in ("block", "files") for limit in ("Usage", "Quota", "Limit")]
+        values = [row.get(column, "") for column in columns]
+        if all(value.isdigit() for value in values):
+            table = " ".join([*values[:3], "-", *values[3:], "-"])
+            quota = parse_table(table, f"your {kind}'s quota")
+            found += [quota] if quota is not None else []
+    return tuple(found)
+
+
+def _read_lustre(folder: Path, mount: Mount, environment: Mapping[str, str], timeout_s: float) -> Iterator[DiskQuota]:
+    asked = [("-u", os.getuid(), "your user's quota"), ("-g", _group_of(folder), "your group's quota")]
+    project = _ask(["lfs", "project", "-d", str(folder)], environment, timeout_s).split()
+    if project and project[0].isdigit() and project[0] != "0":
+        asked.append(("-p", int(project[0]), f"the quota of project {project[0]}"))
+    for option, number, whose in asked:
+        text = _ask(["lfs", "quota", "-q", option, str(number), mount.mount_point], environment, timeout_s)
+        quota = parse_table(text, whose)
+        if quota is not None:
+            yield quota
+
+
+def _read_linux(folder: Path, mount: Mount, environment: Mapping[str, str], timeout_s: float) -> Iterator[DiskQuota]:
+    words = ["-w", "-p", "--show-mntpoint", "--hide-device", "-f", mount.mount_point]
+    for option, whose in (("-u", "your user's quota"), ("-g", "your group's quota")):
+        text = _ask(["quota", option, *words], environment, timeout_s)
+        sections = text.split("Disk quotas for ")[1:]
+        if option == "-g":
+            sections = [section for section in sections if f"(gid {_group_of(folder)})" in section.partition("\n")[0]]
+        for section in sections:
+            quota = parse_table(section.partition("\n")[2], whose)
+            if quota is not None:
+                yield quota
+
+
+def _ask(argv: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> str:
+    """What it prints, whatever its exit code: `quota` ends with 1 where a limit is exceeded."""
+    program = shutil.which(argv[0], path=environment.get("PATH"))
+    if program is None:
+        return ""
+    try:
+        return subprocess.run(
+            [program, *argv[1:]],
+            env={**environment, "LC_ALL": "C"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def _group_of(folder: Path) -> int:
+    """The group of files that are made there: the folder's where it hands it on."""
+    found = folder.stat()
+    return found.st_gid if found.st_mode & stat.S_ISGID else os.getegid()
+
+
+def _left(used: str, soft: str, hard: str) -> int | None:
+    limit = int(hard) or int(soft)
+    return max(0, limit - int(used.rstrip("*"))) if limit else None

@@ -1,0 +1,179 @@
+"""Which GPUs a plan may use: those that are visible and asked for, not busy, and all of one kind. Pure.
+
+A rank waits for the slowest of its peers and none may run out of memory, so a plan wants equal cards. What is left
+out is always said, in a sentence that names who holds a card or which other models there are. Numbers are those of
+`nvidia-smi`; CUDA may count cards of different models in another order, so a launcher names cards by UUID
+(`visible_devices`).
+"""
+
+from collections.abc import Sequence
+
+from trainer.planning.tables.gpu_rating import spec_of
+from trainer.spec.errors import InputError
+from trainer.spec.hardware import Gpu, Holder
+from trainer.spec.torch_wheel import lacks_code
+from trainer.spec.units import format_bytes
+
+# Above a desktop's share of a large card, below what any training process takes of one.
+BUSY_SHARE = 0.25
+
+
+def select_gpus(
+    gpus: Sequence[Gpu], *, wanted: tuple[int, ...] | None, torch_version: str | None = None
+) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
+    """The GPUs to plan for and a sentence for each that is left out; InputError names the indices that exist.
+
+    A busy card, and one that the installed torch has no code for, is skipped unless it is asked for; where all are
+    busy, as many are kept as give the most free memory.
+    """
+    asked, excluded = _asked_for(gpus, wanted)
+    fitting, old = (asked, ()) if wanted is not None else _with_code(asked, torch_version)
+    free, busy = (fitting, ()) if wanted is not None else _not_busy(fitting)
+    uniform, others = _best_uniform(free)
+    chosen, slices = _one_mig_slice(uniform)
+    return chosen, (*excluded, *old, *busy, *others, *slices)
+
+
+def visible_gpus(gpus: Sequence[Gpu], setting: str | None) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves, and a sentence where it hides some; None: the variable is not set.
+
+    As in CUDA, an entry is a number or the beginning of a UUID, and the list ends at the first that names no card.
+    """
+    if setting is None:
+        return tuple(gpus), ()
+    seen: list[Gpu] = []
+    for entry in setting.split(","):
+        found = _named(gpus, entry.strip())
+        if not found:
+            break
+        seen += [gpu for gpu in found if gpu not in seen]
+    hidden = [gpu.index for gpu in gpus if gpu not in seen]
+    sentence = (f"CUDA_VISIBLE_DEVICES={setting} hides {name_gpus(hidden)}",) if hidden else ()
+    return tuple(gpu for gpu in gpus if gpu in seen), sentence
+
+
+def visible_devices(gpus: Sequence[Gpu]) -> str:
+    """The value of CUDA_VISIBLE_DEVICES that gives a process exactly these GPUs, in this order."""
+    return ",".join(gpu.uuid or str(gpu.index) for gpu in gpus)
+
+
+def free_memory_note(gpus: Sequence[Gpu]) -> str | None:
+    """A sentence where equal cards have clearly different free memory: the plan is made for the least."""
+    free = {gpu.index: gpu.free_bytes for gpu in gpus if gpu.free_bytes is not None}
+    if len(free) < 2 or max(free.values()) - min(free.values()) < 0.01 * max(free.values()):
+        return None
+    least = min(free, key=lambda index: free[index])
+    return (
+        f"free memory differs from GPU to GPU ({format_bytes(min(free.values()))} to "
+        f"{format_bytes(max(free.values()))}): planning for the least, GPU {least}"
+    )
+
+
+def name_gpus(indices: Sequence[int]) -> str:
+    """`GPU 3`, `GPUs 0 and 2`, `GPUs 2 to 7`."""
+    ordered = sorted(indices)
+    if len(ordered) == 1:
+        return f"GPU {ordered[0]}"
+    if len(ordered) > 2 and ordered[-1] - ordered[0] == len(ordered) - 1:
+        return f"GPUs {ordered[0]} to {ordered[-1]}"
+    return f"GPUs {', '.join(map(str, ordered[:-1]))} and {ordered[-1]}"
+
+
+def held_bytes(gpu: Gpu) -> int:
+    """What other processes hold of a GPU now."""
+    if gpu.free_bytes is None:
+        return sum(holder.memory_bytes or 0 for holder in gpu.holders)
+    return max(0, (gpu.usable_bytes or gpu.memory_bytes) - gpu.free_bytes)
+
+
+def name_holders(holders: Sequence[Holder]) -> str:
+    """`python (pid 4242)`, the largest first, at most three."""
+    ordered = sorted(holders, key=lambda holder: holder.memory_bytes or 0, reverse=True)
+    named = [f"{holder.name or 'a process'} (pid {holder.pid})" for holder in ordered[:3]]
+    more = [f"{len(ordered) - 3} more"] if len(ordered) > 3 else []
+    return ", ".join(named + more) or "a process that is not visible from here"
+
+
+def _asked_for(gpus: Sequence[Gpu], wanted: tuple[int, ...] | None) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
+    if wanted is None:
+        return tuple(gpus), ()
+    existing = [gpu.index for gpu in gpus]
+    unknown = [index for index in wanted if index not in existing]
+    if unknown:
+        there = f"this machine offers {name_gpus(existing)}" if existing else "this machine offers no GPU"
+        raise InputError(f"--gpus {','.join(map(str, wanted))}: there is no {name_gpus(unknown)}; {there}")
+    left = [index for index in existing if index not in wanted]
+    sentence = (f"{name_gpus(left)}: not in --gpus {','.join(map(str, wanted))}",) if left else ()
+    return tuple(gpu for gpu in gpus if gpu.index in wanted), sentence
+
+
+def _with_code(gpus: Sequence[Gpu], torch_version: str | None) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
+    """The cards that this torch has code for, or all where it has code for none: a run then stops with the remedy."""
+    old = [
+        gpu
+        for gpu in gpus
+        if torch_version and gpu.compute_capability and lacks_code(torch_version, gpu.compute_capability)
+    ]
+    if len(old) == len(gpus):
+        return tuple(gpus), ()
+    return tuple(gpu for gpu in gpus if gpu not in old), tuple(
+        f"GPU {gpu.index} ({gpu.name}): torch {torch_version} has no code for a card as old" for gpu in old
+    )
+
+
+def _not_busy(gpus: Sequence[Gpu]) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
+    idle = [gpu for gpu in gpus if held_bytes(gpu) <= BUSY_SHARE * (gpu.usable_bytes or gpu.memory_bytes)]
+    if not idle and gpus:
+        idle = _most_free_memory(gpus)
+    skipped = [gpu for gpu in gpus if gpu not in idle]
+    return tuple(idle), tuple(
+        f"GPU {gpu.index} is busy: {name_holders(gpu.holders)} holds {format_bytes(held_bytes(gpu))} of "
+        f"{format_bytes(gpu.memory_bytes)}; --gpus {gpu.index} uses it all the same"
+        for gpu in skipped
+    )
+
+
+def _most_free_memory(gpus: Sequence[Gpu]) -> list[Gpu]:
+    """Of busy cards, the number with the largest sum when each counts only as much as the fullest of them."""
+    ordered = sorted(gpus, key=lambda gpu: gpu.free_bytes or 0, reverse=True)
+    best = max(range(1, len(ordered) + 1), key=lambda count: count * (ordered[count - 1].free_bytes or 0))
+    kept = {gpu.index for gpu in ordered[:best]}
+    return [gpu for gpu in gpus if gpu.index in kept]
+
+
+def _best_uniform(gpus: Sequence[Gpu]) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
+    groups: dict[tuple[str, int], list[Gpu]] = {}
+    for gpu in gpus:
+        groups.setdefault((gpu.name, gpu.memory_bytes), []).append(gpu)
+    if len(groups) < 2:
+        return tuple(gpus), ()
+    knows_peaks = all(spec_of(gpu) is not None for gpu in gpus)
+    best = max(groups.values(), key=lambda group: _worth(group, knows_peaks=knows_peaks))
+    rest = [group for group in groups.values() if group is not best]
+    return tuple(best), tuple(
+        f"{name_gpus([gpu.index for gpu in group])} ({group[0].name}, {format_bytes(group[0].memory_bytes)}): "
+        f"another model than the {len(best)} x {best[0].name} planned for"
+        for group in rest
+    )
+
+
+def _worth(group: Sequence[Gpu], *, knows_peaks: bool) -> tuple[float, tuple[int, int]]:
+    """Total memory times total peak where every card has a row, else total memory; ties go to the newer chip."""
+    memory = len(group) * min(gpu.usable_bytes or gpu.memory_bytes for gpu in group)
+    row = spec_of(group[0]) if knows_peaks else None
+    peak = len(group) * row.fp16_flops_per_s if row is not None else 1
+    return float(memory) * peak, group[0].compute_capability or (0, 0)
+
+
+def _one_mig_slice(gpus: Sequence[Gpu]) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
+    """CUDA shows a process one MIG slice and NCCL joins none, so of several slices the first is planned for."""
+    if len(gpus) < 2 or not gpus[0].is_mig_on:
+        return tuple(gpus), ()
+    rest = [gpu.index for gpu in gpus[1:]]
+    return (gpus[0],), (f"{name_gpus(rest)}: MIG slices do not work together; one is used",)
+
+
+def _named(gpus: Sequence[Gpu], entry: str) -> tuple[Gpu, ...]:
+    if entry.isdigit():
+        return tuple(gpu for gpu in gpus if gpu.index == int(entry))
+    return tuple(gpu for gpu in gpus if gpu.uuid and entry.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(entry))

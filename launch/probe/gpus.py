@@ -1,0 +1,308 @@
+"""Runs `nvidia-smi` and makes Gpus and Links of what it says; the program's absence and its failures become sentences.
+
+As few runs as the machine needs: two at once for any machine (cards, compute processes); then, only where it matters,
+the table (a display holds memory, or MIG), the list (MIG) and the links (more than one card), again at once. A run
+that does not end in 10 s is killed. Everything is read below `root`, so a test can lay out a machine of its own.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from launch.probe.card_facts import with_card_facts
+from launch.probe.gpu_selection import held_bytes
+from launch.probe.kernel_text import parse_meminfo, read_text
+from launch.probe.nvidia_failures import Failure, explain_failure
+from launch.probe.nvidia_links import build_links, parse_nvlink_rates, parse_peer_access, parse_topology
+from launch.probe.nvidia_smi import (
+    COMPUTE_APP_FIELDS,
+    GPU_FIELDS,
+    GpuRow,
+    mig_gpus,
+    parse_compute_apps,
+    parse_gpu_rows,
+    parse_mig_memory,
+    parse_mig_slices,
+    parse_table_processes,
+    unknown_field,
+)
+from trainer.spec.hardware import Gpu, Link
+from trainer.spec.units import MIB
+from trainer.spec.value import Value
+
+TIMEOUT_S = 10.0
+_UNEXPLAINED_BYTES = 200 * MIB  # held by nobody in the list of compute processes: ask the table, which lists displays
+
+
+class Answer(Value, frozen=True, kw_only=True):
+    """What one run printed; `exit_code` None: it was killed for taking too long."""
+
+    output: str
+    exit_code: int | None
+
+
+class GpuFindings(Value, frozen=True, kw_only=True):
+    """The machine's GPUs, or why there are none: `failure` where a card is or may be there and the driver fails."""
+
+    gpus: tuple[Gpu, ...] = ()
+    links: tuple[Link, ...] = ()
+    excluded: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    failure: Failure | None = None
+    is_gpu_on_bus: bool = False
+
+
+def read_gpus(
+    *, root: Path = Path("/"), environment: Mapping[str, str] = os.environ, timeout_s: float = TIMEOUT_S
+) -> GpuFindings:
+    """Every NVIDIA GPU of this machine, whoever may use it."""
+    program = find_nvidia_smi(root, environment)
+    if program is None:
+        return _without_program(root)
+    cards, fields, apps = _query(program, timeout_s)
+    rows, problems = parse_gpu_rows(cards.output, fields)
+    if not rows:
+        failure = explain_failure(cards.output, cards.exit_code)
+        return GpuFindings(failure=failure, is_gpu_on_bus=bool(nvidia_bus_ids(root)))
+    return _assemble(program, rows, problems, apps, root, timeout_s)
+
+
+def find_nvidia_smi(root: Path, environment: Mapping[str, str]) -> str | None:
+    """The program's path; WSL keeps it where PATH often does not look."""
+    found = shutil.which("nvidia-smi", path=environment.get("PATH", os.defpath))
+    wsl = root / "usr/lib/wsl/lib/nvidia-smi"
+    return found or (str(wsl) if os.access(wsl, os.X_OK) else None)
+
+
+def nvidia_bus_ids(root: Path) -> tuple[str, ...]:
+    """PCI addresses of NVIDIA display and 3D controllers, driver or not."""
+    return _bus_ids(root, vendor="0x10de")
+
+
+def amd_notes(root: Path) -> tuple[str, ...]:
+    """A sentence where the machine has GPUs of AMD."""
+    bus_ids = _bus_ids(root, vendor="0x1002")
+    if not bus_ids:
+        return ()
+    return (f"{_named_on_bus('AMD', bus_ids)}: found and not supported (ROCm), training runs on the CPU",)
+
+
+def _bus_ids(root: Path, *, vendor: str) -> tuple[str, ...]:
+    """PCI addresses of a maker's display controllers (class 03) and processing accelerators (12, as an Instinct is)."""
+    return tuple(
+        file.parent.name
+        for file in sorted(root.glob("sys/bus/pci/devices/*/vendor"))
+        if read_text(file).strip() == vendor and read_text(file.with_name("class")).startswith(("0x03", "0x12"))
+    )
+
+
+def _named_on_bus(maker: str, bus_ids: Sequence[str]) -> str:
+    return f"{len(bus_ids)} {maker} GPU{'s' if len(bus_ids) > 1 else ''} on PCI ({', '.join(bus_ids[:4])})"
+
+
+def run_all(commands: Sequence[Sequence[str]], *, timeout_s: float) -> tuple[Answer, ...]:
+    """Runs the commands at the same time; each gets a session of its own, so that a hanging one is killed whole."""
+    running = [
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "LC_ALL": "C"},
+        )
+        for command in commands
+    ]
+    return tuple(_collect(process, timeout_s) for process in running)
+
+
+def _collect(process: subprocess.Popen[bytes], timeout_s: float) -> Answer:
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel, no signal ends it: leave it behind
+            process.communicate(timeout=1)
+        return Answer(output="", exit_code=None)
+    return Answer(output=output.decode(errors="replace"), exit_code=process.returncode)
+
+
+def _query(program: str, timeout_s: float) -> tuple[Answer, tuple[str, ...], Answer]:
+    """Cards with the fields they were asked for (less those an older driver does not know), and compute processes."""
+    fields: tuple[str, ...] = GPU_FIELDS
+    apps_command = [program, f"--query-compute-apps={','.join(COMPUTE_APP_FIELDS)}", "--format=csv,noheader,nounits"]
+    cards, apps = run_all([_cards_command(program, fields), apps_command], timeout_s=timeout_s)
+    while (stranger := unknown_field(cards.output)) in fields:
+        fields = tuple(field for field in fields if field != stranger)
+        (cards,) = run_all([_cards_command(program, fields)], timeout_s=timeout_s)
+    return cards, fields, apps
+
+
+def _cards_command(program: str, fields: Sequence[str]) -> list[str]:
+    return [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+
+
+def _assemble(
+    program: str, rows: Sequence[GpuRow], problems: Sequence[str], apps: Answer, root: Path, timeout_s: float
+) -> GpuFindings:
+    usable, excluded = _usable_cards(rows, apps, root)
+    wanted = _further_questions(usable)
+    answers = run_all([[program, *arguments] for arguments in wanted.values()], timeout_s=timeout_s)
+    texts = {topic: answer.output for topic, answer in zip(wanted, answers, strict=True) if answer.exit_code == 0}
+    silent = [
+        " ".join(wanted[topic]) for topic, answer in zip(wanted, answers, strict=True) if answer.exit_code is None
+    ]
+    gpus, without_slice = _split_by_mig(_with_table_holders(usable, texts.get("table", "")), rows, texts)
+    gpus = with_card_facts(gpus)
+    topology = parse_topology(texts.get("topology", ""))
+    gpus = tuple(
+        msgspec.structs.replace(gpu, numa_node=topology.numa_nodes.get(gpu.index))
+        if gpu.numa_node is None and not gpu.is_mig_on
+        else gpu
+        for gpu in gpus
+    )
+    return GpuFindings(
+        gpus=gpus,
+        links=build_links(
+            [gpu for gpu in gpus if not gpu.is_mig_on],
+            topology,
+            parse_peer_access(texts.get("peer_access", "")),
+            parse_nvlink_rates(texts.get("nvlinks", "")),
+        ),
+        excluded=(*excluded, *without_slice),
+        notes=(
+            *problems,
+            *_slot_notes(rows),
+            *(
+                f"`nvidia-smi {arguments}` did not answer in {timeout_s:g} s: left out".replace("  ", " ")
+                for arguments in silent
+            ),
+        ),
+        is_gpu_on_bus=True,
+    )
+
+
+def _usable_cards(rows: Sequence[GpuRow], apps: Answer, root: Path) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
+    holders = parse_compute_apps(apps.output if apps.exit_code == 0 else "")
+    gpus, excluded = [], []
+    for row in rows:
+        gpu = row.gpu
+        if row.is_prohibited:
+            excluded.append(
+                f"GPU {gpu.index} ({gpu.name}): its compute mode is Prohibited; `sudo nvidia-smi -c 0` lifts it"
+            )
+            continue
+        memory_bytes, free_bytes = gpu.memory_bytes, gpu.free_bytes
+        if row.shares_host_memory:
+            host = parse_meminfo(read_text(root / "proc/meminfo"))
+            memory_bytes, free_bytes = host.get("MemTotal", 0), host.get("MemAvailable")
+        if not memory_bytes:
+            excluded.append(f"GPU {gpu.index} ({gpu.name}): the driver does not say how much memory it has")
+            continue
+        gpus.append(
+            msgspec.structs.replace(
+                gpu,
+                memory_bytes=memory_bytes,
+                free_bytes=free_bytes,
+                numa_node=_numa_node(row.bus_id, root),
+                holders=holders.get(gpu.uuid or "", ()),
+            )
+        )
+    return tuple(gpus), tuple(excluded)
+
+
+def _further_questions(gpus: Sequence[Gpu]) -> dict[str, tuple[str, ...]]:
+    """The runs that this machine still needs, by topic."""
+    questions: dict[str, tuple[str, ...]] = {}
+    has_mig = any(gpu.is_mig_on for gpu in gpus)
+    if has_mig:
+        questions["list"] = ("-L",)
+    if has_mig or any(_unexplained_bytes(gpu) > _UNEXPLAINED_BYTES for gpu in gpus):
+        questions["table"] = ()
+    if sum(not gpu.is_mig_on for gpu in gpus) > 1:
+        questions |= {"topology": ("topo", "-m"), "peer_access": ("topo", "-p2p", "r"), "nvlinks": ("nvlink", "-s")}
+    return questions
+
+
+def _unexplained_bytes(gpu: Gpu) -> int:
+    if gpu.free_bytes is None:
+        return 0
+    return held_bytes(gpu) - sum(holder.memory_bytes or 0 for holder in gpu.holders)
+
+
+def _with_table_holders(gpus: Sequence[Gpu], table: str) -> tuple[Gpu, ...]:
+    processes = parse_table_processes(table)
+    return tuple(
+        msgspec.structs.replace(
+            gpu,
+            holders=gpu.holders
+            + tuple(
+                process.holder
+                for process in processes
+                if process.gpu_index == gpu.index and process.holder.pid not in {one.pid for one in gpu.holders}
+            ),
+        )
+        for gpu in gpus
+    )
+
+
+def _split_by_mig(
+    gpus: Sequence[Gpu], rows: Sequence[GpuRow], texts: Mapping[str, str]
+) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
+    """Cards as they are, cards in MIG mode replaced by their slices, numbered after the last card of the machine."""
+    whole = [gpu for gpu in gpus if not gpu.is_mig_on]
+    slices = parse_mig_slices(texts.get("list", ""))
+    memory = parse_mig_memory(texts.get("table", ""))
+    parts: list[Gpu] = []
+    excluded = []
+    first_index = max(row.gpu.index for row in rows) + 1
+    for parent in (gpu for gpu in gpus if gpu.is_mig_on):
+        own = mig_gpus(parent, slices, memory, first_index=first_index + len(parts))
+        parts += own
+        if not own:
+            excluded.append(
+                f"GPU {parent.index} ({parent.name}): MIG is on but no slice can be seen; `sudo nvidia-smi mig -cgi"
+                " PROFILE -C` makes one, `sudo nvidia-smi -mig 0` switches MIG off"
+            )
+    return (*whole, *parts), tuple(excluded)
+
+
+def _slot_notes(rows: Sequence[GpuRow]) -> list[str]:
+    return [
+        f"GPU {row.gpu.index} ({row.gpu.name}) runs on {row.gpu.pcie_width} of its {row.pcie_max_width} PCIe lanes"
+        for row in rows
+        if row.pcie_max_width and row.gpu.pcie_width and row.gpu.pcie_width < row.pcie_max_width
+    ]
+
+
+def _numa_node(bus_id: str | None, root: Path) -> int | None:
+    """The NUMA node of a PCI device; the kernel writes -1 where there is only one."""
+    match = re.fullmatch(r"0*([0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7])", bus_id or "")
+    text = read_text(root / "sys/bus/pci/devices" / match[1].lower() / "numa_node").strip() if match else ""
+    return int(text) if text.isdigit() else None
+
+
+def _without_program(root: Path) -> GpuFindings:
+    """No nvidia-smi: a note where a card is on the bus all the same."""
+    bus_ids = nvidia_bus_ids(root)
+    if not bus_ids:
+        return GpuFindings()
+    named = _named_on_bus("NVIDIA", bus_ids)
+    if (root / "proc/driver/nvidia/version").exists():
+        remedy = (
+            "the driver is loaded but nvidia-smi is not here: in a container, start it with access to the GPU "
+            "(docker run --gpus all, apptainer exec --nv); elsewhere install the driver's utilities"
+        )
+    else:
+        remedy = (
+            "no NVIDIA driver is installed: install it (Ubuntu: sudo ubuntu-drivers install; Debian: sudo apt install "
+            "nvidia-driver) and restart"
+        )
+    return GpuFindings(notes=(f"{named}, but {remedy}",), is_gpu_on_bus=True)

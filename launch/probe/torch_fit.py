@@ -1,0 +1,231 @@
+"""Whether the installed torch can use the GPUs that a run takes: asked of torch in a process of its own, by using them.
+
+`trainer.runtime.tools.torch_check` allocates and computes on every card of the run, in the environment that the ranks
+will have. Only where that fails is it explained, by the build, the card, the memory that others hold, the driver:
+whatever works is taken, CUDA's forward compatibility on an older driver included. Where only expandable segments fail,
+as on a vGPU, the run does without them. `python -m launch.probe.torch_fit` is what `make install` asks.
+
+Minimum drivers are NVIDIA's, from the compatibility table of the CUDA Toolkit release notes.
+"""
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+
+import msgspec
+from msgspec.structs import replace
+
+from launch.probe.gpu_selection import name_gpus
+from launch.probe.machine import read_hardware
+from launch.probe.program import ask, python_environment
+from launch.probe.visible_gpus import ALLOCATOR_VARIABLES, cuda_variables
+from trainer.spec.errors import EnvironmentFaultError, ExitCode
+from trainer.spec.hardware import Gpu, Hardware
+from trainer.spec.messages.torch_facts import DeviceTrial, TorchFacts
+from trainer.spec.pip_lines import pip_line
+from trainer.spec.torch_wheel import CUDA_12_INDEX, VERSION
+from trainer.spec.value import Value
+
+TIMEOUT_S = 120.0
+MINIMUM_DRIVER = {12: "525.60.13", 13: "580.65.06"}
+_REMOVED = shlex.join([sys.executable, "-m", "pip", "uninstall", "-y", "torch"])  # else pip finds it installed
+BUILT_FOR_CUDA = f"{_REMOVED} && {pip_line(f'torch=={VERSION}')}"
+_ON_CUDA_12 = f"{_REMOVED} && {pip_line(f'torch=={VERSION}', '--index-url', CUDA_12_INDEX)}"
+_NO_EXPANDING = "expandable segments fail on this GPU: its runs use the allocator without them"
+
+
+class TorchAnswer(Value, frozen=True, kw_only=True):
+    """What torch said, or why it said nothing; neither where it was not asked."""
+
+    facts: TorchFacts | None = None
+    problem: str | None = None
+    is_slow: bool = False  # it had not loaded when its time was over, which says nothing else against it
+    refused: dict[str, str] = {}  # the user's allocator settings with which no GPU works, where without them all do
+
+
+def check_torch(hardware: Hardware, environment: Mapping[str, str] = os.environ) -> Hardware:
+    """The hardware with what torch's allocator can do on it; EnvironmentFaultError with the remedy where torch cannot
+    use a GPU of it."""
+    if not hardware.gpus:
+        return hardware
+    answer = ask_torch(hardware, environment)
+    if answer.facts is None:
+        raise EnvironmentFaultError(f"torch: {answer.problem}; `shardwise doctor` says more")
+    fault = find_fault(hardware, answer)
+    if fault:
+        raise EnvironmentFaultError("\n".join(fault))
+    can_expand = answer.facts.expands_segments
+    if can_expand is None or can_expand is hardware.can_expand_segments:
+        return hardware
+    is_asked = any(name in environment for name in ALLOCATOR_VARIABLES)
+    notes = () if can_expand or is_asked else (_NO_EXPANDING,)
+    return replace(hardware, can_expand_segments=can_expand, notes=(*hardware.notes, *notes))
+
+
+def ask_torch(
+    hardware: Hardware | None,
+    environment: Mapping[str, str],
+    *,
+    python: str = sys.executable,
+    timeout_s: float = TIMEOUT_S,
+) -> TorchAnswer:
+    """What `runtime.tools.torch_check` answers in the environment of the ranks; None: whatever torch sees by itself.
+
+    Where a card fails it is tried once more without settings of the allocator: they may be what fails.
+    """
+    added = {} if hardware is None else cuda_variables(hardware, len(hardware.gpus), environment)
+    given = {**environment, **added}
+    answer = _run_check(given, python, timeout_s)
+    settings = {name: given[name] for name in ALLOCATOR_VARIABLES if name in given}
+    if not settings or not _has_failed(answer):
+        return answer
+    plain = _run_check({name: given[name] for name in given if name not in settings}, python, timeout_s)
+    if plain.facts is None or _has_failed(plain):
+        return answer
+    return replace(plain, refused={name: value for name, value in settings.items() if name in environment})
+
+
+def _run_check(environment: Mapping[str, str], python: str, timeout_s: float) -> TorchAnswer:
+    argv = [python, "-P", "-m", "trainer.runtime.tools.torch_check"]
+    answer = ask(argv, environment=python_environment(environment), timeout_s=timeout_s)
+    if answer.obstacle is not None:
+        return TorchAnswer(problem=answer.obstacle)
+    if answer.exit_code is None:
+        return TorchAnswer(problem=f"it did not load within {timeout_s:g} s", is_slow=True)
+    lines = answer.output.splitlines()
+    try:
+        return TorchAnswer(facts=msgspec.json.decode(lines[-1] if lines else "", type=TorchFacts))
+    except msgspec.DecodeError:
+        return TorchAnswer(problem=answer.last_words)
+
+
+def _has_failed(answer: TorchAnswer) -> bool:
+    """Whether a card could not be used, for another reason than that others hold its memory."""
+    trials = () if answer.facts is None else answer.facts.devices
+    return any(trial.problem is not None and not trial.is_out_of_memory for trial in trials)
+
+
+def find_fault(hardware: Hardware, answer: TorchAnswer) -> tuple[str, ...]:
+    """What stands between torch and the GPUs of a run, then what mends it; empty where nothing does."""
+    gpus, facts = hardware.gpus, answer.facts
+    if not gpus or facts is None:
+        return ()
+    if facts.cuda is None:
+        return (
+            f"{_named(gpus[0])} is here, but torch {facts.version} was built without CUDA",
+            f"remedy: {BUILT_FOR_CUDA}",
+        )
+    if answer.refused:
+        setting = " ".join(f"{name}={value}" for name, value in answer.refused.items())
+        return (f"{_named(gpus[0])} cannot be used with {setting}", f"remedy: unset {' '.join(answer.refused)}")
+    failing = failing_gpus(gpus, facts)
+    return () if not failing else _explained(*failing[0], facts, num_gpus=len(gpus))
+
+
+def failing_gpus(gpus: Sequence[Gpu], facts: TorchFacts) -> list[tuple[Gpu, DeviceTrial | None]]:
+    """The cards that torch cannot use, each with what came of trying it; None: torch does not see it."""
+    tried = zip_longest(gpus, facts.devices[: len(gpus)])
+    return [(gpu, trial) for gpu, trial in tried if trial is None or trial.problem is not None]
+
+
+def _explained(gpu: Gpu, trial: DeviceTrial | None, facts: TorchFacts, *, num_gpus: int) -> tuple[str, ...]:
+    build = f"torch {facts.version} (CUDA {facts.cuda})"
+    capability = gpu.compute_capability
+    if capability is not None and facts.architectures and not runs_on(capability, facts.architectures):
+        return (
+            f"{gpu.name} has compute capability {capability[0]}.{capability[1]}; {build} has code for "
+            f"{', '.join(facts.architectures)} only",
+            *_other_build(capability, facts.architectures),
+        )
+    if trial is not None and trial.is_out_of_memory:
+        return (
+            f"GPU {gpu.index} ({gpu.name}) has no memory left: {trial.problem}",
+            "remedy: `nvidia-smi` shows who holds it; end that, or name other cards with --gpus",
+        )
+    needed = MINIMUM_DRIVER.get(int(str(facts.cuda).partition(".")[0]))
+    if needed is not None and gpu.driver is not None and _numbers(gpu.driver) < _numbers(needed):
+        return (
+            f"{_named(gpu)} cannot be used: {build} needs driver {needed} or newer",
+            f"remedy: update the NVIDIA driver to {needed} or newer (for a data-centre card its package cuda-compat is "
+            "enough)",
+            f"or take a build for CUDA 12: {_ON_CUDA_12}",
+        )
+    if trial is None:
+        said = f": {facts.problem}" if facts.problem else ""
+        return (
+            f"{_named(gpu)} is here, but {build} sees {len(facts.devices)} of {num_gpus} GPUs{said}",
+            "remedy: look at CUDA_VISIBLE_DEVICES and the permissions of /dev/nvidia*; in a container: --gpus all; "
+            "`sudo dmesg | grep -i xid` names a card that failed",
+        )
+    return (
+        f"GPU {gpu.index} ({_named(gpu)}) cannot be used by {build}: {trial.problem}",
+        f"remedy: `sudo dmesg | grep -i xid` says whether it failed, `nvidia-smi -i {gpu.index}` who uses it; --gpus "
+        "names other cards",
+    )
+
+
+def _other_build(capability: tuple[int, int], architectures: Sequence[str]) -> tuple[str, ...]:
+    """The torch that has code for a card which this one has none for."""
+    built = [(int(found[1]), int(found[2])) for name in architectures if (found := _ARCHITECTURE.fullmatch(name))]
+    if built and capability > max(built):
+        return ("remedy: take a newer torch, which knows this card",)
+    return (
+        f"remedy: a build for CUDA 12 has code for older cards: {_ON_CUDA_12}",
+        "or train on the CPU: CUDA_VISIBLE_DEVICES= (empty)",
+    )
+
+
+_ARCHITECTURE = re.compile(r"(?:sm|compute)_(\d+)(\d)[a-z]?")
+
+
+def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
+    """True where binary code (same major, minor not above) or PTX (not above) fits the device."""
+    for name in architectures:
+        found = _ARCHITECTURE.fullmatch(name)
+        if found is None:
+            continue
+        built = (int(found[1]), int(found[2]))
+        if name.startswith("compute") and built <= capability:
+            return True
+        if name.startswith("sm") and built[0] == capability[0] and built[1] <= capability[1]:
+            return True
+    return False
+
+
+def _named(gpu: Gpu) -> str:
+    return f"{gpu.name} (driver {gpu.driver or 'unknown'})"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version))
+
+
+def main() -> ExitCode:
+    """4 where torch can use none of the GPUs that a run would take; those that it leaves out are named."""
+    try:
+        hardware = read_hardware()
+    except EnvironmentFaultError as error:  # a run stops with it; what needs no GPU works
+        sys.stderr.write(f"{error}\n")
+        return ExitCode.DONE
+    for sentence in hardware.excluded:
+        sys.stderr.write(f"left out: {sentence}\n")
+    if not hardware.gpus:
+        return ExitCode.DONE
+    answer = ask_torch(hardware, os.environ)
+    if answer.facts is None:
+        sys.stderr.write(f"torch: {answer.problem}\n")
+        return ExitCode.ENVIRONMENT
+    fault = find_fault(hardware, answer)
+    failing = failing_gpus(hardware.gpus, answer.facts)
+    if 0 < len(failing) < len(hardware.gpus):
+        sys.stderr.write(f"not usable: {name_gpus([gpu.index for gpu, _ in failing])}: {fault[0]}\n")
+        return ExitCode.DONE
+    sys.stderr.writelines(f"{line}\n" for line in fault)
+    return ExitCode.ENVIRONMENT if fault else ExitCode.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

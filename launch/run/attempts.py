@@ -1,0 +1,308 @@
+"""The attempts of a run: one launcher each, until one ends in order or nothing more is worth trying.
+
+After an out of memory comes the plan's next fallback, after a death or a hang the same again (`retries`), from the
+newest checkpoint. The global batch stays: a fallback differs in micro batch, accumulation or mechanism, never in what a
+step learns from. The report of the run tells of every attempt.
+"""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from launch.attempt.account import Begin, incident_of, memory_report, record_of
+from launch.attempt.deadline import Deadline
+from launch.attempt.end import AttemptEnd
+from launch.attempt.history import earlier_history, num_at_step
+from launch.attempt.local_ranks import LocalRanks, Ranks
+from launch.attempt.retries import MAX_SAME_STEP, Decision, Tried, decide
+from launch.attempt.spent_limits import LimitWatch
+from launch.attempt.supervisor import StopKind, StopRequest, watch_attempt
+from launch.attempt.watchdog import Watchdog, WatchLimits
+from launch.engine.attempt_files import prepare_attempt
+from launch.engine.command import launch_command, launch_environment
+from launch.engine.nvme_folder import check_nvme, held_folder, nvme_folder
+from launch.engine.operators import build_operators, needed_operators, remove_stale_locks
+from launch.inputs.staging import copy_staged
+from launch.nodes.ranks import Cluster, ClusterRanks
+from launch.plan.checkpoint_fit import newest_facts, obstacle_to_resume
+from launch.rundir import paths as run_dirs
+from launch.rundir.cancelled import is_cancelled
+from launch.rundir.recorded_environment import write_environment
+from launch.show.progress import Progress
+from launch.terminal import Console
+from launch.track.start import SinkProcess, running_sinks
+from trainer.spec import codec
+from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from trainer.spec.hardware import DeviceKind
+from trainer.spec.plan import Candidate, Plan
+from trainer.spec.report import AttemptRecord, Ending, Fault, Report
+
+
+class RunOutcome(NamedTuple):
+    """How a run ended, and the report where there is one."""
+
+    exit_code: ExitCode
+    report: Report | None
+    run_dir: Path | None = None
+
+
+class Surroundings(NamedTuple):
+    """What every attempt of a run has in common."""
+
+    plan: Plan
+    run_dir: Path
+    extensions_dir: Path
+    console: Console
+    stop: StopRequest
+    environment: Mapping[str, str]
+    limits: WatchLimits
+    cluster: Cluster | None  # the machines, where there are several
+    deadline: Deadline | None
+    sinks: SinkProcess
+
+
+def run_attempts(
+    plan: Plan,
+    *,
+    run_dir: Path,
+    resume: bool,
+    extensions_dir: Path,
+    console: Console,
+    stop: StopRequest,
+    environment: Mapping[str, str] = os.environ,
+    limits: WatchLimits = WatchLimits(),  # noqa: B008  # it never changes
+    cluster: Cluster | None = None,
+    deadline: Deadline | None = None,
+) -> RunOutcome:
+    """Runs the chosen candidate, then what follows from how each attempt ended, until one ends in order.
+
+    Ahead of `deadline` the run stops with a checkpoint as if USR1 had come.
+    EnvironmentFaultError where an attempt cannot be started at all.
+    """
+    with running_sinks(plan, run_dir=run_dir, console=console, environment=environment, stop=stop) as sinks:
+        around = Surroundings(
+            plan, run_dir, extensions_dir, console, stop, environment, limits, cluster, deadline, sinks
+        )
+        return _run_all(around, resume=resume)
+
+
+def _run_all(around: Surroundings, *, resume: bool) -> RunOutcome:
+    plan, run_dir, console, stop = around.plan, around.run_dir, around.console, around.stop
+    course = _Course(history=earlier_history(run_dir) if resume else [])
+    candidates = (plan.chosen, *plan.fallbacks)
+    number: int | None = _place_of_last(run_dir, candidates, console) if resume else 0
+    started = time.monotonic()
+    while number is not None:
+        may_resume = bool(run_dirs.committed_checkpoints(run_dir)) and (resume or bool(course.tried))
+        begin = Begin(time.monotonic(), _saved_step(run_dir) if may_resume else None)
+        attempt_dir = prepare_attempt(plan, candidates[number], run_dir=run_dir, resume=may_resume)
+        spending = LimitWatch(run_dir, plan, course.history, num_ranks=candidates[number].num_ranks)
+        end = _run_one(around, attempt_dir, course, spending)
+        decision = _after(course, end, number, around)
+        number = None if stop.kind is not None else decision.candidate
+        report = _told(end, decision, stop, run_dir)
+        course.history.append(record_of(end, report, attempt_dir, begin))
+        course.incidents += [*end.report.incidents, *spending.incidents(report)]
+        if end.fault is not None:
+            incident = incident_of(end, decision)
+            course.incidents.append(incident)
+            console.line(incident + memory_report(plan, attempt_dir, end, decision))
+        report = msgspec.structs.replace(
+            report,
+            incidents=tuple(dict.fromkeys(course.incidents)),
+            history=tuple(course.history),
+            attempts=len(course.history),
+            duration_s=time.monotonic() - started,
+            limit=spending.limit_of(report),
+        )
+        _write_report(run_dir, report)
+    return RunOutcome(ExitCode(report.exit_code), report, run_dir)
+
+
+@dataclass(slots=True)
+class _Course:
+    """What happened so far."""
+
+    history: list[AttemptRecord]
+    tried: list[Tried] = field(default_factory=list)
+    incidents: list[str] = field(default_factory=list)
+
+
+def _run_one(around: Surroundings, attempt_dir: Path, course: _Course, spending: LimitWatch) -> AttemptEnd:
+    plan = codec.read(attempt_dir / "plan.json", Plan)
+    progress = Progress(
+        around.console,
+        attempt_dir=attempt_dir,
+        plan=plan,
+        incidents=course.incidents,
+        environment=around.environment,
+    )
+    watchdog = Watchdog(attempt_dir, num_ranks=plan.chosen.num_ranks, limits=around.limits.scaled_to(plan))
+
+    def tick() -> None:
+        progress.tick()
+        around.sinks.tick()
+        if around.stop.kind is None and is_cancelled(around.run_dir):  # on another machine, perhaps
+            around.stop.kind = StopKind.INTERRUPT
+        spending.stop_in_time(around.stop, watchdog, around.console)
+        if around.deadline is not None:
+            around.deadline.stop_in_time(around.stop, watchdog, around.console)
+
+    with contextlib.ExitStack() as held:
+        held.enter_context(progress.shown())
+        ranks = held.enter_context(_started(around, plan, attempt_dir))
+        return watch_attempt(ranks, attempt_dir=attempt_dir, stop=around.stop, on_tick=tick, watchdog=watchdog)
+
+
+@contextlib.contextmanager
+def _started(around: Surroundings, plan: Plan, attempt_dir: Path) -> Iterator[Ranks]:
+    """The ranks of an attempt, on this machine or on several; what they need is kept until they have ended."""
+    if plan.num_machines > 1:
+        if around.cluster is None:
+            raise EnvironmentFaultError(
+                f"the plan is for {plan.num_machines} machines, this is one of them; start it with shardwise submit "
+                "under Slurm, else with --nodes, --node-rank and --head on each"
+            )
+        yield ClusterRanks(around.cluster, attempt_dir=attempt_dir, stop=around.stop)
+        return
+    _build_operators(around, plan.chosen)  # a run that is resumed with a fallback may not have them
+    remove_stale_locks(around.extensions_dir, on_progress=around.console.line)  # a rank before may have left one
+    copy_staged(plan.staged, on_progress=around.console.line)
+    check_nvme(plan)
+    cores = plan.hardware.host.num_cores or 1
+    environment = launch_environment(around.environment, plan, extensions_dir=around.extensions_dir, cores=cores)
+    write_environment(attempt_dir, environment)
+    argv = launch_command(attempt_dir, log_dir=attempt_dir / "logs", python=sys.executable)
+    with held_folder(nvme_folder(plan, around.run_dir, int(attempt_dir.name))):
+        yield LocalRanks(argv, attempt_dir=attempt_dir, environment=environment)
+
+
+def _after(course: _Course, end: AttemptEnd, number: int, around: Surroundings) -> Decision:
+    """What follows this end; notes it among what was tried."""
+    if end.fault is None:
+        return Decision(None, "")
+    plan, saved = around.plan, newest_facts(around.run_dir)
+    saved_step = 0 if saved is None else saved.step
+    course.tried.append(
+        Tried(
+            candidate=number,
+            fault=end.fault,
+            step=end.report.step,
+            saved_step=saved_step,
+            cause=end.report.error or "",
+            is_final=end.is_final,
+            had_no_chance=not end.has_trained and not end.is_transient,
+        )
+    )
+    if around.stop.is_urgent:
+        return Decision(None, f"what was learned after step {saved_step} is lost")
+    if end.is_machine_lost and around.cluster is not None and around.cluster.is_slurm:
+        return _after_lost_machine(course, end, around)
+    if plan.is_trial and not end.fault.is_memory:
+        return Decision(None, "a trial is not repeated")
+
+    def obstacle(candidate: Candidate) -> str | None:
+        if end.fault is Fault.HOST_OUT_OF_MEMORY and not _needs_less_of_host(plan, candidate, end.report.plan):
+            return "needs no less of the host's memory"
+        return obstacle_to_resume(saved, candidate) or _obstacle_to_build(around, candidate)
+
+    return decide(course.tried, (plan.chosen, *plan.fallbacks), obstacle)
+
+
+def _obstacle_to_build(around: Surroundings, candidate: Candidate) -> str | None:
+    """Builds the operators of a fallback that the run comes to; why they cannot be, after its name in a sentence."""
+    if around.plan.num_machines > 1:
+        return None  # each machine builds its own when it starts the attempt
+    try:
+        _build_operators(around, candidate)
+    except EnvironmentFaultError as error:
+        around.console.line(f"fallback {candidate.strategy.name} is left out: {error}")
+        return "needs an operator that cannot be built here"
+    return None
+
+
+def _build_operators(around: Surroundings, candidate: Candidate) -> None:
+    build_operators(
+        needed_operators(candidate),
+        extensions_dir=around.extensions_dir,
+        on_progress=around.console.line,
+        device_kind=around.plan.device_kind,
+        should_stop=lambda: around.stop.kind is not None,
+    )
+
+
+def _after_lost_machine(course: _Course, end: AttemptEnd, around: Surroundings) -> Decision:
+    """A job that has lost a node gets no other: Slurm starts it again on nodes that are there."""
+    if around.stop.kind is None and num_at_step(course.history, end.report.step) + 1 >= MAX_SAME_STEP:
+        return Decision(None, f"it was the {MAX_SAME_STEP}rd time at step {end.report.step}: not given back to Slurm")
+    if around.stop.kind is None:
+        around.stop.kind = StopKind.REQUEUE
+    return Decision(0, "the job goes back to Slurm, which starts it again")
+
+
+def _needs_less_of_host(plan: Plan, candidate: Candidate, now: Candidate) -> bool:
+    """A CPU's device is the host; beside a GPU it holds what is offloaded."""
+    if plan.device_kind is DeviceKind.CPU:
+        return True
+    then, host = now.memory, candidate.memory
+    return host.pinned_bytes + host.host_bytes < then.pinned_bytes + then.host_bytes
+
+
+def _saved_step(run_dir: Path) -> int:
+    saved = newest_facts(run_dir)
+    return 0 if saved is None else saved.step
+
+
+def _place_of_last(run_dir: Path, candidates: tuple[Candidate, ...], console: Console) -> int:
+    """The candidate of the newest attempt: a run whose memory ran out before goes on with the fallback it came to."""
+    newest = run_dir / "attempts" / str(run_dirs.next_attempt(run_dir) - 1) / "plan.json"
+    try:
+        place = candidates.index(codec.read(newest, Plan).chosen)
+    except (InputError, ValueError):
+        return 0  # the plan is another one now, or nothing ran yet
+    if place:
+        console.line(f"going on with fallback {place} of the plan, where the attempt before had come to")
+    return place
+
+
+def _told(end: AttemptEnd, decision: Decision, stop: StopRequest, run_dir: Path) -> Report:
+    """The attempt's report with the ending and the exit code of the run, and the checkpoint that it leaves.
+
+    Only this process knows whether Ctrl-C or TERM and USR1 asked for the end. An attempt that failed meanwhile, and
+    would have been followed by another, was stopped all the same: whoever starts it again goes on from there.
+    """
+    report = end.report
+    ending = Ending.OUT_OF_MEMORY if decision.is_out_of_fallbacks else report.ending
+    is_stopped = ending in (Ending.STOPPED, Ending.PREEMPTED) or decision.candidate is not None or stop.is_urgent
+    if stop.kind is not None and is_stopped and ending is not Ending.FINISHED:
+        ending = Ending.PREEMPTED if stop_code(stop, run_dir) is ExitCode.REQUEUE else Ending.STOPPED
+    code = {
+        Ending.FINISHED: ExitCode.DONE,
+        Ending.STOPPED: ExitCode.INTERRUPTED,
+        Ending.PREEMPTED: ExitCode.REQUEUE,
+        Ending.OUT_OF_MEMORY: ExitCode.OUT_OF_MEMORY,
+        Ending.FAILED: ExitCode.ENVIRONMENT,
+    }[ending]
+    committed = run_dirs.committed_checkpoints(run_dir)
+    newest = f"checkpoints/{committed[-1].name}" if committed else None
+    return msgspec.structs.replace(report, ending=ending, exit_code=int(code), checkpoint=report.checkpoint or newest)
+
+
+def stop_code(stop: StopRequest, run_dir: Path | None = None) -> ExitCode:
+    """The exit code of a run that was stopped by request; nothing goes on with one that a person cancelled."""
+    is_for_good = stop.kind is not StopKind.REQUEUE or (run_dir is not None and is_cancelled(run_dir))
+    return ExitCode.INTERRUPTED if is_for_good else ExitCode.REQUEUE
+
+
+def _write_report(run_dir: Path, report: Report) -> None:
+    try:
+        codec.write_redacted(run_dir / "report.json", report)
+    except OSError as error:
+        raise EnvironmentFaultError(f"{run_dir}: the report cannot be written: {error.strerror}") from error

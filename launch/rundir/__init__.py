@@ -1,0 +1,1 @@
+"""The run directory: paths, files, state, locks, history, logs."""

@@ -1,0 +1,164 @@
+"""What a run directory says of its run: read-only, on whichever machine sees it, while the run goes on or after it.
+
+Nothing here needs Slurm, a GPU, or the machine the run is on. Long files are read from their end, and whatever is half
+written, missing or of another version is left out: it is there at the next look.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from launch.rundir.cancelled import read_mark
+from launch.rundir.paths import committed_checkpoints, next_attempt
+from trainer.spec import codec
+from trainer.spec.errors import InputError
+from trainer.spec.messages.heartbeat import heartbeat_path
+from trainer.spec.messages.submission import CHAIN_FILE, FILE_NAME, JOBS_FILE, JobStart, Submission, parse_job_starts
+from trainer.spec.plan import Plan
+from trainer.spec.report import Report
+from trainer.spec.value import Value
+
+TAIL_BYTES = 64 * 1024  # of metrics.jsonl: a hundred steps
+V = TypeVar("V", bound=Value)
+
+
+class RunFiles(NamedTuple):
+    """A run as its files tell it."""
+
+    run_dir: Path
+    plan: Plan | None  # of the newest attempt, else of the run
+    attempt: int  # the newest; 0 before the first
+    phase: str | None  # of the newest attempt
+    rows: tuple[dict[str, Any], ...]  # the last lines of metrics.jsonl, of one attempt
+    step: int | None
+    report: Report | None  # of the attempts that ended
+    submission: Submission | None
+    starts: tuple[JobStart, ...]  # by Slurm
+    job_ids: tuple[str, ...]  # every job of Slurm that the files name
+    checkpoint: Path | None  # the newest
+    sign_s: float | None  # when the ranks gave the last sign of life, in seconds of the epoch
+    mark: str | None  # who cancelled it
+
+    @property
+    def has_told_its_end(self) -> bool:
+        """Whether the report tells of the newest attempt."""
+        return self.report is not None and self.attempt <= max(
+            (record.number for record in self.report.history), default=0
+        )
+
+    @property
+    def attempt_dir(self) -> Path | None:
+        return self.run_dir / "attempts" / str(self.attempt) if self.attempt else None
+
+
+def is_run_dir(path: Path) -> bool:
+    """Whether a run was submitted or planned there."""
+    return (path / FILE_NAME).is_file() or (path / "plan.json").is_file()
+
+
+def read_run(run_dir: Path) -> RunFiles:
+    """Everything that the files of a run tell."""
+    attempt = next_attempt(run_dir) - 1
+    folder = run_dir / "attempts" / str(attempt)
+    status = _read_json(folder / "status.json")
+    rows = tuple(row for row in tail_rows(run_dir / "metrics.jsonl") if row.get("attempt", attempt) == attempt)
+    report = _read(run_dir / "report.json", Report)
+    submission = _read(run_dir / FILE_NAME, Submission)
+    starts = parse_job_starts(_read_text(run_dir / JOBS_FILE))
+    chain = _read_text(run_dir / CHAIN_FILE).split()
+    named = (*(submission.job_ids if submission is not None else ()), *chain, *(start.job_id for start in starts))
+    checkpoints = committed_checkpoints(run_dir)
+    return RunFiles(
+        run_dir=run_dir,
+        plan=_read(folder / "plan.json", Plan) or _read(run_dir / "plan.json", Plan),
+        attempt=attempt,
+        phase=status.get("phase"),
+        rows=rows,
+        step=_step(rows, status, report),
+        report=report,
+        submission=submission,
+        starts=starts,
+        job_ids=tuple(dict.fromkeys(named)),
+        checkpoint=checkpoints[-1] if checkpoints else None,
+        sign_s=_newest_change(
+            [folder / "status.json", heartbeat_path(folder, 0), run_dir / "metrics.jsonl"] if attempt else []
+        ),
+        mark=read_mark(run_dir),
+    )
+
+
+def tail_rows(path: Path, limit: int = TAIL_BYTES) -> list[dict[str, Any]]:
+    """The whole lines among the last bytes of a file of JSON lines; what is cut off or damaged is left out."""
+    rows = []
+    for line in tail_lines(path, limit):
+        with suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict):
+                rows.append(row)
+    return rows
+
+
+def tail_lines(path: Path, limit: int = TAIL_BYTES) -> list[str]:
+    """The lines among the last bytes of a file; the first of them only where it is whole."""
+    try:
+        with path.open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            begin = max(0, size - limit - 1)
+            stream.seek(begin)
+            content = stream.read()
+    except OSError:
+        return []
+    if begin:
+        content = content.partition(b"\n")[2]
+    return content.decode(errors="replace").splitlines()
+
+
+def outputs_of(files: RunFiles) -> tuple[Path, ...]:
+    """Files that Slurm wrote the output of the run's jobs into, that of the newest start last."""
+    found = sorted(files.run_dir.glob("slurm-*.out"), key=_changed_s)
+    newest = files.run_dir / f"slurm-{files.starts[-1].job_id}.out" if files.starts else None
+    return tuple(sorted(found, key=lambda path: path == newest))
+
+
+def _step(rows: tuple[dict[str, Any], ...], status: dict[str, Any], report: Report | None) -> int | None:
+    told = [rows[-1].get("step") if rows else None, status.get("step"), report.step if report is not None else None]
+    return max((step for step in told if isinstance(step, int)), default=None)
+
+
+def _read(path: Path, kind: type[V]) -> V | None:
+    try:
+        return codec.read(path, kind)
+    except InputError:
+        return None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _newest_change(paths: Iterable[Path]) -> float | None:
+    changes = [change for path in paths if (change := _changed_s(path))]
+    return max(changes, default=None)
+
+
+def _changed_s(path: Path) -> float:
+    """When the file was written; opened first, or NFS answers from before."""
+    try:
+        with path.open("rb") as stream:
+            return os.fstat(stream.fileno()).st_mtime
+    except OSError:
+        return 0.0

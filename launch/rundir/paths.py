@@ -1,0 +1,145 @@
+"""Names, makes and locks run directories.
+
+    <output>-<UTC time>/   job.yaml  hardware.json  plan.json (never rewritten)  metrics.jsonl  report.json
+        attempts/N/        plan.json  accelerate.yaml  ds_config.json  environment.json  status.json  pids/  logs/
+                           report.json; of several machines accelerate-1.yaml, environment-1.json ... as well;
+                           where memory ran out out-of-memory.txt
+        checkpoints/  export/  logs/ (of the sinks)  wandb/  spent.json (the limit that ended the run)
+
+A directory belongs to one supervisor at a time: it holds an advisory lock on `.lock` while it lives.
+"""
+
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+from launch.rundir.holder import LOCK, holder_line, parse_holder
+from trainer.spec.errors import EnvironmentFaultError, InputError
+
+_STAMP = "%Y%m%d-%H%M%S"
+_NOT_USE = (LOCK, ".nodes.json")  # of a run that is about to begin
+_STAMPED = re.compile(r"-\d{8}-\d{6}(-\d+)?$")
+
+
+def output_base(output: str | None, name: str) -> Path:
+    """`output` of the job, else `runs/<name>`; the time is appended to it."""
+    return Path(output) if output else Path("runs") / name
+
+
+def make_run_dir(base: Path, *, now: datetime) -> Path:
+    """A new directory `<base>-<UTC time>`; two runs of one second get different names."""
+    for path in _names(base, now):
+        if _make(path):
+            return path
+    raise EnvironmentFaultError(f"{next(_names(base, now))}: a hundred runs of this second exist already")
+
+
+def free_run_dir(base: Path, *, now: datetime) -> Path:
+    """The name that `make_run_dir` would take, for `use_run_dir` later."""
+    return next((path for path in _names(base, now) if not path.exists()), base)
+
+
+def use_run_dir(path: Path) -> Path:
+    """`path` as a new run directory; one that holds anything is refused."""
+    refuse_used(path)
+    _make(path, may_exist=True)
+    return path
+
+
+def refuse_used(path: Path) -> None:
+    """InputError where something is there that is no empty directory."""
+    if path.exists() and not path.is_dir():
+        raise InputError(f"--run-dir {path}: is a file, not a directory")
+    if path.is_dir() and any(entry.name not in _NOT_USE for entry in path.iterdir()):
+        raise InputError(f"--run-dir {path}: is used already; add --resume to go on with it, or name another directory")
+
+
+def _names(base: Path, now: datetime) -> Iterator[Path]:
+    stamped = base.with_name(f"{base.name}-{now.strftime(_STAMP)}")
+    yield stamped
+    yield from (stamped.with_name(f"{stamped.name}-{number}") for number in range(2, 100))
+
+
+def find_run_dir(base: Path) -> Path:
+    """The newest run directory of this name, for `--resume`."""
+    found = sorted(
+        path
+        for path in (base.parent.iterdir() if base.parent.is_dir() else ())
+        if path.is_dir() and _STAMPED.sub("", path.name) == base.name and _STAMPED.search(path.name)
+    )
+    with_plan = [path for path in found if (path / "plan.json").is_file()]
+    if not with_plan:
+        raise InputError(f"--resume: no run named {base}-<time> exists; start it without --resume")
+    return with_plan[-1]
+
+
+def is_submitted(run_dir: Path) -> bool:
+    """Whether the run was submitted and has yet to begin."""
+    return (run_dir / "submission.json").is_file() and not (run_dir / "plan.json").is_file()
+
+
+def committed_checkpoints(run_dir: Path) -> list[Path]:
+    """Checkpoint folders that were committed, oldest first; their content is verified by whoever loads one."""
+    folder = run_dir / "checkpoints"
+    if not folder.is_dir():
+        return []
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if re.fullmatch(r"step-\d{8}", path.name) and (path / "MANIFEST.json").is_file()
+    )
+
+
+def has_trained(run_dir: Path) -> bool:
+    """Whether a step was done in it."""
+    metrics = run_dir / "metrics.jsonl"
+    return metrics.is_file() and metrics.stat().st_size > 0
+
+
+def next_attempt(run_dir: Path) -> int:
+    """The number of the attempt to make: one more than the highest there is."""
+    folder = run_dir / "attempts"
+    numbers = [int(path.name) for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
+    return max(numbers, default=0) + 1
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Holds the run directory; another live holder is an error that names its process."""
+    path = run_dir / LOCK
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise EnvironmentFaultError(f"{run_dir}: cannot be written: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = parse_holder(os.read(descriptor, 512))
+            words = "an unknown process" if holder is None else holder.words
+            raise EnvironmentFaultError(
+                f"{run_dir}: is in use by {words}; wait for it, or stop it with: shardwise cancel {run_dir}"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, holder_line())
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _make(path: Path, *, may_exist: bool = False) -> bool:
+    try:
+        path.mkdir(parents=True, exist_ok=may_exist)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise EnvironmentFaultError(
+            f"{path}: the run directory cannot be made: {error.strerror}; name another place with --run-dir or output"
+        ) from error
+    if not os.access(path, os.W_OK):
+        raise EnvironmentFaultError(f"{path}: no permission to write; name another place with --run-dir or output")
+    return True

@@ -1,0 +1,183 @@
+"""What a view of a run shows, as a value, and how it follows from the plan and the steps that were done. Pure.
+
+`shardwise train` makes one for its own attempt, `shardwise watch` one from a run directory; `live_text` draws both.
+Memory and phases are those of rank 0, speed is that of all ranks.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from launch.show.live.curve import Curve, Point
+from trainer.spec.hardware import DeviceKind
+from trainer.spec.plan import Plan
+
+_NUM_RECENT = 50
+_LEAST_SEEN_S = 2.0  # of steps that were seen to come, before their pace is believed
+
+
+class MemoryGauge(NamedTuple):
+    """Bytes of rank 0; None where nothing counts them."""
+
+    used_bytes: int | None  # of the card, or of the rank's RAM on a CPU
+    total_bytes: int | None  # the card under its cap, or the machine's RAM
+    place: str  # card | RAM
+    predicted_bytes: int | None  # of what is used
+    peak_bytes: int | None = None  # allocated
+    predicted_peak_bytes: int | None = None
+
+
+class CardFigures(NamedTuple):
+    """What the driver last said of rank 0's card."""
+
+    utilization: float | None = None
+    power_w: float | None = None
+    temperature_c: int | None = None
+    throttle: str | None = None
+
+
+class LiveView(NamedTuple):
+    """A moment of a run."""
+
+    title: str
+    state: str = ""  # in words: training, evaluating, waiting in the queue
+    step: int | None = None
+    num_steps: int | None = None
+    attempt: int = 1
+    seconds_left: float | None = None
+    curve: tuple[Point, ...] = ()  # of the loss
+    loss: float | None = None
+    eval_loss: float | None = None
+    lr: float | None = None
+    tokens_per_s: float | None = None
+    predicted_tokens_per_s: float | None = None
+    mfu: float | None = None
+    memory: MemoryGauge | None = None
+    card: CardFigures = CardFigures()
+    num_skipped: int = 0
+    incidents: tuple[str, ...] = ()
+
+
+class StepLog:
+    """The steps of a run as they come in."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, Any] = {}  # the newest figure of each name
+        self.num_skipped = 0
+        self._curve = Curve()
+        self._recent: deque[dict[str, Any]] = deque(maxlen=_NUM_RECENT)
+        self._first_seen: tuple[int, float] | None = None
+        self._last_seen: tuple[int, float] | None = None
+
+    @property
+    def curve(self) -> tuple[Point, ...]:
+        """The loss."""
+        return self._curve.points
+
+    @property
+    def step(self) -> int | None:
+        return self.last.get("step")
+
+    @property
+    def newest(self) -> dict[str, Any]:
+        """The last line; what it does not name is not so any more."""
+        return self._recent[-1] if self._recent else {}
+
+    def note(self, row: dict[str, Any], *, seen_s: float | None = None) -> None:
+        """Takes a line of metrics.jsonl; `seen_s` is when it was seen to come, None for what was there before."""
+        if row.get("attempt") != self.last.get("attempt"):
+            self._recent.clear()
+            self._first_seen = self._last_seen = None
+        self._recent.append(row)
+        self.last.update(row)
+        self.num_skipped += bool(row.get("skipped"))
+        if isinstance(row.get("loss"), int | float):
+            self._curve.add(row["step"], float(row["loss"]))
+        if seen_s is not None:
+            self._first_seen = self._first_seen or (row["step"], seen_s)
+            self._last_seen = (row["step"], seen_s)
+
+    def tokens_per_s(self) -> float | None:
+        """Of the last steps together."""
+        timed = [row for row in self._recent if row.get("tokens_per_s") and row.get("step_s")]
+        seconds = sum(row["step_s"] for row in timed)
+        return sum(row["tokens_per_s"] * row["step_s"] for row in timed) / seconds if seconds else None
+
+    def seconds_left(self, num_steps: int) -> float | None:
+        """At the pace that steps were seen to come in, evaluations and saves included; else by the steps alone."""
+        if self.step is None or self.step >= num_steps:
+            return None
+        per_step = self._seen_pace()
+        if per_step is None:
+            steps_s = [row["step_s"] for row in self._recent if row.get("step_s") is not None]
+            per_step = sum(steps_s) / len(steps_s) if steps_s else None
+        return None if per_step is None else (num_steps - self.step) * per_step
+
+    def _seen_pace(self) -> float | None:
+        if self._first_seen is None or self._last_seen is None:
+            return None
+        steps, seconds = self._last_seen[0] - self._first_seen[0], self._last_seen[1] - self._first_seen[1]
+        return seconds / steps if steps > 0 and seconds >= _LEAST_SEEN_S else None
+
+
+def view_of(
+    steps: StepLog,
+    plan: Plan | None,
+    *,
+    title: str,
+    state: str,
+    attempt: int = 1,
+    incidents: Sequence[str] = (),
+    is_running: bool = True,
+) -> LiveView:
+    """The view after these steps; without a plan, without what only that tells."""
+    row, num_steps = steps.last, None if plan is None else plan.schedule.num_steps
+    chosen = None if plan is None else plan.chosen
+    return LiveView(
+        title=title,
+        state=state,
+        step=steps.step,
+        num_steps=num_steps,
+        attempt=attempt,
+        seconds_left=steps.seconds_left(num_steps) if is_running and num_steps is not None else None,
+        curve=steps.curve,
+        loss=row.get("loss"),
+        eval_loss=row.get("eval_loss"),
+        lr=row.get("lr"),
+        tokens_per_s=steps.tokens_per_s(),
+        predicted_tokens_per_s=None if chosen is None else chosen.speed.tokens_per_s_per_gpu * chosen.num_ranks,
+        mfu=row.get("mfu"),
+        memory=memory_gauge(row, plan),
+        card=CardFigures(*(steps.newest.get(f"gpu_{name}") for name in CardFigures._fields)),
+        num_skipped=steps.num_skipped,
+        incidents=tuple(incidents),
+    )
+
+
+def memory_gauge(row: dict[str, Any], plan: Plan | None) -> MemoryGauge | None:
+    """Rank 0's memory against what there is: on a GPU the card, on a CPU the RAM; None before the first step."""
+    if not row:
+        return None
+    peak = row.get("memory_peak_bytes")
+    expected = None if plan is None else plan.chosen.memory
+    is_card = plan is not None and plan.device_kind is DeviceKind.CUDA
+    held = next((row[name] for name in _HELD_ON_CARD if row.get(name)), None)
+    return MemoryGauge(
+        used_bytes=held if is_card else row.get("host_rss_bytes"),
+        total_bytes=None if plan is None else _total_bytes(plan),
+        place="card" if is_card else "RAM",
+        predicted_bytes=expected.device_bytes if expected is not None and is_card else None,
+        peak_bytes=peak or None,
+        predicted_peak_bytes=None if expected is None else expected.peak_allocated_bytes or None,
+    )
+
+
+_HELD_ON_CARD = ("memory_device_bytes", "memory_reserved_bytes", "memory_allocated_bytes")
+
+
+def _total_bytes(plan: Plan) -> int | None:
+    hardware = plan.hardware
+    if plan.device_kind is not DeviceKind.CUDA:
+        return hardware.host.ram_bytes
+    cap = hardware.vram_cap_bytes
+    return min([gpu.memory_bytes for gpu in hardware.gpus] + ([] if cap is None else [cap]), default=None)

@@ -1,0 +1,160 @@
+"""What a profile tells, as a page for a terminal and as JSON. Pure."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from trainer.planning.memory.parts import grouped
+from trainer.planning.page.content import Page, Section, Sentence, Table
+from trainer.spec.messages.profile import PROFILE_FOLDER, KeptBytes, ProfileFigures
+from trainer.spec.plan import Candidate, Plan
+from trainer.spec.report import Report
+from trainer.spec.units import format_bytes, format_count, format_seconds
+
+
+class Forecast(NamedTuple):
+    """What a step comes to over the whole job."""
+
+    step_s: float
+    num_steps: int
+    num_epoch_steps: float | None  # None of a stream, of which nobody knows the length
+    tokens_per_step: int
+
+    @property
+    def epoch_s(self) -> float | None:
+        return None if self.num_epoch_steps is None else self.step_s * self.num_epoch_steps
+
+    @property
+    def job_s(self) -> float:
+        return self.step_s * self.num_steps
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens_per_step / self.step_s
+
+
+def forecast(plan: Plan, step_s: float) -> Forecast:
+    """Of the job of `plan`, at so many seconds a step; saving and scoring come on top."""
+    schedule = plan.schedule
+    epoch = None if plan.data.is_stream else plan.data.num_rows / schedule.sequences_per_step
+    return Forecast(step_s, schedule.num_steps, epoch, schedule.tokens_per_step)
+
+
+def profile_page(plan: Plan, report: Report, figures: ProfileFigures | None, steps_s: Sequence[float]) -> Page:
+    """`plan` is the job's, `report` that of its few steps, `steps_s` are those that were timed."""
+    sections = [Section(title="Time", blocks=(*_time_blocks(plan, report, steps_s),))]
+    if figures is not None:
+        sections.append(Section(title="Where a step's time goes", blocks=(*_part_blocks(report), _operators(figures))))
+        sections.append(Section(title="Memory", blocks=(_memory(report), *_phases(report))))
+        sections.append(Section(title="What one forward keeps for its backward", blocks=(*_kept(figures),)))
+        sections.append(Section(title="Files", blocks=(*_files(figures),)))
+    return Page(title=f"{plan.name}: {_candidate_words(report.plan)}", sections=tuple(sections))
+
+
+def profile_json(
+    plan: Plan, report: Report, figures: ProfileFigures | None, steps_s: Sequence[float]
+) -> dict[str, Any]:
+    """The same figures, plain."""
+    measured_s, predicted_s = report.measured.speed.step_s, report.plan.speed.step_s
+    return {
+        "measured": None if measured_s is None else _forecast_json(forecast(plan, measured_s)),
+        "predicted": _forecast_json(forecast(plan, predicted_s)),
+        "steps_s": list(steps_s),
+        "parts_s": report.measured.speed.parts,
+        "memory": msgspec.to_builtins(report.measured.memory),
+        "predicted_memory": msgspec.to_builtins(report.predicted.memory),
+        "profile": None if figures is None else msgspec.to_builtins(figures),
+    }
+
+
+def _forecast_json(found: Forecast) -> dict[str, float | None]:
+    return {
+        "step_s": found.step_s,
+        "tokens_per_s": found.tokens_per_s,
+        "epoch_s": found.epoch_s,
+        "job_s": found.job_s,
+    }
+
+
+def _candidate_words(candidate: Candidate) -> str:
+    ranks = f" x{candidate.num_ranks}" if candidate.num_ranks > 1 else ""
+    return f"{candidate.strategy.name}{ranks}, micro batch {candidate.micro_batch} x {candidate.accumulation}"
+
+
+def _time_blocks(plan: Plan, report: Report, steps_s: Sequence[float]) -> Iterator[Sentence | Table]:
+    measured_s = report.measured.speed.step_s
+    expected = forecast(plan, report.plan.speed.step_s)
+    found = None if measured_s is None else forecast(plan, measured_s)
+    rows = [
+        ("a step", _seconds(found and found.step_s), _seconds(expected.step_s)),
+        ("tokens a second", _count(found and found.tokens_per_s), _count(expected.tokens_per_s)),
+        ("an epoch", _seconds(found and found.epoch_s), _seconds(expected.epoch_s)),
+        (f"the job, {plan.schedule.num_steps} steps", _seconds(found and found.job_s), _seconds(expected.job_s)),
+    ]
+    yield Table(rows=(("", "measured", "predicted"), *rows), right=(1, 2))
+    spread = f", from {_seconds(min(steps_s))} to {_seconds(max(steps_s))}" if len(steps_s) > 1 else ""
+    timed = "1 step was timed" if len(steps_s) == 1 else f"{len(steps_s)} steps were timed"
+    yield Sentence(text=f"{timed}{spread}; saving, scoring and loading come on top.")
+
+
+def _part_blocks(report: Report) -> Iterator[Table]:
+    parts, whole = report.measured.speed.parts, report.measured.speed.step_s
+    rows = [(name, _seconds(seconds), f"{seconds / whole:.1%}") for name, seconds in parts.items() if whole and seconds]
+    if rows:
+        yield Table(rows=(("phase", "seconds", "share"), *rows), right=(1, 2))
+
+
+def _operators(figures: ProfileFigures) -> Table:
+    total = sum(each.seconds for each in figures.operators) or 1.0
+    rows = [
+        (each.name, str(each.num_calls), _seconds(each.seconds), f"{each.seconds / total:.1%}")
+        for each in figures.operators
+    ]
+    return Table(rows=(("operator, by its own time", "calls", "time", "of these"), *rows), right=(1, 2, 3))
+
+
+def _memory(report: Report) -> Table:
+    measured, predicted = report.measured.memory, grouped(report.plan.memory.parts)
+    rows = [("at the peak", _bytes(measured.peak_allocated_bytes), _bytes(report.plan.memory.peak_allocated_bytes))]
+    rows += [(name.replace("_", " "), _bytes(measured.parts.get(name)), _bytes(predicted[name])) for name in predicted]
+    return Table(rows=(("", "measured", "predicted"), *rows), right=(1, 2))
+
+
+def _phases(report: Report) -> Iterator[Table]:
+    peaks = report.measured.memory.peaks
+    if peaks:
+        rows = [(name, _bytes(size)) for name, size in peaks.items()]
+        yield Table(rows=(("phase", "peak"), *rows), right=(1,))
+
+
+def _kept(figures: ProfileFigures) -> Iterator[Sentence | Table]:
+    shown = sum(each.num_bytes for each in figures.kept)
+    yield Sentence(
+        text=f"{format_bytes(figures.kept_bytes)} of the first micro batch; those that allocated most of it, "
+        f"{format_bytes(shown)} together:"
+    )
+    yield _kept_table("module", figures.kept)
+    if figures.kept_in_all_blocks:
+        yield _kept_table("over all transformer blocks", figures.kept_in_all_blocks)
+
+
+def _kept_table(header: str, kept: Sequence[KeptBytes]) -> Table:
+    return Table(rows=((header, "kept"), *((each.place, _bytes(each.num_bytes)) for each in kept)), right=(1,))
+
+
+def _files(figures: ProfileFigures) -> Iterator[Sentence]:
+    for name, what in figures.files.items():
+        yield Sentence(text=f"{PROFILE_FOLDER}/{name}: {what}")
+
+
+def _bytes(value: int | None) -> str:
+    return "-" if value is None else format_bytes(value)
+
+
+def _count(value: float | None) -> str:
+    return "-" if value is None else format_count(value)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else format_seconds(value)

@@ -1,0 +1,1 @@
+"""The report of a run, as text and as a page."""

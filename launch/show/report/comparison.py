@@ -1,0 +1,193 @@
+"""Several runs as one page: a table of figures with the best marked, what their jobs differ in, overlaid curves.
+
+Losses are compared only where the data is the same; time, speed and memory always. Of many runs the first ones have a
+curve.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from launch.show.report.charts import points_of
+from launch.show.report.runs import RecordedRun, ending_words, labels_of, state_line
+from launch.show.report.steps import Step
+from trainer.planning.page.content import Block, LineChart, Page, Points, Section, Sentence, Series, Table, Unit
+from trainer.spec.report import Ending
+from trainer.spec.units import format_bytes, format_count, format_seconds
+
+_MOST_CURVES = 12
+_MOST_SETTINGS = 6
+_NOT_COMPARED = ("output", "log", "slurm")  # of a job: where things go
+_HEADER = ("run", "ending", "step", "held-out", "loss", "tokens/s", "step time", "peak", "time", "strategy")
+
+
+def comparison_page(runs: Sequence[RecordedRun]) -> Page:
+    """The runs side by side."""
+    labels = labels_of(runs)
+    sections = (
+        Section(title="figures (* the best)", blocks=tuple(_figures(runs, labels))),
+        Section(title="what differs", blocks=tuple(_differences(runs, labels))),
+        _curves("held-out loss", runs, labels, _held_out, Unit.NUMBER),
+        _curves("training loss", runs, labels, _over(lambda step: step.loss), Unit.NUMBER),
+        _curves("tokens/s of all devices", runs, labels, _over(lambda step: step.tokens_per_s), Unit.COUNT),
+        _curves("peak memory of a device", runs, labels, _over(lambda step: step.memory_peak_bytes), Unit.BYTES),
+        Section(title="what would help", blocks=tuple(_recommended(runs, labels))),
+    )
+    return Page(
+        title=f"{len(runs)} runs side by side",
+        sections=tuple(section for section in sections if section is not None and section.blocks),
+    )
+
+
+def _figures(runs: Sequence[RecordedRun], labels: Sequence[str]) -> Iterator[Block]:
+    rows = [_row(run, label) for run, label in zip(runs, labels, strict=True)]
+    yield Table(rows=(_HEADER, *rows), right=tuple(range(2, 9)), wide=9, best=tuple(_best(runs)))
+    if not _has_same_data(runs):
+        yield Sentence(text="the data is not the same in all runs, so no loss is the best")
+    for run, label in zip(runs, labels, strict=True):
+        if run.report is None:
+            yield Sentence(text=f"{label}: {state_line(run)}")
+
+
+def _row(run: RecordedRun, label: str) -> tuple[str, ...]:
+    speed, memory = run.measured.speed, run.measured.memory
+    ending = "not ended" if run.report is None else ending_words(run.report)
+    return (
+        label,
+        ending if run.plan is not None or run.report is not None else "not begun",
+        str(run.step),
+        _words(_score(run), "{:.4f}".format),
+        _words(run.final_loss, "{:.4f}".format),
+        _words(_rate(run), format_count),
+        _words(speed.step_s, format_seconds),
+        _words(memory.peak_allocated_bytes, lambda size: format_bytes(round(size))),
+        _words(None if run.report is None else run.report.duration_s, format_seconds),
+        "-" if run.candidate is None else run.candidate.strategy.name,
+    )
+
+
+def _best(runs: Sequence[RecordedRun]) -> Iterator[tuple[int, int]]:
+    """(row, column) of each figure that no other run has better; none where all are alike."""
+    scores = [_score(run) if _has_same_data(runs) else None for run in runs]
+    times = [run.report.duration_s if _is_whole(run) and run.report is not None else None for run in runs]
+    for column, figures, sign in (
+        (3, scores, 1),
+        (5, [_rate(run) for run in runs], -1),
+        (6, [run.measured.speed.step_s if _has_same_steps(runs) else None for run in runs], 1),
+        (7, [run.measured.memory.peak_allocated_bytes for run in runs], 1),
+        (8, times if _has_same_steps(runs) else [None], 1),
+    ):
+        known = [sign * figure for figure in figures if figure is not None]
+        if len(set(known)) > 1:
+            yield from (
+                (number, column)
+                for number, figure in enumerate(figures, start=1)
+                if figure is not None and sign * figure == min(known)
+            )
+
+
+def _has_same_data(runs: Iterable[RecordedRun]) -> bool:
+    return len({run.plan.data.fingerprint for run in runs if run.plan is not None}) <= 1
+
+
+def _has_same_steps(runs: Iterable[RecordedRun]) -> bool:
+    """Whether a step is as many tokens in each, and each has as many steps."""
+    schedules = [run.plan.schedule for run in runs if run.plan is not None]
+    return len({(schedule.num_steps, schedule.tokens_per_step) for schedule in schedules}) <= 1
+
+
+def _is_whole(run: RecordedRun) -> bool:
+    """Finished in one go, so that its time is that of the whole run."""
+    return run.report is not None and run.report.ending is Ending.FINISHED and run.report.resumed_from_step is None
+
+
+def _score(run: RecordedRun) -> float | None:
+    """The last held-out loss."""
+    return next(reversed(run.eval_losses.values()), None)
+
+
+def _rate(run: RecordedRun) -> float | None:
+    """Tokens a second of all devices."""
+    each = run.measured.speed.tokens_per_s_per_gpu
+    return None if each is None or run.candidate is None else each * run.candidate.num_ranks
+
+
+def _differences(runs: Sequence[RecordedRun], labels: Sequence[str]) -> Iterator[Block]:
+    """Settings of the jobs that are not the same in all of them."""
+    jobs = [dict(_leaves(msgspec.to_builtins(run.plan.job))) if run.plan is not None else {} for run in runs]
+    told = [job for job in jobs if job]
+    keys = [key for key in dict.fromkeys(key for job in told for key in job) if _differs(key, told)]
+    if not keys:
+        return
+    shown = keys[:_MOST_SETTINGS]
+    rows = [
+        (label, *(_setting(job[key]) if key in job else "-" for key in shown))
+        for label, job in zip(labels, jobs, strict=True)
+    ]
+    yield Table(rows=(("run", *shown), *rows))
+    if len(keys) > len(shown):
+        yield Sentence(text=f"and {', '.join(keys[_MOST_SETTINGS:])}")
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:  # noqa: ANN401  # a tree of builtins
+    if not isinstance(value, dict) or not value:
+        yield key, value
+        return
+    for name, part in value.items():
+        if key or name not in _NOT_COMPARED:
+            yield from _leaves(part, f"{key}.{name}" if key else name)
+
+
+def _differs(key: str, jobs: Sequence[dict[str, Any]]) -> bool:
+    return any(job.get(key) != jobs[0].get(key) for job in jobs[1:])
+
+
+def _setting(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "-" if value is None else str(value)
+
+
+def _curves(
+    caption: str,
+    runs: Sequence[RecordedRun],
+    labels: Sequence[str],
+    points: Callable[[RecordedRun], Points],
+    unit: Unit,
+) -> Section | None:
+    """One line a run; None where no run has the figure."""
+    drawn = [(label, points(run)) for run, label in zip(runs, labels, strict=True)]
+    lines = [Series(name=label, points=each) for label, each in drawn if any(y is not None for _, y in each)]
+    if not lines:
+        return None
+    chart = LineChart(
+        caption=caption,
+        x_label="step",
+        unit=unit,
+        series=tuple(lines[:_MOST_CURVES]),
+        from_zero=unit is not Unit.NUMBER,
+    )
+    blocks: tuple[Block, ...] = (chart,)
+    if len(lines) > _MOST_CURVES:
+        blocks = (Sentence(text=f"the first {_MOST_CURVES} of {len(lines)} runs"), chart)
+    return Section(title=caption, blocks=blocks)
+
+
+def _held_out(run: RecordedRun) -> Points:
+    return tuple((float(step), loss) for step, loss in run.eval_losses.items())
+
+
+def _over(figure_of: Callable[[Step], float | None]) -> Callable[[RecordedRun], Points]:
+    return lambda run: points_of(run, figure_of)
+
+
+def _recommended(runs: Sequence[RecordedRun], labels: Sequence[str]) -> Iterator[Block]:
+    """The first of each run."""
+    for run, label in zip(runs, labels, strict=True):
+        for each in run.recommended[:1]:
+            yield Sentence(text=f"{label}: {each.text}")
+
+
+def _words(value: float | None, form: Callable[[float], str]) -> str:
+    return "-" if value is None else form(value)

@@ -1,0 +1,199 @@
+"""A report as plain text: how the run ended, and every prediction beside what was measured."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from launch.show.report.runs import ENDINGS, RecordedRun, end_line, state_line
+from trainer.planning.memory.parts import grouped
+from trainer.planning.page.text_layout import paragraph
+from trainer.planning.recommend import Recommendation
+from trainer.spec.report import AttemptRecord, Fault, Figures, Report
+from trainer.spec.units import format_bytes, format_count, format_seconds
+
+FAULTS = {
+    Fault.OUT_OF_MEMORY: "ran out of memory",
+    Fault.HOST_OUT_OF_MEMORY: "was ended for want of host memory",
+    Fault.KILLED: "was killed",
+    Fault.HUNG: "hung",
+    Fault.ERROR: "failed",
+}
+
+
+def render_run(run: RecordedRun) -> str:
+    """What there is to say of one run, for a terminal; of one without a report, as far as it got."""
+    if run.report is not None:
+        return render_report(run.report, run_dir=run.run_dir, recommended=run.recommended)
+    lines = [f"{run.run_dir}: {state_line(run)}", f"  see how it stands: shardwise status {run.run_dir}"]
+    if run.final_loss is not None:
+        lines.append(f"  training loss {run.final_loss:.4f} at step {run.step}")
+    if run.plan is not None:
+        lines += ["", *_comparison_lines(run.predicted, run.measured)]
+    return "\n".join(lines)
+
+
+def render_report(report: Report, *, run_dir: Path, recommended: Sequence[Recommendation] = ()) -> str:
+    """The report of one run, for a terminal."""
+    lines = [f"{run_dir}: {end_line(report)}"]
+    if report.error:
+        lines.append(f"  error: {report.error}")
+    if report.resumed_from_step is not None:
+        lines.append(f"  resumed from step {report.resumed_from_step}")
+    if len(report.history) > 1:
+        lines += [f"  {attempt_line(attempt)}" for attempt in report.history]
+    lines += [f"  incident: {incident}" for incident in report.incidents]
+    lines += [f"  {line}" for line in loss_lines(report)]
+    lines += ["", *_comparison_lines(report.predicted, report.measured)]
+    lines += [line for words in [parts_line(report.measured.speed.parts)] if words for line in ("", words)]
+    lines += _engaged_lines(report)
+    lines += _sample_lines(report)
+    lines += _recommended_lines(recommended)
+    lines += [f"checkpoint: {run_dir / report.checkpoint}"] if report.checkpoint else []
+    lines += [f"model: {run_dir / report.export}"] if report.export else []
+    return "\n".join(lines)
+
+
+def attempt_line(attempt: AttemptRecord) -> str:
+    """`attempt 2: ddp/fp32/adamw x2, micro batch 2 x 4: from step 3, ran out of memory at step 5 after 12 s`."""
+    begin = "from the beginning" if attempt.resumed_from_step is None else f"from step {attempt.resumed_from_step}"
+    end = ENDINGS[attempt.ending] if attempt.fault is None else FAULTS[attempt.fault]
+    ranks = f" x{attempt.num_ranks}" if attempt.num_ranks > 1 else ""
+    line = (
+        f"attempt {attempt.number}: {attempt.strategy}{ranks}, micro batch {attempt.micro_batch} x "
+        f"{attempt.accumulation}: {begin}, {end} at step {attempt.step} after {format_seconds(attempt.duration_s)}"
+    )
+    if attempt.fault is None or not attempt.fault.is_memory:
+        return line
+    line += f"; predicted peak {format_bytes(attempt.predicted_peak_bytes)}"
+    return line + f", held {_bytes(attempt.measured_peak_bytes)}" if attempt.measured_peak_bytes else line
+
+
+def loss_lines(report: Report) -> list[str]:
+    """The training loss and the last score of the held-out rows."""
+    lines = []
+    if report.final_loss is not None:
+        lines.append(f"training loss {report.final_loss:.4f} at the last step")
+    if report.evaluations:
+        last = report.evaluations[-1]
+        line = f"held-out loss {last.loss:.4f} (perplexity {last.perplexity:.1f}) over {last.num_tokens} tokens"
+        if last.unigram_entropy_nats is not None:
+            share = last.loss / last.unigram_entropy_nats
+            line += f"; unigram entropy of the same tokens {last.unigram_entropy_nats:.4f}, ratio {share:.2f}"
+        if last.accuracy is not None:
+            line += f"; {last.accuracy:.1%} of them are the most likely token"
+        if last.reward_accuracy is not None and last.reward_margin is not None:
+            line = f"held-out loss of pairs {last.loss:.4f}; the chosen answer has the higher reward in "
+            line += f"{last.reward_accuracy:.1%}, mean margin {last.reward_margin:.3f}, its perplexity is "
+            line += f"{last.perplexity:.1f}"
+        lines.append(line)
+    return lines
+
+
+def parts_line(parts: Mapping[str, float]) -> str:
+    """`a step: backward 240 ms, forward 110 ms`, the longest first; what takes less than a thousandth is left out."""
+    least = sum(parts.values()) / 1000
+    ordered = sorted(((name, seconds) for name, seconds in parts.items() if seconds > least), key=lambda part: -part[1])
+    return f"a step: {', '.join(f'{name} {format_seconds(each)}' for name, each in ordered)}" if ordered else ""
+
+
+def comparison_rows(predicted: Figures, measured: Figures) -> list[tuple[str, str, str, str]]:
+    """(figure, predicted, measured, difference), the header first."""
+    rows = [("", "predicted", "measured", "difference")]
+    for label, name in (
+        ("peak allocated", "peak_allocated_bytes"),
+        ("steady allocated", "steady_allocated_bytes"),
+        ("peak reserved", "peak_reserved_bytes"),
+        ("device", "device_bytes"),
+        ("host", "host_bytes"),
+    ):
+        expected, found = getattr(predicted.memory, name), getattr(measured.memory, name)
+        if found is not None:
+            rows.append((label, _bytes(expected or None), _bytes(found), _difference(expected or None, found)))
+    expected_parts = grouped(predicted.memory.parts)
+    for name in dict.fromkeys((*expected_parts, *measured.memory.parts)):
+        expected, found = expected_parts.get(name), measured.memory.parts.get(name)
+        if not expected and not found:
+            continue
+        rows.append((f"  {name.replace('_', ' ')}", _bytes(expected), _bytes(found), _difference(expected, found)))
+    speed, speed_found = predicted.speed, measured.speed
+    rows.append(
+        (
+            "tokens/s per device",
+            _count(speed.tokens_per_s_per_gpu),
+            _count(speed_found.tokens_per_s_per_gpu),
+            _difference(speed.tokens_per_s_per_gpu, speed_found.tokens_per_s_per_gpu),
+        )
+    )
+    rows.append(
+        ("step", _seconds(speed.step_s), _seconds(speed_found.step_s), _difference(speed.step_s, speed_found.step_s))
+    )
+    if speed_found.mfu is not None:
+        rows.append(("MFU", _percent(speed.mfu), _percent(speed_found.mfu), ""))
+    return rows
+
+
+def _comparison_lines(predicted: Figures, measured: Figures) -> list[str]:
+    rows = comparison_rows(predicted, measured)
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return [
+        f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}".rstrip()
+        for row in rows
+    ]
+
+
+def _engaged_lines(report: Report) -> list[str]:
+    lines = engaged_lines(report)
+    return ["", *lines] if lines else []
+
+
+def engaged_lines(report: Report) -> list[str]:
+    """What was seen to run; nothing where no attempt got that far."""
+    engaged = report.engaged
+    if engaged is None:
+        return []
+    facts = engaged.facts
+    fp8 = [facts[name] for name in ("fp8 library", "fp8 recipe", "fp8 gain") if name in facts]
+    ranks = "1 process" if engaged.world_size == 1 else f"{engaged.world_size} processes"
+    return [
+        f"seen to run: {ranks}, {engaged.engine_class}, {engaged.optimizer_class}, {engaged.precision}, "
+        f"attention {engaged.attention}, loss {engaged.loss}, accumulation {engaged.accumulation}"
+        + (f", {engaged.sharded_parameters} sharded parameters" if engaged.sharded_parameters else ""),
+        *([f"fp8: {', '.join(fp8)}"] if fp8 else []),
+    ]
+
+
+def _sample_lines(report: Report) -> list[str]:
+    sample = report.sample
+    if sample is None:
+        return []
+    lines = ["", "sample:"]
+    for label, text in (("prompt", sample.prompt), ("before", sample.before), ("after", sample.after)):
+        if text is not None:
+            lines.append(f"  {label}: " + text.replace("\n", "\n          "))
+    return lines
+
+
+def _recommended_lines(recommended: Sequence[Recommendation]) -> list[str]:
+    lines = [line for each in recommended for line in paragraph(each.text, width=100)]
+    return ["", "what would help:", *lines] if lines else []
+
+
+def _bytes(value: int | None) -> str:
+    return "-" if value is None else format_bytes(value)
+
+
+def _count(value: float | None) -> str:
+    return "-" if value is None else format_count(value)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else format_seconds(value)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _difference(predicted: float | None, measured: float | None) -> str:
+    if predicted is None or not measured:
+        return ""
+    return f"{predicted / measured - 1:+.1%}"

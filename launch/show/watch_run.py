@@ -1,0 +1,120 @@
+"""A run as `shardwise watch` sees it: its files, looked at again and again, and seldom a question to Slurm.
+
+Files alone show steps, phases and reports. Whether a run that is silent still lives, only the machine that supervises
+it knows, or Slurm: where neither can be asked the run is watched on until its report tells of an end.
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from launch.rundir.files import RunFiles, read_run
+from launch.rundir.holder import last_holder
+from launch.rundir.state import Judged, RunState, judge
+from launch.rundir.witness import Queue, witness_of
+from launch.show.live.tail import MetricsTail
+from launch.show.live.view import LiveView, StepLog, view_of
+from trainer.spec.report import Ending
+from trainer.spec.units import format_seconds
+
+ASK_S = 15.0  # between two questions to Slurm: it serves everybody
+SETTLE_S = 3.0  # an end has to stay one: between two attempts a report tells of the one before
+FOREIGN_SETTLE_S = 60.0  # the same, where the supervisor is on a machine that cannot be seen from here
+SILENT_S = 120.0  # a shared file system may show a write a minute late
+_OVER = (RunState.FINISHED, RunState.STOPPED)  # nothing comes after these without a person
+
+
+class Look(NamedTuple):
+    """What one look at a run showed."""
+
+    view: LiveView
+    judged: Judged
+    files: RunFiles
+    rows: tuple[dict[str, Any], ...]  # that came since the look before
+    has_ended: bool
+
+
+class WatchedRun:
+    """A run that is looked at until it ends."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        environment: Mapping[str, str] = os.environ,
+        clock: Callable[[], float] = time.monotonic,
+        ask_s: float = ASK_S,
+        settle_s: float = SETTLE_S,
+    ) -> None:
+        self._run_dir, self._environment, self._clock = run_dir, environment, clock
+        self._ask_s, self._settle_s = ask_s, settle_s
+        self._tail, self._steps = MetricsTail(run_dir / "metrics.jsonl"), StepLog()
+        self._has_looked = False
+        self._queue, self._asked_at = Queue(environment), clock()
+        self._ended: tuple[RunState, int, float] | None = None  # the end, the attempt, and since when it is so
+
+    def look(self) -> Look:
+        """Reads what is new; OSError where the directory is out of sight."""
+        self._run_dir.stat()
+        now = self._clock()
+        rows = self._tail.read_new()
+        for row in rows:
+            self._steps.note(row, seen_s=now if self._has_looked else None)
+        self._has_looked = True
+        files = read_run(self._run_dir)
+        judged = self._judged(files, now)
+        view = self._view(files, judged)
+        return Look(view, judged, files, tuple(rows), self._has_ended(files, judged, now))
+
+    def _judged(self, files: RunFiles, now: float) -> Judged:
+        if now - self._asked_at >= self._ask_s:
+            self._queue, self._asked_at = Queue(self._environment), now
+        witness = witness_of(files, self._queue, asks_ended=False, environment=self._environment)
+        return judge(files, witness, now_s=time.time())
+
+    def _has_ended(self, files: RunFiles, judged: Judged, now: float) -> bool:
+        """Whether it has; what may be followed by another attempt, only when nothing has come for a while."""
+        state = judged.state
+        if state.is_alive or state is RunState.UNKNOWN:
+            self._ended = None
+            return False
+        if state in _OVER or (files.sign_s is not None and time.time() - files.sign_s > FOREIGN_SETTLE_S):
+            return True
+        if self._ended is None or self._ended[:2] != (state, files.attempt):
+            self._ended = (state, files.attempt, now)
+        is_foreign = files.submission is None and _is_supervised_elsewhere(files)
+        return now - self._ended[2] >= (FOREIGN_SETTLE_S if is_foreign else self._settle_s)
+
+    def _view(self, files: RunFiles, judged: Judged) -> LiveView:
+        report = files.report
+        return view_of(
+            self._steps,
+            files.plan,
+            title=self._run_dir.resolve().name,
+            state=state_words(files, judged, now_s=time.time()),
+            attempt=max(1, files.attempt),
+            incidents=report.incidents if report is not None else (),
+            is_running=judged.state in (RunState.RUNNING, RunState.UNKNOWN) and not files.has_told_its_end,
+        )
+
+
+def state_words(files: RunFiles, judged: Judged, *, now_s: float) -> str:
+    """`training`, `waiting: job 12 waits`, `running, no sign of life for 5 min 00 s`."""
+    if judged.state is RunState.STARTING:
+        return "starting"
+    if judged.state not in (RunState.RUNNING, RunState.UNKNOWN):
+        name = judged.state.value.replace("_", " ")
+        return name if judged.words.startswith(name) else f"{name}: {judged.words}"
+    if files.has_told_its_end and files.report is not None:
+        is_done = files.report.ending is Ending.FINISHED
+        return "ending" if is_done else f"between attempts: {files.report.ending.value.replace('_', ' ')}"
+    words = files.phase or "starting"
+    silent_s = 0.0 if files.sign_s is None else now_s - files.sign_s
+    return words if silent_s < SILENT_S else f"{words}, no sign of life for {format_seconds(silent_s)}"
+
+
+def _is_supervised_elsewhere(files: RunFiles) -> bool:
+    holder = last_holder(files.run_dir)
+    return holder is not None and not holder.is_of_this_machine

@@ -1,0 +1,1 @@
+"""Trackers of a run: wandb, TensorBoard, notifications."""

@@ -1,0 +1,141 @@
+"""`log.notify` as a sink: a URL or a command is told how a run ended, that it failed, or that it is queued again.
+
+A URL can stand in a variable of the environment, which is read here and nowhere before.
+
+It gets one JSON object: a URL as the body of a POST, a command on its standard input. A command is started from its
+words, never by a shell, and ends with the process of the sinks. What is printed names the host or the program alone:
+the rest of a URL is often all that protects it.
+"""
+
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.track.tracker import End, Incident, Line, Run
+from trainer.spec import codec
+from trainer.spec.job.kinds import HintError
+from trainer.spec.job.notify import check_url, is_url, variable_of
+from trainer.spec.secrets import redact
+
+POST_TIMEOUT_S = 10.0
+COMMAND_TIMEOUT_S = 30.0
+
+
+class NotifyError(Exception):
+    """Nobody was told; the message names no secret."""
+
+
+class NotifySink:
+    """Tells once, at the end."""
+
+    name = "notify"
+
+    def __init__(
+        self, run_dir: Path, *, name: str, notify: tuple[str, ...], command_timeout_s: float = COMMAND_TIMEOUT_S
+    ) -> None:
+        self._run_dir, self._name, self._notify = run_dir, name, notify
+        self._command_timeout_s = command_timeout_s
+
+    def begin(self, run: Run) -> None:
+        """Nobody is told that a run begins."""
+
+    def step(self, line: Line) -> None:
+        """Nor of its steps."""
+
+    def incident(self, incident: Incident) -> None:
+        """Nor of what the run goes on from."""
+
+    def end(self, end: End) -> None:
+        """Tells how it ended; NotifyError where that did not work."""
+        content = json.dumps(message(end, run_dir=self._run_dir, name=self._name)).encode()
+        variable = variable_of(self._notify)
+        if variable is not None:
+            post(url_in(variable), content)
+        elif is_url(self._notify):
+            post(self._notify[0], content)
+        else:
+            run_command(self._notify, content, timeout_s=self._command_timeout_s)
+
+
+def url_in(variable: str, environment: Mapping[str, str] = os.environ) -> str:
+    """The URL that a variable of the environment holds; NotifyError, which does not show it, where it holds none."""
+    url = environment.get(variable, "").strip()
+    if not url:
+        raise NotifyError(f"${variable} is not set in this environment; it should hold the URL that is told")
+    try:
+        check_url(url)
+    except HintError as error:
+        raise NotifyError(f"${variable} holds no URL that can be told: {error}") from None
+    return url
+
+
+def message(end: End, *, run_dir: Path, name: str) -> dict[str, Any]:
+    """What is told."""
+    report = end.report
+    told = {
+        "name": name,
+        "ending": "failed" if report is None else str(report.ending),
+        "step": 0 if report is None else report.step,
+        "num_steps": None if report is None else report.num_steps,
+        "loss": None if report is None else report.final_loss,
+        "error": end.error if report is None else report.error,
+        "run_dir": str(run_dir.absolute()),
+        "host": socket.gethostname(),
+    }
+    shown: dict[str, Any] = codec.redacted(told)
+    return shown
+
+
+def post(url: str, content: bytes) -> None:
+    """Posts JSON; a user and a password in the URL are sent as a header, as the standard says."""
+    from base64 import b64encode
+    from http.client import HTTPException
+    from urllib.error import HTTPError
+    from urllib.parse import unquote, urlsplit
+    from urllib.request import Request, urlopen
+
+    parts = urlsplit(url)
+    headers = {"Content-Type": "application/json", "User-Agent": "shardwise"}
+    userinfo, _, place = parts.netloc.rpartition("@")
+    if userinfo:
+        headers["Authorization"] = "Basic " + b64encode(unquote(userinfo).encode()).decode()
+    request = Request(parts._replace(netloc=place).geturl(), data=content, headers=headers, method="POST")  # noqa: S310 - the job file allows http and https alone
+    try:
+        with urlopen(request, timeout=POST_TIMEOUT_S) as answer:  # noqa: S310 - as above
+            answer.read(1)
+    except HTTPError as error:
+        error.close()
+        raise NotifyError(f"{parts.hostname} was not told: it answered {error.code}") from None
+    except (OSError, HTTPException, ValueError) as error:
+        raise NotifyError(f"{parts.hostname} was not told: {_words(error, url)}") from None
+
+
+def run_command(words: Sequence[str], content: bytes, *, timeout_s: float) -> None:
+    """Runs a command with the JSON on its standard input; what it prints goes to the log of the sinks."""
+    program = Path(words[0]).name
+    argv = [str(Path(words[0]).expanduser()), *words[1:]]
+    try:
+        answer = subprocess.run(
+            argv,
+            input=content,
+            capture_output=True,
+            timeout=timeout_s,
+            check=False,
+            env=dict(os.environ),
+        )
+    except subprocess.TimeoutExpired:
+        raise NotifyError(f"{program} did not end within {timeout_s:g} s") from None
+    except OSError as error:
+        raise NotifyError(f"{program} could not be started: {error.strerror}") from None
+    if answer.returncode != 0:
+        lines = redact(answer.stderr.decode(errors="replace")).strip().splitlines()
+        raise NotifyError(f"{program} ended with exit code {answer.returncode}" + (f": {lines[-1]}" if lines else ""))
+
+
+def _words(error: Exception, url: str) -> str:
+    reason = getattr(error, "reason", error)
+    return redact(str(reason).replace(url, "the URL"))

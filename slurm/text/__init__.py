@@ -1,0 +1,1 @@
+"""Slurm's output as values."""

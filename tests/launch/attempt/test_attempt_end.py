@@ -1,0 +1,190 @@
+"""What is made of the files that an attempt leaves: one cause, in a sentence, whatever else is true at once."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_plan_factory import engine_plan
+from msgspec.structs import replace
+from report_factory import make_report
+
+from launch.attempt.end import AttemptEnd, Observed, attempt_end, killed_rank, last_words
+from trainer.spec import codec
+from trainer.spec.report import Ending, Fault
+from trainer.spec.strategy import Sharding
+
+KILLED = "failed (exitcode: -{number}) local_rank: 1 (pid: 77) of binary: python"
+LEFT = "failed (exitcode: {code}) local_rank: 1 (pid: 77) of binary: python"
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Path:
+    (tmp_path / "logs").mkdir()
+    codec.write(tmp_path / "plan.json", engine_plan(Sharding.DDP, num_ranks=2))
+    return tmp_path
+
+
+def write_report(attempt: Path, rank: int, *, age_s: int = 0, **changes: object) -> None:
+    path = attempt / ("report.json" if rank == 0 else f"report-rank-{rank}.json")
+    codec.write(path, make_report(**changes))
+    os.utime(path, (1_000_000 - age_s, 1_000_000 - age_s))
+
+
+def end_of(attempt: Path, *, return_code: int = 1, **seen: Any) -> AttemptEnd:
+    return attempt_end(attempt, Observed(return_code, **seen))
+
+
+def launcher_says(attempt: Path, words: str) -> None:
+    (attempt / "logs" / "launcher.log").write_text(words)
+
+
+def rank_says(attempt: Path, rank: int, words: str) -> None:
+    (attempt / "logs" / f"rank-{rank}.log").write_text(words)
+
+
+def test_a_rank_that_leaves_no_report_is_a_failed_run_with_its_last_words(attempt: Path):
+    rank_says(attempt, 0, "starting\nValueError: the sky fell\nbye\n")
+    end = end_of(attempt)
+    assert end.fault is Fault.ERROR and not end.has_trained and not end.has_report
+    assert "ValueError: the sky fell" in (end.report.error or "")
+    assert (end.report.ending, end.report.plan.num_ranks, end.report.num_steps) == (Ending.FAILED, 2, 2)
+
+
+def test_out_of_memory_on_one_rank_outweighs_the_failure_it_causes_on_another(attempt: Path):
+    write_report(attempt, 0, ending=Ending.FAILED, age_s=5)
+    write_report(attempt, 1, ending=Ending.OUT_OF_MEMORY)
+    assert end_of(attempt).fault is Fault.OUT_OF_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("number", "kills", "words", "fault", "fact"),
+    [
+        (9, None, "", Fault.KILLED, "SIGKILL"),
+        (9, 0, "", Fault.KILLED, "SIGKILL"),
+        (9, 1, "", Fault.HOST_OUT_OF_MEMORY, "host memory"),
+        (11, 1, "", Fault.KILLED, "SIGSEGV"),
+        (6, 0, "what():  std::bad_alloc", Fault.OUT_OF_MEMORY, "memory"),
+        (6, 0, "memory allocation of 12345 bytes failed", Fault.OUT_OF_MEMORY, "memory"),
+        (6, 0, "Assertion `x' failed", Fault.KILLED, "SIGABRT"),
+    ],
+)
+def test_a_signal_is_out_of_memory_only_with_evidence(attempt: Path, number, kills, words, fault, fact):
+    launcher_says(attempt, KILLED.format(number=number))
+    rank_says(attempt, 1, words)
+    write_report(attempt, 0, ending=Ending.FAILED, error="RuntimeError: Connection closed by peer")
+    end = end_of(attempt, num_oom_kills=kills)
+    assert end.fault is fault and "rank 1" in (end.report.error or "") and fact in (end.report.error or "")
+    assert end.report.ending is (Ending.OUT_OF_MEMORY if fault.is_memory else Ending.FAILED)
+    assert not end.is_final, "a signal may not come again"
+
+
+def test_the_cause_is_the_error_that_was_reported_first(attempt: Path):
+    write_report(attempt, 0, ending=Ending.FAILED, error="RuntimeError: Connection closed by peer", exit_code=1, step=9)
+    write_report(attempt, 1, ending=Ending.FAILED, error="ValueError: injected", exit_code=1, age_s=2)
+    end = end_of(attempt)
+    assert end.report.error == "rank 1: ValueError: injected"
+    assert end.report.step == 9, "the rest is rank 0's, who measures"
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "step", "error", "is_final", "has_trained", "is_transient"),
+    [
+        (1, 5, "ValueError: injected", False, True, False),
+        (1, 3, "ValueError: injected", False, False, False),  # before the first step of this attempt
+        (1, 3, "DistNetworkError: The server socket has failed to listen", False, False, True),
+        (2, 5, "extensions: loss raised ValueError", True, True, False),
+        (4, 5, "the disk is full", True, True, False),
+    ],
+)
+def test_an_error_is_final_where_a_person_has_to_mend_it(
+    attempt: Path, exit_code, step, error, is_final, has_trained, is_transient
+):
+    write_report(attempt, 0, ending=Ending.FAILED, error=error, exit_code=exit_code, step=step, resumed_from_step=3)
+    end = end_of(attempt)
+    assert (end.is_final, end.has_trained, end.is_transient) == (is_final, has_trained, is_transient)
+
+
+@pytest.mark.parametrize("is_capped", [True, False])
+def test_a_rank_that_may_start_no_thread_is_out_of_memory_under_a_cap_alone(attempt: Path, is_capped):
+    plan = engine_plan(Sharding.DDP, num_ranks=2)
+    cap = 2**20 if is_capped else None
+    codec.write(attempt / "plan.json", replace(plan, hardware=replace(plan.hardware, vram_cap_bytes=cap)))
+    launcher_says(attempt, LEFT.format(code=1))
+    rank_says(attempt, 1, "libgomp: Thread creation failed: Resource temporarily unavailable")
+    write_report(attempt, 0, ending=Ending.FAILED, error="RuntimeError: Connection closed by peer")
+    end = end_of(attempt, step=4)
+    assert end.fault is (Fault.OUT_OF_MEMORY if is_capped else Fault.ERROR)
+    if not is_capped:
+        assert (end.report.error or "").startswith("rank 1 ended with code 1") and "libgomp" in (end.report.error or "")
+
+
+def test_what_the_supervisor_saw_outweighs_what_ranks_say_of_their_end(attempt: Path):
+    write_report(attempt, 0, ending=Ending.FAILED, error="RuntimeError: Connection closed by peer")
+    launcher_says(attempt, KILLED.format(number=9))
+    assert end_of(attempt, hung="rank 1 hung").fault is Fault.HUNG
+
+
+def test_a_launcher_that_was_killed_is_no_rank_that_failed(attempt: Path):
+    end = end_of(attempt, return_code=-9, step=2)
+    assert (end.fault, end.report.step) == (Fault.KILLED, 2)
+    assert "launcher" in (end.report.error or "") and "SIGKILL" in (end.report.error or "")
+
+
+def test_a_lone_rank_that_was_killed_is_named(attempt: Path):
+    launcher_says(attempt, "subprocess.CalledProcessError: Command '[...]' died with <Signals.SIGKILL: 9>.")
+    assert killed_rank(attempt) == (0, signal.SIGKILL)
+
+
+def test_a_rank_that_failed_by_itself_was_not_killed(attempt: Path):
+    launcher_says(attempt, "  rank      : 1 (local_rank: 1)\n  exitcode  : 1 (pid: 7)\n")
+    assert killed_rank(attempt) is None
+
+
+def test_a_rank_that_torchrun_ended_is_not_the_cause(attempt: Path):
+    launcher_says(
+        attempt,
+        "Sending process 77 closing signal SIGTERM\n  rank      : 1 (local_rank: 1)\n  exitcode  : -15 (pid: 77)\n"
+        "  rank      : 0 (local_rank: 0)\n  exitcode  : -11 (pid: 76)\n",
+    )
+    assert killed_rank(attempt) == (0, signal.SIGSEGV)
+
+
+def test_a_damaged_report_is_passed_over(attempt: Path):
+    (attempt / "report.json").write_text('{"ending": ')
+    assert "code 3" in (end_of(attempt, return_code=3).report.error or "")
+
+
+def test_last_words_without_any_output(tmp_path: Path):
+    assert last_words(tmp_path) == "(no output)"
+
+
+# -- several machines --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_two(tmp_path: Path) -> Path:
+    (tmp_path / "logs").mkdir()
+    codec.write(tmp_path / "plan.json", engine_plan(Sharding.DDP, num_ranks=4))
+    (tmp_path / "logs" / "launcher.log").write_text("")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "fault", "fact"),
+    [
+        (KILLED.format(number=9), Fault.KILLED, "SIGKILL"),
+        (LEFT.format(code=3), Fault.ERROR, "code 3"),
+    ],
+)
+def test_a_launcher_counts_its_own_ranks_from_0(on_two: Path, words: str, fault: Fault, fact: str):
+    (on_two / "logs" / "launcher-1.log").write_text(words)
+    end = end_of(on_two)
+    assert end.fault is fault and "rank 3" in (end.report.error or "") and fact in (end.report.error or "")
+
+
+def test_a_machine_that_is_lost_is_the_cause_whatever_its_ranks_say(on_two: Path):
+    write_report(on_two, 0, ending=Ending.FAILED, error="RuntimeError: Connection closed by peer")
+    end = end_of(on_two, lost="n2 (node 1) was lost")
+    assert (end.is_machine_lost, end.fault, end.report.error) == (True, Fault.KILLED, "n2 (node 1) was lost")

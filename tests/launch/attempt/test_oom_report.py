@@ -1,0 +1,140 @@
+"""The report on an attempt that ran out of memory names what dominated, what was held, and what comes next."""
+
+import re
+
+import pytest
+from msgspec.structs import replace
+from planning_factory import plan_of
+from report_factory import MIB, make_candidate, make_report
+
+from launch.attempt.oom_report import FILE, MemoryEnd, oom_page, write_oom_report
+from trainer.planning.page.text_layout import page_text
+from trainer.spec import codec
+from trainer.spec.hardware import DeviceKind, Gpu, Holder
+from trainer.spec.messages.memory_state import MemoryState, memory_state_path
+from trainer.spec.plan import Plan
+from trainer.spec.report import Ending, Report
+
+GIB = 1024 * MIB
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return plan_of("tiny", "1xRTX-4090")
+
+
+def failed(**changes: object) -> Report:
+    candidate = make_candidate()
+    memory = replace(
+        candidate.memory,
+        parts={"logits": 600 * MIB, "saved_activations": 300 * MIB, "weights": 100 * MIB},
+        peak_allocated_bytes=1000 * MIB,
+        peak_event="loss_backward",
+        need_bytes=1200 * MIB,
+        usable_bytes=2 * GIB,
+    )
+    report = make_report(ending=Ending.OUT_OF_MEMORY, error="OutOfMemoryError: CUDA out of memory.", step=6)
+    return replace(report, plan=replace(candidate, memory=memory), **changes)
+
+
+STATE = MemoryState(
+    rank=1,
+    phase="backward",
+    step=7,
+    tensors={"weights": 100 * MIB, "gradients": 60 * MIB, "other tensors": 40 * MIB},
+    allocated_bytes=1500 * MIB,
+    reserved_bytes=2000 * MIB,
+    free_device_bytes=10 * MIB,
+    total_device_bytes=24 * GIB,
+    largest_blocks=(512 * MIB, 128 * MIB),
+    largest_free_bytes=30 * MIB,
+    host_bytes=3 * GIB,
+    summary="| Allocated memory | 1500 MiB |",
+)
+
+
+def text_of(end: MemoryEnd) -> str:
+    return " ".join(page_text(oom_page(end), width=100).split())
+
+
+def lacking(text: str, *patterns: str) -> list[str]:
+    """The patterns that the page does not hold."""
+    return [pattern for pattern in patterns if not re.search(pattern, text)]
+
+
+def test_it_says_where_it_happened_and_what_dominated(plan):
+    text = text_of(MemoryEnd(2, plan, failed(), (STATE,)))
+    assert not lacking(text, "attempt 2 ", "Rank 1 .*backward of step 7", "OutOfMemoryError: CUDA out of memory")
+    assert not lacking(text, "1.17 GiB .*2 GiB .*1000 MiB .*loss backward", "logits, 60%")
+    assert not lacking(text, "saved activations 300 MiB 30%")
+
+
+def test_it_shows_what_the_rank_held_and_how_much_is_fragments(plan):
+    text = text_of(MemoryEnd(1, plan, failed(), (STATE,)))
+    assert not lacking(text, "gradients 60 MiB 30%", "Fragmentation: 500 MiB .*25%", "512 MiB, 128 MiB")
+    assert not lacking(text, "free on the device 10 MiB", r"\| Allocated memory \| 1500 MiB \|")
+    assert "data limit" not in text
+
+
+def test_it_names_the_limit_that_a_cpu_met(plan):
+    state = MemoryState(
+        rank=0, phase="forward", step=1, tensors={}, data_bytes=3 * GIB, data_limit_bytes=2 * GIB, host_bytes=GIB
+    )
+    text = text_of(MemoryEnd(1, plan, failed(), (state,)))
+    assert not lacking(text, "3 GiB", "data limit 2 GiB") and "Fragmentation" not in text
+
+
+def test_a_rank_that_left_nothing_is_said_to_have_left_nothing(plan):
+    text = text_of(MemoryEnd(1, plan, failed()))
+    assert not lacking(text, "after step 6") and "step 7" not in text
+
+
+def test_it_names_the_processes_that_hold_the_card(plan):
+    card = Gpu(
+        index=3,
+        name="RTX 4090",
+        spec_name=None,
+        memory_bytes=24 * GIB,
+        holders=(Holder(pid=4711, name="python", memory_bytes=9 * GIB),),
+    )
+    text = text_of(MemoryEnd(1, plan, failed(), cards=(card,)))
+    assert "3 4711 python 9 GiB" in text
+    assert "4711" not in text_of(MemoryEnd(1, plan, failed(), cards=(replace(card, holders=()),)))
+
+
+def test_what_comes_next_is_the_fallback_with_its_need(plan):
+    following = replace(failed().plan, micro_batch=2, accumulation=4)
+    text = text_of(MemoryEnd(1, plan, failed(), next_candidate=following, decision="going on"))
+    assert not lacking(text, "Going on", "none/fp32/adamw, method full, micro batch 2 x 4.* 1.17 GiB")
+
+
+def test_without_a_fallback_it_offers_what_the_plan_predicts_to_need_less(plan):
+    low, high = (
+        replace(failed().plan, memory=replace(failed().plan.memory, need_bytes=size * MIB)) for size in (9, 1200)
+    )
+    offering = replace(plan, candidates=(high, replace(low, micro_batch=1)), methods=())
+    text = text_of(MemoryEnd(1, offering, failed(), decision="none is left"))
+    assert not lacking(text, "None is left", "9 MiB: none/fp32/adamw, method full, micro batch 1 x 2")
+    assert "1.17 GiB: " not in text
+    sizes = [
+        replace(low, micro_batch=size, memory=replace(low.memory, need_bytes=size * MIB)) for size in (1, 2, 4, 8, 16)
+    ]
+    text = text_of(MemoryEnd(1, replace(plan, candidates=(high,), methods=()), failed(), smaller=tuple(sizes)))
+    places = [text.find(f"{size} MiB: none/fp32/adamw, method full, micro batch {size} x 2") for size in (16, 8, 4, 1)]
+    assert -1 not in places and places == sorted(places)  # the nearest first, the smallest last
+    assert "2 MiB: none" not in text
+    nothing = text_of(MemoryEnd(1, replace(plan, candidates=(high,), methods=()), failed()))
+    assert "MiB: none/" not in nothing and "train.method: lora" in nothing
+
+
+def test_it_is_written_beside_what_the_ranks_left_and_never_raises(plan, tmp_path):
+    attempt_dir = tmp_path / "1"
+    attempt_dir.mkdir()
+    cpu = replace(plan, device_kind=DeviceKind.CPU)
+    codec.write(memory_state_path(attempt_dir, 1), STATE)
+    memory_state_path(attempt_dir, 0).write_bytes(b'{"rank": 0')  # it was cut short
+    path = write_oom_report(attempt_dir, cpu, failed(), next_candidate=None, decision="")
+    assert path == attempt_dir / FILE
+    assert "Rank 1 " in path.read_text()
+    assert write_oom_report(tmp_path / "2", cpu, failed(), next_candidate=None, decision="") is None
+    assert write_oom_report(tmp_path / "no number", cpu, failed(), next_candidate=None, decision="") is None

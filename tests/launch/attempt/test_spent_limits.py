@@ -1,0 +1,173 @@
+"""A run stops ahead of its job's limits, over all attempts, and is not resumed until they are raised."""
+
+import io
+import time
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from report_factory import make_report
+from run_factory import attempt_record, run_plan, write_attempt, write_report
+
+from launch.attempt.deadline import MOST_MARGIN_S
+from launch.attempt.spent_limits import SPENT_FILE, Limit, LimitWatch, SpentMark, limits_of, refuse_spent, rounded_up
+from launch.attempt.supervisor import StopKind, StopRequest
+from launch.attempt.watchdog import Watchdog
+from launch.terminal import Console
+from trainer.spec import codec
+from trainer.spec.errors import ExitCode, InputError
+from trainer.spec.job.sections import Job, Limits
+from trainer.spec.plan import Plan
+from trainer.spec.report import AttemptRecord, Ending
+
+HOUR_S = 3600.0
+
+
+def job(hours: float = 24.0, cost: float | None = None, price: float | None = None) -> Job:
+    return Job(limits=Limits(hours=hours, cost=cost), price_per_gpu_hour=price)
+
+
+def plan(hours: float = 24.0, cost: float | None = None, price: float | None = None) -> Plan:
+    return replace(run_plan(num_steps=1000), job=job(hours, cost, price))
+
+
+def took(*hours: float, num_ranks: int = 1) -> list[AttemptRecord]:
+    return [attempt_record(number, duration_s=each * HOUR_S, num_ranks=num_ranks) for number, each in enumerate(hours)]
+
+
+def test_hours_are_those_of_all_attempts():
+    (limit,) = limits_of(job(hours=10), took(1.5, 2.5), num_ranks=8)
+    assert limit == Limit("limits.hours", 10, 10, 4.0, 1) and limit.left_s == 6 * HOUR_S
+    assert all(fact in limit.words for fact in ("limits.hours", "10 h 00 min", "4 h 00 min"))
+
+
+def test_money_is_hours_of_all_ranks_at_their_price():
+    _, limit = limits_of(job(cost=100, price=2.5), [*took(1, num_ranks=8), *took(3, num_ranks=4)], num_ranks=4)
+    assert limit == Limit("limits.cost", 100, 40, 20.0, 4) and limit.left_s == 5 * HOUR_S
+    assert all(fact in limit.words for fact in ("limits.cost", " 100,", "50.00", "2.5 a GPU-hour"))
+    assert "70.00" in limit.after(2 * HOUR_S).words
+    assert [each.name for each in limits_of(job(cost=100), [])] == ["limits.hours"], "without a price there is no cost"
+
+
+@pytest.mark.parametrize(
+    ("limit", "step", "remedy"),
+    [
+        (Limit("limits.hours", 24, 24, 24.0, 1), 700, "limits.hours=36"),
+        (Limit("limits.hours", 0.01, 0.01, 0.009, 1), 500, "limits.hours=0.019"),
+        (Limit("limits.cost", 100, 40, 39.0, 4), 900, "limits.cost=120"),
+        (Limit("limits.hours", 24, 24, 12.0, 1), 1000, "limits.hours=26"),
+    ],
+)
+def test_what_would_do_follows_from_the_steps_that_were_done(limit, step, remedy):
+    words = limit.remedy(step, 1000)
+    assert f"{remedy} " in words and "--resume" in words
+
+
+def test_without_a_step_nobody_knows_what_would_do():
+    words = Limit("limits.hours", 1, 1, 1.0, 1).remedy(0, 1000)
+    assert "limits.hours" in words and "limits.hours=" not in words and "--resume" in words
+
+
+@pytest.mark.parametrize(("value", "rounded"), [(34.3, 35), (0.0121, 0.013), (100, 100), (101, 110), (9.99, 10)])
+def test_a_proposal_has_two_digits(value, rounded):
+    assert rounded_up(value) == pytest.approx(rounded)
+
+
+def watch_of(run_dir: Path, left_s: float, **limits: float) -> LimitWatch:
+    """Of a run that has so many seconds of its ten hours left."""
+    used = took(10 - left_s / HOUR_S)
+    return LimitWatch(run_dir, plan(hours=10, **limits), used, num_ranks=1)
+
+
+def watchdog(run_dir: Path, step: int = 0) -> Watchdog:
+    dog = Watchdog(write_attempt(run_dir, steps=[step]), num_ranks=1)
+    dog._looked_at = float("-inf")
+    dog.look()
+    assert dog.step == step
+    return dog
+
+
+@pytest.mark.parametrize(("left_s", "stops"), [(HOUR_S, False), (MOST_MARGIN_S * 11, False), (-1.0, True)])
+def test_a_limit_that_is_spent_ends_the_run_for_good_once(tmp_path: Path, left_s: float, stops: bool):
+    stop, told = StopRequest(), io.StringIO()
+    limits, dog = watch_of(tmp_path, left_s), watchdog(tmp_path)
+    for _ in range(2):
+        limits.stop_in_time(stop, dog, Console(told))
+    assert (stop.kind is StopKind.INTERRUPT) is stops
+    assert not stop.is_urgent and stop.num_interrupts == 0, "a Ctrl-C after it is the first"
+    lines = told.getvalue().splitlines()
+    assert len(lines) == stops and (tmp_path / SPENT_FILE).exists() is stops
+    if stops:
+        assert lines[0].startswith("limits.hours") and lines[0].count("10 h 00 min") == 2
+
+
+def test_the_stop_comes_with_room_for_an_end(tmp_path: Path, monkeypatch):
+    stop, limits, dog = StopRequest(), watch_of(tmp_path, HOUR_S), watchdog(tmp_path)
+    begin, told = time.monotonic(), io.StringIO()
+    for seconds, kind in ((HOUR_S - MOST_MARGIN_S - 60, None), (HOUR_S - MOST_MARGIN_S + 1, StopKind.INTERRUPT)):
+        monkeypatch.setattr(time, "monotonic", lambda seconds=seconds: begin + seconds)
+        limits.stop_in_time(stop, dog, Console(told))
+        assert stop.kind is kind
+    assert "9 h 59 min" in told.getvalue() and "45 s" in told.getvalue()
+
+
+def test_a_run_that_has_done_its_last_step_is_left_to_finish(tmp_path: Path):
+    stop = StopRequest()
+    watch_of(tmp_path, -1.0).stop_in_time(stop, watchdog(tmp_path, step=1000), Console(io.StringIO()))
+    assert stop.kind is None and not (tmp_path / SPENT_FILE).exists()
+
+
+def test_whoever_asked_first_is_not_overruled(tmp_path: Path):
+    stop = StopRequest()
+    stop.kind = StopKind.REQUEUE
+    watch_of(tmp_path, -1.0).stop_in_time(stop, watchdog(tmp_path), Console(io.StringIO()))
+    assert stop.kind is StopKind.REQUEUE
+
+
+def test_the_report_tells_of_the_limit_that_ended_the_run(tmp_path: Path):
+    limits = LimitWatch(tmp_path, plan(cost=50, price=2), took(25.1), num_ranks=1)
+    assert limits.incidents(make_report(ending=Ending.STOPPED)) == (), "somebody else stopped it"
+    limits.stop_in_time(StopRequest(), watchdog(tmp_path, step=500), Console(io.StringIO()))
+    (first,) = limits.incidents(make_report(ending=Ending.STOPPED, step=500, num_steps=1000))
+    facts = ("24 h 00 min", "25 h 06 min", "step 500 of 1000", "--resume", "limits.hours=53 ")
+    assert [fact for fact in facts if fact not in first] == []
+    assert limits.incidents(make_report(ending=Ending.FINISHED)) == ()
+
+
+def test_a_spent_limit_is_refused_until_it_is_raised(tmp_path: Path):
+    write_attempt(tmp_path, steps=[500])
+    report = write_report(tmp_path, Ending.STOPPED, step=500)
+    (record,) = report.history
+    codec.write(
+        tmp_path / "report.json", replace(report, history=(replace(record, duration_s=10 * HOUR_S, num_ranks=4),))
+    )
+    refuse_spent(tmp_path, plan(hours=11))
+    codec.write(tmp_path / SPENT_FILE, SpentMark(limit="limits.cost", allowed_hours=100))
+    refuse_spent(tmp_path, plan(hours=11))
+    (tmp_path / SPENT_FILE).unlink()
+    for hours in (10, 9.5):
+        with pytest.raises(InputError) as refused:
+            refuse_spent(tmp_path, plan(hours=hours))
+    facts = (str(tmp_path), "9 h 30 min", "10 h 00 min", "step 500", "--resume", "limits.hours=21 ")
+    assert [fact for fact in facts if fact not in str(refused.value)] == []
+    assert refused.value.exit_code is ExitCode.INPUT
+    refuse_spent(tmp_path, plan(cost=101, price=2.5))
+    with pytest.raises(InputError, match=r"limits\.cost.* 99,.*100\.00.*step 500"):
+        refuse_spent(tmp_path, plan(cost=99, price=2.5))
+
+
+def test_the_limit_that_ended_a_run_is_spent_although_seconds_of_it_are_left(tmp_path: Path):
+    write_attempt(tmp_path, steps=[500])
+    report = write_report(tmp_path, Ending.STOPPED, step=500)
+    (record,) = report.history
+    almost = replace(record, duration_s=10 * HOUR_S - 20)
+    codec.write(tmp_path / "report.json", replace(report, history=(almost,)))
+    refuse_spent(tmp_path, plan(hours=10))
+    LimitWatch(tmp_path, plan(hours=10), took(10), num_ranks=1).stop_in_time(
+        StopRequest(), Watchdog(tmp_path / "attempts" / "1", num_ranks=1), Console(io.StringIO())
+    )
+    with pytest.raises(InputError, match=r"limits\.hours.*9 h 59 min"):
+        refuse_spent(tmp_path, plan(hours=10))
+    refuse_spent(tmp_path, plan(hours=10.5))
+    (tmp_path / SPENT_FILE).write_text("{")
+    refuse_spent(tmp_path, plan(hours=10))

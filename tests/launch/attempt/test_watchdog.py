@@ -1,0 +1,228 @@
+"""Silence that is too long, by what a rank does; who hangs where all are silent."""
+
+from pathlib import Path
+
+import pytest
+from engine_plan_factory import TINY_LLAMA, engine_plan
+from msgspec.structs import replace
+
+from launch.attempt.watchdog import Silence, Stack, Watchdog, WatchLimits, read_stack, with_stacks
+from trainer.spec.messages.heartbeat import HEARTBEAT_BYTES, Heartbeat, encode_heartbeat, heartbeat_path, read_heartbeat
+from trainer.spec.model.shape import read_model_shape
+from trainer.spec.strategy import Sharding
+
+LIMITS = WatchLimits(phase_s=1000, least_step_s=100, end_s=10)
+
+
+class Ranks:
+    """Signs of life of several ranks, under a clock that a test sets."""
+
+    def __init__(self, folder: Path, num_ranks: int, limits: WatchLimits = LIMITS) -> None:
+        self.folder, self.now_s = folder, 0.0
+        self.counts = dict.fromkeys(range(num_ranks), 0)
+        self.watchdog = Watchdog(folder, num_ranks=num_ranks, limits=limits, clock=lambda: self.now_s)
+
+    def beat(self, phase: str, step: int, *, but: tuple[int, ...] = ()) -> None:
+        for rank in self.counts.keys() - set(but):
+            self.counts[rank] += 1
+            path = heartbeat_path(self.folder, rank)
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(encode_heartbeat(Heartbeat(count=self.counts[rank], phase=phase, step=step)))
+
+    def wait(self, seconds: float) -> Silence | None:
+        """Looks once a second."""
+        silence = None
+        for _ in range(round(seconds)):
+            self.now_s += 1
+            silence = silence or self.watchdog.look()
+        return silence
+
+    def train(self, steps: range, *, step_s: float) -> None:
+        for step in steps:
+            self.beat("data", step)
+            self.beat("backward", step)
+            assert self.wait(step_s) is None
+            self.beat("training", step + 1)
+
+
+def test_a_step_may_be_silent_for_twenty_usual_ones(tmp_path: Path):
+    ranks = Ranks(tmp_path, 1)
+    ranks.train(range(6), step_s=30)
+    ranks.beat("forward", 6)
+    assert ranks.wait(595) is None
+    silence = ranks.wait(10)
+    assert silence is not None and (silence.ranks, silence.phase, silence.step) == ((0,), "forward", 6)
+    assert silence.limit_s == pytest.approx(600, abs=20)
+
+
+def test_short_steps_have_a_floor(tmp_path: Path):
+    ranks = Ranks(tmp_path, 1)
+    ranks.train(range(6), step_s=1)
+    ranks.beat("forward", 6)
+    assert ranks.wait(99) is None
+    assert ranks.wait(3) is not None
+
+
+def test_one_long_step_among_short_ones_raises_the_limit(tmp_path: Path):
+    ranks = Ranks(tmp_path, 1)
+    ranks.train(range(6), step_s=1)
+    ranks.train(range(6, 7), step_s=90)
+    ranks.train(range(7, 12), step_s=1)
+    ranks.beat("forward", 12)
+    assert ranks.wait(265) is None, "three times the longest"
+    assert ranks.wait(15) is not None
+
+
+@pytest.mark.parametrize(
+    ("phase", "where"),
+    [
+        ("loading the model", "loading the model"),
+        ("saving a checkpoint", "saving a checkpoint"),
+        ("on_step", "on_step after step 6"),
+    ],
+)
+def test_what_has_no_usual_length_has_a_limit_of_its_own(tmp_path: Path, phase, where):
+    ranks = Ranks(tmp_path, 1)
+    ranks.train(range(6), step_s=1)
+    ranks.beat(phase, 6)
+    assert ranks.wait(999) is None
+    silence = ranks.wait(3)
+    assert silence is not None and all(fact in silence.words for fact in ("rank 0", where, "16 min 41 s"))
+
+
+def test_first_steps_may_compile(tmp_path: Path):
+    ranks = Ranks(tmp_path, 1)
+    ranks.train(range(2), step_s=500)
+    ranks.beat("forward", 2)
+    assert ranks.wait(999) is None
+
+
+def test_a_rank_that_never_came_is_named(tmp_path: Path):
+    ranks = Ranks(tmp_path, 2)
+    ranks.beat("starting the engine", 0, but=(1,))
+    silence = ranks.wait(1002)
+    assert silence is not None and silence.ranks == (1,) and silence.phase == "starting"
+
+
+def test_who_has_given_the_fewest_signs_hangs_though_all_are_silent(tmp_path: Path):
+    ranks = Ranks(tmp_path, 3)
+    ranks.train(range(6), step_s=1)
+    ranks.beat("forward", 6)
+    ranks.beat("backward", 6, but=(1,))
+    silence = ranks.wait(102)
+    assert silence is not None and silence.ranks == (1,)
+    assert all(fact in silence.words for fact in ("rank 1", "forward of step 7"))
+
+
+def test_time_in_which_nobody_ran_is_not_counted(tmp_path: Path):
+    ranks = Ranks(tmp_path, 1)
+    ranks.train(range(6), step_s=1)
+    ranks.beat("forward", 6)
+    assert ranks.wait(1) is None  # this sign has been seen, so all that follows is silence
+    ranks.now_s += 10_000
+    assert ranks.watchdog.look() is None
+    assert ranks.wait(90) is None
+
+
+def test_a_process_that_does_not_end_after_its_last_word_is_noticed(tmp_path: Path):
+    ranks = Ranks(tmp_path, 2)
+    ranks.beat("finished", 8, but=(1,))
+    assert ranks.wait(9) is None and not ranks.watchdog.has_ended
+    ranks.beat("finished", 8, but=(0,))
+    assert ranks.wait(4) is not None and ranks.watchdog.has_ended
+
+
+def test_who_waits_for_a_rank_that_may_take_long_is_not_late(tmp_path: Path):
+    """The second rank waits for the data of a stream, the first for the second."""
+    ranks = Ranks(tmp_path, 2, LIMITS._replace(data_s=1000))
+    ranks.train(range(6), step_s=1)
+    ranks.beat("data", 6)
+    ranks.beat("forward", 6, but=(1,))
+    assert ranks.wait(999) is None
+    silence = ranks.wait(3)
+    assert silence is not None and (silence.ranks, silence.phase) == ((1,), "data")
+
+
+def test_limits_grow_with_the_model_and_the_predicted_step():
+    plan = engine_plan(Sharding.NONE)
+    assert WatchLimits().scaled_to(plan).phase_s == pytest.approx(3600, abs=1)
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    large = replace(plan, model_shape=read_model_shape({**TINY_LLAMA, **sizes}))
+    assert WatchLimits().scaled_to(large).phase_s > 20_000
+    streamed = replace(plan, job=replace(plan.job, data=replace(plan.job.data, streaming=True)))
+    assert WatchLimits().scaled_to(plan).data_s is None
+    assert WatchLimits().scaled_to(streamed).data_s == WatchLimits().scaled_to(plan).phase_s
+    slow = replace(plan, candidates=(replace(plan.chosen, speed=replace(plan.chosen.speed, step_s=1000.0)),))
+    assert WatchLimits().scaled_to(slow).phase_s == 20_000
+
+
+@pytest.mark.parametrize("phase", ["forward", "x" * 1000, "\x01" * 1000, "\u00e9\u4e2d" * 500])
+def test_a_sign_of_life_has_one_length_whatever_it_says(tmp_path: Path, phase):
+    content = encode_heartbeat(Heartbeat(count=10**12, phase=phase, step=10**9))
+    assert len(content) == HEARTBEAT_BYTES
+    heartbeat_path(tmp_path, 0).parent.mkdir()
+    heartbeat_path(tmp_path, 0).write_bytes(content)
+    found = read_heartbeat(tmp_path, 0)
+    assert found is not None and found.step == 10**9 and phase.startswith(found.phase)
+
+
+def test_half_of_a_sign_is_looked_at_again_later(tmp_path: Path):
+    heartbeat_path(tmp_path, 0).parent.mkdir()
+    heartbeat_path(tmp_path, 0).write_bytes(b'{"count": 3, "pha')
+    assert read_heartbeat(tmp_path, 0) is None and read_heartbeat(tmp_path, 1) is None
+
+
+DUMP = """Thread 0x01 (most recent call first):
+  File "/lib/threading.py", line 3 in wait
+
+Current thread 0x02 (most recent call first):
+  File "{path}", line 12 in {name}
+  File "/lib/trainer/runtime/loop.py", line 70 in train
+"""
+SILENCE = Silence(ranks=(0, 1), phase="backward", step=6, silent_s=301, limit_s=300)
+
+
+def stack_of(tmp_path: Path, path: str, name: str) -> Stack:
+    log = tmp_path / "rank.log"
+    log.write_text("an older line\n" + DUMP.format(path=path, name=name))
+    return read_stack(log, begin=len("an older line\n"), pid=None)
+
+
+def test_of_two_that_are_equally_far_the_one_outside_a_collective_hangs(tmp_path: Path):
+    waiting = stack_of(tmp_path, "/lib/torch/distributed/distributed_c10d.py", "all_reduce")
+    busy = stack_of(tmp_path, "/home/me/mine.py", "loss")
+    assert waiting.is_waiting and not busy.is_waiting
+    words = with_stacks(SILENCE, {0: waiting, 1: busy})
+    assert words.startswith("rank 1 ") and "backward of step 7" in words and "loss (mine.py, line 12)" in words
+
+
+def test_a_stopped_process_hangs_whatever_the_others_do(tmp_path: Path):
+    busy = stack_of(tmp_path, "/home/me/mine.py", "loss")
+    words = with_stacks(SILENCE, {0: Stack(None, is_waiting=False, state="stopped by a signal"), 1: busy})
+    assert words.startswith("rank 0 ") and "stopped by a signal" in words
+
+
+def test_both_are_named_where_nothing_tells_them_apart(tmp_path: Path):
+    busy = stack_of(tmp_path, "/lib/torch/autograd/graph.py", "_engine_run_backward")
+    words = with_stacks(SILENCE, {0: busy, 1: busy})
+    assert "rank 0 and rank 1" in words and "backward of step 7" in words
+
+
+def test_a_rank_that_wrote_no_stack_is_known_by_its_signs_alone(tmp_path: Path):
+    log = tmp_path / "rank.log"
+    log.write_text("nothing of interest\n")
+    assert read_stack(log, begin=0, pid=None) == (None, False, None)
+    assert read_stack(tmp_path / "missing.log", begin=0, pid=None).frame is None
+
+
+def test_the_time_a_stop_may_take_is_that_of_the_longest_step_and_save(tmp_path: Path):
+    ranks = Ranks(tmp_path, 2)
+    assert ranks.watchdog.stop_s == 0
+    ranks.train(range(3), step_s=10)
+    assert ranks.watchdog.stop_s == pytest.approx(2 * 10, abs=4)
+    ranks.beat("saving a checkpoint", 3)
+    ranks.wait(30)
+    assert ranks.watchdog.stop_s == pytest.approx(2 * 10 + 2 * 30, abs=8)
+    ranks.beat("training", 3)
+    ranks.wait(60)
+    assert ranks.watchdog.stop_s == pytest.approx(2 * 10 + 2 * 30, abs=8)

@@ -1,0 +1,76 @@
+"""`shardwise report`: text, JSON and a page, of one run and of several."""
+
+import io
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from page_reader import read_page
+from reported_run import report_for, step_rows, tiny_plan, write_run
+
+from launch.cli import main
+from launch.commands.report import ReportOptions, run_report
+from launch.terminal import Console
+from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from trainer.spec.report import Report
+
+
+def told(*run_dirs: Path, html: Path | None = None, as_json: bool = False) -> str:
+    stream = io.StringIO()
+    assert run_report(ReportOptions(run_dirs=run_dirs, html=html, as_json=as_json), Console(stream)) is ExitCode.DONE
+    return stream.getvalue()
+
+
+def test_one_run_is_told_in_full_and_several_side_by_side(tmp_path: Path) -> None:
+    first, second = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    title = told(first).splitlines()[0]
+    assert str(first) in title and "40 of 40" in title
+    assert "2 runs" in told(first, second).splitlines()[0]
+
+
+def test_a_sweep_is_its_points(tmp_path: Path) -> None:
+    for number in (0, 1):
+        write_run(tmp_path / "sweep" / f"point-{number}")
+    text = told(tmp_path / "sweep")
+    assert "2 runs" in text.splitlines()[0] and "point-1" in text
+
+
+def test_json_is_the_report_with_what_would_help(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "bot", rows=step_rows(data_s=1.0))
+    answer = json.loads(told(run_dir, as_json=True))
+    report = report_for(tiny_plan())
+    assert answer.pop("run_dir") == str(run_dir)
+    (recommended,) = answer.pop("recommendations")
+    assert recommended["gain"] == 2.0 and "50%" in recommended["text"]
+    assert msgspec.convert(answer, Report) == report
+
+
+def test_json_of_a_run_without_a_report_is_an_error(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "bot", has_report=False)
+    with pytest.raises(InputError, match="no report"):
+        told(run_dir, as_json=True)
+    assert "40 of 40" in told(run_dir)
+
+
+def test_the_page_is_written_beside_the_text(tmp_path: Path) -> None:
+    first, second, page = write_run(tmp_path / "a"), write_run(tmp_path / "b"), tmp_path / "page.html"
+    assert told(first, html=page) == told(first)
+    assert read_page(page.read_text()).text.count("loss") >= 1 and "<title>a: " in page.read_text()
+    told(first, second, html=page)
+    assert "<title>2 runs " in page.read_text()
+
+
+@pytest.mark.parametrize("name", ["none/page.html", "."])
+def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path, name: str) -> None:
+    run_dir = write_run(tmp_path / "bot")
+    with pytest.raises((InputError, EnvironmentFaultError), match="--html"):
+        told(run_dir, html=tmp_path / name)
+
+
+def test_the_command_line_takes_runs_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(tmp_path / "bot")
+    assert main(["report", str(run_dir), "--html", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").is_file() and "40 of 40" in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "nothing")]) == 2
+    assert str(tmp_path / "nothing") in capsys.readouterr().err

@@ -1,0 +1,311 @@
+"""`shardwise watch` from files alone: runs that wait, run, ended, are broken, or are not there."""
+
+import fcntl
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+from run_factory import age, metrics_row, write_attempt, write_holder, write_report, write_start, write_submission
+from small_terminal import SmallTerminal
+
+from launch.commands.watch import WatchOptions, run_watch
+from launch.rundir.files import read_run
+from launch.rundir.holder import LOCK, holder_line
+from launch.rundir.state import Judged, RunState
+from launch.show.watch_run import FOREIGN_SETTLE_S, Look, WatchedRun, state_words
+from launch.terminal import Console
+from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from trainer.spec.report import Ending
+
+NO_SLURM = {"PATH": "/nonexistent"}
+
+
+def watch(run_dir: Path | str, *, once: bool = False, as_json: bool = False) -> str:
+    out = io.StringIO()
+    options = WatchOptions(str(run_dir), once=once, as_json=as_json)
+    code = run_watch(options, Console(out), environment=NO_SLURM, look_s=0.01, settle_s=0.05)
+    assert code is ExitCode.DONE
+    return out.getvalue()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return Path("runs/one")
+
+
+@pytest.fixture
+def held(run_dir: Path):
+    """A run that this process supervises, as far as anybody can tell."""
+    run_dir.mkdir(parents=True)
+    descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    os.write(descriptor, holder_line())
+    yield run_dir
+    os.close(descriptor)
+
+
+def test_a_finished_run_is_shown_with_its_ending(run_dir: Path):
+    write_attempt(run_dir, steps=[1, 2, 100])
+    write_report(run_dir, Ending.FINISHED, step=100)
+    state, bar, ending, remedy = watch(run_dir).splitlines()
+    assert state == "one: finished" and ending.startswith("runs/one: finished")
+    assert [fact for fact in ("#] 100/100", "4.0000", "0.0003", "1.23k", "121%", "7 MiB") if fact not in bar] == []
+    assert remedy.strip() == "shardwise report runs/one"
+
+
+def test_a_run_that_failed_says_why(run_dir: Path):
+    write_attempt(run_dir, 1, steps=[1])
+    write_attempt(run_dir, 2, steps=[2])
+    write_report(run_dir, Ending.FAILED, attempt=2, step=2, incidents=("rank 0 was killed",), error="rank 0\nmore")
+    ending, error, incident, _ = watch(run_dir).splitlines()[-4:]
+    assert ending.startswith("runs/one: failed") and error.endswith("rank 0") and "rank 0 was killed" in incident
+
+
+def test_a_run_whose_machine_died_is_lost(run_dir: Path):
+    write_attempt(run_dir, steps=[1])
+    lines = watch(run_dir).splitlines()
+    assert lines[0].startswith("one: lost") and "no report" in lines[-1]
+
+
+def test_a_missing_run_is_an_error(run_dir: Path):
+    with pytest.raises(InputError, match="runs/one"):
+        watch(run_dir)
+    run_dir.mkdir(parents=True)
+    with pytest.raises(InputError, match="runs/one"):
+        watch(run_dir)
+
+
+def test_a_run_that_goes_on_is_followed_through_its_attempts(held: Path):
+    """Each look finds what came since the one before."""
+    clock = iter(range(1000))
+    run = WatchedRun(held, environment=NO_SLURM, clock=lambda: float(next(clock)))
+    assert run.look().view.state == "starting" and not run.look().has_ended
+    folder = write_attempt(held, 1, steps=[1, 2])
+    look = run.look()
+    assert (look.view.state, look.view.step, len(look.rows)) == ("training", 2, 2)
+    (folder / "status.json").write_text('{"phase": "evaluating", "step": 2}')
+    assert run.look().view.state == "evaluating"
+    write_report(held, Ending.FAILED, attempt=1, step=2, incidents=("rank 0 was killed; the same again",))
+    look = run.look()
+    assert look.view.state == "between attempts: failed" and not look.has_ended
+    write_attempt(held, 2, steps=[2, 3])
+    look = run.look()
+    assert (look.view.state, look.view.step, look.view.attempt) == ("training", 3, 2)
+    assert look.view.incidents == ("rank 0 was killed; the same again",)
+    assert [point.step for point in look.view.curve] == [1, 2, 3]
+    write_report(held, Ending.FINISHED, attempt=2, step=3)
+    look = run.look()
+    assert look.view.state == "ending" and not look.has_ended, "whoever supervises it is still there"
+    (held / LOCK).unlink()
+    assert run.look().has_ended
+
+
+def test_a_run_that_another_machine_supervises_is_watched_until_its_report_stays(run_dir: Path):
+    """Nobody here can see the time between two of its attempts."""
+    now = [0.0]
+    run = WatchedRun(run_dir, environment=NO_SLURM, clock=lambda: now[0])
+    write_attempt(run_dir, 1, steps=[1])
+    write_holder(run_dir, 5, "n3")
+    look = run.look()
+    assert (look.judged.state, look.view.state, look.has_ended) == (RunState.UNKNOWN, "training", False)
+    now[0] += 1000
+    assert not run.look().has_ended, "nobody can tell"
+    write_report(run_dir, Ending.FAILED, attempt=1, step=1)
+    assert not run.look().has_ended
+    now[0] += FOREIGN_SETTLE_S - 1
+    assert not run.look().has_ended
+    write_attempt(run_dir, 2, steps=[2])
+    assert run.look().judged.state is RunState.UNKNOWN
+    write_report(run_dir, Ending.FAILED, attempt=2, step=2)
+    assert not run.look().has_ended
+    now[0] += FOREIGN_SETTLE_S - 1
+    write_attempt(run_dir, 3, steps=[3])
+    write_report(run_dir, Ending.FAILED, attempt=3, step=3)
+    assert not run.look().has_ended
+    now[0] += 5
+    assert not run.look().has_ended, "the third came and went between two looks"
+    now[0] += FOREIGN_SETTLE_S
+    assert run.look().has_ended
+
+
+def test_steps_that_come_while_somebody_watches_tell_the_pace(held: Path):
+    now = [0.0]
+    run = WatchedRun(held, environment=NO_SLURM, clock=lambda: now[0])
+    write_attempt(held, steps=[1, 2])
+    assert run.look().view.seconds_left == 98 * 2.0, "as long as a step says it took"
+    for step in (3, 4):
+        now[0] += 10.0
+        with (held / "metrics.jsonl").open("a") as stream:
+            stream.write(json.dumps(metrics_row(step)) + "\n")
+        look = run.look()
+    assert look.view.seconds_left == 96 * 10.0
+
+
+def test_an_old_end_needs_no_waiting(run_dir: Path):
+    folder = write_attempt(run_dir, 1, steps=[1])
+    write_report(run_dir, Ending.FAILED, attempt=1, step=1)
+    for path in (folder / "status.json", folder / "heartbeats" / "rank-0", run_dir / "metrics.jsonl"):
+        age(path, 3600)
+    assert WatchedRun(run_dir, environment=NO_SLURM).look().has_ended
+
+
+def test_silence_is_said(run_dir: Path):
+    folder = write_attempt(run_dir, steps=[1])
+    files = read_run(run_dir)
+    running = Judged(RunState.RUNNING, "")
+    assert files.sign_s is not None
+    assert state_words(files, running, now_s=files.sign_s + 60) == "training"
+    assert state_words(files, running, now_s=files.sign_s + 300).endswith(" 5 min 00 s")
+    (folder / "status.json").unlink()
+    assert state_words(read_run(run_dir), running, now_s=files.sign_s) == "starting"
+
+
+def test_a_run_that_waits_in_a_queue_is_waited_for(run_dir: Path, tmp_path: Path):
+    """As squeue tells of a job: it waits, runs, waits to go on after a preemption, runs again, is gone."""
+    (tmp_path / "bin").mkdir()
+    squeue = tmp_path / "bin" / "squeue"
+    squeue.write_text(f"#!/bin/sh\n/bin/cat {tmp_path}/answer\n")
+    squeue.chmod(0o755)
+    write_submission(run_dir, "12")
+    asked = iter(range(1000))
+    environment = {"PATH": str(tmp_path / "bin")}
+    run = WatchedRun(run_dir, environment=environment, clock=lambda: float(next(asked)), ask_s=0.5, settle_s=1.5)
+
+    def look(state: str | None) -> Look:
+        row = f"12|{state}|N/A|1:00:00|1|cpu|N/A||None|{run_dir.absolute()}/train.sbatch\n"
+        (tmp_path / "answer").write_text("" if state is None else row)
+        return run.look()
+
+    assert look("PENDING").view.state.startswith("waiting: job 12")
+    assert look("RUNNING").view.state == "starting"
+    write_start(run_dir, "12")
+    write_attempt(run_dir, 1, steps=[1])
+    assert look("RUNNING").view.state == "training"
+    write_report(run_dir, Ending.PREEMPTED, attempt=1, step=1)
+    assert look("COMPLETING").view.state == "between attempts: preempted"
+    assert look("PENDING").view.state.startswith("waiting: job 12")
+    write_attempt(run_dir, 2, steps=[2])
+    assert look("RUNNING").view.state == "training"
+    write_report(run_dir, Ending.PREEMPTED, attempt=2, step=2)
+    gone = look(None)
+    assert gone.judged.state is RunState.PREEMPTED and not gone.has_ended, "a new job may be on its way"
+    assert not look(None).has_ended and look(None).has_ended
+
+
+def test_a_broken_run_shows_what_is_whole(run_dir: Path):
+    """Half a line of metrics, no plan, half a report: as a full disk or a crash leaves them."""
+    folder = write_attempt(run_dir, steps=[1, 2])
+    with (run_dir / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 3, "lo')
+    (run_dir / "plan.json").unlink()
+    (folder / "plan.json").write_text("{")
+    (run_dir / "report.json").write_text('{"format": 1, "ending": "fini')
+    state, step, _ = watch(run_dir, once=True).splitlines()
+    assert state.startswith("one: lost") and step.startswith("step 2 ") and "4.9800" in step
+
+
+def test_once_shows_a_run_that_goes_on(held: Path):
+    write_attempt(held, steps=[1, 2])
+    lines = watch(held, once=True).splitlines()
+    assert lines[0] == "one: training" and lines[1].startswith("[------------------------] 2/100")
+    assert f"process {os.getpid()}" in lines[2]
+
+
+def test_json_has_the_state_then_each_new_step(held: Path, monkeypatch):
+    """What is there before the watching begins is told by the state."""
+    write_attempt(held, steps=[1, 2])
+    looks = iter(range(10))
+
+    def sleep(_seconds: float) -> None:
+        look = next(looks)
+        if look == 0:
+            with (held / "metrics.jsonl").open("a") as stream:
+                stream.writelines(json.dumps(metrics_row(step)) + "\n" for step in (3, 4))
+        if look == 1:
+            write_report(held, Ending.FINISHED, step=4)
+            (held / LOCK).unlink()
+
+    monkeypatch.setattr("launch.commands.watch.time.sleep", sleep)
+    lines = [json.loads(line) for line in watch(held, as_json=True).splitlines()]
+    assert [(line["kind"], line["step"]) for line in lines] == [("state", 2), ("step", 3), ("step", 4), ("state", 4)]
+    assert (lines[0]["state"], lines[0]["phase"], lines[0]["num_steps"]) == ("running", "training", 100)
+    assert lines[1] == {"kind": "step", **metrics_row(3)}
+    assert (lines[-1]["state"], lines[-1]["has_ended"], lines[-1]["loss"]) == ("finished", True, 4.96)
+
+
+def test_a_log_ends_with_the_last_step_however_soon_it_comes(held: Path, monkeypatch):
+    write_attempt(held, steps=[1, 2])
+
+    def finish(_seconds: float) -> None:
+        if not (held / "report.json").exists():
+            with (held / "metrics.jsonl").open("a") as stream:
+                stream.write(json.dumps(metrics_row(100)) + "\n")
+            write_report(held, Ending.FINISHED, step=100)
+            (held / LOCK).unlink()
+
+    monkeypatch.setattr("launch.commands.watch.time.sleep", finish)
+    lines = watch(held).splitlines()
+    assert [line.partition("  loss")[0][-6:] for line in lines if "loss" in line] == [" 2/100", "00/100"]
+
+
+def test_json_once_is_one_line(held: Path):
+    write_attempt(held, steps=[1, 2])
+    (line,) = watch(held, once=True, as_json=True).splitlines()
+    told = json.loads(line)
+    assert (told["kind"], told["state"], told["step"], told["has_ended"]) == ("state", "running", 2, False)
+
+
+def test_ctrl_c_ends_the_watching_alone(held: Path, monkeypatch):
+    write_attempt(held, steps=[1])
+
+    def interrupt(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("launch.commands.watch.time.sleep", interrupt)
+    out = io.StringIO()
+    assert run_watch(WatchOptions(str(held)), Console(out), environment=NO_SLURM) is ExitCode.INTERRUPTED
+    assert not (held / "cancelled").exists()
+
+
+def test_the_newest_job_of_a_run_is_watched_by_its_number(run_dir: Path):
+    write_submission(run_dir, "12")
+    write_start(run_dir, "12")
+    write_attempt(run_dir, steps=[1])
+    assert watch("12", once=True).splitlines()[0] == "one: training", "nobody can tell whether it is alive"
+
+
+def test_points_of_a_sweep_are_named(run_dir: Path):
+    for number in (1, 2):
+        write_attempt(run_dir / f"point-{number}", steps=[1])
+    with pytest.raises(InputError, match="2 points"):
+        watch(run_dir)
+
+
+def test_a_directory_that_vanishes_is_an_error(held: Path, monkeypatch):
+    write_attempt(held, steps=[1])
+    moved = held.with_name("moved")
+    monkeypatch.setattr("launch.commands.watch.time.sleep", lambda _: held.exists() and held.rename(moved))
+    with pytest.raises(EnvironmentFaultError, match="No such file"):
+        watch(held)
+
+
+def test_a_terminal_shows_the_block_and_the_ending_below_it(run_dir: Path):
+    class Terminal(io.StringIO):
+        encoding = "utf-8"
+
+        def isatty(self) -> bool:
+            return True
+
+    write_attempt(run_dir, steps=[1, 100])
+    write_report(run_dir, Ending.STOPPED, step=100)
+    out = Terminal()
+    environment = {**NO_SLURM, "TERM": "xterm", "NO_COLOR": "1"}
+    assert run_watch(WatchOptions(str(run_dir)), Console(out), environment=environment) is ExitCode.DONE
+    terminal = SmallTerminal()
+    terminal.write(out.getvalue())
+    assert terminal.lines[0].startswith("one: stopped") and "100 of 100" in terminal.lines[0]
+    incidents, ending, remedy, _ = terminal.lines[-4:]
+    assert incidents.startswith("incidents") and ending.startswith("runs/one: stopped") and "report runs/one" in remedy

@@ -1,0 +1,226 @@
+"""`shardwise doctor` as a command: what it prints, its exit codes, what a job needs, and what it never shows."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doctor_factory import BrokenMachine
+from hanging_programs import pids_in, under_a_limit, wait_until_gone
+from hub_server import Hub, serving
+from workplace_factory import make_workplace
+
+from launch.doctor.checks import CHECKS, JOB_CHECK, Check, run_checks
+from launch.doctor.command import DoctorOptions, run_doctor
+from launch.doctor.finding import Finding, Level, diagnosis_of, explained, fault, fine, warning
+from launch.doctor.machine import read_machine
+from launch.doctor.text import render_diagnosis
+from launch.probe.program import ask
+from launch.terminal import Console
+from trainer.spec.errors import ExitCode
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+SECRETS = {
+    "HF_TOKEN": "hf_" + "Zz9Yy8Xx7W" * 3,
+    "WANDB_API_KEY": "feedface" * 5,
+    "HTTPS_PROXY": "http://ada:open-sesame-1815@127.0.0.1:9",
+    "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI-K7MDENG-bPxRfiCY",
+}
+
+
+@pytest.fixture
+def workplace(tmp_path):
+    made = make_workplace(tmp_path / "work")
+    (made.folder / "home").mkdir()
+    made.environment.update(OFFLINE)
+    made.environment.pop("OMP_NUM_THREADS")
+    return made
+
+
+def doctor(workplace, *words: str) -> tuple[int, dict[str, Any]]:
+    answer = workplace.run("doctor", *words, "--json", check=False)
+    assert answer.stdout, answer.stderr
+    return answer.returncode, json.loads(answer.stdout)
+
+
+def findings_of(diagnosis: dict[str, Any], check: str, level: str) -> list[dict[str, str]]:
+    return [row for row in diagnosis["findings"] if (row["check"], row["level"]) == (check, level)]
+
+
+def test_a_machine_that_trains_has_no_fault(workplace):
+    """This one, with everything that is looked at but the network."""
+    code, diagnosis = doctor(workplace, "job.yaml")
+    assert [row for row in diagnosis["findings"] if row["level"] == "fault"] == []
+    assert (code, diagnosis["num_faults"]) == (0, 0)
+    (torch,) = findings_of(diagnosis, "torch", "fine")
+    assert "torch" in torch["sentence"]
+    (met,) = findings_of(diagnosis, "collective", "fine")
+    assert "all-gather" in met["sentence"]
+    sentences = [row["sentence"] for row in findings_of(diagnosis, "job", "fine")]
+    assert any("job.yaml" in sentence and "micro batch" in sentence for sentence in sentences)
+    assert any("40 files" in sentence for sentence in sentences)
+
+
+def test_quick_leaves_out_what_takes_long(workplace):
+    code, diagnosis = doctor(workplace, "--quick")
+    told_of = {row["check"] for row in diagnosis["findings"]}
+    assert code == 0 and told_of.isdisjoint({check.name for check in CHECKS if check.is_slow})
+    (torch,) = findings_of(diagnosis, "torch", "fine")
+    assert "not loaded" in torch["sentence"]
+
+
+NO_WEIGHTS = {"config": None, "name": "org/name", "tokenizer": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "sentence", "fix"),
+    [
+        ({"model": {"config": "no/such/folder/here"}}, (), "model.config: no/such/folder/here", ""),
+        ({"data": {"train": "missing.jsonl"}}, (), "missing.jsonl", None),
+        ({}, ("limits.vram=2MiB",), "", ""),
+        ({"model": NO_WEIGHTS}, (), "HF_HUB_OFFLINE", "name a local folder"),
+        ({"log": {"wandb": "online"}}, (), "log.wandb: online", "wandb login"),
+    ],
+    ids=["no model", "no data", "fits nowhere", "offline hub", "no key of wandb"],
+)
+def test_a_job_that_cannot_run_is_a_fault_of_the_job(workplace, changes, overrides, sentence, fix):
+    if changes:
+        workplace.write_job(**changes)
+    if "log" in changes:
+        for name in ("WANDB_MODE", "WANDB_API_KEY"):
+            workplace.environment.pop(name, None)
+    code, diagnosis = doctor(workplace, "job.yaml", *overrides, "--quick")
+    (found,) = findings_of(diagnosis, JOB_CHECK, "fault")
+    assert code == ExitCode.ENVIRONMENT and sentence in found["sentence"]
+    assert fix is None or (found["fix"] and fix in found["fix"])
+
+
+def test_a_job_whose_architecture_only_transformers_knows(workplace):
+    """It is described from the model that transformers builds, as `train` does, in a process of its own."""
+    config = {
+        "model_type": "opt", "architectures": ["OPTForCausalLM"], "vocab_size": 320, "hidden_size": 32, "ffn_dim": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128, "word_embed_proj_dim": 32,
+    }  # fmt: skip
+    (workplace.folder / "model" / "config.json").write_text(json.dumps(config))
+    code, diagnosis = doctor(workplace, "job.yaml", "--quick")
+    assert (code, findings_of(diagnosis, JOB_CHECK, "fault")) == (0, [])
+
+
+@pytest.mark.parametrize("words", [("missing.yaml",), ("job.yaml", "train.no_such=1")])
+def test_a_job_file_that_is_wrong_is_exit_code_2(workplace, words):
+    answer = workplace.run("doctor", *words, check=False)
+    assert answer.returncode == ExitCode.INPUT and answer.stderr.startswith("shardwise: ")
+
+
+def test_no_secret_is_ever_shown(workplace):
+    workplace.environment.update(
+        SECRETS | {"WANDB_MODE": "online", "CUDA_HOME": f"/{SECRETS['AWS_SECRET_ACCESS_KEY']}"}
+    )
+    del workplace.environment["HF_HUB_OFFLINE"]
+    with serving(Hub()) as hub:
+        workplace.environment.update(HF_ENDPOINT=hub.url, WANDB_BASE_URL=hub.url, no_proxy="127.0.0.1")
+        answer = workplace.run("doctor", check=False)
+    text = answer.stdout + answer.stderr
+    assert "hf auth login" in text and f"{hub.url} answers" in text and "CUDA_HOME=/[redacted]" in text
+    for secret in (*SECRETS.values(), "open-sesame-1815"):
+        assert secret not in text
+
+
+def test_findings_hold_no_secret_before_they_are_printed(tmp_path, monkeypatch):
+    """As from Python, where nothing stands between them and whoever reads them."""
+    monkeypatch.chdir(tmp_path)
+    environment = {"HOME": str(tmp_path), **SECRETS, "CUDA_HOME": f"/{SECRETS['AWS_SECRET_ACCESS_KEY']}"}
+    out = io.StringIO()
+    run_doctor(DoctorOptions(quick=True), Console(out), environment=environment)
+    assert "CUDA_HOME=/[redacted]" in out.getvalue()
+
+
+def test_faults_come_first_and_the_last_line_sums_up():
+    named = [warning("slow", "faster"), fine("well"), fault("broken", "mend it"), fault("gone", "get it")]
+    found = diagnosis_of(
+        Finding(check="a check", level=each.level, sentence=each.sentence, fix=each.fix) for each in named
+    )
+    faults, warnings, rest, (last,) = (part.splitlines() for part in render_diagnosis(found).split("\n\n"))
+    remedies = ["  a check  broken", "           -> mend it", "  a check  gone", "           -> get it"]
+    assert faults[0].startswith("faults") and faults[1:] == remedies
+    assert warnings == ["warnings", "  a check  slow", "           -> faster"]
+    assert (rest, last) == (["fine", "  a check  well"], "2 faults, 1 warning")
+    assert found.exit_code is ExitCode.ENVIRONMENT
+    assert diagnosis_of([warning("slow", "faster")]).exit_code is ExitCode.DONE
+
+
+def test_a_sentence_that_two_checks_come_to_stands_once():
+    found = diagnosis_of([fault("no driver", "install it"), fault("no driver", "install it")])
+    assert (len(found.findings), found.num_faults) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence", "fix"),
+    [
+        ("no g++\ninstall it: apt install g++", "no g++", "apt install g++"),
+        ("a is too old; take b", "a is too old", "take b"),
+        ("it is broken", "it is broken", "look"),
+        ("first\nremedy: second\nthird", "first", "second; third"),
+    ],
+)
+def test_the_remedy_of_an_error_is_told_apart(message, sentence, fix):
+    found = explained(Level.FAULT, message, otherwise="look")
+    assert (found.sentence, found.fix) == (sentence, fix)
+
+
+def test_a_check_that_hangs_costs_its_own_answer_only(tmp_path):
+    machine = read_machine(BrokenMachine(tmp_path).place(), timeout_s=0.01)
+
+    def hang(_machine):
+        time.sleep(600)
+        yield fine("never")
+
+    checks = (Check(name="hanging", find=hang), Check(name="quick", find=lambda _machine: [fine("answered")]))
+    told, _ = under_a_limit(
+        lambda limit_s: list(run_checks(machine, checks, deadline_s=limit_s)),
+        lambda found: found[1].level is Level.FINE,
+    )
+    assert [(found.check, found.level) for found in told] == [("hanging", Level.WARNING), ("quick", Level.FINE)]
+    assert " s" in told[0].sentence
+
+
+def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path):
+    marker = tmp_path / "child"
+    script = f"sleep 600 & echo $! > {marker}; wait"
+    environment = {"PATH": "/usr/bin:/bin"}
+    answer, _ = under_a_limit(
+        lambda limit_s: ask(["/bin/sh", "-c", script], environment=environment, timeout_s=limit_s),
+        lambda _: bool(pids_in(marker)),
+    )
+    assert answer.exit_code is None
+    wait_until_gone(pids_in(marker)[0])
+
+
+@pytest.mark.cold
+def test_nothing_heavy_is_loaded(workplace):
+    program = (
+        "import sys; from launch.cli import main; main(['doctor', '--quick']); "
+        "print(sorted({'torch', 'transformers', 'numpy', 'wandb'} & set(sys.modules)), file=sys.stderr)"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        cwd=workplace.folder,
+        env=workplace.environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert answer.stderr.strip().splitlines()[-1] == "[]"
+
+
+def test_the_document_has_a_row_for_each_check():
+    text = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text()
+    rows = re.findall(r"^\| `([\w-]+)` \| [^|]+ \| [^|]+ \|", text, re.MULTILINE)
+    assert rows == [*(check.name for check in CHECKS), JOB_CHECK]
+    slow = set(re.findall(r"^\| `([\w-]+)` \|.*\| slow \|$", text, re.MULTILINE))
+    assert slow == {check.name for check in CHECKS if check.is_slow}

@@ -1,0 +1,290 @@
+"""`doctor` on machines whose kernel, disks, Python or environment stand in the way."""
+
+import os
+from pathlib import Path
+
+import pytest
+from doctor_factory import CUDA_13, BrokenMachine, add_package, assert_told, told
+from msgspec.structs import replace
+from small_disk import mounted_disk
+
+from launch.doctor.finding import Level, diagnosis_of
+from launch.doctor.limits import SharedMemory, judge_shared_memory
+from launch.doctor.python import judge_python
+from trainer.spec.units import GIB, MIB
+
+LIMITS = """\
+Limit                     Soft Limit           Hard Limit           Units
+Max file size             {file}               unlimited            bytes
+Max core file size        {core}               unlimited            bytes
+Max processes             {processes}          96365                processes
+Max open files            {files}              {files_hard}         files
+Max locked memory         {locked}             8388608              bytes
+Max address space         {addresses}          unlimited            bytes
+"""
+USUAL = {
+    "file": "unlimited", "core": "0", "processes": "96365", "files": "20000", "files_hard": "524288",
+    "locked": "8388608", "addresses": "unlimited",
+}  # fmt: skip
+CGROUP_2 = "30 22 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
+
+
+@pytest.fixture
+def broken(tmp_path):
+    machine = BrokenMachine(tmp_path)
+    machine.write("proc/self/limits", LIMITS.format(**USUAL))
+    return machine
+
+
+def limited(broken, **changes: str) -> None:
+    broken.write("proc/self/limits", LIMITS.format(**{**USUAL, **changes}))
+
+
+def test_usual_limits_are_fine(broken):
+    found = broken.diagnose("memory", "open-files", "processes", "locked-memory", "other-limits")
+    assert (found.num_faults, found.num_warnings) == (0, 0)
+    text = str(told(found, Level.FINE))
+    assert "8 MiB" in text and "57.2 GiB of 62.5 GiB" in text
+
+
+def test_a_container_with_the_shared_memory_that_docker_gives():
+    shared = SharedMemory(total_bytes=64 * MIB, free_bytes=64 * MIB)
+    for num_gpus, level in ((8, Level.FAULT), (1, Level.WARNING)):
+        facts = ("/dev/shm", "64 MiB", "--shm-size=16g", "sudo mount -o remount,size=50% /dev/shm")
+        assert_told(diagnosis_of(judge_shared_memory(shared, num_gpus=num_gpus)), level, facts)
+
+
+def test_shared_memory_that_is_full_or_not_there(broken):
+    full = SharedMemory(total_bytes=16 * GIB, free_bytes=MIB)
+    found = diagnosis_of(judge_shared_memory(full, num_gpus=0))
+    assert_told(found, Level.WARNING, ("1 MiB", "16 GiB", "ls -l /dev/shm"))
+    assert_told(broken.diagnose("shared-memory"), Level.FAULT, ("sudo mount -t tmpfs tmpfs /dev/shm",))
+
+
+@pytest.mark.parametrize(("files", "level"), [("128", Level.FAULT), ("512", Level.WARNING)])
+def test_too_few_open_files(broken, files, level):
+    limited(broken, files=files)
+    facts = (files, "1024", "ulimit -n 65536", "/etc/security/limits.conf", "--ulimit nofile=65536")
+    assert_told(broken.diagnose("open-files"), level, facts)
+
+
+def test_a_container_that_may_start_few_processes(broken):
+    broken.write("sys/fs/cgroup/pids.max", "100\n")
+    assert_told(broken.diagnose("processes"), Level.FAULT, ("100 ", "docker run --pids-limit=-1"))
+
+
+def test_a_user_who_may_start_few_processes(broken):
+    limited(broken, processes="1000")
+    assert_told(broken.diagnose("processes"), Level.WARNING, ("1000 ", "ulimit -u 65536"))
+
+
+def test_infiniband_without_memory_to_lock(broken):
+    broken.write("sys/class/infiniband/mlx5_0/node_type", "1: CA\n")
+    facts = ("8 MiB", "InfiniBand", "ulimit -l unlimited")
+    assert_told(broken.diagnose("locked-memory"), Level.WARNING, facts)
+
+
+def test_addresses_files_and_cores_that_are_limited_the_wrong_way(broken):
+    broken.install_gpu()
+    broken.write("proc/sys/kernel/core_pattern", "core.%p\n")
+    limited(broken, addresses="1073741824", file="1048576", core="unlimited")
+    found = broken.diagnose("other-limits")
+    assert_told(found, Level.FAULT, ("1 GiB", "ulimit -v unlimited"))
+    assert_told(found, Level.WARNING, ("ulimit -f unlimited",), ("ulimit -c 0",))
+    broken.write("proc/sys/kernel/core_pattern", "|/usr/lib/systemd/systemd-coredump\n")
+    assert_told(broken.diagnose("other-limits"), Level.WARNING, ("ulimit -f unlimited",))
+
+
+def test_a_control_group_that_has_a_part_of_the_memory(broken):
+    broken.write("proc/self/cgroup", "0::/\n")
+    broken.write("proc/self/mountinfo", CGROUP_2)
+    broken.write("sys/fs/cgroup/memory.max", str(4 * GIB))
+    broken.write("sys/fs/cgroup/memory.current", str(GIB // 2))
+    assert_told(broken.diagnose("memory"), Level.WARNING, ("4 GiB of 62.5 GiB", "docker run --memory"))
+
+
+def test_memory_that_others_hold(broken):
+    broken.write("proc/meminfo", "MemTotal: 65536000 kB\nMemAvailable: 1048576 kB\n")
+    assert_told(broken.diagnose("memory"), Level.WARNING, ("1 GiB", "2 GiB", "ps aux --sort=-rss | head"))
+
+
+def test_wsl_says_what_windows_does_differently(broken):
+    broken.install_gpu()
+    broken.write("proc/version", "Linux version 6.6.87.2-microsoft-standard-WSL2\n")
+    broken.write("proc/meminfo", "MemTotal: 8388608 kB\nMemAvailable: 8000000 kB\n")
+    broken.write("mnt/c/Users/ada/.wslconfig", "[wsl2]\nmemory=8GB\n")
+    broken.write("proc/self/mountinfo", "40 22 0:50 / /mnt/c rw - 9p C:\\134 rw\n")
+    broken.changes["working"] = Path("/mnt/c/work")
+    spilling = ("Prefer No Sysmem Fallback",)
+    ram = ("8 GiB", "memory=8GB", "4 GiB", "[wsl2] memory=SIZE", "wsl --shutdown")
+    assert_told(broken.diagnose("wsl"), Level.WARNING, spilling, ram, ("/mnt/c/work",))
+
+
+def test_without_wsl_nothing_is_said_of_it(broken):
+    assert broken.diagnose("wsl").findings == ()
+
+
+def test_a_cache_that_is_a_file(broken):
+    (broken.folder / "cache").write_text("")
+    remedies = ("export SHARDWISE_CACHE=", "folders: {cache: ", "config.yaml")
+    assert_told(broken.diagnose("folders"), Level.FAULT, (f"{broken.folder}/cache is a file", *remedies))
+
+
+def test_a_hub_cache_that_is_a_link_to_a_disk_that_is_gone(broken):
+    (broken.home / ".cache").mkdir()
+    (broken.home / ".cache" / "huggingface").symlink_to("/gone/disk")
+    broken.environment["HF_HOME"] = f"{broken.home}/.cache/huggingface"
+    facts = (f"{broken.home}/.cache/huggingface", "/gone/disk", "export HF_HOME=", "folders: {huggingface: ")
+    assert_told(broken.diagnose("folders"), Level.FAULT, facts)
+
+
+def test_temporary_files_that_have_no_folder(broken):
+    broken.environment["TMPDIR"] = "/proc/nowhere"
+    assert_told(broken.diagnose("folders"), Level.FAULT, ("/proc: ", "export TMPDIR="))
+
+
+def test_a_disk_and_a_home_that_are_full(broken, tmp_path):
+    with mounted_disk(tmp_path / "small", "2m") as small:
+        broken.environment |= {"SHARDWISE_CACHE": str(small / "cache"), "HOME": str(small)}
+        faults = dict(told(broken.diagnose("room", "home"), Level.FAULT))
+    (room,) = [fix for sentence, fix in faults.items() if sentence.startswith(f"{small}/cache: 2 MiB")]
+    assert "shardwise cache --prune" in room and "hf cache prune" in room
+    (home,) = [fix for sentence, fix in faults.items() if f" {small}: 2 MiB" in sentence]
+    assert f"du -xh {small} | sort -h | tail" in home
+
+
+def test_folders_on_disks_that_are_slow_or_only_read(broken):
+    broken.write(
+        "proc/self/mountinfo",
+        f"40 22 0:50 / {broken.folder}/cache rw - cifs //nas/share rw\n"
+        f"41 22 0:51 / {broken.working} ro - ext4 /dev/sdb1 ro\n"
+        f"42 22 0:52 / {broken.home} rw - nfs4 nas:/home rw\n",
+    )
+    found = broken.diagnose("mounts")
+    assert_told(found, Level.FAULT, (str(broken.working), "read-only", "--run-dir", "sudo chown $USER"))
+    facts = (f"{broken.folder}/cache", "cifs of //nas/share", "export SHARDWISE_CACHE=")
+    assert_told(found, Level.WARNING, facts)
+    assert any("nfs4 of nas:/home" in sentence for sentence, _ in told(found, Level.FINE))
+
+
+def test_a_model_of_the_hub_whose_files_are_gone(broken):
+    broken.environment["HF_HUB_CACHE"] = str(broken.folder / "hub")
+    snapshot = broken.folder / "hub" / "models--org--name" / "snapshots" / "c0ffee"
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").symlink_to("../../blobs/gone")
+    facts = ("model/org/name", f"{broken.folder}/hub", "1 file", "hf cache rm model/org/name")
+    assert_told(broken.diagnose("hub-cache"), Level.FAULT, facts)
+
+
+def test_a_file_that_is_named_as_a_module_is(broken):
+    (broken.working / "trainer.py").write_text("")
+    (broken.working / "yaml.py").write_text("")
+    found = broken.diagnose("shadowed-modules")
+    remedies = [f"mv {broken.working}/{name}.py {broken.working}/my_{name}.py" for name in ("trainer", "yaml")]
+    assert_told(found, Level.WARNING, *((remedy,) for remedy in remedies))
+
+
+def test_a_file_that_comes_before_a_library_breaks_every_run(broken):
+    folder = broken.add_module("yaml", "")
+    facts = (f"{folder}/yaml.py", "PYTHONPATH", f"take {folder} out of PYTHONPATH")
+    assert_told(broken.diagnose("shadowed-modules"), Level.FAULT, facts)
+
+
+def test_packages_that_a_module_system_puts_first(broken, tmp_path):
+    folder = tmp_path / "easybuild" / "site-packages"
+    add_package(folder, "numpy", "1.26.0")
+    (folder / "numpy").mkdir()
+    (folder / "numpy" / "__init__.py").touch()
+    broken.environment["PYTHONPATH"] = str(folder)
+    facts = (f"PYTHONPATH names {folder}", "numpy", "unset PYTHONPATH", "module purge")
+    assert_told(broken.diagnose("shadowed-modules"), Level.WARNING, facts)
+
+
+def test_gpus_that_a_variable_hides(broken):
+    broken.install_gpu()
+    broken.environment["CUDA_VISIBLE_DEVICES"] = ""
+    assert_told(broken.diagnose("variables"), Level.WARNING, ("GPU 0", "CPU", "unset CUDA_VISIBLE_DEVICES"))
+
+
+def test_a_home_of_python_without_a_python(broken):
+    broken.environment["PYTHONHOME"] = "/nowhere"
+    assert_told(broken.diagnose("variables"), Level.FAULT, ("PYTHONHOME=/nowhere", "unset PYTHONHOME"))
+
+
+def test_libraries_of_another_cuda_that_are_loaded_first(broken):
+    folder = broken.folder / "cuda-11.8" / "lib64"
+    folder.mkdir(parents=True)
+    (folder / "libcudart.so.11.0").touch()
+    broken.environment["LD_LIBRARY_PATH"] = f"/usr/lib:{folder}"
+    facts = (f"{folder}, ", "CUDA 11.0", "CUDA 13.0", "unset LD_LIBRARY_PATH")
+    assert_told(broken.diagnose("variables", torch=CUDA_13), Level.WARNING, facts)
+    assert_told(broken.diagnose("variables", torch=replace(CUDA_13, cuda="11.8")), Level.WARNING)
+
+
+def test_variables_that_slow_training_down(broken):
+    (broken.folder / "file").touch()
+    broken.environment |= {
+        "CUDA_LAUNCH_BLOCKING": "1",
+        "NCCL_P2P_DISABLE": "1",  # of no account with one device
+        "TORCH_DISTRIBUTED_DEBUG": "OFF",
+        "TORCH_EXTENSIONS_DIR": str(broken.folder / "file"),
+        "CUDA_HOME": "/nowhere",
+    }
+    assert_told(
+        broken.diagnose("variables"),
+        Level.WARNING,
+        ("CUDA_LAUNCH_BLOCKING=1", "unset CUDA_LAUNCH_BLOCKING"),
+        (f"TORCH_EXTENSIONS_DIR={broken.folder}/file", "is a file", "unset TORCH_EXTENSIONS_DIR"),
+        ("CUDA_HOME=/nowhere", "unset CUDA_HOME"),
+    )
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core is all there is")
+def test_one_thread_for_everything(broken):
+    broken.environment["OMP_NUM_THREADS"] = "1"
+    assert_told(broken.diagnose("variables"), Level.WARNING, ("OMP_NUM_THREADS=1", "unset OMP_NUM_THREADS"))
+
+
+def test_a_library_that_is_older_than_shardwise_takes(broken, tmp_path, monkeypatch):
+    add_package(tmp_path / "old", "accelerate", "0.1.0")
+    monkeypatch.syspath_prepend(tmp_path / "old")
+    assert_told(broken.diagnose("libraries"), Level.FAULT, ("accelerate 0.1.0", "pip install 'accelerate>=1.15'"))
+
+
+def test_a_python_that_shardwise_does_not_run_on():
+    found = diagnosis_of(judge_python((3, 14), python="/usr/bin/python3"))
+    facts = ("3.14", "/usr/bin/python3", "3.11 to 3.13", "python3.12 -m venv .venv", "launch/bootstrap.sh install")
+    assert_told(found, Level.FAULT, facts)
+
+
+def test_a_machine_without_a_compiler(broken, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    facts = ("cpu_adam", "no-such-compiler", "apt install g++", "dnf install gcc-c++")
+    assert_told(broken.diagnose("compiler", "libaio"), Level.WARNING, facts)
+
+
+@pytest.mark.parametrize(
+    ("header", "facts"),
+    [
+        ("Python.h", ("Python's headers", "apt install python3.")),
+        ("libaio.h", ("offload_nvme", "apt install libaio-dev", "dnf install libaio-devel")),
+    ],
+)
+def test_a_machine_without_pythons_headers_or_libaio(broken, monkeypatch, header, facts):
+    monkeypatch.setenv("CXX", str(broken.install("c++", f"! grep -q {header}")))
+    assert_told(broken.diagnose("compiler", "libaio"), Level.WARNING, facts)
+
+
+def test_no_ninja(broken):
+    broken.changes["python"] = str(broken.folder / "bin" / "python")
+    broken.environment["PATH"] = str(broken.laid_out.programs)
+    remedy = f"{broken.folder}/bin/python -m pip install ninja"
+    assert_told(broken.diagnose("ninja"), Level.WARNING, ("PATH", remedy))
+
+
+def test_a_lock_that_a_killed_build_left_behind(broken):
+    lock = broken.home / ".cache" / "torch_extensions" / "py311_cu130" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    with lock.open("w"):
+        assert_told(broken.diagnose("build-locks"), Level.WARNING)  # its build is at work
+    assert_told(broken.diagnose("build-locks"), Level.WARNING, ("cpu_adam", f"rm {lock}"))

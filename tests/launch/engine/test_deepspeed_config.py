@@ -1,0 +1,219 @@
+"""What the holes of a DeepSpeed file are filled with."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from engine_plan_factory import TINY_LLAMA, engine_plan, gpus
+from msgspec.structs import replace
+
+from launch.engine.deepspeed_config import deepspeed_config, fill, read_base
+from launch.engine.offload_buffers import offload_buffers
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.hardware import DeviceKind, Hardware, Host
+from trainer.spec.job.sections import Job, Limits, NvmeLimit, TrainJob
+from trainer.spec.model.shape import read_model_shape
+from trainer.spec.plan import Buckets, Plan
+from trainer.spec.strategy import Offload, Precision, Sharding
+from trainer.spec.units import MIB
+
+BUCKETS = Buckets(
+    reduce_elements=10, allgather_elements=20, prefetch_elements=30, live_parameters=40, persistence_elements=50
+)
+MANY_BUCKETS = Buckets(
+    reduce_elements=2**24, allgather_elements=2**24, prefetch_elements=2**24, live_parameters=2**26,
+    persistence_elements=640,
+)  # fmt: skip
+
+
+def zero_of(plan: Plan, **settings: str | None) -> dict[str, Any]:
+    """The section of ZeRO."""
+    return deepspeed_config(plan, **settings)["zero_optimization"]
+
+
+def test_the_batch_and_clipping_are_the_jobs():
+    job = Job(train=TrainJob(clip=0.25))
+    config = deepspeed_config(engine_plan(Sharding.ZERO2, num_ranks=4, micro_batch=3, accumulation=5, job=job))
+    assert config["train_micro_batch_size_per_gpu"] == 3
+    assert config["gradient_accumulation_steps"] == 5
+    assert config["train_batch_size"] == 60
+    assert config["gradient_clipping"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("precision", "bf16", "fp16", "pure"),
+    [
+        (Precision.FP32, False, False, False),
+        (Precision.FP16_MIXED, False, True, False),
+        (Precision.BF16_MIXED, True, False, False),
+        (Precision.BF16, True, False, True),
+        (Precision.FP8, True, False, False),
+    ],
+)
+def test_precision_decides_the_16_bit_sections(precision: Precision, bf16: bool, fp16: bool, pure: bool):
+    config = deepspeed_config(engine_plan(Sharding.ZERO3, precision=precision))
+    assert config["fp16"]["enabled"] is fp16
+    assert config["bf16"] == {
+        "enabled": bf16,
+        "bf16_master_weights_and_grads": pure,
+        "bf16_optimizer_states": pure,
+    }
+
+
+def test_planned_buckets_are_taken_as_they_are():
+    zero = zero_of(engine_plan(Sharding.ZERO3, buckets=BUCKETS))
+    assert zero["reduce_bucket_size"] == 10
+    assert zero["stage3_prefetch_bucket_size"] == 30
+    assert zero["stage3_max_live_parameters"] == zero["stage3_max_reuse_distance"] == 40
+    assert zero["stage3_param_persistence_threshold"] == 50
+
+
+def test_without_planned_buckets_they_follow_the_hidden_size():
+    zero = zero_of(engine_plan(Sharding.ZERO3))
+    assert zero["reduce_bucket_size"] == 64 * 64
+    assert zero["stage3_prefetch_bucket_size"] == 3686
+    assert zero["stage3_param_persistence_threshold"] == 640
+    assert zero["stage3_max_live_parameters"] == 1_000_000_000
+
+
+@pytest.mark.parametrize("argument", ["/scratch", None])
+def test_state_on_nvme_goes_where_the_caller_or_else_the_job_says(argument: str | None):
+    job = Job(limits=Limits(nvme=NvmeLimit(path="/from-job")))
+    plan = engine_plan(Sharding.ZERO3, Offload.NVME_ALL, job=job)
+    zero = zero_of(plan, nvme_path=argument)
+    assert zero["offload_optimizer"]["nvme_path"] == zero["offload_param"]["nvme_path"] == (argument or "/from-job")
+
+
+def test_nvme_without_a_path_names_the_setting():
+    with pytest.raises(InputError, match=r"limits\.nvme\.path"):
+        deepspeed_config(engine_plan(Sharding.ZERO3, Offload.NVME_ALL))
+
+
+def on_host(**host: int | None) -> Hardware:
+    """A machine of one GPU with limits on its host."""
+    plain = Host(cpu_name=None, num_cores=8, ram_bytes=2**36, ram_available_bytes=2**36)
+    return Hardware(gpus=gpus(1), host=replace(plain, **host))
+
+
+def with_shape(plan: Plan, **shape: int) -> Plan:
+    """The plan for a model of other sizes."""
+    return msgspec.structs.replace(plan, model_shape=read_model_shape({**TINY_LLAMA, **shape}))
+
+
+# 32,768 x 4,096 in each table, 6.3 billion weights in 32 blocks.
+LARGE = {
+    "vocab_size": 32768,
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+}
+TABLE = 32768 * 4096
+
+
+@pytest.mark.parametrize(
+    ("memlock_bytes", "locked_mib"),
+    [(None, 2000), (1500 * MIB, 1500)],  # the window that the memory estimate counts; what a process may lock
+)
+def test_sub_groups_are_cut_to_the_memory_that_may_be_locked(memlock_bytes: int | None, locked_mib: int):
+    hardware = on_host(memlock_limit_bytes=memlock_bytes)
+    plan = with_shape(engine_plan(Sharding.ZERO3, Offload.NVME_OPTIMIZER, num_ranks=8, hardware=hardware), **LARGE)
+    sizes = offload_buffers(plan)
+    piece = TABLE // 8
+    assert sizes.locked_bytes == 4 * 4 * (sizes.sub_group_elements + piece)
+    assert locked_mib * MIB - 64 < sizes.locked_bytes <= locked_mib * MIB
+
+
+def test_buffers_of_weights_are_locked_too_and_leave_less_for_sub_groups():
+    some, all_of_it = (
+        offload_buffers(
+            with_shape(engine_plan(Sharding.ZERO3, offload, num_ranks=8, precision=Precision.BF16_MIXED), **LARGE)
+        )
+        for offload in (Offload.NVME_OPTIMIZER, Offload.NVME_ALL)
+    )
+    piece = TABLE // 8
+    assert all_of_it.weight_buffer_elements == piece
+    assert all_of_it.locked_bytes == 5 * 2 * piece + (4 * 4 + 2) * (all_of_it.sub_group_elements + piece)
+    assert all_of_it.locked_bytes <= some.locked_bytes + 64
+    assert all_of_it.sub_group_elements < some.sub_group_elements
+
+
+def test_one_weight_a_sub_group_is_the_least():
+    plan = with_shape(engine_plan(Sharding.ZERO3, Offload.NVME_ALL, hardware=on_host(memlock_limit_bytes=MIB)), **LARGE)
+    sizes = offload_buffers(plan)
+    assert sizes.sub_group_elements == 1
+    assert sizes.locked_bytes == 5 * 4 * TABLE + (4 * 4 + 4) * (1 + TABLE), "more than the machine grants"
+
+
+def test_without_nvme_nothing_is_locked_and_a_sub_group_is_at_most_a_partition():
+    sizes = offload_buffers(engine_plan(Sharding.ZERO3, Offload.OPTIMIZER, num_ranks=2))
+    assert (sizes.sub_group_elements, sizes.locked_bytes) == (106_816 // 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit_bytes", "pins"),
+    [
+        (DeviceKind.CUDA, None, True),
+        (DeviceKind.CUDA, 1000, True),
+        (DeviceKind.CUDA, 999, False),  # as under WSL
+        (DeviceKind.CPU, None, False),
+    ],
+)
+def test_host_memory_is_pinned_where_there_is_a_gpu_and_room(kind: DeviceKind, limit_bytes: int | None, pins: bool):
+    hardware = on_host(pinned_limit_bytes=limit_bytes)
+    plan = engine_plan(Sharding.ZERO3, Offload.OPTIMIZER_PARAMS, kind=kind, hardware=hardware)
+    memory = msgspec.structs.replace(plan.chosen.memory, pinned_bytes=1000)
+    plan = msgspec.structs.replace(plan, candidates=(msgspec.structs.replace(plan.chosen, memory=memory),))
+    zero = zero_of(plan)
+    assert zero["offload_optimizer"]["pin_memory"] is zero["offload_param"]["pin_memory"] is pins
+
+
+def test_weights_on_nvme_are_not_kept_for_reuse_and_few_are_gathered_ahead():
+    zero = zero_of(engine_plan(Sharding.ZERO3, Offload.NVME_ALL, buckets=MANY_BUCKETS), nvme_path="/nvme")
+    assert zero["stage3_max_reuse_distance"] == 0
+    assert zero["stage3_prefetch_bucket_size"] == 2 * MIB // 4, "two weights that can be swapped"
+    zero = zero_of(engine_plan(Sharding.ZERO3, Offload.OPTIMIZER_PARAMS, buckets=MANY_BUCKETS))
+    assert zero["stage3_max_reuse_distance"] == MANY_BUCKETS.live_parameters
+    assert zero["stage3_prefetch_bucket_size"] == MANY_BUCKETS.prefetch_elements
+
+
+def test_fp16_under_zero_scales_its_loss_as_elsewhere():
+    config = deepspeed_config(engine_plan(Sharding.ZERO2, precision=Precision.FP16_MIXED))
+    assert config["fp16"] == {
+        "enabled": True,
+        "loss_scale": 0,
+        "initial_scale_power": 16,
+        "loss_scale_window": 2000,
+        "hysteresis": 1,
+        "consecutive_hysteresis": False,
+        "min_loss_scale": 1,
+    }
+
+
+@pytest.mark.parametrize(("num_ranks", "elements"), [(1, 16384), (3, 5462)])
+def test_an_nvme_buffer_holds_the_largest_piece_of_a_weight(num_ranks: int, elements: int):
+    plan = engine_plan(Sharding.ZERO3, Offload.NVME_ALL, num_ranks=num_ranks)  # embedding: 256 x 64
+    assert zero_of(plan, nvme_path="/nvme")["offload_param"]["buffer_size"] == elements
+
+
+def test_filling_leaves_the_base_as_it_was():
+    text = read_base("ds_configs/zero3.json")
+    base = json.loads(text)
+    fill(base, engine_plan(Sharding.ZERO3), nvme_path=None)
+    assert base == json.loads(text)
+
+
+def test_a_hole_that_nothing_fills_is_an_error():
+    with pytest.raises(ValueError, match=r"zero_optimization\.sub_group_size"):
+        fill({"zero_optimization": {"sub_group_size": "auto"}}, engine_plan(Sharding.ZERO3), nvme_path=None)
+
+
+def test_a_strategy_of_another_engine_is_refused():
+    with pytest.raises(ValueError, match="fsdp"):
+        deepspeed_config(engine_plan(Sharding.FSDP))
+
+
+def test_a_missing_file_is_an_incomplete_installation():
+    with pytest.raises(EnvironmentFaultError, match="ds_configs/zero9"):
+        read_base("ds_configs/zero9.json")

@@ -1,0 +1,177 @@
+"""The folder for state on NVMe: made for one attempt, held by it, gone after it, also where its owner was killed."""
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from engine_plan_factory import engine_plan
+from msgspec.structs import replace
+
+from launch.attempt.supervisor import StopRequest
+from launch.engine.attempt_files import prepare_attempt
+from launch.engine.nvme_folder import check_locked_memory, check_nvme, held_folder, nvme_folder, remove_stale_folders
+from launch.plan.disk_check import check_disk
+from launch.run.attempts import run_attempts
+from launch.terminal import Console
+from trainer.spec.errors import EnvironmentFaultError
+from trainer.spec.job.sections import Job, Limits, NvmeLimit
+from trainer.spec.plan import Plan
+from trainer.spec.report import Ending
+from trainer.spec.strategy import Offload, Sharding
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from launch.engine.nvme_folder import held_folder
+with held_folder(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def plan_under(path: Path, *, nvme_bytes: int = 0, size: int | None = None, offload=Offload.NVME_ALL) -> Plan:
+    job = Job(limits=Limits(nvme=NvmeLimit(path=str(path), size=size)))
+    plan = engine_plan(Sharding.ZERO3, offload, job=job)
+    chosen = plan.chosen
+    base = "ds_configs/zero3_nvme.json" if offload.uses_nvme else chosen.strategy.base_config
+    memory = replace(chosen.memory, nvme_bytes=nvme_bytes)
+    strategy = replace(chosen.strategy, base_config=base)
+    return replace(plan, candidates=(replace(chosen, memory=memory, strategy=strategy),))
+
+
+def test_each_attempt_of_a_run_has_a_folder_of_its_own(tmp_path: Path):
+    plan = plan_under(tmp_path / "nvme")
+    first, second = (nvme_folder(plan, Path("runs/bot-20261120-120000"), number) for number in (1, 2))
+    assert first == tmp_path / "nvme" / "shardwise-bot-20261120-120000-1"
+    assert second == tmp_path / "nvme" / "shardwise-bot-20261120-120000-2"
+
+
+def test_a_plan_that_keeps_nothing_on_nvme_has_no_folder(tmp_path: Path):
+    assert nvme_folder(plan_under(tmp_path, offload=Offload.OPTIMIZER), Path("runs/bot"), 1) is None
+    with held_folder(None):
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_deepspeed_is_told_the_folder_of_its_attempt(tmp_path: Path):
+    plan = plan_under(tmp_path / "nvme")
+    attempt = prepare_attempt(plan, plan.chosen, run_dir=tmp_path / "bot", resume=False)
+    zero = msgspec.json.decode((attempt / "ds_config.json").read_bytes())["zero_optimization"]
+    expected = str(tmp_path / "nvme" / "shardwise-bot-1")
+    assert zero["offload_optimizer"]["nvme_path"] == zero["offload_param"]["nvme_path"] == expected
+
+
+def test_the_folder_goes_with_everything_in_it_however_the_attempt_ends(tmp_path: Path):
+    folder = tmp_path / "nvme" / "shardwise-bot-1"
+    with pytest.raises(RuntimeError), held_folder(folder):
+        (folder / "zero_stage_3").mkdir()
+        (folder / "zero_stage_3" / "0_param.tensor.swp").write_bytes(b"weights")
+        raise RuntimeError
+    assert list((tmp_path / "nvme").iterdir()) == []
+
+
+def test_a_folder_that_somebody_holds_is_left_alone_and_cannot_be_taken(tmp_path: Path):
+    folder = tmp_path / "shardwise-bot-1"
+    with held_folder(folder):
+        assert remove_stale_folders(tmp_path) == ()
+        with pytest.raises(EnvironmentFaultError, match=str(folder)), held_folder(folder):
+            pass
+        assert folder.is_dir()
+
+
+@pytest.mark.cold
+def test_the_folder_of_a_killed_owner_is_removed_by_the_next_run(tmp_path: Path):
+    folder = tmp_path / "shardwise-bot-1"
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    with holder.stdout:
+        assert holder.stdout.readline() == b"held\n"
+        (folder / "left.swp").write_bytes(b"weights")
+        assert remove_stale_folders(tmp_path) == ()
+        holder.kill()
+        holder.wait()
+    with held_folder(tmp_path / "shardwise-bot-2"):
+        assert not folder.exists()
+
+
+def test_folders_of_others_are_not_touched(tmp_path: Path):
+    (tmp_path / "shardwise-notes").mkdir()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / ".owner").touch()
+    assert remove_stale_folders(tmp_path) == ()
+    assert {path.name for path in tmp_path.iterdir()} == {"shardwise-notes", "data"}
+
+
+def test_a_disk_that_is_too_small_is_named_with_both_numbers(tmp_path: Path):
+    with pytest.raises(EnvironmentFaultError, match=r"limits\.nvme\.path: .* 1024 TiB"):
+        check_disk(plan_under(tmp_path, nvme_bytes=2**50), tmp_path / "run")
+
+
+def test_more_than_the_job_grants_is_named_with_both_numbers(tmp_path: Path):
+    with pytest.raises(EnvironmentFaultError, match=r"limits\.nvme\.size: 1 KiB .* needs 2 KiB"):
+        check_nvme(plan_under(tmp_path, nvme_bytes=2048, size=1024))
+
+
+def test_space_that_a_killed_run_left_behind_is_made_free_before_it_is_counted(tmp_path: Path):
+    stale = tmp_path / "shardwise-bot-1"
+    stale.mkdir()
+    (stale / ".owner").touch()
+    check_nvme(plan_under(tmp_path, nvme_bytes=2048))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_is_no_folder_is_named(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(EnvironmentFaultError, match=rf"limits\.nvme\.path: .*{tmp_path}/file"):
+        check_nvme(plan_under(tmp_path / "file"))
+
+
+def test_more_locked_memory_than_granted_is_named_with_how_to_raise_it(tmp_path: Path):
+    with pytest.raises(EnvironmentFaultError, match=r"64 KiB.*\n.*ulimit -l"):
+        check_locked_memory(plan_under(tmp_path), 64 * 1024)
+    check_locked_memory(plan_under(tmp_path), None)
+
+
+def test_an_attempt_starts_without_locks_of_dead_ranks_and_leaves_nothing_on_the_disk(tmp_path: Path):
+    """A real launcher, whose rank fails because there is no data."""
+    lock = tmp_path / "operators" / "async_io" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    lines = io.StringIO()
+    outcome = run_attempts(
+        with_data(plan_under(tmp_path / "nvme"), tmp_path / "no-data"),
+        run_dir=tmp_path / "bot",
+        resume=False,
+        extensions_dir=tmp_path / "operators",
+        console=Console(lines),
+        stop=StopRequest(),
+    )
+    assert outcome.report is not None and outcome.report.ending is Ending.FAILED
+    assert "no-data" in (outcome.report.error or "")
+    assert not lock.exists() and str(lock) in lines.getvalue()
+    assert list((tmp_path / "nvme").iterdir()) == []
+
+
+def with_data(plan: Plan, cache_dir: Path) -> Plan:
+    return replace(plan, data=replace(plan.data, cache_dir=str(cache_dir)))
+
+
+LOCK = """
+import ctypes, mmap, resource, sys
+from launch.engine.nvme_folder import lockable_bytes
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+block = mmap.mmap(-1, 1 << 20)
+start = ctypes.addressof(ctypes.c_char.from_buffer(block))
+refused = ctypes.CDLL(None).mlock(ctypes.c_void_p(start), ctypes.c_size_t(1 << 20)) != 0
+print(lockable_bytes(), refused)
+sys.stdout.flush()
+import os; os._exit(0)
+"""
+
+
+def test_what_may_be_locked_is_what_the_kernel_locks():
+    """A process with the capability to lock memory is held to no limit; another one is."""
+    done = subprocess.run([sys.executable, "-c", LOCK], capture_output=True, text=True, check=True)
+    assert done.stdout.split() in (["65536", "True"], ["None", "False"])

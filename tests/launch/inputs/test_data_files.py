@@ -1,0 +1,261 @@
+"""Which files a source is, on real folders, and the standard library of whatever Python runs the tests."""
+
+import gzip
+import lzma
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+import msgspec
+import pytest
+from prepare_request_factory import listed_request, request_for
+
+from launch.inputs.data_files import (
+    PYTHON_STDLIB,
+    STDLIB_LEFT_OUT,
+    STDLIB_MAX_BYTES,
+    STDLIB_MIN_BYTES,
+    list_files,
+    python_stdlib_files,
+    source_bytes,
+)
+from trainer.spec.errors import InputError
+from trainer.spec.job.sections import DataSource
+
+STDLIB = Path(sysconfig.get_path("stdlib"))
+
+
+def write(folder, *names, content="text\n"):
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+
+
+def listed(*sources, tmp_path, **settings):
+    request = listed_request(*sources, cache_root=tmp_path / "cache", **settings)
+    return [Path(file.path) for file in request.files]
+
+
+def names(*sources, tmp_path):
+    return [path.name for path in listed(*sources, tmp_path=tmp_path)]
+
+
+def test_a_file_is_itself_whatever_its_name(tmp_path):
+    write(tmp_path, "notes", 'odd name\'s "copy"\n.xyz')
+    for path in tmp_path.iterdir():
+        assert listed(path, tmp_path=tmp_path) == [path]
+
+
+def test_sizes_times_and_weights_stand_beside_the_paths(tmp_path):
+    write(tmp_path, "a.txt", "b.txt")
+    os.utime(tmp_path / "a.txt", ns=(5, 7))
+    first, second = listed_request((tmp_path / "a.txt", 2.0), tmp_path / "b.txt", cache_root=tmp_path).files
+    assert (first.path, first.size_bytes, first.mtime_ns, first.weight) == (str(tmp_path / "a.txt"), 5, 7, 2.0)
+    assert second.weight == 1.0
+
+
+def test_a_relative_path_is_made_absolute(tmp_path, monkeypatch):
+    write(tmp_path, "a.txt")
+    monkeypatch.chdir(tmp_path)
+    assert listed("a.txt", tmp_path=tmp_path) == [tmp_path / "a.txt"]
+
+
+def test_a_folder_is_its_text_sorted_with_sub_folders_and_without_what_is_hidden_or_empty(tmp_path):
+    write(tmp_path, "text/b.md", "text/a.TXT", "text/z.py", "text/sub/c.rst", "text/sub/rows.jsonl")
+    write(tmp_path, "text/.hidden.txt", "text/.git/config.txt", "text/picture.png", "text/settings.json")
+    write(tmp_path, "text/__init__.py", content="")
+    found = listed(tmp_path / "text", tmp_path=tmp_path)
+    expected = ["a.TXT", "b.md", "z.py", "sub/c.rst", "sub/rows.jsonl"]
+    assert [str(path.relative_to(tmp_path / "text")) for path in found] == expected
+
+
+def test_json_files_are_rows_only_where_a_folder_has_nothing_else(tmp_path):
+    write(tmp_path, "rows/a.json", "rows/b.json")
+    assert names(tmp_path / "rows", tmp_path=tmp_path) == ["a.json", "b.json"]
+    write(tmp_path, "text/a.txt", "text/settings.json")
+    assert names(tmp_path / "text", tmp_path=tmp_path) == ["a.txt"]
+
+
+def test_several_sources_keep_their_order(tmp_path):
+    write(tmp_path, "b.txt", "a.txt")
+    assert names(tmp_path / "b.txt", tmp_path / "a.txt", tmp_path=tmp_path) == ["b.txt", "a.txt"]
+
+
+def test_the_evaluation_source_is_listed_beside(tmp_path):
+    write(tmp_path, "a.txt", "b.txt")
+    request = listed_request(tmp_path / "a.txt", cache_root=tmp_path, eval_source=str(tmp_path / "b.txt"))
+    assert [Path(file.path).name for file in request.eval_files] == ["b.txt"]
+
+
+def test_source_bytes_count_by_weight(tmp_path):
+    write(tmp_path, "a.txt", content="x" * 100)
+    write(tmp_path, "b.txt", content="x" * 10)
+    request = listed_request((tmp_path / "a.txt", 2.0), (tmp_path / "b.txt", 0.5), cache_root=tmp_path)
+    assert source_bytes(request) == 205
+
+
+@pytest.mark.parametrize(
+    ("name", "fact"),
+    [
+        ("none.txt", "no"),
+        ("empty.txt", "0 bytes"),
+        ("void", "0 "),
+        ("pictures", "1 "),
+        ("model.PT", ".arrow, .csv"),
+        ("pipe", "file"),
+    ],
+)
+@pytest.mark.parametrize("setting", ["data.train", "data.eval"])
+def test_a_source_that_cannot_be_read_is_refused_with_the_place_looked_at(tmp_path, name, fact, setting):
+    write(tmp_path, "model.PT", "pictures/a.png", "a.txt")
+    write(tmp_path, "empty.txt", "void/a.txt", content="")
+    os.mkfifo(tmp_path / "pipe")
+    source = tmp_path / name
+    request = (
+        request_for(source, cache_root=tmp_path)
+        if setting == "data.train"
+        else request_for(tmp_path / "a.txt", cache_root=tmp_path, eval_source=str(source))
+    )
+    with pytest.raises(InputError) as caught:
+        list_files(request)
+    head, _, reason = str(caught.value).partition(str(source))
+    assert head == f"{setting}: " and fact in reason
+
+
+def test_a_missing_relative_path_is_named_in_full(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError) as caught:
+        listed("no/such.txt", tmp_path=tmp_path)
+    assert f"{tmp_path}/no/such.txt" in str(caught.value) and "hub" not in str(caught.value)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
+def test_a_weight_that_draws_nothing_is_refused(tmp_path, weight):
+    write(tmp_path, "a.txt")
+    with pytest.raises(InputError, match=r"weight.*above 0"):
+        listed((tmp_path / "a.txt", weight), tmp_path=tmp_path)
+
+
+def test_a_folder_of_rows_is_its_training_split_as_on_the_hub(tmp_path):
+    write(tmp_path, "set/data/train-00000-of-00002.parquet", "set/data/train-00001-of-00002.parquet")
+    write(tmp_path, "set/data/test-00000-of-00001.parquet", "set/README.md", "set/dataset_info.json")
+    expected = ["train-00000-of-00002.parquet", "train-00001-of-00002.parquet"]
+    assert names(tmp_path / "set", tmp_path=tmp_path) == expected
+
+
+def test_a_split_of_a_folder_can_be_asked_for_on_either_side(tmp_path):
+    write(tmp_path, "set/train.jsonl", "set/dev.jsonl.gz", "set/test.csv")
+    source = DataSource(source=str(tmp_path / "set"), split="test")
+    request = request_for(cache_root=tmp_path, eval_source=source.source, eval_split="validation")
+    found = list_files(msgspec.structs.replace(request, sources=(source,)))
+    assert [Path(file.path).name for file in (*found.files, *found.eval_files)] == ["test.csv", "dev.jsonl.gz"]
+
+
+def test_text_beside_rows_leaves_a_folder_as_it_is(tmp_path):
+    write(tmp_path, "mixed/train.jsonl", "mixed/test.py", "mixed/rows.csv.zst")
+    assert names(tmp_path / "mixed", tmp_path=tmp_path) == ["rows.csv.zst", "test.py", "train.jsonl"]
+
+
+@pytest.fixture
+def saved_by_datasets(tmp_path, saved_once):
+    """A folder as the library itself writes it, where a test may change it."""
+    shutil.copytree(saved_once, tmp_path, dirs_exist_ok=True)
+
+
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory):
+    from datasets import Dataset, DatasetDict
+
+    folder = tmp_path_factory.mktemp("saved")
+    train = Dataset.from_dict({"text": ["one", "two", "three"]})
+    DatasetDict({"train": train, "test": train.select([0])}).save_to_disk(folder / "both", num_proc=None)
+    train.save_to_disk(folder / "alone", num_shards=2)
+    return folder
+
+
+@pytest.mark.usefixtures("saved_by_datasets")
+def test_what_datasets_saved_is_the_files_that_it_lists(tmp_path):
+    write(tmp_path, "alone/left-behind.arrow")
+    expected = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    assert names(tmp_path / "alone", tmp_path=tmp_path) == expected
+    both = tmp_path / "both"
+    assert listed(both, tmp_path=tmp_path) == [both / "train" / "data-00000-of-00001.arrow"]
+
+
+def part_problem(tmp_path, name, **part):
+    request = request_for(cache_root=tmp_path)
+    with pytest.raises(InputError) as caught:
+        list_files(msgspec.structs.replace(request, sources=(DataSource(source=str(tmp_path / name), **part),)))
+    return str(caught.value)
+
+
+@pytest.mark.usefixtures("saved_by_datasets")
+def test_a_part_that_a_source_has_not_is_named_with_what_it_has(tmp_path):
+    write(tmp_path, "a.jsonl", "set/train.jsonl", "set/test.jsonl")
+    for name, part, facts in (
+        ("both", {"split": "dev"}, ("split dev", "test, train")),
+        ("set", {"split": "dev"}, ("split dev", "test, train")),
+        ("set", {"subset": "en"}, ("subset en", "none")),
+        ("alone", {"split": "dev"}, ("split dev", "one data set")),
+        ("a.jsonl", {"split": "dev"}, ("split dev", "only folders and data sets")),
+    ):
+        head, _, reason = part_problem(tmp_path, name, **part).partition(f"{tmp_path}/{name} ")
+        assert head == "data.train: " and all(fact in reason for fact in facts), reason
+
+
+@pytest.mark.usefixtures("saved_by_datasets")
+def test_a_saved_folder_that_lost_a_file_is_refused(tmp_path):
+    (tmp_path / "alone" / "data-00001-of-00002.arrow").unlink()
+    assert "2 files" in part_problem(tmp_path, "alone") and "state.json" in part_problem(tmp_path, "alone")
+    (tmp_path / "alone" / "state.json").write_text("{")
+    assert "damaged" in part_problem(tmp_path, "alone")
+
+
+def test_compressed_files_count_for_about_what_they_hold(tmp_path):
+    """The factors lie between those of the standard library's sources and of prose."""
+    text = b"".join(Path(found.path).read_bytes() for found in python_stdlib_files(STDLIB)[:40])
+    for name, content in (("a.txt.gz", gzip.compress(text)), ("a.txt.xz", lzma.compress(text))):
+        (tmp_path / name).write_bytes(content)
+        request = listed_request(tmp_path / name, cache_root=tmp_path)
+        assert source_bytes(request) == pytest.approx(len(text), rel=0.25)
+
+
+def test_the_standard_library_is_enough_text_and_not_too_much(tmp_path):
+    request = listed_request(PYTHON_STDLIB, cache_root=tmp_path)
+    assert STDLIB_MIN_BYTES < source_bytes(request) <= STDLIB_MAX_BYTES
+    assert len(request.files) > 100
+
+
+def test_the_standard_library_is_its_own_modules_as_text():
+    paths = [Path(found.path).relative_to(STDLIB) for found in python_stdlib_files(STDLIB)]
+    assert {"argparse.py", "json/decoder.py", "asyncio/events.py"} <= set(map(str, paths))
+    assert all(path.suffix == ".py" for path in paths)
+    assert not [path for path in paths if STDLIB_LEFT_OUT & set(path.parts)]
+    assert len(set(paths)) == len(paths)
+    for path in paths:
+        content = (STDLIB / path).read_bytes()
+        assert b"\0" not in content
+        content.decode()
+
+
+def test_the_order_does_not_depend_on_the_disk(tmp_path):
+    content = "x" * 1000
+    names = [f"module{number:03}.py" for number in range(600)]
+    write(tmp_path, *reversed(names), "test/test_a.py", "site-packages/a.py", "config-3.11/a.py", content=content)
+    assert [Path(found.path).name for found in python_stdlib_files(tmp_path)] == names
+
+
+def test_a_large_standard_library_is_capped_at_whole_files(tmp_path):
+    write(tmp_path, *(f"m{number:02}.py" for number in range(20)), content="x" * 1_000_000)
+    assert len(python_stdlib_files(tmp_path)) == 8
+
+
+def test_a_standard_library_without_sources_says_what_to_do(tmp_path):
+    write(tmp_path, "os.py", content="x" * 120)
+    with pytest.raises(InputError) as caught:
+        python_stdlib_files(tmp_path)
+    for fact in (str(tmp_path), "120 bytes", "500000", "libpython3-stdlib", "data.train=FILE"):
+        assert fact in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 3

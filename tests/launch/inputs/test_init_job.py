@@ -1,0 +1,58 @@
+"""`shardwise init` writes a job that reads, whatever the model and the data are called."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launch.inputs.first_job import job_template
+from launch.inputs.model_files import preset_names, read_preset
+from launch.job.yaml_text import read_yaml
+from trainer.spec.job.reading import read_job
+from trainer.spec.job.sections import Job
+from trainer.spec.model.shape import read_model_shape
+
+
+def read(text: str) -> Job:
+    tree = read_yaml(text, origin="job.yaml")
+    assert isinstance(tree, dict)
+    return read_job(tree, origin="job.yaml")
+
+
+def test_the_template_is_five_commented_lines():
+    lines = [line for line in job_template(model="org/Model-8B", data="chats.jsonl").splitlines() if line[0] != "#"]
+    assert [line.split(":")[0] for line in lines] == ["model", "data", "train", "limits", "output"]
+    assert all("  # " in line for line in lines)
+    assert lines[4].startswith("output: runs/model-8b ")
+
+
+NAMES = [
+    "plain", "it's", 'say "hi"', "a: b", "a #b", "two\nlines", "{brace", "- dash", "off", "null", "0123", "ü/ñ ✓", "%x",
+    "*a", "a, b",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_name_is_quoted_so_that_it_reads_back(name):
+    job = read(job_template(model=name, data=f"{name} "))
+    assert job.model.name == name
+    assert [entry.source for entry in job.data.train] == [f"{name} "]
+
+
+@settings(deadline=None)  # a busy machine is no fault
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(lambda text: text.strip()))
+def test_any_text_is_quoted_so_that_it_reads_back(data):
+    assert read(job_template(model="org/model", data=data)).data.train[0].source == data
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_a_template_of_a_preset_is_a_job_within_its_positions(preset):
+    job = read(job_template(model=preset, data="text"))
+    assert job.train.seq_len <= read_model_shape(read_preset(preset)).max_positions
+    has_no_weights = preset in ("tiny-llama", "gemma-3-4b-text", "gemma-3-12b-text", "mpt-7b")
+    assert (job.model.config, job.model.name) == ((preset, None) if has_no_weights else (None, preset))
+    assert job.model.tokenizer == ("train" if has_no_weights else None)
+
+
+def test_a_config_file_starts_from_scratch():
+    job = read(job_template(model="shapes/mine.json", data="text"))
+    assert (job.model.config, job.model.tokenizer, job.output) == ("shapes/mine.json", "train", "runs/mine")

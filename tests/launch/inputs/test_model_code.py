@@ -1,0 +1,149 @@
+"""Code that comes with a model: which files would run, where they are from, and that nothing here runs them."""
+
+import json
+import shutil
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from custom_model import CONFIG, MARKER, custom_files, write_custom_model
+from hub_questions import NO_HUB, ask_hub
+from hub_server import COMMIT, Hub, serving
+from msgspec.structs import replace
+from planning_factory import plan_of
+
+from launch.inputs.model_code import keep_model_code, offered_code, read_model_code
+from launch.inputs.model_files import read_model_config
+from trainer.spec.errors import InputError
+from trainer.spec.job.reading import read_job
+from trainer.spec.job.sections import Job
+from trainer.spec.model.code import ModelCode
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from launch.inputs.model_code import read_model_code
+from launch.inputs.model_files import read_model_config
+from trainer.spec.errors import ShardwiseError
+from trainer.spec.job.reading import read_job
+
+job, home = read_job({"model": json.loads(sys.argv[1]), "data": {"train": "x"}}, origin="job.yaml"), Path(sys.argv[2])
+try:
+    code = read_model_code(job, read_model_config(job, cache_home=home), cache_home=home)
+except ShardwiseError as error:
+    print(json.dumps([int(error.exit_code), str(error)]))
+else:
+    print(json.dumps([0, None if code is None else [code.revision, sorted(code.files), code.folder]]))
+assert not {"torch", "transformers"} & sys.modules.keys()
+"""
+RUNS = ("configuration_tiny.py", "modeling_tiny.py", "tiny_layers.py")
+
+
+def job_of(folder: Path, *, trusts: bool = True) -> Job:
+    model = {"config": str(folder), "tokenizer": "train", **({"trust_remote_code": str(folder)} if trusts else {})}
+    return read_job({"model": model, "data": {"train": "x"}}, origin="job.yaml")
+
+
+def code_in(folder: Path) -> ModelCode | None:
+    job = job_of(folder)
+    return read_model_code(job, read_model_config(job))
+
+
+def test_the_named_files_and_what_they_import_are_hashed_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setenv(MARKER, str(tmp_path / "marker"))
+    folder = write_custom_model(tmp_path / "tiny", has_weights=False)
+    code = code_in(folder)
+    assert code is not None
+    assert code.files == {name: sha256((folder / name).read_bytes()).hexdigest() for name in RUNS}
+    assert (code.repository, code.revision, code.folder) == (str(folder), None, str(folder))
+    assert not (tmp_path / "marker").exists()
+
+
+def test_packages_are_followed(tmp_path):
+    folder = write_custom_model(tmp_path / "tiny", has_weights=False)
+    (folder / "parts" / "deep").mkdir(parents=True)
+    (folder / "tiny_layers.py").write_text("from .parts import one\nfrom .parts.deep.two import x\n")
+    (folder / "parts" / "__init__.py").write_text("")
+    (folder / "parts" / "one.py").write_text("from ..tiny_layers import y\nfrom .deep import three, missing\n")
+    (folder / "parts" / "deep" / "two.py").write_text("from .... import outside\n")
+    (folder / "parts" / "deep" / "three.py").write_text("import tiny_layers\n")
+    code = code_in(folder)
+    assert code is not None
+    inside = {"parts/__init__.py", "parts/one.py", "parts/deep/two.py", "parts/deep/three.py"}
+    assert set(code.files) == {*RUNS, *inside}
+
+
+def test_a_job_that_trusts_nothing_has_no_code_and_is_told_what_there_is(tmp_path):
+    folder = write_custom_model(tmp_path / "tiny", has_weights=False)
+    job = job_of(folder, trusts=False)
+    model = read_model_config(job)
+    assert read_model_code(job, model) is None
+    assert offered_code(job, model.config) == str(folder)
+    assert offered_code(job, {**model.config, "auto_map": {"AutoConfig": "configuration_tiny.TinyConfig"}}) is None
+
+
+def named(model_class: str) -> dict[str, dict[str, str]]:
+    return {"auto_map": {**CONFIG["auto_map"], "AutoModelForCausalLM": model_class}}
+
+
+@pytest.mark.parametrize(
+    ("config", "fact"),
+    [
+        ({"auto_map": None}, "causal language model"),
+        ({"auto_map": {"AutoConfig": "configuration_tiny.TinyConfig"}}, "causal language model"),
+        ({"model_type": None}, "model_type"),
+        (named("other/repo--modeling_tiny.TinyForCausalLM"), "other/repo"),
+        (named("../modeling_tiny.TinyForCausalLM"), "MODULE.CLASS"),
+        (named("TinyForCausalLM"), "MODULE.CLASS"),
+        (named("modeling_gone.TinyForCausalLM"), "modeling_gone.py cannot be read"),
+        (named("broken.TinyForCausalLM"), "broken.py"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_a_line(tmp_path, config, fact):
+    folder = write_custom_model(tmp_path / "tiny", has_weights=False, config=config)
+    (folder / "broken.py").write_text("def f(:\n")
+    with pytest.raises(InputError) as refused:
+        code_in(folder)
+    assert fact in str(refused.value) and len(str(refused.value).splitlines()) == 1
+
+
+def test_a_run_keeps_the_files_and_goes_on_with_its_own(tmp_path):
+    folder, run_dir = write_custom_model(tmp_path / "tiny", has_weights=False), tmp_path / "run"
+    plan = replace(plan_of("tiny", "1xRTX-4090"), model_code=code_in(folder))
+    kept = keep_model_code(plan, run_dir).model_code
+    assert kept is not None and plan.model_code is not None
+    assert Path(kept.folder).is_relative_to(run_dir)
+    assert {str(path.relative_to(kept.folder)) for path in Path(kept.folder).rglob("*.py")} == set(RUNS)
+    shutil.rmtree(folder)
+    assert keep_model_code(plan, run_dir).model_code == kept
+    assert keep_model_code(replace(plan, model_code=kept), run_dir).model_code == kept
+
+
+def test_files_that_changed_since_the_plan_are_refused(tmp_path):
+    folder = write_custom_model(tmp_path / "tiny", has_weights=False)
+    plan = replace(plan_of("tiny", "1xRTX-4090"), model_code=code_in(folder))
+    (folder / "tiny_layers.py").write_text("raise SystemExit\n")
+    with pytest.raises(InputError, match=r"tiny_layers\.py changed"):
+        keep_model_code(plan, tmp_path / "run")
+
+
+def ask(home: Path, model: dict[str, str], hub: Hub | None) -> list[object]:
+    endpoint = hub.url if hub is not None else NO_HUB
+    marker = {MARKER: f"{home}/marker"}
+    return ask_hub(PROGRAM, json.dumps(model), str(home), home=home, endpoint=endpoint, **marker)
+
+
+def test_a_hub_is_asked_for_code_only_where_the_job_trusts_it_and_at_the_commit_of_the_config(tmp_path):
+    content = {name: text.encode() for name, text in custom_files().items()}
+    with serving(Hub(files={"org/tiny": {**content, "config.json": json.dumps(CONFIG).encode()}})) as hub:
+        assert ask(tmp_path, {"config": "org/tiny", "tokenizer": "train"}, hub) == [0, None]
+        assert not any(request.endswith(".py") for request in hub.requests)
+        hub.requests.clear()
+        code, found = ask(tmp_path, {"config": "org/tiny", "tokenizer": "train", "trust_remote_code": "org/tiny"}, hub)
+        snapshot = f"{tmp_path}/hub/models--org--tiny/snapshots/{COMMIT}"
+        assert (code, found) == (0, [COMMIT, list(RUNS), snapshot])
+        asked = [request for request in hub.requests if request.endswith(".py")]
+        assert asked and all(f"/resolve/{COMMIT}/" in request for request in asked)
+    again = ask(tmp_path, {"config": "org/tiny", "tokenizer": "train", "trust_remote_code": "org/tiny"}, None)
+    assert again == [code, found]
+    assert not (tmp_path / "marker").exists()

@@ -1,0 +1,318 @@
+"""A job's model: found where the job says, checked before anything heavy, and every fault one line with a remedy."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from launch.inputs.model_files import (
+    ModelFiles,
+    download_model,
+    preset_names,
+    read_model_config,
+    read_preset,
+    read_tokens,
+)
+from trainer.spec.errors import InputError
+from trainer.spec.job.reading import read_job
+from trainer.spec.job.sections import Job
+from trainer.spec.model.shape import read_model_shape
+
+CONFIG = {**read_preset("tiny-llama"), "vocab_size": 16, "hidden_size": 12}
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def job(**model: Any) -> Job:
+    """A job on this model; what starts from scratch has its tokenizer made, unless the test says otherwise."""
+    if "config" in model:
+        model = {"tokenizer": "train", **model}
+    return read_job({"model": model, "data": {"train": "text"}}, origin="job.yaml")
+
+
+def safetensors(rows: int = 16) -> bytes:
+    num_bytes = rows * 12 * 4
+    tensor = {"dtype": "F32", "shape": [rows, 12], "data_offsets": [0, num_bytes]}
+    header = json.dumps({"model.embed_tokens.weight": tensor}).encode()
+    return struct.pack("<Q", len(header)) + header + b"\0" * num_bytes
+
+
+def tokenizer(size: int, *, added: int = 0) -> str:
+    content = {
+        "model": {"type": "BPE", "vocab": {f"t{number}": number for number in range(size)}, "merges": []},
+        "added_tokens": [{"id": size + number, "content": f"<{number}>"} for number in range(added)],
+    }
+    return json.dumps(content)
+
+
+def write_model(
+    folder: Path, *, config: Any = CONFIG, rows: int | None = 16, tokens: str | None = tokenizer(16)
+) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    if config is not None:
+        (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    if rows is not None:
+        (folder / "model.safetensors").write_bytes(safetensors(rows))
+    if tokens is not None:
+        (folder / "tokenizer.json").write_text(tokens)
+    return folder
+
+
+def write_cached(home: Path, repository: str, *, revision: str = "main", **model: Any) -> Path:
+    """A snapshot in Hugging Face's cache, as huggingface_hub lays it out."""
+    root = home / "hub" / f"models--{repository.replace('/', '--')}"
+    (root / "refs").mkdir(parents=True)
+    (root / "refs" / revision).write_text(COMMIT)
+    return write_model(root / "snapshots" / COMMIT, **model)
+
+
+def refused(wanted: Job, home: Path | None = None) -> str:
+    with pytest.raises(InputError) as caught:
+        read_model_config(wanted, cache_home=home)
+    assert str(caught.value).isprintable()
+    return str(caught.value)
+
+
+# --- where a model is looked for
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_starts_from_scratch_and_describes_a_shape(name, tmp_path):
+    files = read_model_config(job(config=name), cache_home=tmp_path)
+    assert files == ModelFiles(
+        config=read_preset(name), config_origin=f"preset {name}", model_path=None, tokenizer_path=None
+    )
+    assert read_model_shape(files.config).num_parameters > 0
+
+
+@pytest.mark.parametrize("name", [name for name in preset_names() if "_name_or_path" in read_preset(name)])
+def test_every_preset_of_published_weights_plans_without_a_network(name, tmp_path):
+    files = read_model_config(job(name=name), cache_home=tmp_path)
+    repository = read_preset(name)["_name_or_path"]
+    assert files.needs_download
+    assert (files.model_path, files.tokenizer_path, files.repository) == (repository, repository, repository)
+    assert files.config == read_preset(name)
+
+
+def test_presets_hold_no_dtype_which_would_decide_the_precision():
+    assert not [name for name in preset_names() if {"dtype", "torch_dtype"} & set(read_preset(name))]
+
+
+def test_a_preset_without_weights_cannot_be_started_from():
+    assert "model.config: tiny-llama" in refused(job(name="tiny-llama"))
+
+
+def test_a_folder_answers_with_absolute_paths(tmp_path, monkeypatch):
+    folder = write_model(tmp_path / "it's a model")
+    monkeypatch.chdir(tmp_path)
+    files = read_model_config(job(name="it's a model"))
+    assert (files.model_path, files.tokenizer_path) == (str(folder), str(folder))
+    assert files.config == CONFIG
+    assert not files.needs_download
+    assert download_model(job(name="it's a model"), files) is files
+
+
+def test_a_home_folder_is_understood(tmp_path, monkeypatch):
+    write_model(tmp_path / "model")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read_model_config(job(name="~/model")).model_path == str(tmp_path / "model")
+
+
+def test_a_folder_called_like_a_preset_needs_a_dot(tmp_path, monkeypatch):
+    write_model(tmp_path / "tiny-llama")
+    monkeypatch.chdir(tmp_path)
+    assert read_model_config(job(name="./tiny-llama")).config == CONFIG
+    assert read_model_config(job(config="tiny-llama")).config == read_preset("tiny-llama")
+
+
+def test_a_config_of_a_folder_or_file_needs_no_weights(tmp_path):
+    folder = write_model(tmp_path / "shape", rows=None)
+    from_folder = read_model_config(job(config=str(folder)))
+    from_file = read_model_config(job(config=str(folder / "config.json")))
+    assert from_folder.config == from_file.config == CONFIG
+    assert from_folder.config_origin == from_file.config_origin == str(folder / "config.json")
+    assert (from_folder.model_path, from_file.model_path) == (None, None)
+    assert from_folder.tokenizer_path is None  # the job says: train
+
+
+def test_a_hub_id_in_the_cache_needs_no_network(tmp_path):
+    snapshot = write_cached(tmp_path, "org/model")
+    files = read_model_config(job(name="org/model"), cache_home=tmp_path)
+    assert (files.model_path, files.tokenizer_path) == (str(snapshot), str(snapshot))
+    assert (files.repository, files.revision, files.needs_download) == ("org/model", COMMIT, False)
+    assert read_model_config(job(config="org/model"), cache_home=tmp_path).model_path is None
+
+
+@pytest.mark.parametrize("revision", ["v1", COMMIT])
+def test_a_revision_in_the_cache_is_found_by_its_name_or_its_commit(tmp_path, revision):
+    snapshot = write_cached(tmp_path, "org/model", revision="v1")
+    files = read_model_config(job(name="org/model", revision=revision), cache_home=tmp_path)
+    assert files.model_path == str(snapshot)
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"])
+def test_the_cache_is_where_the_environment_says(tmp_path, monkeypatch, variable):
+    for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    home = tmp_path / "huggingface"
+    snapshot = write_cached(home, "org/model")
+    monkeypatch.setenv(variable, str({"HF_HUB_CACHE": home / "hub", "HF_HOME": home}.get(variable, tmp_path)))
+    assert read_model_config(job(name="org/model")).model_path == str(snapshot)
+
+
+def test_a_snapshot_without_weights_plans_and_asks_for_a_download(tmp_path):
+    snapshot = write_cached(tmp_path, "org/model", rows=None)
+    files = read_model_config(job(name="org/model"), cache_home=tmp_path)
+    assert files.needs_download
+    assert (files.model_path, files.tokenizer_path) == ("org/model", str(snapshot))
+
+
+def test_a_preset_uses_the_weights_that_are_here(tmp_path):
+    snapshot = write_cached(tmp_path, "Qwen/Qwen2.5-0.5B")
+    files = read_model_config(job(name="qwen2.5-0.5b"), cache_home=tmp_path)
+    assert (files.model_path, files.config, files.needs_download) == (str(snapshot), CONFIG, False)
+
+
+def test_another_tokenizer_may_be_named(tmp_path):
+    folder = write_model(tmp_path / "words", config=None, rows=None)
+    files = read_model_config(job(config="tiny-llama", tokenizer=str(folder)))
+    assert files.tokenizer_path == str(folder)
+    write_cached(tmp_path, "org/words")
+    files = read_model_config(job(config="tiny-llama", tokenizer="org/words"), cache_home=tmp_path)
+    assert Path(files.tokenizer_path or "").name == COMMIT
+
+
+# --- what is refused
+
+
+def test_what_is_no_model_here_says_what_a_name_may_be():
+    line = refused(job(name="llama-3.1-8"))
+    assert line.startswith("model.name: llama-3.1-8 ") and "ORG/NAME" in line and "did you mean llama-3.1-8b?" in line
+    assert "falcon-7b, gemma-2-9b" in refused(job(config="zzz"))
+    for name in ("../gone/model", "/gone", "a/b/c", "a b/c", "org/..", "x" * 300, "~nobody-at-all/model"):
+        assert name in refused(job(name=name))
+
+
+def test_a_file_is_no_folder_of_weights(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    line = refused(job(name=str(tmp_path / "model.gguf")))
+    assert "model.gguf is a file" in line and "config.json" in line
+
+
+@pytest.mark.parametrize(
+    ("config", "fact"),
+    [(None, "no config.json"), ("", "not JSON"), ("{", "not JSON"), ("[]", "JSON object"), ("[" * 100_000, "not JSON")],
+    ids=["none", "empty", "cut", "list", "deep"],
+)
+def test_a_folder_with_a_bad_config_is_refused(tmp_path, config, fact):
+    folder = write_model(tmp_path / "model", config=config)
+    for wanted in (job(name=str(folder)), job(config=str(folder))):
+        assert "config.json" in refused(wanted) and fact in refused(wanted)
+
+
+def test_a_config_file_that_may_not_be_read_is_named(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    assert "no config.json" in refused(job(config=str(tmp_path)))
+
+
+def test_weights_of_another_vocabulary_than_the_config_are_refused(tmp_path):
+    folder = write_model(tmp_path / "model", rows=20, tokens=tokenizer(10))
+    line = refused(job(name=str(folder)))
+    for fact in (str(folder), "vocab_size 16", "model.embed_tokens.weight", "20 rows"):
+        assert fact in line
+
+
+def test_damaged_and_pickled_weights_are_refused(tmp_path):
+    folder = write_model(tmp_path / "model", rows=None)
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    assert "pickled" in refused(job(name=str(folder)))
+    (folder / "model.safetensors").write_bytes(safetensors()[:-1])
+    line = refused(job(name=str(folder)))
+    assert "model.safetensors" in line and "768 B" in line and "767 B" in line
+
+
+@pytest.mark.parametrize(("size", "added"), [(17, 0), (20, 3)])
+def test_a_tokenizer_with_more_words_than_the_model_is_refused_with_both_numbers(tmp_path, size, added):
+    folder = write_model(tmp_path / "model", tokens=tokenizer(size, added=added))
+    line = refused(job(name=str(folder)))
+    assert line.startswith(f"model.tokenizer: {folder} ") and f"{size + added} tokens" in line and " 16" in line
+
+
+@pytest.mark.parametrize(("size", "added", "template"), [(16, 1, None), (2, 40, None), (15, 0, "chatml")])
+def test_added_tokens_and_those_of_a_template_make_the_vocabulary_larger(tmp_path, size, added, template):
+    folder = write_model(tmp_path / "model", tokens=tokenizer(size, added=added))
+    wanted = job(name=str(folder))
+    wanted = replace(wanted, data=replace(wanted.data, chat_template=template))
+    files = read_model_config(wanted)
+    assert (files.config["vocab_size"], files.new_rows) == (64, 48)
+    assert read_model_config(replace(wanted, data=replace(wanted.data, chat_template="plain"))).new_rows == (
+        48 if added else 0
+    )
+
+
+def test_a_template_whose_tokens_are_there_asks_for_no_room(tmp_path):
+    content = json.loads(tokenizer(14))
+    content["added_tokens"] = [{"id": 14, "content": "<|im_start|>"}, {"id": 15, "content": "<|im_end|>"}]
+    folder = write_model(tmp_path / "model", tokens=json.dumps(content))
+    wanted = job(name=str(folder))
+    assert read_model_config(replace(wanted, data=replace(wanted.data, chat_template="chatml"))).new_rows == 0
+
+
+def test_a_larger_tokenizer_from_scratch_is_mended_in_the_config(tmp_path):
+    shape = write_model(tmp_path / "shape", rows=None, tokens=None)
+    words = write_model(tmp_path / "words", config=None, rows=None, tokens=tokenizer(30))
+    line = refused(job(config=str(shape), tokenizer=str(words)))
+    assert " 16" in line and f"vocab_size 30 into {shape / 'config.json'}" in line
+
+
+@pytest.mark.parametrize(("size", "added"), [(16, 0), (10, 6), (0, 0)])
+def test_a_tokenizer_that_fits_is_taken(tmp_path, size, added):
+    folder = write_model(tmp_path / "model", tokens=tokenizer(size, added=added))
+    assert read_model_config(job(name=str(folder))).tokenizer_path == str(folder)
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", '{"model": 5}', '{"model": {"vocab": {"a": "b"}}}', '{"model": {"vocab": 5}}']
+)
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content):
+    folder = write_model(tmp_path / "model", tokens=content)
+    assert f"{folder}/tokenizer.json: " in refused(job(name=str(folder)))
+
+
+def test_the_size_of_a_tokenizer_of_either_kind_is_its_largest_id(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": [["a", 0.0], ["b", -1.0]]}}))
+    assert read_tokens(tmp_path).size == 2
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 7}}, "added_tokens": None}))
+    assert read_tokens(tmp_path).size == 8
+    (tmp_path / "tokenizer.json").unlink()
+    assert read_tokens(tmp_path) is None
+
+
+def test_a_tokenizer_of_the_library_has_the_size_it_says(tmp_path):
+    from tokenizers import Tokenizer, models, trainers
+
+    trained = Tokenizer(models.BPE())
+    trained.train_from_iterator(["to be or not to be"], trainers.BpeTrainer(vocab_size=30, special_tokens=["<s>"]))
+    trained.save(str(tmp_path / "tokenizer.json"))
+    assert read_tokens(tmp_path).size == trained.get_vocab_size()
+
+
+def test_a_tokenizer_that_is_not_there_is_refused(tmp_path):
+    (tmp_path / "words").mkdir()
+    (tmp_path / "tokenizer.json").write_text(tokenizer(3))
+    write_cached(tmp_path, "org/mute", tokens=None)
+    for named, facts in (
+        (str(tmp_path / "words"), ("no tokenizer", "tokenizer.json")),
+        (str(tmp_path / "tokenizer.json"), ("is a file",)),
+        ("gone", ("no folder",)),
+        ("org/mute", ("no tokenizer",)),
+    ):
+        line = refused(job(config="tiny-llama", tokenizer=named), tmp_path)
+        assert line.startswith(f"model.tokenizer: {named} ") and [fact for fact in facts if fact not in line] == []
+
+
+def test_a_model_without_a_tokenizer_of_its_own_has_none(tmp_path):
+    folder = write_model(tmp_path / "model", tokens=None)
+    assert read_model_config(job(name=str(folder))).tokenizer_path is None

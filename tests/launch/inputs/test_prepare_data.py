@@ -1,0 +1,278 @@
+"""The subprocess that prepares data: its answers, its errors, its end, and the index that saves it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from prepare_request_factory import make_old, numbered_text, request_for
+
+from launch.inputs.data_files import list_files
+from launch.inputs.prepare_data import prepare_data
+from launch.inputs.prepared_index import find_prepared
+from trainer.spec.errors import EnvironmentFaultError, InputError, ShardwiseError
+from trainer.spec.job.sections import BadRows
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text(numbered_text(3000))
+    make_old(path)
+    return path
+
+
+@pytest.fixture
+def request_of(tmp_path):
+    def make(*sources, **settings):
+        return request_for(*sources, cache_root=tmp_path / "cache", **settings)
+
+    return make
+
+
+def prepare(request, **settings):
+    lines: list[str] = []
+    return prepare_data(request, on_progress=lines.append, **settings), lines
+
+
+def find(request):
+    """What a start finds of the files as they are now."""
+    return find_prepared(list_files(request))
+
+
+def fake_python(folder, body):
+    """An interpreter that answers `-m trainer.runtime.data.prepare REQUEST ANSWER` as `body` does."""
+    path = folder / "python"
+    path.write_text(f"#!{sys.executable}\nimport os, signal, sys, time\n" + textwrap.dedent(body))
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_the_profile_comes_back_with_its_progress(request_of, text):
+    profile, lines = prepare(request_of(text, eval_share=0.1))
+    assert profile.num_rows > 0
+    assert Path(profile.cache_dir, "tokens.bin").is_file()
+    assert "300 tokens" in lines[0]
+
+
+def test_what_was_prepared_is_found_without_starting_anything(request_of, text):
+    request = request_of(text, eval_share=0.1)
+    assert find(request) is None
+    profile, _ = prepare(request)
+    assert find(request) == profile
+    assert prepare(request, python="/no/such/python") == (profile, [])
+
+
+def test_the_standard_library_is_prepared_from_its_name(request_of):
+    profile, _ = prepare(request_of("python-stdlib", eval_share=0.01, vocab_size=512, seq_len=128))
+    assert profile.num_tokens > 1_000_000
+    assert 0 < profile.eval_unigram_entropy_nats < 7
+    assert profile.skipped_rows == 0
+    assert find(request_of("python-stdlib", eval_share=0.01, vocab_size=512, seq_len=128)) == profile
+
+
+@pytest.mark.parametrize("change", ["content", "time", "another file", "a setting", "a weight"])
+def test_a_change_is_not_overlooked(request_of, text, tmp_path, change):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    path = text.rename(folder / "a.txt")
+    request = request_of(folder)
+    prepare(request)
+    if change == "content":
+        path.write_text("row 0 of 3333, which is 0\n" * 3000)
+    elif change == "time":
+        os.utime(path, ns=(0, path.stat().st_mtime_ns - 1))
+    elif change == "another file":
+        (folder / "b.txt").write_text("more")
+    elif change == "a setting":
+        request = request_of(folder, seq_len=17)
+    else:
+        request = request_of((folder, 2.0))
+    assert find(request) is None
+
+
+def test_a_touched_file_is_read_but_not_tokenised_again(request_of, text):
+    profile, _ = prepare(request_of(text))
+    make_old(text)
+    assert prepare(request_of(text)) == (profile, [])
+    assert find(request_of(text)) == profile
+
+
+def test_a_change_of_the_tokenizer_is_not_overlooked(request_of, text, tmp_path):
+    made, _ = prepare(request_of(text))
+    folder = Path(made.cache_dir, "tokenizer")
+    request = request_of(text, tokenizer=str(folder))
+    profile, _ = prepare(request)
+    assert profile.fingerprint != made.fingerprint
+    assert find(request) == profile
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"model_max_length": 7}))
+    assert find(request) is None
+
+
+def test_a_file_that_may_still_be_changing_is_not_indexed(request_of, text):
+    now_ns = time.time_ns()
+    os.utime(text, ns=(now_ns, now_ns))
+    prepare(request_of(text))
+    assert find(request_of(text)) is None
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "starts.bin", "profile.json", "train_rows.npy"])
+def test_a_removed_cache_is_not_found(request_of, text, name):
+    profile, _ = prepare(request_of(text))
+    Path(profile.cache_dir, name).unlink()
+    assert find(request_of(text)) is None
+    assert prepare(request_of(text))[0] == profile
+
+
+def test_an_unwritten_index_is_a_slower_start_and_nothing_else(request_of, text, tmp_path):
+    (tmp_path / "cache" / "data").mkdir(parents=True)
+    (tmp_path / "cache" / "data" / "index").write_text("in the way")
+    profile, _ = prepare(request_of(text))
+    assert find(request_of(text)) is None
+    assert prepare(request_of(text))[0] == profile
+
+
+def test_a_problem_with_the_data_is_an_input_error_with_its_lines(request_of, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "good"}\n' * 50 + "{}\n")
+    with pytest.raises(InputError) as caught:
+        prepare(request_of(path))
+    assert "1 of 51 rows" in str(caught.value) and f"{path}:51: " in str(caught.value)
+    with pytest.raises(InputError, match=r"data\.bad_rows_max"):
+        prepare(request_of(path, bad_rows=BadRows.SKIP))
+
+
+def test_a_missing_source_is_an_input_error_before_anything_starts(request_of, tmp_path):
+    with pytest.raises(InputError, match=r"none\.txt"):
+        prepare(request_of(tmp_path / "none.txt"), python="/no/such/python")
+
+
+def test_a_missing_tokenizer_is_an_input_error(request_of, text):
+    with pytest.raises(InputError, match=r"model\.tokenizer: /no/such"):
+        find(request_of(text, tokenizer="/no/such"))
+
+
+def test_a_cache_that_cannot_be_written_is_an_environment_fault(request_of, text, tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(EnvironmentFaultError, match=f"{tmp_path}/cache.*Not a directory"):
+        prepare(request_of(text))
+
+
+@pytest.mark.parametrize(
+    "body, kind, message",
+    [
+        ("sys.stderr.write('one\\ntwo\\n'); sys.exit(2)", InputError, "one\ntwo"),
+        ("sys.stderr.write('disk is full\\n'); sys.exit(4)", EnvironmentFaultError, "disk is full"),
+        ("sys.stderr.write('a\\nb\\nc\\nlast\\n'); sys.exit(2)", InputError, "b\nc\nlast"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", EnvironmentFaultError, "SIGKILL"),
+        ("1 / 0", ShardwiseError, "ZeroDivisionError"),
+    ],
+)
+def test_an_exit_code_becomes_the_error_it_stands_for(request_of, text, tmp_path, body, kind, message):
+    with pytest.raises(ShardwiseError) as caught:
+        prepare(request_of(text), python=fake_python(tmp_path, body))
+    assert type(caught.value) is kind
+    assert message in str(caught.value)
+
+
+def test_a_python_that_is_not_there_is_an_environment_fault(request_of, text):
+    with pytest.raises(EnvironmentFaultError, match="/no/such/python"):
+        prepare(request_of(text), python="/no/such/python")
+
+
+def test_a_users_trainer_in_the_working_directory_is_not_run(request_of, text, tmp_path, monkeypatch):
+    (tmp_path / "trainer.py").write_text("raise SystemExit('the wrong trainer')")
+    monkeypatch.chdir(tmp_path)
+    assert prepare(request_of(text))[0].num_rows > 0
+
+
+@pytest.mark.parametrize("heeds_the_request", [True, False])
+@pytest.mark.cold
+def test_an_interrupt_ends_the_subprocess(request_of, text, tmp_path, heeds_the_request):
+    ignoring = "" if heeds_the_request else "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    python = fake_python(tmp_path, ignoring + "print(os.getpid(), flush=True)\ntime.sleep(600)")
+    pids = []
+
+    def interrupt(line):
+        pids.append(int(line))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare_data(request_of(text), python=python, on_progress=interrupt, grace_s=0.3)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+
+
+def start_preparing(folder):
+    """A process that prepares a large text and has begun to, with everything it writes in `folder`."""
+    path = folder / "big.txt"
+    path.write_text(numbered_text(300_000))
+    program = (
+        "import signal, sys; from pathlib import Path; sys.path.append(sys.argv[3])\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where a shell runs the tests behind it
+        "from launch.inputs.prepare_data import prepare_data; from prepare_request_factory import request_for\n"
+        "request = request_for(sys.argv[1], cache_root=Path(sys.argv[2]))\n"
+        "prepare_data(request, on_progress=lambda line: print(line, flush=True))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, path, folder / "cache", Path(__file__).parents[2] / "factories"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"TMPDIR": str(folder)},
+        start_new_session=True,
+        text=True,
+    )
+    assert "300 tokens" in process.stdout.readline(), process.communicate()
+    assert len(preparations_of(folder)) == 1
+    return process
+
+
+@pytest.mark.cold
+def test_ctrl_c_leaves_no_process_and_no_half_cache(tmp_path):
+    process = start_preparing(tmp_path)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it
+    _, errors = process.communicate(timeout=120)
+    assert "KeyboardInterrupt" in errors
+    assert preparations_of(tmp_path) == []
+    assert [folder.name for folder in (tmp_path / "cache" / "data").iterdir()] == ["locks"]
+
+
+@pytest.mark.cold
+def test_the_subprocess_does_not_outlive_a_killed_parent(tmp_path):
+    process = start_preparing(tmp_path)
+    process.kill()
+    process.communicate(timeout=120)
+    deadline = time.monotonic() + 120
+    while preparations_of(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert preparations_of(tmp_path) == []
+    assert [folder.name for folder in (tmp_path / "cache" / "data").iterdir()] == ["locks"]
+
+
+def preparations_of(folder):
+    """Processes that prepare data of this test."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"trainer.runtime.data.prepare" in command and any(str(folder).encode() in part for part in command):
+            found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.cold
+def test_nothing_heavy_is_imported():
+    program = (
+        "import sys, launch.inputs.prepare_data, launch.inputs.data_files\n"
+        "heavy = {'torch', 'numpy', 'tokenizers', 'transformers', 'datasets'} & set(sys.modules)\n"
+        "sys.exit(' '.join(sorted(heavy)))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stderr.strip() == ""

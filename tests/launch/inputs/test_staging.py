@@ -1,0 +1,98 @@
+"""Copies on a node's own disk: whole or not there, of the source as it is, and only where the job asks."""
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine_plan_factory import engine_plan
+from msgspec.structs import replace
+from small_disk import mounted_disk
+
+from launch.inputs.staging import copy_staged, with_stages
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.job.sections import Job, SlurmJob, Stage
+from trainer.spec.plan import Plan
+from trainer.spec.strategy import Sharding
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """As a hub keeps a model: a folder of links."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "models--a--b" / "snapshots" / "abc"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (blobs / name).write_text(name * 100)
+        (snapshot / name).symlink_to(blobs / name)
+    return snapshot
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    with mounted_disk(tmp_path / "small", "256k") as folder:
+        yield folder
+
+
+def plan_for(source: Path, *stages: Stage) -> Plan:
+    plan = engine_plan(Sharding.NONE, job=Job(slurm=SlurmJob(stage=stages)))
+    return replace(plan, model_path=str(source), data=replace(plan.data, cache_dir=str(source.parent)))
+
+
+def test_what_is_not_asked_for_stays_where_it_is(source, tmp_path):
+    plan = with_stages(plan_for(source), tmp_path / "scratch")
+    assert plan.staged == {} and plan.place_of(str(source)) == str(source)
+
+
+def test_a_copy_holds_the_files_and_no_links(source, tmp_path):
+    plan = with_stages(plan_for(source, Stage.MODEL), tmp_path / "scratch")
+    lines: list[str] = []
+    copy_staged(plan.staged, on_progress=lines.append)
+    place = Path(plan.place_of(str(source)))
+    assert place.is_relative_to(tmp_path / "scratch") and place.name == "abc"
+    assert {path.name: path.read_text() for path in place.iterdir()} == {
+        path.name: path.read_text() for path in source.iterdir()
+    }
+    assert not any(path.is_symlink() for path in place.iterdir()) and "copying" in lines[0]
+    copy_staged(plan.staged, on_progress=lines.append)
+    assert len(lines) == 2, "copied again"
+    assert plan.model_path == str(source), "the plan names what was trained, not the copy"
+
+
+def test_a_copy_that_was_cut_off_is_made_anew(source, tmp_path):
+    plan = with_stages(plan_for(source, Stage.MODEL), tmp_path / "scratch")
+    place = Path(plan.place_of(str(source)))
+    half = place.with_name(f".{place.name}.part")
+    half.mkdir(parents=True)
+    (half / "model.safetensors").write_text("half")
+    copy_staged(plan.staged, on_progress=print)
+    assert (place / "model.safetensors").read_text() == "model.safetensors" * 100 and not half.exists()
+
+
+def test_a_source_that_changed_has_another_place(source, tmp_path):
+    before = with_stages(plan_for(source, Stage.DATA), tmp_path / "scratch").staged
+    os.utime(source / "config.json", ns=(1, 1))
+    assert with_stages(plan_for(source, Stage.DATA), tmp_path / "scratch").staged != before
+    assert list(before) == [str(source.parent)]
+
+
+def test_without_a_scratch_folder_the_job_is_refused(source):
+    with pytest.raises(InputError, match=r"slurm\.stage: .*folders: \{scratch: "):
+        with_stages(plan_for(source, Stage.MODEL), None)
+
+
+def test_a_disk_without_room_is_named_with_both_sizes(source, small_disk):
+    (source / "weights.bin").write_bytes(bytes(300 << 10))
+    plan = with_stages(plan_for(source, Stage.MODEL), small_disk)
+    with pytest.raises(EnvironmentFaultError, match=r" 30\d KiB.*/small .* 2\d\d KiB"):
+        copy_staged(plan.staged, on_progress=print)
+
+
+def test_a_folder_that_cannot_be_written_is_an_environment_fault(source, tmp_path):
+    (tmp_path / "scratch").write_text("a file")
+    plan = with_stages(plan_for(source, Stage.MODEL), tmp_path / "scratch")
+    with pytest.raises(EnvironmentFaultError, match=r"/scratch.*: Not a directory"):
+        copy_staged(plan.staged, on_progress=print)
+    assert stat.S_ISREG((tmp_path / "scratch").stat().st_mode)

@@ -1,0 +1,160 @@
+"""Weights are checked by their headers: whatever was cut off, swapped or pickled is refused under the file's name."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launch.inputs.weight_files import check_weights, has_weights, read_header
+from trainer.spec.errors import InputError
+
+TENSORS = {"model.embed_tokens.weight": (16, 4), "model.norm.weight": (4,)}
+
+
+def header_of(tensors: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in tensors.items():
+        size = 4
+        for extent in shape:
+            size *= extent
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    return header
+
+
+def safetensors(header: Any, num_bytes: int = 272) -> bytes:
+    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(encoded)) + encoded + b"\1" * num_bytes
+
+
+def write_shards(folder: Path, **weight_map: str) -> None:
+    """Two files of one tensor each, and an index with `weight_map` laid over the right one."""
+    (folder / "a.safetensors").write_bytes(safetensors(header_of({"first": (4,)}), 16))
+    (folder / "b.safetensors").write_bytes(safetensors(header_of({"second": (2, 2)}), 16))
+    index = {"weight_map": {"first": "a.safetensors", "second": "b.safetensors", **weight_map}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_a_sound_file_answers_with_its_shapes(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(safetensors(header_of(TENSORS)))
+    assert check_weights(tmp_path) == TENSORS
+    assert has_weights(tmp_path)
+
+
+def test_a_file_of_the_library_itself_is_sound(tmp_path):
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = {"w": torch.zeros(3, 5, dtype=torch.bfloat16), "scalar": torch.tensor(1.0), "empty": torch.zeros(0, 4)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert check_weights(tmp_path) == {"w": (3, 5), "scalar": (), "empty": (0, 4)}
+
+
+def changed(name: str, **fields: Any) -> bytes:
+    header = header_of(TENSORS)
+    header[name] = {**header[name], **fields}
+    return safetensors({key: value for key, value in header.items() if value is not None})
+
+
+DAMAGED = {
+    "empty file": (b"", "truncated"),
+    "length beyond the file": (struct.pack("<Q", 10**6) + b"{}", "truncated"),
+    "absurd length": (b"\xff" * 64, "truncated"),
+    "no JSON": (safetensors(b"{broken"), "header"),
+    "not UTF-8": (safetensors(b'{"\xff": 1}'), "header"),
+    "a list": (safetensors([]), "header"),
+    "too deep": (safetensors(b"[" * 100_000), "header"),
+    "cut off": (safetensors(header_of(TENSORS), 200), "272 B of tensors, the file holds 200 B"),
+    "too long": (safetensors(header_of(TENSORS), 280), " 8 bytes"),
+    "unknown dtype": (changed("model.norm.weight", dtype="F1"), "at model.norm.weight"),
+    "shape of another size": (changed("model.norm.weight", shape=[5]), "at model.norm.weight"),
+    "negative shape": (changed("model.norm.weight", shape=[-2, -2]), "at model.norm.weight"),
+    "offsets backwards": (changed("model.norm.weight", data_offsets=[272, 256]), "at model.norm.weight"),
+    "one offset": (changed("model.norm.weight", data_offsets=[1]), "at model.norm.weight"),
+    "text for a shape": (changed("model.norm.weight", shape="wide"), "at model.norm.weight"),
+    "a number for a tensor": (safetensors({"w": 5}), "at w"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_each_damage_is_one_line_under_the_name_of_the_file(tmp_path, case):
+    content, fact = DAMAGED[case]
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        check_weights(tmp_path)
+    line = str(caught.value)
+    assert line.startswith(f"{tmp_path / 'model.safetensors'}: ") and fact in line and "\n" not in line
+
+
+@settings(deadline=None)  # a busy machine is no fault
+@given(st.integers(min_value=0, max_value=len(safetensors(header_of(TENSORS))) - 1))
+def test_a_file_cut_off_anywhere_is_refused(tmp_path_factory, length):
+    path = tmp_path_factory.mktemp("cut") / "model.safetensors"
+    path.write_bytes(safetensors(header_of(TENSORS))[:length])
+    with pytest.raises(InputError, match=r"truncated|damaged"):
+        read_header(path)
+
+
+def test_shards_answer_together(tmp_path):
+    write_shards(tmp_path)
+    assert check_weights(tmp_path) == {"first": (4,), "second": (2, 2)}
+    assert has_weights(tmp_path)
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    write_shards(tmp_path, third="c.safetensors")
+    assert not has_weights(tmp_path)
+    with pytest.raises(InputError, match=r"c\.safetensors: .*model\.safetensors\.index\.json"):
+        check_weights(tmp_path)
+
+
+def test_a_tensor_that_is_not_where_the_index_says_is_named(tmp_path):
+    write_shards(tmp_path, third="b.safetensors")
+    with pytest.raises(InputError, match=r"b\.safetensors: .*third"):
+        check_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"weight_map": {}}',
+        '{"weight_map": []}',
+        '{"weight_map": {"a": 1}}',
+        '{"weight_map": {"a": "../../secret.safetensors"}}',
+    ],
+)
+def test_a_damaged_index_is_refused(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(InputError, match=r"model\.safetensors\.index\.json: "):
+        check_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "fact"),
+    [
+        ("pytorch_model.bin", "pickled"),
+        ("consolidated.00.pth", "pickled"),
+        ("adapter_config.json", "adapter"),
+        ("readme.md", "model.safetensors.index.json"),
+    ],
+)
+def test_a_folder_without_weights_says_what_it_holds_instead(tmp_path, file, fact):
+    (tmp_path / file).write_bytes(b"x")
+    assert not has_weights(tmp_path)
+    with pytest.raises(InputError) as caught:
+        check_weights(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path}: ") and fact in str(caught.value)
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path):
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(InputError, match=r"model\.safetensors: .*Is a directory"):
+        read_header(tmp_path / "model.safetensors")

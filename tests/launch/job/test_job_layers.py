@@ -1,0 +1,320 @@
+"""Site, person, job file, command line: who wins, who is named, and that nothing wrong in any of them gets by."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.job.layers import ResolvedJob, read_job_layers, render_resolved
+from trainer.spec.errors import InputProblemsError
+from trainer.spec.job.sections import Every, Job, WandbMode
+from trainer.spec.strategy import Sharding
+
+EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
+JOB = "model: {name: org/model}\ndata: {train: text.txt}\n"
+
+
+class Workplace:
+    """A folder with a job file, a person's config and a site's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config_home = folder / "config" / "shardwise"
+        self.config_home.mkdir(parents=True)
+        self.site: Path | None = None
+        self.job = folder / "job.yaml"
+        self.job.write_text(JOB)
+
+    def write_person(self, text: str) -> Path:
+        path = self.config_home / "config.yaml"
+        path.write_text(text)
+        return path
+
+    def write_site(self, text: str) -> Path:
+        self.site = self.folder / "site.yaml"
+        self.site.write_text(text)
+        return self.site
+
+    def read(self, *overrides: str) -> ResolvedJob:
+        return read_job_layers(self.job, overrides, config_home=self.config_home, site_config=self.site)
+
+    def problems(self, *overrides: str) -> tuple[str, ...]:
+        with pytest.raises(InputProblemsError) as caught:
+            self.read(*overrides)
+        assert all("\n" not in line for line in caught.value.problems)
+        return caught.value.problems
+
+
+@pytest.fixture
+def workplace(tmp_path):
+    return Workplace(tmp_path)
+
+
+def test_there_is_an_example_for_each_class_of_hardware():
+    expected = {"quickstart", "8gb-card", "24gb-card", "2x24gb-cards", "80gb-card", "8x80gb-node"}
+    assert {path.stem for path in EXAMPLES} >= expected
+
+
+def test_each_layer_wins_over_the_one_before_and_is_named(workplace):
+    site = workplace.write_site(
+        "price_per_gpu_hour: 1\nlog: {wandb: online}\nslurm: {partition: s, account: s, qos: s}\n"
+    )
+    person = workplace.write_person("price_per_gpu_hour: 2\nslurm: {partition: p, account: p}\n")
+    workplace.job.write_text(JOB + "price_per_gpu_hour: 3\nslurm: {partition: j}\n")
+
+    resolved = workplace.read("price_per_gpu_hour=4")
+
+    assert resolved.job.price_per_gpu_hour == 4
+    assert resolved.job.log.wandb is WandbMode.ONLINE
+    assert (resolved.job.slurm.partition, resolved.job.slurm.account, resolved.job.slurm.qos) == ("j", "p", "s")
+    assert {path: resolved.sources[path] for path in resolved.sources if path[:5] in ("price", "log.w", "slurm")} == {
+        "price_per_gpu_hour": "command line",
+        "log.wandb": str(site),
+        "slurm.partition": str(workplace.job),
+        "slurm.account": str(person),
+        "slurm.qos": str(site),
+    }
+
+
+def test_folders_are_no_settings_of_the_job_and_the_person_wins(workplace, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    workplace.write_site("folders: {cache: /site/cache, scratch: /site/scratch}\n")
+    workplace.write_person("folders: {cache: ~/cache, huggingface: /hf}\n")
+    assert workplace.read().folders == {"cache": "/home/me/cache", "huggingface": "/hf", "scratch": "/site/scratch"}
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "folders:\n", "slurm:\n", "{}"])
+def test_a_person_may_have_an_empty_config(workplace, text):
+    workplace.write_person(text)
+    assert workplace.read().sources == {"model.name": str(workplace.job), "data.train": str(workplace.job)}
+
+
+def test_a_missing_config_of_a_person_is_no_problem_but_a_named_site_file_is(workplace):
+    assert workplace.read().job.model.name == "org/model"
+    workplace.site = workplace.folder / "gone.yaml"
+    (line,) = workplace.problems()
+    assert_names(line, workplace.site, "no such file")
+
+
+def assert_names(line: str, origin: object, *facts: str) -> None:
+    """The problem begins with the file or layer it is in, and names these."""
+    assert line.startswith(f"{origin}: ")
+    assert [fact for fact in facts if fact not in line] == [], line
+
+
+PERSONAL_PROBLEMS = [
+    ("train: {lr: 1}", ("train ", "job file", "price_per_gpu_hour, log.wandb, log.notify, slurm, folders")),
+    ("log: {project: p}", ("log.project ", "job file", "log.wandb")),
+    ("slurm: {partitoin: p}", ("slurm.partitoin ", "did you mean slurm.partition?")),
+    ("folders: {cach: /x}", ("folders.cach ", "did you mean folders.cache?")),
+    ("folders: {music: /x}", ("folders.music ", "cache, huggingface, scratch")),
+    ("folders: {cache: here}", ('folders.cache is "here"', '"/"')),
+    ("folders: {cache: 3}", ("folders.cache is 3",)),
+    ("folders: /x", ('folders is "/x"', "folders: {cache: /a/folder}")),
+    ("price_per_gpu_hour: -1", ("price_per_gpu_hour is -1", "above 0")),
+    ("- a", ("list",)),
+    ("a: [", ("line 2, column 1",)),
+]
+
+
+@pytest.mark.parametrize(("text", "facts"), PERSONAL_PROBLEMS, ids=[text for text, _ in PERSONAL_PROBLEMS])
+def test_a_problem_in_a_persons_file_carries_its_name(workplace, text, facts):
+    person = workplace.write_person(text + "\n")
+    (line,) = workplace.problems()
+    assert_names(line, person, *facts)
+
+
+def test_folders_in_a_job_file_are_sent_to_where_they_belong(workplace):
+    workplace.job.write_text(JOB + "folders: {cache: /x}\n")
+    (line,) = workplace.problems()
+    assert_names(line, workplace.job, "folders ", str(workplace.config_home / "config.yaml"))
+
+
+JOB_FILES = [
+    ("", ("shardwise init --model MODEL --data FILE",)),
+    ("# only a comment\n", ("shardwise init",)),
+    ("- model\n", ("list", "shardwise init")),
+    ("just text\n", ('"just text"',)),
+    ("model: {name: [\n", ("line 2, column 1",)),
+    ("model: 1\nmodel: 2\n", ("line 2, column 1", "'model'")),
+]
+
+
+@pytest.mark.parametrize(("text", "facts"), JOB_FILES, ids=[text.strip() or "empty" for text, _ in JOB_FILES])
+def test_a_file_that_is_no_job_is_one_line_and_nothing_is_called_missing(workplace, text, facts):
+    workplace.job.write_text(text)
+    (line,) = workplace.problems()
+    assert_names(line, workplace.job, *facts)
+
+
+def test_an_empty_mapping_lacks_what_every_job_needs(workplace):
+    workplace.job.write_text("{}\n")
+    assert [line.partition(": ")[2].split(" is")[0] for line in workplace.problems()] == ["model", "data.train"]
+
+
+def test_every_problem_of_every_layer_is_shown_at_once(workplace):
+    person = workplace.write_person("folders: {cach: /x}\nslurm: {nodes: 0}\n")
+    workplace.job.write_text(JOB + "pin: {micro_bach: 2}\ntrain: {lr: fast, steps: 5, epochs: 5}\n")
+    expected = [
+        (person, "did you mean folders.cache?"),
+        ("command line", '"limits" ', "train.lr=1e-4"),
+        (person, "slurm.nodes is 0", "at least 1"),
+        (workplace.job, "did you mean pin.micro_batch?"),
+        (workplace.job, 'train.lr is "fast"', "at most 10"),
+        ("command line", "train.seq_len is 3", "at least 8"),
+        (workplace.job, "train.epochs and train.steps"),
+        ("command line", "limits.cost ", "price_per_gpu_hour"),
+    ]
+    found = workplace.problems("train.seq_len=3", "limits", "limits.cost=5")
+    for line, facts in zip(found, expected, strict=True):
+        assert_names(line, *facts)
+
+
+OVERRIDES = [
+    ("train.lr=1e-4", "train", "lr", 1e-4),
+    ("train.lr = 1e-4", "train", "lr", 1e-4),
+    ("train.steps=1k", "train", "steps", 1000),
+    ("train.steps=10", "train", "epochs", None),
+    ("pin.sharding=none", "pin", "sharding", Sharding.NONE),
+    ("log.wandb=off", "log", "wandb", WandbMode.OFF),
+    ("log.tensorboard=yes", "log", "tensorboard", True),
+    ("log.name=0123", "log", "name", "0123"),
+    ("log.name=null", "log", "name", None),
+    ("log.name='null'", "log", "name", "null"),
+    ("model.revision=1e10", "model", "revision", "1e10"),
+    ("model.trust_remote_code=false", "model", "trust_remote_code", None),
+    ("output=runs/a #b: c", None, "output", "runs/a #b: c"),
+    ("output=[odd", None, "output", "[odd"),
+    ('output="quoted"', None, "output", "quoted"),
+    ("data.fields.prompt=question", "data", "fields", {"prompt": "question"}),
+    ("data.eval=none", "data", "eval_share", None),
+    ("allow=[fp8, compile]", None, "allow", ("fp8", "compile")),
+    ("checkpoint.every=20 min", "checkpoint", "every", Every(seconds=1200.0)),
+    ("slurm.time=24:00:00", "slurm", "time", "24:00:00"),
+    ("slurm.extra=--constraint=a100", "slurm", "extra", ("--constraint=a100",)),
+    ("train={seq_len: 4096}", "train", "seq_len", 4096),
+]
+
+
+@pytest.mark.parametrize(("override", "section", "name", "value"), OVERRIDES, ids=[entry[0] for entry in OVERRIDES])
+def test_an_override_reads_as_the_same_line_in_a_file_would(workplace, override, section, name, value):
+    job = workplace.read(override).job
+    assert getattr(getattr(job, section) if section else job, name) == value
+
+
+def test_a_list_of_sources_can_be_given_on_the_command_line(workplace):
+    job = workplace.read("data.train=[a.txt, {source: b.txt, weight: 2}]").job
+    assert [(entry.source, entry.weight) for entry in job.data.train] == [("a.txt", 1.0), ("b.txt", 2.0)]
+
+
+def test_the_last_of_two_overrides_decides(workplace):
+    assert workplace.read("train.lr=1e-3", "train.lr=1e-5").job.train.lr == 1e-5
+
+
+BAD_OVERRIDES = [
+    ("train.lr", ('"train.lr" ', "train.lr=1e-4")),
+    ("train.lr=", ('"train.lr=" ', "key=value")),
+    ("=5", ('"=5" ', "key=value")),
+    ("", ('"" ', "key=value")),
+    ("pin.micro_bach=2", ("did you mean pin.micro_batch?",)),
+    ("train..lr=2", ('"" ', "settings")),
+    ("seq_len=2", ("did you mean train.seq_len?",)),
+    ("train.lora={rank: 3", ("train.lora", "line 1, column 9")),
+    ("train=5", ("train is 5",)),
+    ("train.lr.x=5", ("train.lr is a mapping",)),
+    ("folders.cache=/x", ("folders ",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("override", "facts"), BAD_OVERRIDES, ids=[override or "empty" for override, _ in BAD_OVERRIDES]
+)
+def test_a_bad_override_is_one_line_of_the_command_line(workplace, override, facts):
+    (line,) = workplace.problems(override)
+    assert_names(line, "command line", *facts)
+
+
+def test_overrides_alone_can_be_a_job(tmp_path):
+    resolved = read_job_layers(None, ["model.name=a/b", "data.train=x"], config_home=tmp_path, site_config=None)
+    assert (resolved.name, resolved.job.model.name) == ("job", "a/b")
+    with pytest.raises(InputProblemsError, match="command line: model "):
+        read_job_layers(None, ["data.train=x"], config_home=tmp_path, site_config=None)
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [("support-bot.yaml", "support-bot"), ("my job (2).yml", "my-job-2"), ("'.yaml", "job"), ("a.b.yaml", "a.b")],
+)
+def test_a_run_is_named_after_its_job_file(workplace, file, name):
+    workplace.job = workplace.folder / file
+    workplace.job.write_text(JOB)
+    assert workplace.read().name == name
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_the_resolved_file_reads_back_to_the_same_job(path, tmp_path):
+    resolved = read_job_layers(path, ["limits.hours=2"], config_home=tmp_path, site_config=None)
+    assert resolved.name == path.stem
+    copy = tmp_path / "job.yaml"
+    copy.write_text(render_resolved(resolved))
+    assert read_job_layers(copy, (), config_home=tmp_path, site_config=None).job == resolved.job
+
+
+def test_the_resolved_file_says_where_each_value_is_from(workplace):
+    workplace.write_person("log: {wandb: offline}\n")
+    workplace.job.write_text(JOB + "train: {lora: {targets: [q_proj, v_proj]}}\n")
+    resolved = workplace.read("train.lr=1e-4", 'output=it\'s a "name"\nof two lines')
+    lines = [" ".join(line.split()) for line in render_resolved(resolved).splitlines()]
+    assert "name: org/model # from: " + str(workplace.job) in lines
+    assert "lr: 0.0001 # from: command line" in lines
+    assert f"wandb: offline # from: {workplace.config_home / 'config.yaml'}" in lines
+    assert "seq_len: 2048 # from: default" in lines
+    assert f"targets: [q_proj, v_proj] # from: {workplace.job}" in lines
+    assert sum("# from: default" in line for line in lines) > 60
+    copy = workplace.folder / "copy.yaml"
+    copy.write_text(render_resolved(resolved))
+    workplace.write_person("")
+    workplace.job = copy
+    assert workplace.read().job == resolved.job
+
+
+def test_the_tree_is_complete_and_every_source_is_in_it(workplace):
+    resolved = workplace.read("train.steps=3")
+    assert resolved.tree["train"]["steps"] == 3
+    assert "epochs" not in resolved.tree["train"]
+    assert isinstance(resolved.job, Job)
+    for path in resolved.sources:
+        section = resolved.tree
+        for name in path.split("."):
+            section = section[name]
+
+
+@pytest.mark.cold
+def test_reading_a_job_imports_nothing_heavy():
+    program = (
+        "import sys\nimport launch.job.layers, launch.inputs.first_job, launch.inputs.model_files\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'huggingface_hub', 'tokenizers', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("folders", "name"),
+    [
+        (("tiny-20261122-173000",), "tiny"),
+        (("tiny-20261122-173000-2",), "tiny"),
+        (("my run",), "my-run"),
+        (("sweep-20261122-173000", "point-3"), "sweep-point-3"),
+    ],
+)
+def test_a_submitted_run_keeps_its_name(tmp_path, folders, name):
+    folder = tmp_path
+    for each in folders:
+        folder = folder / each
+        folder.mkdir()
+        (folder / "submission.json").touch()
+    (folder / "job.yaml").write_text("model: {name: a/b}\ndata: {train: d}\n")
+    resolved = read_job_layers(folder / "job.yaml", [], config_home=tmp_path / "none", site_config=None)
+    assert resolved.name == name

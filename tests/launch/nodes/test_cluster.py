@@ -1,0 +1,151 @@
+"""What may be said of several machines on the command line, and what is made of their probes."""
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from launch.nodes.agent import Head
+from launch.nodes.hardware import combined_hardware, describe_difference, parse_labelled_probes
+from launch.nodes.machines import _refuse_foreign_head, _refuse_unknown_host, membership
+from trainer.spec import codec
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.hardware import Disk, Gpu, Hardware, Host
+
+GIB = 2**30
+
+
+def machine(*, num_gpus: int = 2, gpu: str = "NVIDIA H100", ram_gib: int = 64, cores: int = 16, **changes) -> Hardware:
+    gpus = tuple(
+        Gpu(index=index, name=gpu, spec_name=None, memory_bytes=80 * GIB, free_bytes=70 * GIB)
+        for index in range(num_gpus)
+    )
+    host = Host(
+        cpu_name="Xeon",
+        num_cores=cores,
+        ram_bytes=ram_gib * GIB,
+        ram_available_bytes=None,
+        cpu_flags=("avx2", "avx512f"),
+    )
+    return replace(Hardware(gpus=gpus, host=host, libraries={"torch": "2.13.0"}), **changes)
+
+
+def place(**changes):
+    options: dict[str, Any] = {"nodes": 2, "node_rank": 1, "head": "n1", "run_dir": Path("/shared/run")} | changes
+    return membership(**options)
+
+
+def test_one_machine_needs_no_words():
+    assert membership(nodes=None, node_rank=None, head=None, run_dir=None) is None
+    assert place(nodes=1, node_rank=0) is None
+
+
+def test_a_machine_knows_its_place():
+    assert place(head="n1:500") == (2, 1, Head("n1", 500), Path("/shared/run"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"head": None}, "--head"),
+        ({"nodes": None}, "--nodes N"),
+        ({"node_rank": None}, "--node-rank I"),
+        ({"node_rank": 2}, "--node-rank 2: .*0 to 1"),
+        ({"node_rank": -1}, "--node-rank -1: .*0 to 1"),
+        ({"run_dir": None}, "run.dir"),
+        ({"head": "localhost"}, "localhost"),
+        ({"head": "127.0.0.1:29400"}, r"127\.0\.0\.1"),
+        ({"head": "0.0.0.0"}, r"0\.0\.0\.0"),
+        ({"head": "n1:abc"}, "HOST:PORT"),
+    ],
+)
+def test_what_cannot_be_a_place_is_refused(changes, words):
+    with pytest.raises(InputError, match=words):
+        place(**changes)
+
+
+def test_rank_0_belongs_on_the_head():
+    _refuse_foreign_head("127.0.0.1")
+    with pytest.raises(InputError, match=f"192.0.2.1.*{socket.gethostname()}"):
+        _refuse_foreign_head("192.0.2.1")
+
+
+def test_a_head_that_nobody_knows_or_that_is_oneself_is_refused():
+    with pytest.raises(EnvironmentFaultError, match=r"no-such-host\.invalid"):
+        _refuse_unknown_host("no-such-host.invalid")
+    with pytest.raises(EnvironmentFaultError, match=r"localhost.*127\.0\.0\.1"):
+        _refuse_unknown_host("localhost")
+
+
+# -- hardware ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_weakest_machine_decides():
+    weak = machine(ram_gib=32, cores=8)
+    weak = replace(weak, gpus=tuple(replace(gpu, free_bytes=60 * GIB, memory_bytes=79 * GIB) for gpu in weak.gpus))
+    weak = replace(weak, host=replace(weak.host, cpu_flags=("avx2",)), notes=("ECC is off",))
+    both = combined_hardware({"n1": machine(), "n2": weak})
+    assert (both.num_nodes, both.num_devices, both.host.num_cores, both.host.ram_bytes) == (2, 4, 8, 32 * GIB)
+    assert {(gpu.free_bytes, gpu.memory_bytes) for gpu in both.gpus} == {(60 * GIB, 79 * GIB)}
+    assert both.host.cpu_flags == ("avx2",) and both.notes == ("n2: ECC is off",)
+
+
+def test_a_disk_counts_where_every_machine_has_it():
+    disks = [Disk(path=path, filesystem="ext4", total_bytes=1, free_bytes=1) for path in ("/", "/scratch")]
+    many, few = machine(), machine()
+    many = replace(many, host=replace(many.host, disks=tuple(disks)))
+    few = replace(few, host=replace(few.host, disks=(disks[0],)))
+    assert [disk.path for disk in combined_hardware({"n1": many, "n2": few}).host.disks] == ["/"]
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (machine(num_gpus=1), "n1 .*2 x NVIDIA H100, n2 .*1 x NVIDIA H100"),
+        (machine(gpu="NVIDIA A100"), "n2 .*2 x NVIDIA A100.*\n.*--exclude=n2"),
+        (machine(num_gpus=0), "n2 has none"),
+        (machine(libraries={"torch": "2.11.0"}), "n1 .*torch 2.13.0, n2 .*2.11.0"),
+        (machine(libraries={"torch": "2.13.0", "deepspeed": "0.19.8"}), "n1 .*deepspeed missing, n2 .*0.19.8"),
+    ],
+)
+def test_machines_that_are_not_alike_are_refused_with_both_values(other, words):
+    with pytest.raises(EnvironmentFaultError, match=words):
+        combined_hardware({"n1": machine(), "n2": other})
+
+
+def test_what_is_otherwise_than_planned_is_told_with_both_values():
+    planned = replace(machine(), num_nodes=2)
+    assert describe_difference(planned, planned) is None
+    assert describe_difference(planned, machine(num_gpus=4)) == (
+        "nodes: 2 planned, 1 found; GPUs a node: 2 x NVIDIA H100 planned, 4 x NVIDIA H100 found"
+    )
+    less = replace(planned, host=replace(planned.host, ram_bytes=32 * GIB))
+    assert describe_difference(planned, less) == "RAM a node: 64 GiB planned, 32 GiB found"
+    assert describe_difference(less, planned) is None
+
+
+def test_probes_that_srun_mixed_are_taken_apart():
+    texts = [codec.encode(machine(ram_gib=size)).decode().splitlines() for size in (64, 32)]
+    mixed = [f"{rank}: {line}" for pair in zip(*texts, strict=True) for rank, line in enumerate(pair)]
+    mixed.insert(0, "1: module loaded")
+    probes = parse_labelled_probes("\n".join(mixed))
+    assert [probe.host.ram_bytes for probe in probes] == [64 * GIB, 32 * GIB]
+
+
+def test_a_node_that_answers_something_else_is_named():
+    whole = "\n".join(f"0: {line}" for line in codec.encode(machine()).decode().splitlines())
+    with pytest.raises(EnvironmentFaultError, match=r"node 1.*: command not found"):
+        parse_labelled_probes(f"{whole}\n1: python: command not found\n1: \n".replace("python: ", ""))
+
+
+def test_the_environment_of_agents_finds_this_installation_first():
+    from launch.nodes.ranks import agent_environment
+
+    variables = agent_environment({"PYTHONPATH": f"{os.pathsep}/theirs", "HOME": "/h"})
+    first, *rest = variables["PYTHONPATH"].split(os.pathsep)
+    assert (
+        (Path(first) / "launch" / "nodes" / "agent.py").is_file() and rest == ["/theirs"] and variables["HOME"] == "/h"
+    )

@@ -1,0 +1,67 @@
+"""A step that ends before its time: whether a node is gone, or the same would happen again."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.nodes.ranks import Step, free_port
+from trainer.spec.errors import EnvironmentFaultError
+
+
+def ended_step(log: Path, words: str) -> Step:
+    """A step whose program says `words` and ends with code 1."""
+    program = f"import sys; sys.stderr.write({words!r}); sys.exit(1)"
+    step = Step([sys.executable, "-c", program], environment={}, log=log / "logs" / "agents.log")
+    deadline = time.monotonic() + 20
+    while step.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return step
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "srun: error: Node failure on n2\n",
+        "srun: error: Task launch for StepId=1.0 failed on node n2: Communication connection failure\n",
+        "slurmstepd-n1: error: *** STEP 1.1 ON n1 CANCELLED DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***\n",
+        "srun: Required node not available (down, drained or reserved)\nsrun: error: Nodes n2 are DOWN\n",
+    ],
+)
+def test_a_node_that_is_gone_is_for_slurm_to_mend(tmp_path, words):
+    ended_step(tmp_path, words).check_nodes()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("srun: unrecognized option '--overlap'\n", "unrecognized option"),
+        (
+            "n2: n1 port 9 cannot be reached: Connection refused\nsrun: error: n2: task 1: Exited with exit code 4\n",
+            "4",
+        ),
+        ("", "ended with code 1"),
+    ],
+)
+def test_what_would_happen_again_ends_the_run_with_its_words(tmp_path, words, told):
+    with pytest.raises(EnvironmentFaultError, match=f"the nodes could not be started: python.*{told}.*\nlog: "):
+        ended_step(tmp_path, words).check_nodes()
+
+
+def test_a_step_that_runs_says_nothing_and_is_ended(tmp_path):
+    step = Step([sys.executable, "-c", "import time; time.sleep(60)"], environment={}, log=tmp_path / "agents.log")
+    assert step.words is None
+    step.check_nodes()
+    step.end(grace_s=0.01)
+    assert step.poll() == -15
+
+
+def test_a_program_that_is_not_there_is_an_environment_fault(tmp_path):
+    with pytest.raises(EnvironmentFaultError, match="srun-of-nowhere: cannot be started: No such file"):
+        Step(["srun-of-nowhere"], environment={"PATH": "/"}, log=tmp_path / "agents.log")
+
+
+def test_two_free_ports_are_not_one():
+    assert free_port() != free_port()

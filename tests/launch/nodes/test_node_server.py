@@ -1,0 +1,277 @@
+"""The supervisor and its agents: who may join, what arrives, and who is missed; real sockets on this machine."""
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.attempt.supervisor import StopKind, StopRequest
+from launch.nodes.agent import Head, parse_head, run_agent
+from launch.nodes.channel import (
+    MAX_LINE_BYTES,
+    Bye,
+    Channel,
+    FromSupervisor,
+    Hello,
+    NodesFile,
+    Note,
+    Start,
+    StopAsked,
+    Tell,
+    nodes_path,
+)
+from launch.nodes.server import NodeServer, meeting_place
+from trainer.spec import codec
+from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+
+LIMIT_S = 120  # a machine may be busy
+
+
+@pytest.fixture
+def server(tmp_path: Path):
+    lines: list[str] = []
+    with NodeServer(tmp_path, num_nodes=2, on_line=lines.append) as opened:
+        opened.lines = lines  # type: ignore[attr-defined] # what it told
+        yield opened
+
+
+@pytest.fixture
+def call(server, tmp_path):
+    """Greets the server as the agent of a machine."""
+    channels: list[Channel] = []
+
+    def greet(rank: int, *, token: str | None = None) -> Channel:
+        content = codec.read(nodes_path(tmp_path), NodesFile)
+        channel = Channel(socket.create_connection(("127.0.0.1", content.port)), FromSupervisor)
+        channels.append(channel)
+        channel.send(
+            Hello(token=token or content.token, node_rank=rank, host=f"n{rank}", address="127.0.0.1", interface="lo")
+        )
+        return channel
+
+    yield greet
+    for channel in channels:
+        channel.close()
+
+
+def poll_until(server: NodeServer, claim) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not claim():
+        assert time.monotonic() < deadline
+        server.poll()
+        time.sleep(0.01)
+
+
+def test_machines_join_by_what_the_run_directory_tells_the_user_alone(server, call, tmp_path):
+    mode = stat.S_IMODE(nodes_path(tmp_path).stat().st_mode)
+    assert mode == 0o600
+    channels = [call(rank) for rank in (1, 0)]
+    poll_until(server, lambda: len(server.nodes) == 2)
+    server.send(Tell())
+    assert [channel.receive(LIMIT_S) for channel in channels] == [[Tell()], [Tell()]]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b'{"type":"tell"}\n',
+        b'{"type":"ended","attempt_dir":"/a","return_code":0,"num_oom_kills":null,"files":["../../x"]}\n',
+        b"x" * (MAX_LINE_BYTES + 2),
+        b"\xff\xfe\n",
+    ],
+    ids=["http", "of the other side", "no hello", "endless", "no text"],
+)
+def test_a_stranger_is_cut_off_and_disturbs_nobody(server, call, words):
+    friend = call(0)
+    with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+        stranger.settimeout(0.02)
+        left = words
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            assert time.monotonic() < deadline
+            server.poll()
+            try:
+                if left:
+                    left = left[stranger.send(left) :]
+                elif not stranger.recv(10):
+                    break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+    poll_until(server, lambda: 0 in server.nodes)
+    assert friend.is_open and list(server.nodes) == [0]
+
+
+def test_a_wrong_token_is_no_machine_of_the_run(server, call):
+    stranger = call(0, token="0" * 32)
+    deadline = time.monotonic() + LIMIT_S
+    while stranger.is_open and time.monotonic() < deadline:
+        server.poll()
+        stranger.receive(0.02)
+    assert not stranger.is_open and not server.nodes
+
+
+def test_a_rank_that_is_taken_is_told_by_whom(server, call):
+    call(1)
+    poll_until(server, lambda: 1 in server.nodes)
+    again = call(1)
+    answers: list[object] = []
+
+    def is_answered() -> bool:
+        answers.extend(again.receive())
+        return bool(answers)
+
+    poll_until(server, is_answered)
+    (refusal,) = answers
+    assert isinstance(refusal, Bye) and refusal.exit_code == 2
+    assert "node 1 is n1" in refusal.words and "--node-rank" in refusal.words
+
+
+def test_a_machine_whose_connection_ends_is_named(server, call):
+    channel = call(1)
+    poll_until(server, lambda: 1 in server.nodes)
+    channel.close()
+    poll_until(server, lambda: server.gone)
+    (gone,) = server.gone
+    assert "n1 (node 1)" in gone and not server.nodes
+
+
+def test_machines_that_do_not_come_are_named_with_the_reason(server, call):
+    call(0)
+    poll_until(server, lambda: 0 in server.nodes)
+    missing = server.wait_for_all(limit_s=0.05, is_over=lambda: None)
+    assert missing is not None and missing.startswith("node 1 of 2 ")
+    ended = server.wait_for_all(limit_s=60, is_over=lambda: "srun ended")
+    assert ended is not None and ended.startswith("node 1 of 2 ") and ended.endswith("srun ended")
+    assert server.wait_for_all(limit_s=60, is_over=lambda: None, here=1) is None
+
+
+def test_what_an_agent_says_for_people_is_shown_under_its_name(server, call):
+    channel = call(1)
+    channel.send(Note(words="building cpu_adam"))
+    poll_until(server, lambda: server.lines)
+    assert server.lines == ["n1: building cpu_adam"]
+
+
+def test_ranks_meet_where_the_others_reached_the_first_machine(server, call):
+    for rank in (0, 1):
+        call(rank)
+    poll_until(server, lambda: len(server.nodes) == 2)
+    server.nodes[1].peer_address = "10.0.0.5"  # as a second machine would have called it
+    assert meeting_place(server.nodes) == "10.0.0.5"
+    server.dismiss(0, only=1)
+    assert meeting_place(server.nodes) == "127.0.0.1"
+
+
+def test_the_file_goes_with_the_supervisor(tmp_path):
+    with NodeServer(tmp_path, num_nodes=2, on_line=print):
+        assert nodes_path(tmp_path).is_file()
+    assert not nodes_path(tmp_path).exists()
+
+
+def test_a_port_that_is_taken_is_an_environment_fault(server, tmp_path):
+    with pytest.raises(EnvironmentFaultError, match=f"port {server.port} .*HOST:PORT"):
+        NodeServer(tmp_path / "other", num_nodes=2, port=server.port, on_line=print)
+
+
+# -- the agent ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_agent_without_a_supervisor_says_what_it_looked_for(tmp_path):
+    with pytest.raises(EnvironmentFaultError, match=r"\.nodes\.json.*\n.*--run-dir"):
+        run_agent(tmp_path, head=Head("127.0.0.1"), node_rank=1, stop=StopRequest(), on_line=print, wait_s=0)
+
+
+def test_an_agent_names_the_port_it_cannot_reach(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    codec.write(nodes_path(tmp_path), NodesFile(host="n0", port=port, token="t", num_nodes=2))
+    with pytest.raises(EnvironmentFaultError, match=f"127.0.0.1 port {port} .*Connection refused"):
+        run_agent(tmp_path, head=Head("127.0.0.1"), node_rank=1, stop=StopRequest(), on_line=print, wait_s=0)
+
+
+def test_a_node_whose_name_means_nothing_is_called_by_the_address_of_srun(server, tmp_path):
+    name = "node-without-an-address.invalid"
+    code = AGENT.replace("127.0.0.1", name)
+    environment = {**os.environ, "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=environment)
+    try:
+        poll_until(server, lambda: 1 in server.nodes)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_an_agent_that_is_stopped_before_there_is_a_supervisor_ends(tmp_path):
+    stop = StopRequest()
+    stop.kind = StopKind.INTERRUPT
+    code = run_agent(tmp_path, head=Head("127.0.0.1"), node_rank=1, stop=stop, on_line=print, wait_s=60)
+    assert code is ExitCode.INTERRUPTED
+
+
+@pytest.mark.parametrize("text", ["", ":29400", "n1:", "n1:port", "n1:0", "n1:70000"])
+def test_a_head_that_cannot_be_one_is_refused(text):
+    with pytest.raises(InputError, match="HOST:PORT"):
+        parse_head(text)
+
+
+def test_a_head_is_a_host_with_or_without_a_port():
+    assert parse_head("n1") == Head("n1") and parse_head("10.0.0.1:99") == Head("10.0.0.1", 99)
+
+
+AGENT = """
+import signal, sys, threading, os
+from pathlib import Path
+from launch.nodes.agent import Head, run_agent
+from launch.attempt.supervisor import StopRequest
+from trainer.spec.errors import ShardwiseError
+stop = StopRequest()
+with stop.listening():
+    try:
+        code = run_agent(Path(sys.argv[1]), head=Head("127.0.0.1"), node_rank=1, stop=stop, on_line=print, wait_s=30)
+    except ShardwiseError as error:
+        print(error)
+        code = error.exit_code
+sys.exit(int(code))
+"""
+
+
+@pytest.fixture
+def agent(server, tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", AGENT, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    poll_until(server, lambda: 1 in server.nodes)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_machine_ends_as_the_run_does(server, agent):
+    server.dismiss(75, "the run ended: preempted at step 4")
+    out, _ = agent.communicate(timeout=20)
+    assert (agent.returncode, out) == (75, "the run ended: preempted at step 4\n")
+
+
+def test_a_machine_does_not_outlive_the_supervisor(server, agent):
+    server.nodes[1].channel.close()
+    out, _ = agent.communicate(timeout=20)
+    assert agent.returncode == 4 and "the supervisor of this run is gone" in out
+
+
+def test_a_stop_on_any_machine_is_one_for_the_run(server, agent):
+    agent.terminate()
+    poll_until(server, lambda: server.nodes[1].inbox)
+    assert [message for _, message in server.take()] == [StopAsked(is_interrupt=False)]
+
+
+def test_what_a_machine_does_not_see_is_said_by_its_name(server, agent, tmp_path):
+    server.send(Start(attempt_dir=str(tmp_path / "attempts/1"), head="127.0.0.1", port=1, cache=str(tmp_path)))
+    poll_until(server, lambda: server.nodes[1].inbox)
+    ((node, refused),) = server.take()
+    assert node.rank == 1 and refused.exit_code == 2 and "plan.json: cannot be read" in refused.words

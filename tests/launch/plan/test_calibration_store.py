@@ -1,0 +1,128 @@
+"""What earlier runs measured is kept for the same device, driver and torch only, with what the formulas alone said."""
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from calibration_factory import calibration_of, record_of
+from engine_plan_factory import engine_plan
+from msgspec.structs import replace
+from report_factory import make_report
+
+from launch.commands.train import _keep_calibration
+from launch.plan.calibration_store import MAX_RECORDS, append_calibration, read_calibration, record_of_run
+from trainer.planning.planner import situation_of
+from trainer.spec.calibration import CalibrationRecord, RatesSource, RecordSource
+from trainer.spec.errors import EnvironmentFaultError
+from trainer.spec.hardware import Gpu, Hardware, Host, MeasuredRates
+from trainer.spec.plan import Plan
+from trainer.spec.report import Ending, Figures
+from trainer.spec.strategy import Precision, Sharding
+
+NOON = datetime(2030, 1, 2, 12, tzinfo=UTC)
+CPU = Hardware(gpus=(), host=Host(cpu_name="A CPU", num_cores=2, ram_bytes=2**34, ram_available_bytes=2**34))
+GPU = Hardware(
+    gpus=(Gpu(index=0, name="NVIDIA H200", spec_name="H200", memory_bytes=2**37, driver="580.1"),), host=CPU.host
+)
+MIB = 2**20
+
+
+def plan_on(hardware: Hardware, *, torch: str = "2.13.0", **facts: object) -> Plan:
+    plan = engine_plan(Sharding.NONE, hardware=hardware)
+    return replace(plan, versions={"torch": torch, "shardwise": "0.2"}, **facts)
+
+
+def kept(plan: Plan, **facts: Any) -> CalibrationRecord:
+    record = record_of_run(make_report(), plan, now=NOON, **facts)
+    assert record is not None
+    return record
+
+
+def test_a_finished_run_is_found_again_under_its_key(tmp_path: Path):
+    for hardware, torch in ((CPU, "2.13.0"), (GPU, "2.13.0"), (GPU, "2.11.0")):
+        append_calibration(tmp_path / "state", kept(plan_on(hardware, torch=torch)))
+    (found,) = read_calibration(tmp_path / "state", GPU, torch="2.11.0").records
+    assert (found.device, found.driver, found.torch) == ("H200", "580.1", "2.11.0")
+    assert (found.measured_peak_bytes, found.measured_step_s) == (25 * MIB, 0.8)
+    assert found.finished_at == "2030-01-02T12:00:00+00:00"
+    assert len(read_calibration(tmp_path / "state", CPU, torch="2.13.0").records) == 1
+
+
+def test_a_record_says_what_it_may_be_compared_with():
+    record = kept(plan_on(CPU), source=RecordSource.TRIAL)
+    assert (record.shardwise, record.source, record.rates) == ("0.2", RecordSource.TRIAL, RatesSource.DATASHEET)
+    assert (record.sharding, record.precision, record.num_ranks) == (Sharding.NONE, Precision.FP32, 1)
+    assert (record.model_type, record.num_parameters) == ("llama", plan_on(CPU).model_shape.num_parameters)
+    measured = replace(CPU, rates=MeasuredRates(matmul_flops_per_s=10**11))
+    assert kept(plan_on(measured)).rates is RatesSource.MEASURED
+
+
+def test_what_a_correction_added_is_no_part_of_what_was_predicted():
+    """Or the next correction would take it for the formulas' own, and undo it."""
+    plain = plan_on(CPU)
+    learned = record_of(
+        4.0,
+        1.5,
+        shardwise="0.2",
+        precision=Precision.FP32,
+        sharding=Sharding.NONE,
+        num_parameters=plain.model_shape.num_parameters,
+    )
+    corrected = replace(plain, calibration=calibration_of(*[learned] * 9))
+    assert situation_of(corrected).corrections.of(plain.chosen.strategy, plain.chosen.method).step.value > 3
+    before, after = kept(plain), kept(corrected)
+    assert (after.predicted_step_s, after.predicted_peak_bytes) == (
+        before.predicted_step_s,
+        before.predicted_peak_bytes,
+    )
+    assert (after.stated_step_s, after.stated_peak_bytes) == (1.0, 30 * MIB)  # what the report shows
+
+
+def test_a_line_of_an_earlier_version_is_still_read(tmp_path: Path):
+    line = {
+        "device": "CPU A CPU", "driver": None, "torch": "2.13.0", "strategy": "none/fp32/adamw",
+        "predicted_peak_bytes": 10, "measured_peak_bytes": 11, "predicted_step_s": 1.0, "measured_step_s": 2.0,
+        "finished_at": "2026-01-01T00:00:00+00:00",
+    }  # fmt: skip
+    (tmp_path / "calibration.jsonl").write_text(json.dumps(line) + "\n")
+    (found,) = read_calibration(tmp_path, CPU, torch="2.13.0").records
+    assert (found.measured_step_s, found.shardwise, found.sharding) == (2.0, None, None)
+
+
+def test_a_line_that_cannot_be_read_is_passed_over(tmp_path: Path):
+    record = kept(plan_on(CPU))
+    append_calibration(tmp_path, record)
+    with (tmp_path / "calibration.jsonl").open("ab") as stream:
+        stream.write(b'{"device": "A CP\n{"other": 1}\n')
+    append_calibration(tmp_path, record)
+    assert read_calibration(tmp_path, CPU, torch="2.13.0").records == (record, record)
+
+
+def test_only_the_newest_records_are_read(tmp_path: Path):
+    for number in range(MAX_RECORDS + 3):
+        append_calibration(tmp_path, replace(kept(plan_on(CPU)), measured_peak_bytes=number + 1))
+    found = read_calibration(tmp_path, CPU, torch="2.13.0").records
+    assert [found[0].measured_peak_bytes, found[-1].measured_peak_bytes] == [4, MAX_RECORDS + 3]
+
+
+@pytest.mark.parametrize("ending", Ending)
+def test_only_a_run_that_finished_is_kept(tmp_path: Path, ending: Ending):
+    """One that was cut off has measured fewer steps, or what a step took before it failed."""
+    _keep_calibration(plan_on(CPU), make_report(ending=ending), {"XDG_STATE_HOME": str(tmp_path)})
+    records = read_calibration(tmp_path / "shardwise", CPU, torch="2.13.0").records
+    assert [record.measured_step_s for record in records] == ([0.8] if ending is Ending.FINISHED else [])
+
+
+def test_a_run_without_a_measurement_teaches_nothing():
+    assert record_of_run(make_report(measured=Figures()), plan_on(CPU), now=NOON) is None
+
+
+def test_no_store_is_no_record(tmp_path: Path):
+    assert read_calibration(tmp_path / "none", CPU, torch="2.13.0").records == ()
+
+
+def test_a_state_folder_that_cannot_be_made_is_an_environment_fault():
+    with pytest.raises(EnvironmentFaultError, match="cannot be kept"):
+        append_calibration(Path("/proc/nowhere"), kept(plan_on(CPU)))

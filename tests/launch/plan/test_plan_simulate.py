@@ -1,0 +1,214 @@
+"""`plan --simulate`: what a dry run's bytes need of a device, what is taken then, and models without a reader."""
+
+import json
+import re
+
+import pytest
+from msgspec.structs import replace
+from planning_factory import data_of, job_of, plan_of
+from workplace_factory import make_workplace
+
+from launch.plan.dry_run import simulation_request
+from launch.plan.gather import read_inputs
+from launch.plan.simulated import simulated_answers, simulated_plan
+from launch.terminal import Console
+from trainer.planning.planner import situation_of
+from trainer.planning.simulated import Simulated, obstacle_to_dry_run, plan_of_simulated, simulated_memory
+from trainer.spec import codec
+from trainer.spec.errors import InputError, NothingFitsError
+from trainer.spec.job.sections import DataFormat
+from trainer.spec.messages.simulation import Simulation
+from trainer.spec.plan import Plan
+from trainer.spec.report import Ending, Report
+from trainer.spec.strategy import Attention, Checkpointing, Method, Offload, Sharding
+from trainer.spec.units import MIB
+
+OLMO2 = {
+    "model_type": "olmo2",
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+
+def simulation_like(plan: Plan, *, factor: float = 1) -> Simulation:
+    """A dry run that comes to what the closed form says of the chosen candidate, or to a multiple of it."""
+    memory = plan.chosen.memory
+    workspace = memory.parts.get("workspace", 0)
+    events = {name: size - (workspace if name != "load" else 0) for name, size in memory.events.items()}
+    events = {name: round(factor * size) for name, size in events.items()}
+    peak = events[memory.peak_event]
+    return Simulation(
+        steady_allocated_bytes=memory.steady_allocated_bytes - workspace,
+        peak_allocated_bytes=peak,
+        peak_event=memory.peak_event,
+        events=events,
+        parts={"weights": peak},
+        live=(),
+        peak_reserved_bytes=peak + 64 * MIB,
+        expandable_reserved_bytes=peak + 40 * MIB,
+        min_capacity_bytes=peak + 20 * MIB,
+        checks=(),
+        num_parameters=plan.model_shape.num_parameters,
+        num_trained_parameters=plan.model_shape.num_parameters,
+        seconds=1.0,
+        versions={},
+    )
+
+
+@pytest.mark.parametrize("machine", ["1xRTX-4090", "8xH100-SXM5-80GB"])
+@pytest.mark.parametrize("model", ["tiny", "1b"])
+def test_bytes_that_are_the_closed_forms_need_what_the_closed_form_needs(model, machine):
+    plan = plan_of(model, machine)
+    simulation = simulation_like(plan)
+    memory = simulated_memory(situation_of(plan), plan.chosen, simulation)
+    expected = plan.chosen.memory
+    assert memory.need_bytes == expected.need_bytes
+    assert memory.events == expected.events
+    assert memory.peak_allocated_bytes == expected.peak_allocated_bytes == sum(memory.parts.values())
+    assert memory.steady_allocated_bytes == expected.steady_allocated_bytes
+    workspace = expected.parts["workspace"]
+    assert memory.peak_reserved_bytes == simulation.expandable_reserved_bytes + workspace
+    plain = replace(plan, hardware=replace(plan.hardware, can_expand_segments=False))
+    memory = simulated_memory(situation_of(plain), plan.chosen, simulation)
+    assert memory.peak_reserved_bytes == simulation.peak_reserved_bytes + workspace
+
+
+def test_events_between_two_of_the_closed_form_count_with_the_first():
+    plan = plan_of("tiny", "1xRTX-4090")
+    simulation = simulation_like(plan)
+    most = 2 * simulation.peak_allocated_bytes
+    simulation = replace(simulation, events={**simulation.events, "clip": most})
+    memory = simulated_memory(situation_of(plan), plan.chosen, simulation)
+    assert memory.events["optimizer_step"] == most + plan.chosen.memory.parts["workspace"]
+    assert memory.need_bytes > 1.5 * plan.chosen.memory.peak_allocated_bytes
+
+
+def described(plan: Plan) -> Plan:
+    """The same plan as if no reader knew the model."""
+    return replace(plan, model_shape=replace(plan.model_shape, is_described=True))
+
+
+@pytest.mark.parametrize("is_described", [False, True])
+def test_only_an_unknown_architecture_takes_its_memory_from_the_dry_run(is_described):
+    plan = plan_of("1b", "1xRTX-4090")
+    plan = described(plan) if is_described else plan
+    memory = simulated_memory(situation_of(plan), plan.chosen, simulation_like(plan, factor=0.9))
+    taken = plan_of_simulated(plan, Simulated(candidate=plan.chosen, memory=memory), [])
+    assert taken.chosen.memory == (memory if is_described else plan.chosen.memory)
+    assert taken.fallbacks == plan.fallbacks
+    assert any("no closed form" in note for note in taken.notes) == is_described
+
+
+def test_a_fallback_that_is_taken_leaves_the_ones_behind_it():
+    plan = plan_of("1b", "1xRTX-4090")
+    failed, taken = (Simulated(candidate=each, memory=each.memory) for each in (plan.chosen, plan.fallbacks[1]))
+    decided = plan_of_simulated(plan, taken, [failed])
+    assert decided.chosen == replace(plan.fallbacks[1], reasons=decided.chosen.reasons)
+    assert f"micro batch {decided.chosen.micro_batch}: " in decided.chosen.reasons[2]
+    assert decided.fallbacks == plan.fallbacks[2:]
+    assert plan.chosen not in decided.candidates
+    assert any(plan.chosen.strategy.name in note and "micro batch" in note for note in decided.notes)
+
+
+def test_another_candidate_that_is_taken_has_fallbacks_of_its_own_and_the_first_is_rejected():
+    plan = plan_of("1b", "8xH100-SXM5-80GB")
+    other = next(each for each in plan.candidates if each.strategy.sharding is not plan.chosen.strategy.sharding)
+    decided = plan_of_simulated(
+        plan,
+        Simulated(candidate=other, memory=other.memory),
+        [Simulated(candidate=plan.chosen, memory=plan.chosen.memory)],
+    )
+    assert decided.chosen.strategy == other.strategy
+    assert all(each.strategy != plan.chosen.strategy for each in decided.candidates)
+    (rejection,) = [each for each in decided.rejections if each.strategy == plan.chosen.strategy.name]
+    assert "dry run" in rejection.reason
+    assert decided.fallbacks != plan.fallbacks
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        ({"sharding": Sharding.ZERO3}, "zero3"),
+        ({"offload": Offload.OPTIMIZER}, "offload optimizer"),
+        ({"sharding": Sharding.FSDP}, None),
+    ],
+)
+def test_what_a_dry_run_cannot_run_is_named(change, fact):
+    plan = plan_of("tiny", "8xH100-SXM5-80GB")
+    candidate = replace(plan.chosen, strategy=replace(plan.chosen.strategy, **change))
+    obstacle = obstacle_to_dry_run(candidate, plan.model_shape, is_cpu=False)
+    assert obstacle is None if fact is None else fact in (obstacle or "")
+
+
+def test_flash_attention_has_a_dry_run_where_the_model_also_has_sdpa():
+    plan = plan_of("tiny", "1xRTX-4090")
+    candidate = replace(plan.chosen, attention=Attention.FLASH)
+    without = replace(plan.model_shape, attentions=(Attention.FLASH, Attention.EAGER))
+    assert obstacle_to_dry_run(candidate, plan.model_shape, is_cpu=False) is None
+    assert "flash-attn" in (obstacle_to_dry_run(candidate, without, is_cpu=False) or "")
+
+
+def test_a_plan_without_a_dry_run_stays_as_it_is_and_says_so(capsys):
+    plan = plan_of("tiny", "1xRTX-4090")
+    plan = replace(plan, candidates=(replace(plan.chosen, checkpointing=Checkpointing.SELECTIVE),))
+    taken, (line,) = simulated_plan(plan, Console())
+    assert taken == plan and "checkpointing selective" in line
+    with pytest.raises(InputError, match=r"llama.*checkpointing selective"):
+        simulated_plan(replace(described(plan), fallbacks=()), Console())
+
+
+@pytest.mark.parametrize("method", [Method.FULL, Method.LORA])
+def test_a_dpo_job_is_run_as_pairs_against_its_reference_and_agrees_with_the_closed_form(method, capsys):
+    job = job_of(method=method, pin={"micro_batch": 2, "sharding": "none"}, seq_len=512, tokens_per_step=2048)
+    data = data_of(seq_len=512, format=DataFormat.PREFERENCE, is_packed=False)
+    plan = plan_of("tiny", "1xH100-SXM5-80GB", job=job, data=data)
+    assert simulation_request(plan).rows_per_example == 2
+    taken, lines = simulated_plan(plan, Console())
+    assert taken.chosen.method is method
+    differences = {line[:24].strip(): line.split()[-1] for line in lines if line.endswith("%")}
+    assert abs(float(differences["peak"].removesuffix("%"))) < 1
+    assert abs(float(differences["between steps"].removesuffix("%"))) < 1  # tensors of a tiny model are rounded up
+
+
+def test_a_dry_run_that_does_not_fit_ends_the_plan_of_that_machine(capsys):
+    plan = plan_of("tiny", "1xRTX-4090", seq_len=512, tokens_per_step=512)
+    hardware = replace(plan.hardware, vram_cap_bytes=100 * MIB)
+    small = replace(plan, hardware=hardware, candidates=(plan.chosen,), fallbacks=())
+    other = replace(plan, candidates=(replace(plan.chosen, checkpointing=Checkpointing.SELECTIVE),))
+    answers, lines = simulated_answers([("small", small), ("other", other)], Console())
+    error = str(dict(answers)["small"])
+    assert isinstance(dict(answers)["small"], NothingFitsError)
+    assert re.match(r".* needs .*; 100 MiB .*\n", error) and "smallest change" in error
+    assert (dict(answers)["other"], list(lines)) == (other, ["other"])
+
+
+def test_an_architecture_that_no_reader_knows_is_refused_without_simulate_and_told_where_to_go(tmp_path, monkeypatch):
+    workplace = make_workplace(tmp_path)
+    (workplace.folder / "model" / "config.json").write_text(json.dumps(OLMO2))
+    monkeypatch.chdir(workplace.folder)
+    with pytest.raises(InputError, match=r"'olmo2'.*`shardwise plan --simulate`"):
+        read_inputs(workplace.job, [], environment=workplace.environment)
+
+
+def test_a_plan_of_an_architecture_that_no_reader_knows_is_trained(tmp_path):
+    workplace = make_workplace(tmp_path)
+    workplace.write_job(train={"steps": 6}, checkpoint={"every": "6 steps"})
+    (workplace.folder / "model" / "config.json").write_text(json.dumps(OLMO2))
+    answer = workplace.run("plan", "job.yaml", "--simulate", "--json")
+    (workplace.folder / "plan.json").write_text(answer.stdout)
+    plan = codec.read(workplace.folder / "plan.json", Plan)
+    workplace.run("train", "plan.json")
+    report = codec.read(workplace.only_run() / "report.json", Report)
+    measured = report.measured.memory.peak_allocated_bytes
+    assert report.ending is Ending.FINISHED
+    assert plan.model_shape.num_parameters == 2 * 320 * 32 + 2 * (3072 + 6144 + 112) + 32
+    assert plan.chosen.memory.peak_allocated_bytes == pytest.approx(measured, rel=0.03)
+    assert "dry run" in answer.stderr

@@ -1,0 +1,178 @@
+"""What quotas leave of a file system, as the commands of each kind print them, and what is refused for them."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from launch.probe.disk_quota import DiskQuota, mount_of, parse_scale, parse_table, read_quotas
+from launch.probe.disk_room import check_room, read_room
+from launch.probe.kernel_text import parse_mountinfo
+from trainer.spec.errors import EnvironmentFaultError
+from trainer.spec.units import KIB, MIB
+
+MOUNTS = """\
+22 1 8:1 / / rw - ext4 /dev/sda1 rw
+30 22 0:40 / /scratch rw - lustre 10.0.0.1@o2ib:/scratch rw
+31 22 0:41 / /scratch/fast rw - gpfs fast rw
+32 22 0:42 / /home rw - nfs4 nas:/export/home rw
+33 22 0:43 / /home rw - nfs4 nas2:/export/home rw
+34 22 0:44 / /tmp rw - tmpfs tmpfs rw
+"""
+SCALE = """\
+mmlsquota::HEADER:version:reserved:reserved:filesystemName:quotaType:id:name:blockUsage:blockQuota:blockLimit:\
+blockInDoubt:blockGrace:filesUsage:filesQuota:filesLimit:filesInDoubt:filesGrace:remarks:
+mmlsquota::0:1:::fast:USR:1000:alice:1048576:4194304:5242880:0:none:400:1000:2000:0:none::
+mmlsquota::0:1:::other:USR:1000:alice:1048576:1048577:1048577:0:none:400:401:401:0:none::
+mmlsquota::0:1:::fast:GRP:77:theory:1048576:0:0:0:none:400:500:0:0:none::
+mmlsquota::0:1:::fast:GRP:78:vision:1048576:1048577:1048577:0:none:400:401:401:0:none::
+mmlsquota::0:1:::fast:FILESET:0:root:1:2:3:0:none:1:2:3:0:none::
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "free_bytes", "free_files"),
+    [
+        ("     /lustre  1044488  0 10485760 -  2002  0  100000  -\n", (10485760 - 1044488) * KIB, 97998),
+        ("/a/very/long/name/of/a/file/system\n   100  0 300 -  5  0  0  -\n", 200 * KIB, None),
+        ("  /home  1500* 1000 2000 1700000000  5 10 0 0", 500 * KIB, 5),  # over the soft limit; files have but that
+        ("  /home  2500* 1000 2000 1700000000  5 0 0 0", 0, None),
+        ("  /home  1 0 0 0 1 0 0 0", None, None),
+    ],
+)
+def test_a_row_says_what_is_left(text, free_bytes, free_files):
+    assert parse_table(text, "your") == DiskQuota(whose="your", free_bytes=free_bytes, free_files=free_files)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "none", "/lustre [100] 0 300 - [5] 0 0 -", "Unexpected quotactl error: Operation not supported"]
+)
+def test_what_is_no_row_says_nothing(text):
+    assert parse_table(text, "your") is None
+
+
+def test_storage_scale_tells_columns_by_name():
+    user, group = parse_scale(SCALE, "fast", group=77)
+    assert user == DiskQuota(whose="your user's quota", free_bytes=4096 * MIB, free_files=1600)
+    assert group == DiskQuota(whose="your group's quota", free_bytes=None, free_files=100)
+    assert parse_scale("", "fast", group=77) == parse_scale(SCALE, "slow", group=77) == ()
+
+
+def test_a_folder_lies_in_the_lowest_mount_above_it():
+    mounts = parse_mountinfo(MOUNTS)
+    found = {
+        path: mount_of(Path(path), mounts) for path in ("/scratch/fast/me", "/scratch/me", "/home/me", "/scratchy")
+    }
+    assert [mount and mount.source for mount in found.values()] == [
+        "fast",
+        "10.0.0.1@o2ib:/scratch",
+        "nas2:/export/home",
+        "/dev/sda1",
+    ]
+    assert mount_of(Path("/x"), ()) is None
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> tuple[Path, dict[str, str], Path]:
+    """A folder, an environment whose PATH holds nothing yet, and a root whose mountinfo a test writes."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "work").mkdir()
+    return tmp_path / "work", {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}, tmp_path
+
+
+def mounted(root: Path, filesystem: str, source: str = "/dev/x") -> str:
+    """Makes the test's folder a mount of this kind; where it is."""
+    point = os.path.realpath(root / "work")
+    (root / "proc/self/mountinfo").write_text(f"30 1 0:40 / {point} rw - {filesystem} {source} rw\n")
+    return point
+
+
+def program(root: Path, name: str, script: str) -> None:
+    (root / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+    (root / "bin" / name).chmod(0o755)
+
+
+def test_lustre_is_asked_for_user_group_and_project(place):
+    folder, environment, root = place
+    point = mounted(root, "lustre")
+    program(
+        root,
+        "lfs",
+        f"""case "$*" in
+    "project -d {folder}") echo "  4711 P {folder}" ;;
+    "quota -q -u {os.getuid()} {point}") echo "  {point} 100 0 300 - 5 0 50 -" ;;
+    "quota -q -g {os.getegid()} {point}") echo "  {point} 100 0 0 - 5 0 0 -" ;;
+    "quota -q -p 4711 {point}") echo "  {point} 100 0 200 - 5 0 0 -" ;;
+    *) echo "$*" >&2; exit 9 ;;
+esac""",
+    )
+    user, group, project = read_quotas(folder, environment, root=root)
+    assert (user.free_bytes, user.free_files) == (200 * KIB, 45)
+    assert (group.free_bytes, group.free_files) == (None, None)
+    assert (project.whose, project.free_bytes) == ("the quota of project 4711", 100 * KIB)
+
+
+@pytest.mark.parametrize("filesystem", ["ext4", "xfs", "nfs4"])
+def test_quota_is_asked_for_the_user_and_the_group_of_new_files(place, filesystem):
+    folder, environment, root = place
+    point = mounted(root, filesystem)
+    header = "     Filesystem  blocks   quota   limit   grace   files   quota   limit   grace"
+    program(
+        root,
+        "quota",
+        f"""case "$*" in
+    "-u -w -p --show-mntpoint --hide-device -f {point}")
+        printf '%s\\n' "Disk quotas for user me (uid 1):" "{header}" "{point} 1500* 1000 2000 1700000000 5 0 0 0"
+        exit 1 ;;
+    "-g -w -p --show-mntpoint --hide-device -f {point}")
+        printf '%s\\n' "Disk quotas for group a (gid 99999):" "{header}" "{point} 1 2 3 0 5 0 0 0"
+        printf '%s\\n' "Disk quotas for group b (gid {os.getegid()}):" "{header}" "{point} 1 0 0 0 5 0 9 0" ;;
+    *) exit 9 ;;
+esac""",
+    )
+    user, group = read_quotas(folder, environment, root=root)
+    assert (user.free_bytes, user.free_files, user.whose) == (500 * KIB, None, "your user's quota")
+    assert (group.free_bytes, group.free_files, group.whose) == (None, 4, "your group's quota")
+
+
+def test_storage_scale_is_asked_by_the_name_of_its_device(place):
+    folder, environment, root = place
+    mounted(root, "gpfs", source="/dev/fast")
+    program(root, "mmlsquota", f'[ "$*" = -Y ] && cat {root}/scale.txt')
+    (root / "scale.txt").write_text(SCALE)
+    assert [quota.free_bytes for quota in read_quotas(folder, environment, root=root)][:1] == [4096 * MIB]
+
+
+@pytest.mark.parametrize(
+    ("script", "timeout_s"),
+    [
+        (None, 60),
+        ("echo 'quota: Mountpoint (or device) /x not found or has no quota enabled.' >&2; exit 1", 60),
+        ("echo 'Disk quotas for user root (uid 0): none'", 60),
+        ("echo garbage; printf '\\377'", 60),
+        ("exec sleep 600", 0.2),
+    ],
+)
+def test_where_the_command_tells_nothing_no_quota_is_known(place, script, timeout_s):
+    folder, environment, root = place
+    mounted(root, "ext4")
+    if script is not None:
+        program(root, "quota", script)
+    assert read_quotas(folder, environment | {"PATH": f"{root}/bin"}, root=root, timeout_s=timeout_s) == ()
+    mounted(root, "tmpfs")
+    assert read_quotas(folder, environment, root=root) == ()
+
+
+def test_a_quota_bounds_the_room_and_is_named(place):
+    folder, environment, root = place
+    mounted(root, "ext4")
+    program(root, "quota", "printf '%s\\n' 'Disk quotas for user me (uid 1):' '/here 100 0 1124 0 5 0 9 0'")
+    room = read_room(folder / "not" / "yet", environment, root=root)
+    assert room.free_bytes == MIB and "your user's quota" in room.bytes_words
+    asked = {"what": "the data needs", "mend": "make room", "environment": environment, "root": root}
+    check_room(folder, num_bytes=MIB, num_files=4, **asked)
+    with pytest.raises(EnvironmentFaultError, match=r"the data needs 2 MiB.*1 MiB.*your user's quota.*make room"):
+        check_room(folder, num_bytes=2 * MIB, **asked)
+    with pytest.raises(EnvironmentFaultError, match=r"5 inodes.*4 .*your user's quota"):
+        check_room(folder, num_bytes=1, num_files=5, **asked)

@@ -1,0 +1,315 @@
+"""Parsers of nvidia-smi against captured text, and what each of its failures is called."""
+
+import pytest
+from captured_machine import GPU_MACHINES, captured
+
+from launch.probe.nvidia_failures import explain_failure
+from launch.probe.nvidia_links import (
+    build_links,
+    parse_nvlink_rates,
+    parse_peer_access,
+    parse_topology,
+    pcie_bytes_per_s,
+)
+from launch.probe.nvidia_smi import (
+    GPU_FIELDS,
+    known,
+    mig_gpus,
+    parse_compute_apps,
+    parse_gpu_rows,
+    parse_mig_memory,
+    parse_mig_slices,
+    parse_table_processes,
+    unknown_field,
+)
+from trainer.spec.hardware import Gpu, Holder, LinkKind
+from trainer.spec.units import MIB
+
+
+def rows_of(machine):
+    rows, problems = parse_gpu_rows(captured(machine, "query-gpu.csv"))
+    assert problems == ()
+    return rows
+
+
+def make_gpu(**changes):
+    values = {"index": 0, "name": "NVIDIA Test", "spec_name": None, "memory_bytes": 24 * 1024 * MIB}
+    return Gpu(**{**values, **changes})
+
+
+def links_of(machine):
+    """Between each two cards."""
+    links = build_links(
+        [row.gpu for row in rows_of(machine)],
+        parse_topology(captured(machine, "topo.txt")),
+        parse_peer_access(captured(machine, "p2p.txt")),
+        parse_nvlink_rates(captured(machine, "nvlink.txt")),
+    )
+    return {(link.a, link.b): link for link in links}
+
+
+@pytest.mark.parametrize("machine", GPU_MACHINES)
+def test_every_line_of_every_captured_machine_is_a_card(machine):
+    assert len(rows_of(machine)) == len(captured(machine, "query-gpu.csv").splitlines())
+
+
+def test_every_column_of_a_consumer_card_is_read():
+    (row,) = rows_of("rtx4090_desktop")
+    assert row.gpu == Gpu(
+        index=0,
+        name="NVIDIA GeForce RTX 4090",
+        spec_name="RTX-4090",
+        memory_bytes=24564 * MIB,
+        usable_bytes=(24564 - 365) * MIB,
+        free_bytes=22757 * MIB,
+        uuid="GPU-3d1c7b52-90ae-4f0b-8f61-5b2c0a9e4417",
+        compute_capability=(8, 9),
+        driver="580.95.05",
+        is_ecc_on=None,  # [N/A]: not off, but not there
+        is_mig_on=None,
+        power_limit_w=450.0,
+        pcie_generation=4,
+        pcie_width=16,
+    )
+    assert row.bus_id == "00000000:01:00.0"
+    assert not row.is_prohibited
+
+
+@pytest.mark.parametrize(
+    ("machine", "spec_names"),
+    [
+        ("nvlink_8x_h100", ["H100-SXM5-80GB"] * 8),
+        ("nvlink_4x_v100", ["V100-16GB"] * 4),
+        ("pcie_2x_rtx3090", ["RTX-3090"] * 2),
+        ("shared_4x_a100", ["A100-PCIe-80GB"] * 4),
+        ("mixed_models", [None, "RTX-3090", "RTX-3090", "RTX-A4000"]),
+    ],
+)
+def test_cards_are_found_in_the_catalogue(machine, spec_names):
+    assert [row.gpu.spec_name for row in rows_of(machine)] == spec_names
+
+
+def test_ecc_mig_compute_mode_and_narrow_slots_are_read():
+    h100 = rows_of("nvlink_8x_h100")[0].gpu
+    assert (h100.is_ecc_on, h100.is_mig_on) == (True, False)
+    assert [row.gpu.is_mig_on for row in rows_of("mig_a100")] == [True, False]
+    assert [row.is_prohibited for row in rows_of("mixed_models")] == [False, False, False, True]
+    narrow = rows_of("pcie_2x_rtx3090")[1]
+    assert (narrow.gpu.pcie_width, narrow.pcie_max_width) == (8, 16)
+
+
+def test_unified_memory_is_unknown_rather_than_zero():
+    (row,) = rows_of("unified_gb10")
+    assert row.shares_host_memory
+    assert (row.gpu.free_bytes, row.gpu.usable_bytes, row.gpu.power_limit_w) == (None, None, None)
+    assert (row.gpu.pcie_generation, row.gpu.pcie_width) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[N/A]", "[Not Supported]", "[Insufficient Permissions]", "[Unknown Error]", "[GPU is lost]", "N/A", "ERR!", " "],
+)
+def test_what_the_driver_does_not_say_is_none(text):
+    assert known(text) is None
+    line = ", ".join("7" if field == "index" else text for field in GPU_FIELDS)
+    ((row,), problems) = parse_gpu_rows(line)
+    assert problems == ()
+    assert row.gpu == Gpu(index=7, name="unknown GPU", spec_name=None, memory_bytes=0)
+    assert not row.shares_host_memory
+
+
+def test_a_line_that_is_no_card_becomes_a_sentence():
+    text = captured("rtx4090_desktop", "query-gpu.csv")
+    rows, problems = parse_gpu_rows(
+        text + "Unable to determine the device handle for GPU1: 0000:41:00.0: Unknown Error\n"
+    )
+    assert len(rows) == 1
+    assert len(problems) == 1 and "GPU1: 0000:41:00.0: Unknown Error" in problems[0]
+
+
+def test_a_field_of_a_newer_driver_is_named():
+    assert unknown_field('Field "memory.reserved" is not a valid field to query.\n\n') == "memory.reserved"
+    assert unknown_field("0, GPU-1") is None
+
+
+def test_columns_that_were_not_asked_for_are_unknown():
+    ((row,), _) = parse_gpu_rows("0, NVIDIA GeForce RTX 3090, 24576", ("index", "name", "memory.total"))
+    assert row.gpu == Gpu(
+        index=0, name="NVIDIA GeForce RTX 3090", spec_name="RTX-3090", memory_bytes=24576 * MIB, usable_bytes=None
+    )
+
+
+def test_compute_processes_are_grouped_by_card():
+    holders = parse_compute_apps(captured("shared_4x_a100", "compute-apps.csv"))
+    assert sorted(len(found) for found in holders.values()) == [1, 2]
+    assert holders["GPU-b4d6f8a0-b2c4-4e68-9a0c-2e4f6a8b0c1d"] == (
+        Holder(pid=1403377, name="python3.11", memory_bytes=68210 * MIB),
+        Holder(pid=1403378, name=None, memory_bytes=1024 * MIB),
+    )
+
+
+def test_a_comma_in_a_program_path_does_not_shift_the_columns():
+    ((holder,),) = parse_compute_apps(captured("pcie_2x_rtx3090", "compute-apps.csv")).values()
+    assert holder == Holder(pid=98211, name="python", memory_bytes=1230 * MIB)
+
+
+def test_wsl_gives_processes_without_their_memory():
+    ((display, hidden),) = parse_compute_apps(captured("wsl_rtx3080", "compute-apps.csv")).values()
+    assert display == Holder(pid=33, name="Xwayland", memory_bytes=None)
+    assert hidden == Holder(pid=9452, name=None, memory_bytes=None)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "No running processes found\n", "gpu_uuid, pid, process_name, used_gpu_memory [MiB]\n"]
+)
+def test_no_process_is_nobody(text):
+    assert parse_compute_apps(text) == {}
+
+
+def test_the_table_names_displays_and_browsers():
+    processes = parse_table_processes(captured("rtx4090_desktop", "table.txt"))
+    assert [(one.kind, one.holder.name, one.holder.pid) for one in processes] == [
+        ("G", "Xorg", 2215),
+        ("G", "gnome-shell", 2411),
+        ("C", "ollama", 4127),
+        ("G", "...rack-uuid=3190708988185955192", 5310),
+    ]
+    assert processes[0].holder.memory_bytes == 512 * MIB
+    assert parse_table_processes(captured("nvlink_8x_h100", "table.txt")) == ()
+    ((wsl),) = parse_table_processes(captured("wsl_rtx3080", "table.txt"))
+    assert wsl.holder == Holder(pid=33, name="Xwayland", memory_bytes=None)
+
+
+def test_mig_slices_are_listed_under_their_card():
+    slices = parse_mig_slices(captured("mig_a100", "list.txt"))
+    assert [(one.gpu_index, one.device, one.profile) for one in slices] == [
+        (0, 0, "3g.20gb"),
+        (0, 1, "2g.10gb"),
+        (0, 2, "1c.2g.10gb"),
+    ]
+    assert slices[0].uuid == "MIG-0f7a2c9e-1b3d-5e84-a6c0-4d92e8f1b357"
+    older = "GPU 3: A100-SXM4-40GB (UUID: GPU-1)\n  MIG 1g.5gb Device 0: (UUID: MIG-GPU-1/7/0)\n"
+    assert [(one.gpu_index, one.uuid) for one in parse_mig_slices(older)] == [(3, "MIG-GPU-1/7/0")]
+
+
+def test_memory_of_a_slice_is_that_of_the_table_not_of_its_name():
+    memory = parse_mig_memory(captured("mig_a100", "table.txt"))
+    assert memory == {
+        (0, 0): (25 * MIB, 19968 * MIB),
+        (0, 1): (4211 * MIB, 9856 * MIB),
+        (0, 2): (12 * MIB, 9856 * MIB),
+    }
+
+
+def test_slices_become_devices_of_their_own():
+    parent = rows_of("mig_a100")[0].gpu
+    slices = parse_mig_slices(captured("mig_a100", "list.txt"))
+    memory = parse_mig_memory(captured("mig_a100", "table.txt"))
+    first, second, third = mig_gpus(parent, slices, memory, first_index=2)
+    assert (first.index, first.name) == (2, "NVIDIA A100-SXM4-40GB MIG 3g.20gb")
+    rows = [f"A100-SXM4-40GB-MIG-{profile}" for profile in ("3g.20gb", "2g.10gb")]
+    assert [gpu.spec_name for gpu in (first, second, third)] == [*rows, None]  # a compute instance: an unknown part
+    assert (first.memory_bytes, first.free_bytes) == (19968 * MIB, 19943 * MIB)
+    assert (second.index, second.free_bytes) == (3, (9856 - 4211) * MIB)
+    assert mig_gpus(parent, slices, {}, first_index=2) == ()
+
+
+def test_nvswitch_joins_every_pair_with_18_links():
+    links = links_of("nvlink_8x_h100")
+    assert len(links) == 28
+    assert {(link.kind, link.num_nvlinks, link.has_peer_access) for link in links.values()} == {
+        (LinkKind.NVLINK, 18, True)
+    }
+    assert {link.bytes_per_s for link in links.values()} == {18 * 26_562_000_000}
+
+
+def test_columns_of_network_cards_do_not_shift_the_numa_nodes():
+    topology = parse_topology(captured("nvlink_8x_h100", "topo.txt"))
+    assert set(topology.cells) == {(a, b) for a in range(8) for b in range(8) if a != b}
+    assert topology.numa_nodes == dict(enumerate([0] * 4 + [1] * 4))
+
+
+def test_a_mesh_has_pairs_with_two_one_and_no_nvlink():
+    links = links_of("nvlink_4x_v100")
+    assert (links[0, 3].num_nvlinks, links[0, 3].bytes_per_s) == (2, 2 * 25_781_000_000)
+    assert (links[0, 1].num_nvlinks, links[0, 1].bytes_per_s) == (1, 25_781_000_000)
+    assert (links[1, 3].kind, links[1, 3].num_nvlinks, links[1, 3].has_peer_access) == (LinkKind.SOCKET, 0, False)
+    assert links[1, 3].bytes_per_s == 16 * 984_615_384
+
+
+def test_two_pcie_cards_have_the_rate_of_the_narrower_slot_and_no_peer_access():
+    (link,) = links_of("pcie_2x_rtx3090").values()
+    assert (link.kind, link.num_nvlinks, link.has_peer_access) == (LinkKind.NUMA_NODE, 0, False)
+    assert link.bytes_per_s == 8 * 1_969_230_769
+
+
+@pytest.mark.parametrize(
+    ("pair", "kind"), [((0, 1), LinkKind.PCIE_HOST), ((0, 2), LinkKind.SOCKET), ((2, 3), LinkKind.PCIE_SWITCH)]
+)
+def test_pcie_paths_have_their_kind(pair, kind):
+    assert links_of("mixed_models")[pair].kind is kind
+
+
+def test_unknown_paths_and_rates_stay_unknown():
+    gpus = [make_gpu(index=0), make_gpu(index=1)]
+    assert build_links(gpus, parse_topology(""), {}, {}) == ()
+    topology = parse_topology("\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tSYS\t\nGPU1\tSYS\t X \t\n")
+    (link,) = build_links(gpus, topology, {(0, 1): True}, {})
+    assert (link.bytes_per_s, link.has_peer_access) == (None, None)
+    bonded = parse_topology("\tGPU0\tGPU1\nGPU0\t X \tNV4\nGPU1\tNV4\t X \n")
+    (link,) = build_links(gpus, bonded, {}, {})
+    assert (link.num_nvlinks, link.bytes_per_s) == (4, None)
+
+
+def test_a_numa_column_may_be_empty_or_a_range():
+    text = "\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\nGPU0\t X \t0-15\t0-1\t\tN/A\n"
+    assert parse_topology(text).numa_nodes == {}
+    assert parse_topology(text.replace("0-1\t", "1\t")).numa_nodes == {0: 1}
+
+
+def test_peer_access_that_is_unknown_is_left_out():
+    text = " \tGPU0\tGPU1\t\n GPU0\tX\tU\t\n GPU1\tOK\tX\t\n"
+    assert parse_peer_access(text) == {(1, 0): True}
+
+
+def test_inactive_links_carry_nothing():
+    assert parse_nvlink_rates(captured("pcie_2x_rtx3090", "nvlink.txt")) == {}
+    assert {len(rates) for rates in parse_nvlink_rates(captured("nvlink_4x_v100", "nvlink.txt")).values()} == {4}
+
+
+@pytest.mark.parametrize(
+    ("generation", "width", "gigabytes"), [(3, 16, 15.75), (4, 16, 31.5), (4, 8, 15.75), (5, 16, 63.0), (1, 1, 0.25)]
+)
+def test_pcie_rates_are_those_of_the_standard(generation, width, gigabytes):
+    rate = pcie_bytes_per_s(make_gpu(pcie_generation=generation, pcie_width=width))
+    assert rate is not None
+    assert rate / 10**9 == pytest.approx(gigabytes, rel=0.001)
+
+
+def test_a_slot_of_unknown_generation_has_no_rate():
+    assert pcie_bytes_per_s(make_gpu(pcie_generation=None, pcie_width=16)) is None
+    assert pcie_bytes_per_s(make_gpu(pcie_generation=9, pcie_width=16)) is None
+
+
+NVML = "Failed to initialize NVML: "
+FAILURES = [
+    (f"{NVML}Driver/library version mismatch\nNVML library version: 580.95\n", 18, "restart the machine", True),
+    ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", 9, "modprobe nvidia", False),
+    (f"{NVML}GPU access blocked by the operating system\n", 17, "wsl --update", True),
+    (f"{NVML}Insufficient Permissions\n", 4, "usermod -aG video", True),
+    (f"{NVML}Unknown Error\n", 255, "restart the container", True),
+    ("NVIDIA-SMI couldn't find libnvidia-ml.so library in your system.\n", 12, "docker run --gpus all", False),
+    ("Unable to determine the device handle for GPU 0000:04:00.0: Unknown Error\n", 255, "dmesg | grep -i xid", True),
+    ("Unable to determine the device handle for GPU0: GPU is lost.  Reboot the system\n", 15, "restart", True),
+    ("No devices were found\n", 6, "--gpus", False),
+    ("", None, "restart", False),
+    ("", -11, "code -11", False),
+    ("\nsomething else\nmore", 3, "code 3: something else", False),
+]
+
+
+@pytest.mark.parametrize(("output", "exit_code", "remedy", "proves_gpu"), FAILURES)
+def test_every_failure_has_a_remedy(output, exit_code, remedy, proves_gpu):
+    failure = explain_failure(output, exit_code)
+    assert remedy in failure.sentence and failure.proves_gpu is proves_gpu
+    assert 2 <= len(failure.sentence.splitlines()) <= 3

@@ -1,0 +1,376 @@
+"""The probe as a whole, on captured machines and on this one."""
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from captured_machine import GPU_MACHINES, MACHINES, Machine, lay_out
+from engine_plan_factory import engine_plan
+from gpu_machines import AMD, lay_out_gpus
+
+from launch.probe.machine import LIBRARIES, describe_hardware, read_hardware, read_libraries
+from trainer.planning.planner import situation_of
+from trainer.planning.reasons.reasons import notes
+from trainer.planning.tables.gpu_names import hardware_from_spec
+from trainer.spec import codec
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.hardware import (
+    DeviceKind,
+    Disk,
+    Gpu,
+    Hardware,
+    Host,
+    Link,
+    LinkKind,
+    MeasuredRates,
+    NetworkInterface,
+    PeerCopy,
+    SlurmEnvironment,
+)
+from trainer.spec.strategy import Sharding
+from trainer.spec.units import GIB, MIB
+
+UNKNOWN_HOST = Host(cpu_name=None, num_cores=None, ram_bytes=None, ram_available_bytes=None)
+
+
+def probe(machine, *, gpus=None, cuda_visible_devices=None, **changes):
+    environment = machine.environment
+    if cuda_visible_devices is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices
+    return read_hardware(gpus=gpus, root=machine.root, environment=environment, **changes)
+
+
+def indices(hardware):
+    return [gpu.index for gpu in hardware.gpus]
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_every_captured_machine_survives_a_file_and_is_described(tmp_path, name):
+    hardware = probe(lay_out(tmp_path, name))
+    assert (hardware.device_kind is DeviceKind.CUDA) is (name in GPU_MACHINES)
+    assert codec.decode(codec.encode(hardware), Hardware, origin="test") == hardware
+    text = describe_hardware(hardware)
+    assert "None" not in text
+    for gpu in hardware.gpus:
+        assert gpu.name in text
+    for sentence in (*hardware.excluded, *hardware.notes):
+        assert sentence in text
+
+
+@pytest.mark.parametrize(
+    ("name", "used", "num_links"),
+    [
+        ("no_gpu_laptop", [], 0),
+        ("rtx4090_desktop", [0], 0),
+        ("wsl_rtx3080", [0], 0),
+        ("pcie_2x_rtx3090", [0, 1], 1),
+        ("nvlink_8x_h100", list(range(8)), 28),
+        ("nvlink_4x_v100", [0, 1, 2, 3], 6),
+        ("mig_a100", [1], 0),  # the whole card before the slices of the other
+        ("mixed_models", [1, 2], 1),
+        ("shared_4x_a100", [0, 2, 3], 3),
+        ("unified_gb10", [0], 0),
+    ],
+)
+def test_the_cards_to_plan_for_and_the_links_between_them(tmp_path, name, used, num_links):
+    hardware = probe(lay_out(tmp_path, name))
+    assert indices(hardware) == used
+    assert len(hardware.links) == num_links
+
+
+def test_a_busy_card_and_uneven_memory_are_said(tmp_path):
+    hardware = probe(lay_out(tmp_path, "shared_4x_a100"))
+    (busy,) = hardware.excluded
+    for fact in ("GPU 1 ", "python3.11 (pid 1403377)", "(pid 1403378)", "67.6 GiB of 80 GiB"):
+        assert fact in busy
+    (uneven,) = hardware.notes
+    assert "77.5 GiB to 79.3 GiB" in uneven and "GPU 3" in uneven
+
+
+def test_mixed_models_are_named(tmp_path):
+    hardware = probe(lay_out(tmp_path, "mixed_models"))
+    assert [sentence.split(":")[0] for sentence in hardware.excluded] == [
+        "GPU 3 (NVIDIA RTX A4000)",
+        "GPU 0 (NVIDIA GeForce GTX 1080 Ti, 11 GiB)",
+    ]
+
+
+def test_a_slice_can_be_asked_for(tmp_path):
+    hardware = probe(lay_out(tmp_path, "mig_a100"), gpus=(3,))
+    assert [(gpu.index, gpu.memory_bytes) for gpu in hardware.gpus] == [(3, 9856 * MIB)]
+
+
+def test_asking_for_a_card_that_is_not_there_names_those_that_are(tmp_path):
+    with pytest.raises(InputError, match=r"GPU 9.*GPUs 0 to 7"):
+        probe(lay_out(tmp_path, "nvlink_8x_h100"), gpus=(0, 9))
+
+
+def test_cuda_visible_devices_is_respected(tmp_path):
+    hardware = probe(lay_out(tmp_path, "nvlink_8x_h100"), cuda_visible_devices="2,3")
+    assert indices(hardware) == [2, 3]
+    assert [(link.a, link.b) for link in hardware.links] == [(2, 3)]
+    (hidden,) = hardware.excluded
+    assert "CUDA_VISIBLE_DEVICES=2,3" in hidden and "GPUs 0, 1, 4, 5, 6 and 7" in hidden
+
+
+def test_numbers_on_a_machine_of_several_models_are_explained(tmp_path):
+    hardware = probe(lay_out(tmp_path, "mixed_models"), cuda_visible_devices="0")
+    assert indices(hardware) == [0]
+    assert any("CUDA" in note for note in hardware.notes)
+
+
+def test_hiding_every_card_plans_for_the_cpu(tmp_path):
+    hardware = probe(lay_out(tmp_path, "rtx4090_desktop"), cuda_visible_devices="")
+    assert hardware.device_kind is DeviceKind.CPU
+    assert "CUDA_VISIBLE_DEVICES= " in hardware.excluded[0] and "GPU 0" in hardware.excluded[0]
+
+
+def failing_machine(tmp_path, script, *, is_on_bus):
+    machine = Machine(tmp_path)
+    machine.install_nvidia_smi(script)
+    if is_on_bus:
+        machine.put_gpu_on_bus()
+    return machine
+
+
+MISMATCH = 'echo "Failed to initialize NVML: Driver/library version mismatch"; exit 18\n'
+NOT_LOADED = 'echo "NVIDIA-SMI has failed because it couldn\'t communicate with the NVIDIA driver."; exit 9\n'
+NO_DEVICES = 'echo "No devices were found"; exit 6\n'
+
+
+@pytest.mark.parametrize(
+    ("script", "is_on_bus", "remedy"),
+    [
+        (MISMATCH, False, "restart the machine"),
+        (NOT_LOADED, True, "sudo modprobe nvidia"),
+        (NO_DEVICES, True, "--gpus"),
+        ("kill -SEGV $$\n", True, "code -11"),
+    ],
+)
+def test_a_card_whose_driver_fails_stops_the_probe_with_the_remedy(tmp_path, script, is_on_bus, remedy):
+    with pytest.raises(EnvironmentFaultError, match=remedy) as raised:
+        probe(failing_machine(tmp_path, script, is_on_bus=is_on_bus))
+    assert "CUDA_VISIBLE_DEVICES=" in str(raised.value)
+    assert len(str(raised.value).splitlines()) <= 3
+
+
+def test_a_card_whose_driver_hangs_stops_the_probe(tmp_path):
+    machine = failing_machine(tmp_path, "exec sleep 300\n", is_on_bus=True)
+    with pytest.raises(EnvironmentFaultError, match="CUDA_VISIBLE_DEVICES="):
+        probe(machine, smi_timeout_s=0.2)
+
+
+@pytest.mark.parametrize("script", [NOT_LOADED, NO_DEVICES])
+def test_a_failing_program_on_a_machine_without_a_card_is_a_note(tmp_path, script):
+    hardware = probe(failing_machine(tmp_path, script, is_on_bus=False))
+    assert hardware.device_kind is DeviceKind.CPU
+    assert len(hardware.notes) == 1
+    assert "\n" not in hardware.notes[0]
+
+
+@pytest.mark.parametrize("setting", ["", "-1", " ", "NoDevFiles"])
+def test_whoever_hides_the_cards_may_plan_for_the_cpu_with_a_broken_driver(tmp_path, setting):
+    hardware = probe(failing_machine(tmp_path, MISMATCH, is_on_bus=True), cuda_visible_devices=setting)
+    assert hardware.device_kind is DeviceKind.CPU
+    assert "nvidia-smi" in hardware.notes[0]
+
+
+def test_naming_the_card_of_a_broken_driver_does_not_hide_it(tmp_path):
+    with pytest.raises(EnvironmentFaultError):
+        probe(failing_machine(tmp_path, MISMATCH, is_on_bus=True), cuda_visible_devices="1")
+
+
+def test_gpus_of_amd_are_named_as_found_and_not_supported(tmp_path):
+    hardware = probe(lay_out_gpus(tmp_path, "amd"))
+    plan = engine_plan(Sharding.NONE, hardware=hardware)
+    planned = notes(situation_of(plan), plan.data, (), plan.candidates)
+    assert hardware.gpus == ()
+    for text in (describe_hardware(hardware), "\n".join(planned)):
+        assert all(fact in text for fact in ("2 AMD GPUs", "0000:03:00.0", "not supported"))
+
+
+def test_an_amd_chip_beside_nvidia_s_card_goes_without_a_word(tmp_path):
+    machine = lay_out(tmp_path, "rtx4090_desktop")
+    machine.put_gpu_on_bus("0000:0b:00.0", vendor=AMD)
+    assert not any("AMD" in note for note in probe(machine).notes)
+
+
+def test_a_cap_is_kept(tmp_path):
+    hardware = probe(lay_out(tmp_path, "rtx4090_desktop"), vram_cap_bytes=8 * GIB)
+    assert hardware.vram_cap_bytes == 8 * GIB
+    assert " 8 GiB" in describe_hardware(hardware)
+
+
+@pytest.mark.cold
+def test_libraries_are_known_without_importing_one():
+    script = (
+        "import sys; from launch.probe.machine import read_hardware, LIBRARIES; hardware = read_hardware();"
+        "assert hardware.libraries['torch'];"
+        "loaded = {name.replace('-', '_') for name in LIBRARIES} | {'numpy'};"
+        "sys.exit(', '.join(loaded & set(sys.modules)) or 0)"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_only_installed_libraries_are_listed():
+    libraries = read_libraries()
+    assert libraries["torch"].startswith("2.")
+    assert set(libraries) <= set(LIBRARIES)
+
+
+def test_a_library_at_a_version_that_its_user_leaves_aside_is_said(tmp_path, monkeypatch):
+    (tmp_path / "kernels-0.0.1.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    hardware = probe(lay_out(tmp_path, "rtx4090_desktop"))
+    assert hardware.libraries["kernels"] == "0.0.1"
+    assert "transformers" in hardware.unfit_libraries["kernels"]
+
+
+def test_measuring_fills_disks_and_rates(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    machine = lay_out(tmp_path, "no_gpu_laptop")
+    machine.write("proc/self/mountinfo", f"29 1 0:25 / {tmp_path} rw - ext4 /dev/x rw\n")
+    (machine.root / str(tmp_path).lstrip("/")).mkdir(parents=True)
+    hardware = probe(machine, measure=True)
+    (disk,) = hardware.host.disks
+    assert disk.write_bytes_per_s is not None
+    assert disk.read_bytes_per_s is not None
+    rates = hardware.rates
+    assert rates.matmul_flops_per_s is not None
+    assert rates.matmul_precision in ("fp32", "bf16")
+    assert rates.memory_bytes_per_s is not None
+    assert rates.host_to_device_bytes_per_s is None  # the CPU is the host
+    assert "TFLOP/s" in describe_hardware(hardware)
+
+
+def test_the_table_of_a_machine_with_everything():
+    gpu = Gpu(
+        index=0,
+        name="NVIDIA GeForce RTX 4090",
+        spec_name=None,
+        memory_bytes=24 * GIB,
+        free_bytes=22 * GIB,
+        compute_capability=(8, 9),
+        driver="580.95.05",
+        is_ecc_on=False,
+        power_limit_w=450.0,
+        pcie_generation=4,
+        pcie_width=16,
+        numa_node=0,
+    )
+    hardware = Hardware(
+        gpus=(gpu, msgspec.structs.replace(gpu, index=1, spec_name="RTX-4090", is_ecc_on=True)),
+        host=Host(
+            cpu_name="AMD EPYC",
+            num_cores=16,
+            ram_bytes=64 * GIB,
+            ram_available_bytes=60 * GIB,
+            pinned_limit_bytes=32 * GIB,
+            memlock_limit_bytes=8 * MIB,
+            shm_bytes=32 * GIB,
+            cpu_flags=("avx2",),
+            is_wsl=True,
+            disks=(
+                Disk(
+                    path="/",
+                    filesystem="ext4",
+                    total_bytes=100 * GIB,
+                    free_bytes=50 * GIB,
+                    is_rotational=True,
+                    write_bytes_per_s=GIB,
+                    read_bytes_per_s=2 * GIB,
+                ),
+            ),
+            interfaces=(NetworkInterface(name="eth0", address="10.0.0.2", speed_bytes_per_s=1_250_000_000),),
+            slurm=SlurmEnvironment(has_sbatch=True, job_id="17", num_nodes=1, node_list="node1"),
+        ),
+        num_nodes=2,
+        links=(Link(a=0, b=1, kind=LinkKind.PCIE_HOST, bytes_per_s=16 * GIB, has_peer_access=False),),
+        excluded=("GPU 2: not in --gpus 0,1",),
+        notes=("a note",),
+        libraries={"torch": "2.13.0"},
+        rates=MeasuredRates(
+            matmul_flops_per_s=150 * 10**12,
+            matmul_precision="bf16",
+            memory_bytes_per_s=900 * GIB,
+            host_to_device_bytes_per_s=24 * GIB,
+            fp32_flops_per_s=70 * 10**12,
+            attention_flops_per_s=120 * 10**12,
+            host_adam_bytes_per_s=90 * GIB,
+            all_gather_bytes_per_s=9 * GIB,
+            gathers_only_without_peers=True,
+            peer_copies=(PeerCopy(a=0, b=1, bytes_per_s=8 * GIB, is_correct=True), PeerCopy(a=1, b=0)),
+        ),
+    )
+    expected = [
+        ("devices ", "2 nodes"),
+        (
+            "0: ",
+            "24 GiB (22 GiB free)",
+            "8.9",
+            "PCIe 4 x16",
+            "NUMA node 0",
+            "450 W",
+            "ECC off",
+            "580.95.05",
+            "catalogue",
+        ),
+        ("1: ", "ECC on"),
+        ("links ", "16 GiB/s", "no peer access", "0-1"),
+        ("host ", "AMD EPYC", "16 cores", "avx2"),
+        ("64 GiB", "60 GiB", "32 GiB can be pinned", "8 MiB can be locked", "32 GiB of shared"),
+        ("Windows Subsystem for Linux", "Slurm job 17", "node1"),
+        ("disks ", "/ (ext4)", "50 GiB", "100 GiB", "rotating", "writes 1 GiB/s", "reads 2 GiB/s"),
+        ("network ", "eth0", "10.0.0.2", "10 Gb/s"),
+        ("measured ", "bf16 150 TFLOP/s", "fp32 70 TFLOP/s"),
+        ("attention 120 TFLOP/s",),
+        ("memory 900 GiB/s", "host to device 24 GiB/s", "AdamW", "90 GiB/s"),
+        ("all-gather 9 GiB/s (datasheet 16 GiB/s)", "without peer access"),
+        ("8 GiB/s", "1 of 2 pairs"),
+        ("libraries ", "torch 2.13.0"),
+        ("left out ", "GPU 2: not in --gpus 0,1"),
+        ("notes ", "a note"),
+    ]
+    for line, facts in zip(describe_hardware(hardware).splitlines(), expected, strict=True):
+        assert [fact for fact in facts if fact not in line] == [], line
+    assert "not known" not in describe_hardware(hardware).splitlines()[2]
+
+
+def test_what_was_measured_stands_beside_the_datasheet():
+    hardware = hardware_from_spec("1xL40S", local_host=lambda: UNKNOWN_HOST)
+    rates = MeasuredRates(
+        matmul_flops_per_s=250 * 10**12,
+        matmul_precision="bf16",
+        fp8_flops_per_s=480 * 10**12,
+        memory_bytes_per_s=700 * GIB,
+        host_to_device_bytes_per_s=24 * GIB,
+    )
+    text = describe_hardware(msgspec.structs.replace(hardware, rates=rates))
+    assert "bf16 250 TFLOP/s (datasheet 362), fp8 480 TFLOP/s (datasheet 733)\n" in text
+    assert "700 GiB/s (datasheet 805 GiB/s)" in text and "24 GiB/s (datasheet 29.8 GiB/s)" in text
+
+
+def test_the_table_of_a_machine_of_which_nothing_is_known():
+    assert describe_hardware(Hardware(gpus=(), host=UNKNOWN_HOST)) == "devices    CPU"
+    two = Hardware(gpus=(), host=UNKNOWN_HOST, num_cpu_devices=2, vram_cap_bytes=GIB)
+    (line,) = describe_hardware(two).splitlines()
+    assert "CPU, 2 ranks" in line and "1 GiB" in line
+
+
+@pytest.mark.parametrize(
+    ("slurm", "fact"),
+    [
+        (SlurmEnvironment(has_sbatch=True), "login node"),
+        (SlurmEnvironment(has_sbatch=True, job_id="3"), "Slurm job 3"),
+    ],
+)
+def test_slurm_is_said(slurm, fact):
+    host = msgspec.structs.replace(UNKNOWN_HOST, slurm=slurm)
+    assert fact in describe_hardware(Hardware(gpus=(), host=host))
+
+
+def test_links_of_many_pairs_take_one_line(tmp_path):
+    text = describe_hardware(probe(lay_out(tmp_path, "nvlink_8x_h100")))
+    assert "links      18 NVLinks, 445 GiB/s each way, peer access: 0-1, 0-2, ... 6-7 (28 pairs)\n" in text

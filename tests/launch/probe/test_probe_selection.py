@@ -1,0 +1,191 @@
+"""Which cards are planned for, and what is said of the others."""
+
+import pytest
+
+from launch.probe.gpu_selection import (
+    free_memory_note,
+    name_gpus,
+    name_holders,
+    select_gpus,
+    visible_devices,
+    visible_gpus,
+)
+from trainer.spec.errors import InputError
+from trainer.spec.hardware import Gpu, Holder
+from trainer.spec.units import GIB
+
+
+def make_gpu(index, **changes):
+    values = {
+        "name": "NVIDIA GeForce RTX 3090",
+        "spec_name": "RTX-3090",
+        "memory_bytes": 24 * GIB,
+        "free_bytes": 24 * GIB,
+        "uuid": f"GPU-{index}aaa",
+        "compute_capability": (8, 6),
+    }
+    return Gpu(index=index, **{**values, **changes})
+
+
+def make_4090(index, **changes):
+    return make_gpu(index, name="NVIDIA GeForce RTX 4090", spec_name="RTX-4090", compute_capability=(8, 9), **changes)
+
+
+def indices(gpus):
+    return [gpu.index for gpu in gpus]
+
+
+def test_equal_idle_cards_are_all_used():
+    gpus = (make_gpu(0), make_gpu(1))
+    assert select_gpus(gpus, wanted=None) == (gpus, ())
+    assert select_gpus([], wanted=None) == ((), ())
+
+
+def test_only_what_is_asked_for_is_used():
+    chosen, (excluded,) = select_gpus([make_gpu(index) for index in range(8)], wanted=(1, 0))
+    assert indices(chosen) == [0, 1]
+    assert "GPUs 2 to 7" in excluded and "--gpus 1,0" in excluded
+
+
+def test_an_index_that_does_not_exist_names_those_that_do():
+    with pytest.raises(InputError, match=r"--gpus 0,5: .*GPU 5.*GPUs 0 and 1"):
+        select_gpus([make_gpu(0), make_gpu(1)], wanted=(0, 5))
+    with pytest.raises(InputError, match="no GPU"):
+        select_gpus([], wanted=(0,))
+
+
+def test_a_busy_card_is_skipped_with_who_holds_it_and_used_where_it_is_asked_for():
+    holder = Holder(pid=4242, name="python", memory_bytes=12 * GIB)
+    gpus = (make_gpu(0), make_gpu(1, free_bytes=12 * GIB, holders=(holder,)))
+    chosen, (excluded,) = select_gpus(gpus, wanted=None)
+    assert indices(chosen) == [0]
+    for fact in ("GPU 1 ", "python (pid 4242)", "12 GiB of 24 GiB", "--gpus 1"):
+        assert fact in excluded
+    assert select_gpus(gpus, wanted=(0, 1)) == (gpus, ())
+
+
+@pytest.mark.parametrize(("held_gib", "is_used"), [(1.5, True), (6, True), (6.1, False)])
+def test_a_display_does_not_make_a_card_busy(held_gib, is_used):
+    chosen, _ = select_gpus([make_gpu(0), make_gpu(1, free_bytes=int((24 - held_gib) * GIB))], wanted=None)
+    assert (1 in indices(chosen)) is is_used
+
+
+def test_what_the_driver_keeps_for_itself_is_not_held_by_others():
+    chosen, _ = select_gpus([make_gpu(0), make_gpu(1, usable_bytes=17 * GIB, free_bytes=17 * GIB)], wanted=None)
+    assert indices(chosen) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "used"),
+    [([10, 10, 1], [0, 1]), ([2, 16, 3], [1]), ([10], [0]), ([9, 8, 7], [0, 1, 2])],
+)
+def test_where_all_are_busy_the_most_free_memory_is_taken(free_gib, used):
+    gpus = [make_gpu(index, free_bytes=free * GIB) for index, free in enumerate(free_gib)]
+    chosen, excluded = select_gpus(gpus, wanted=None)
+    assert indices(chosen) == used
+    assert len(excluded) == len(free_gib) - len(used)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "chosen", "rest"),
+    [
+        # 2 x 24 GiB and 142 TFLOP/s are worth more than 1 x 24 GiB and 165
+        ([make_4090(0), make_gpu(1), make_gpu(2)], [1, 2], "GPU 0 (NVIDIA GeForce RTX 4090, 24 GiB)"),
+        ([make_4090(0), make_gpu(1)], [0], "GPU 1 (NVIDIA GeForce RTX 3090, 24 GiB)"),
+        # a card without a row: memory alone decides
+        ([make_gpu(0, name="X", spec_name=None, memory_bytes=80 * GIB, free_bytes=None), make_gpu(1)], [0], "GPU 1"),
+        # equal memory: the newer chip
+        (
+            [make_gpu(0, name="Old", spec_name=None, compute_capability=(6, 1)), make_gpu(1, spec_name=None)],
+            [1],
+            "GPU 0 (Old",
+        ),
+        # one name, two sizes
+        (
+            [make_gpu(0, memory_bytes=12 * GIB, free_bytes=12 * GIB), make_gpu(1)],
+            [1],
+            "GPU 0 (NVIDIA GeForce RTX 3090, 12 GiB)",
+        ),
+    ],
+)
+def test_of_several_models_the_best_equal_ones_are_planned_for_and_the_rest_named(gpus, chosen, rest):
+    found, (excluded,) = select_gpus(gpus, wanted=None)
+    assert indices(found) == chosen and excluded.startswith(rest)
+
+
+def test_mixed_cards_that_were_asked_for_are_still_planned_alike():
+    found, excluded = select_gpus([make_4090(0), make_gpu(1), make_gpu(2)], wanted=(0, 1))
+    assert indices(found) == [0]
+    assert len(excluded) == 2
+
+
+def test_of_mig_slices_one_is_used():
+    slices = [make_gpu(index, is_mig_on=True, name="A100 MIG 3g.20gb", spec_name=None) for index in (2, 3)]
+    chosen, excluded = select_gpus(slices, wanted=None)
+    assert indices(chosen) == [2]
+    assert len(excluded) == 1 and "GPU 3" in excluded[0] and "MIG" in excluded[0]
+
+
+@pytest.mark.parametrize(
+    ("setting", "seen"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("-1", []),
+        ("0", [0]),
+        ("2,0", [0, 2]),
+        ("1,1", [1]),
+        ("0,7,1", [0]),  # CUDA stops at the first that does not exist
+        ("GPU-1aaa", [1]),
+        ("GPU-1", [1]),
+        (" GPU-2aaa , 0", [0, 2]),
+        ("NoDevFiles", []),
+    ],
+)
+def test_cuda_visible_devices_is_read_as_cuda_reads_it(setting, seen):
+    gpus = [make_gpu(0), make_gpu(1), make_gpu(2)]
+    visible, sentences = visible_gpus(gpus, setting)
+    assert indices(visible) == seen
+    assert bool(sentences) is (len(seen) < 3)
+
+
+def test_hidden_cards_are_named():
+    _, (sentence,) = visible_gpus([make_gpu(index) for index in range(4)], "0")
+    assert "CUDA_VISIBLE_DEVICES=0" in sentence and "GPUs 1 to 3" in sentence
+
+
+def test_processes_are_given_cards_by_uuid():
+    assert visible_devices([make_gpu(2), make_gpu(0)]) == "GPU-2aaa,GPU-0aaa"
+    assert visible_devices([make_gpu(3, uuid=None)]) == "3"
+    assert visible_devices([]) == ""
+
+
+def test_uneven_free_memory_is_said():
+    note = free_memory_note([make_gpu(0), make_gpu(1, free_bytes=22 * GIB)])
+    assert note is not None and "22 GiB to 24 GiB" in note and "GPU 1" in note
+
+
+@pytest.mark.parametrize("free", [(24 * GIB, 24 * GIB - 1), (24 * GIB, None), (24 * GIB,), ()])
+def test_even_or_unknown_free_memory_is_not_mentioned(free):
+    assert free_memory_note([make_gpu(index, free_bytes=amount) for index, amount in enumerate(free)]) is None
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ([3], "GPU 3"),
+        ([2, 0], "GPUs 0 and 2"),
+        ([0, 1], "GPUs 0 and 1"),
+        ([4, 5, 6], "GPUs 4 to 6"),
+        ([0, 1, 3], "GPUs 0, 1 and 3"),
+    ],
+)
+def test_cards_are_named_as_people_write_them(numbers, text):
+    assert name_gpus(numbers) == text
+
+
+def test_holders_are_named_largest_first():
+    holders = [Holder(pid=pid, name=None if pid == 2 else f"p{pid}", memory_bytes=pid * GIB) for pid in (1, 2, 3, 4, 5)]
+    assert name_holders(holders) == "p5 (pid 5), p4 (pid 4), p3 (pid 3), 2 more"
+    assert name_holders(holders[1:2]) == "a process (pid 2)"
+    assert "pid" not in name_holders([])

@@ -1,0 +1,227 @@
+"""Whether torch can use the cards that a run takes: a fake torch and a fake nvidia-smi, the rest is real."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+import pytest
+from captured_machine import Machine as LaidOut
+from captured_machine import lay_out
+from engine_plan_factory import engine_plan
+from fake_torch import FakeTorch
+from gpu_machines import CUDA_13, FIRST, GPU_MACHINES, H100, SECOND, Card, Machine, lay_out_gpus, machine_with
+from warm_python import SWITCH
+
+from launch.engine.command import launch_environment
+from launch.probe.gpu_selection import select_gpus
+from launch.probe.machine import read_hardware
+from launch.probe.torch_fit import check_torch, runs_on
+from trainer.spec.errors import EnvironmentFaultError
+from trainer.spec.hardware import DeviceKind, Gpu, Hardware
+from trainer.spec.strategy import Sharding
+from trainer.spec.torch_wheel import OLDEST_CAPABILITY, VERSION, lacks_code
+
+ROOT = Path(__file__).parents[3]
+EXPANDABLE = "expandable_segments:True"
+OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 MiB."
+
+
+class Place(NamedTuple):
+    """A machine, its torch, and the environment that finds both."""
+
+    machine: LaidOut
+    torch: FakeTorch
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**self.machine.environment, "PYTHONPATH": str(self.torch.folder), SWITCH: "0"}  # it loads nothing large
+
+    def hardware(self, *, gpus: tuple[int, ...] | None = None, **environment: str) -> Hardware:
+        return read_hardware(root=self.machine.root, environment={**self.environment, **environment}, gpus=gpus)
+
+    def check(self, *, gpus: tuple[int, ...] | None = None, **environment: str) -> Hardware:
+        """What a run does before it plans."""
+        return check_torch(self.hardware(gpus=gpus, **environment), {**self.environment, **environment})
+
+
+@pytest.fixture
+def place_of(tmp_path):
+    def make(machine: Machine | str, problems: Mapping[str, str] = MappingProxyType({})) -> Place:
+        torch = FakeTorch(tmp_path / "torch")
+        torch.write(GPU_MACHINES[machine] if isinstance(machine, str) else machine, problems)
+        return Place(lay_out_gpus(tmp_path, machine), torch)
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["laptop_4060", "t4", "rtx5090", "two_different", "cuda_compat_h100"])
+def test_a_card_that_torch_uses_is_taken_whatever_its_driver(place_of, name):
+    """Forward compatibility: an H100 with cuda-compat runs CUDA 13 on a driver of CUDA 12."""
+    place = place_of(name)
+    assert place.check().can_expand_segments
+    assert place.torch.runs() == [f"{FIRST} {EXPANDABLE}"]
+
+
+@pytest.mark.parametrize("setting", [None, "0", "0,1", FIRST, "GPU-00000000"])
+def test_an_old_second_card_is_not_asked(place_of, setting):
+    place = place_of("rtx4090_and_old_card")
+    place.check(**({} if setting is None else {"CUDA_VISIBLE_DEVICES": setting}))
+    assert place.torch.runs() == [f"{FIRST} {EXPANDABLE}"]
+
+
+@pytest.mark.parametrize(("gpus", "setting"), [((1,), None), (None, "1"), (None, SECOND), (None, "GPU-00000001")])
+def test_an_old_card_that_is_asked_for_is_refused_with_the_build_that_has_code_for_it(place_of, gpus, setting):
+    place = place_of("rtx4090_and_old_card")
+    with pytest.raises(EnvironmentFaultError, match=r"(?s)GTX 1050 Ti.* 6\.1.*sm_75.*CUDA 12.*cu126"):
+        place.check(gpus=gpus, **({} if setting is None else {"CUDA_VISIBLE_DEVICES": setting}))
+
+
+def test_a_mig_slice_is_tried_by_its_name(tmp_path):
+    machine = lay_out(tmp_path, "mig_a100")
+    torch = FakeTorch(tmp_path / "torch")
+    place = Place(machine, torch)
+    (piece,) = place.hardware(gpus=(2,)).gpus
+    torch.write(machine_with(), {str(piece.uuid): None})
+    place.check(CUDA_VISIBLE_DEVICES=str(piece.uuid))
+    assert [run.split()[0] for run in torch.runs()] == [piece.uuid]
+
+
+@pytest.mark.parametrize(
+    ("card", "changes", "problem", "facts"),
+    [
+        (H100, {"cuda": None}, None, ("H100", "580.105.08", "without CUDA", "install torch==2.13.0")),
+        (H100, {"is_usable": False, "driver": "535.183.01"}, None, ("535.183.01", "580.65.06")),
+        (H100, {"is_usable": False}, None, ("0 of 1", "CUDA_VISIBLE_DEVICES", "No CUDA GPUs")),
+        (H100, {}, OUT_OF_MEMORY, ("GPU 0", "memory", "nvidia-smi")),
+        (H100, {}, "CUDA error: uncorrectable ECC error", ("GPU 0", "ECC", "xid")),
+        (replace(H100, capability=(13, 0)), {}, None, ("13.0", "sm_120", "newer torch")),
+    ],
+    ids=["CPU build", "old driver", "out of reach", "held by others", "failed", "newer than torch"],
+)
+def test_what_fails_is_explained_with_its_remedy(place_of, card: Card, changes, problem, facts):
+    place = place_of(machine_with(card, **changes), {} if problem is None else {FIRST: problem})
+    with pytest.raises(EnvironmentFaultError) as raised:
+        place.check()
+    assert [fact for fact in facts if fact not in str(raised.value)] == []
+    assert len(str(raised.value).splitlines()) <= 3
+
+
+def test_a_torch_that_lists_no_architectures_is_not_said_to_lack_code(place_of):
+    """As torch 2.11 does where it does not reach the driver."""
+    with pytest.raises(EnvironmentFaultError) as raised:
+        place_of(machine_with(H100, is_usable=False, architectures=())).check()
+    assert "code for" not in str(raised.value)
+
+
+def ranks_allocator(hardware: Hardware, **inherited: str) -> str | None:
+    plan = engine_plan(Sharding.NONE, kind=DeviceKind.CUDA, hardware=hardware)
+    return launch_environment(inherited, plan, extensions_dir=Path("/operators"), cores=1).get("PYTORCH_ALLOC_CONF")
+
+
+@pytest.mark.parametrize(
+    ("name", "num_trials"), [("wsl_rtx3080", 1), ("vgpu", 2)], ids=["known beforehand", "found by a trial"]
+)
+def test_ranks_do_without_expandable_segments_where_the_driver_has_none(place_of, name, num_trials):
+    place = place_of(name)
+    hardware = place.check()
+    assert not hardware.can_expand_segments and ranks_allocator(hardware) is None
+    assert place.torch.runs() == [f"{FIRST} {EXPANDABLE}", f"{FIRST} "][2 - num_trials :]
+
+
+def test_a_setting_of_the_user_s_is_tried_and_named_where_it_fails(place_of):
+    place = place_of("vgpu")
+    with pytest.raises(EnvironmentFaultError, match="unset PYTORCH_CUDA_ALLOC_CONF"):
+        place.check(PYTORCH_CUDA_ALLOC_CONF=EXPANDABLE)
+    other = "max_split_size_mb:64"
+    hardware = place.check(PYTORCH_ALLOC_CONF=other)
+    assert place.torch.runs()[-1] == f"{FIRST} {other}"
+    assert not hardware.can_expand_segments, "predictions know it"
+    assert ranks_allocator(hardware, PYTORCH_ALLOC_CONF=other) == other
+
+
+def test_a_torch_that_cannot_be_loaded_is_the_fault(place_of):
+    place = place_of("t4")
+    (place.torch.folder / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open')")
+    with pytest.raises(EnvironmentFaultError, match=r"libcudart\.so\.13"):
+        place.check()
+
+
+def card(index: int, capability: tuple[int, int], *, gib: int) -> Gpu:
+    return Gpu(
+        index=index, name=f"card {capability}", spec_name=None, memory_bytes=gib * 2**30, compute_capability=capability
+    )
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "chosen"),
+    [("2.13.0", 2), ("2.13.0+cu130", 2), ("2.13.0+cu126", 0), ("2.13.0+cpu", 0), (None, 0)],
+)
+def test_cards_without_code_are_left_out_where_others_have_it(torch_version, chosen):
+    """Two P40 hold more than a RTX 3060, which the build for CUDA 13 can use."""
+    gpus = (card(0, (6, 1), gib=24), card(1, (6, 1), gib=24), card(2, (8, 6), gib=12))
+    used, excluded = select_gpus(gpus, wanted=None, torch_version=torch_version)
+    assert used[0].index == chosen and len(excluded) == (2 if chosen else 1)
+    assert select_gpus(gpus, wanted=(0,), torch_version=torch_version)[0] == gpus[:1]
+    assert select_gpus(gpus[:2], wanted=None, torch_version=torch_version) == (gpus[:2], ())
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "expected"),
+    [
+        ((8, 9), ["sm_86"], True),
+        ((8, 0), ["sm_86"], False),
+        ((7, 0), ["sm_75", "sm_80"], False),
+        ((12, 1), ["compute_120"], True),
+        ((12, 1), CUDA_13, True),
+        ((9, 0), ["sm_90a"], True),
+        ((9, 0), ["gfx90a"], False),
+    ],
+)
+def test_code_runs_on_the_same_major_or_from_older_ptx(capability, architectures, expected):
+    assert runs_on(capability, architectures) is expected
+
+
+def test_the_facts_of_the_locked_torch_are_those_of_its_wheel():
+    captured_facts = (ROOT / "tests/captured/signatures" / f"torch-{VERSION}-cuda.txt").read_text()
+    architectures = re.search("^architectures: (.*)$", captured_facts, re.MULTILINE)[1].split()
+    assert f"torch=={VERSION}" in (ROOT / "requirements.lock").read_text().splitlines()
+    assert runs_on(OLDEST_CAPABILITY, architectures) and tuple(architectures) == CUDA_13
+    older = [(major, minor) for major in range(5, 8) for minor in range(10) if (major, minor) < OLDEST_CAPABILITY]
+    assert not any(runs_on(capability, architectures) for capability in older)
+    assert all(lacks_code(VERSION, capability) for capability in older)
+
+
+def set_up(place: Place) -> subprocess.CompletedProcess[str]:
+    """What `make install` asks at its end."""
+    environment = {**place.environment, "PYTHONPATH": f"{ROOT}:{place.torch.folder}"}
+    argv = [sys.executable, "-P", "-m", "launch.probe.torch_fit"]
+    return subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
+
+
+TWO = machine_with(H100, H100)
+
+
+@pytest.mark.parametrize(
+    ("machine", "problems", "exit_code", "facts"),
+    [
+        ("laptop_4060", {}, 0, ()),
+        ("vgpu", {}, 0, ()),
+        ("cuda_compat_h100", {}, 0, ()),
+        ("rtx4090_and_old_card", {}, 0, ("GPU 1", "GTX 1050 Ti")),
+        (TWO, {SECOND: "CUDA error: uncorrectable ECC error"}, 0, ("GPU 1", "ECC")),
+        (TWO, dict.fromkeys((FIRST, SECOND), "CUDA error: uncorrectable ECC error"), 4, ("GPU 0", "ECC")),
+        ("v100", {}, 4, ("V100", "7.0", "CUDA 12")),
+        ("old_driver", {}, 4, ("580.65.06",)),
+        ("amd", {}, 0, ()),
+    ],
+)
+def test_the_set_up_goes_on_where_one_card_of_the_run_works(place_of, machine, problems, exit_code, facts):
+    answer = set_up(place_of(machine, problems))
+    assert answer.returncode == exit_code, answer.stderr
+    assert [fact for fact in facts if fact not in answer.stderr] == []
+    assert facts or not answer.stderr

@@ -1,0 +1,80 @@
+"""The figures of the ladder: what changed against which rung, and what is said of a rung that has none."""
+
+import csv
+import io
+
+import pytest
+from msgspec.structs import replace
+from report_factory import MIB, make_candidate, make_report
+
+from launch.run.ladder_run import Outcome, RungResult
+from launch.run.ladder_rungs import parse_rungs
+from launch.run.ladder_table import ladder_csv, ladder_page, ladder_rows
+from trainer.planning.page.html import pages_html
+from trainer.planning.page.text_layout import page_text
+from trainer.spec.report import Ending, Figures, MemoryFigures, SpeedFigures
+
+
+def ran(name: str, *, peak: int, predicted: int, step_s: float | None = 1.0) -> RungResult:
+    memory = MemoryFigures(peak_allocated_bytes=peak * MIB, peaks={"forward": peak * MIB, "optimizer": MIB})
+    report = replace(make_report(), measured=Figures(memory=memory, speed=SpeedFigures(step_s=step_s)), exit_code=0)
+    return result(name, Outcome.RAN, predicted=predicted, report=report)
+
+
+def result(name: str, outcome: Outcome, *, predicted: int = 10, report=None, reason=None) -> RungResult:
+    candidate = make_candidate()
+    candidate = replace(candidate, memory=replace(candidate.memory, peak_allocated_bytes=predicted * MIB))
+    (rung,) = parse_rungs(name)
+    return RungResult(rung=rung, outcome=outcome, candidate=candidate, report=report, reason=reason)
+
+
+FULL = replace(make_report(), ending=Ending.OUT_OF_MEMORY, exit_code=5)
+RESULTS = (
+    result("fp32", Outcome.OUT_OF_MEMORY, predicted=500, report=FULL),
+    ran("bf16-mixed", peak=400, predicted=420, step_s=2.0),
+    result("flash", Outcome.SKIPPED, reason="flash-attn needs a GPU"),
+    ran("full", peak=100, predicted=95, step_s=3.0),
+    result("lora", Outcome.FAILED, reason="peft is not there"),
+)
+
+
+def test_a_change_is_against_the_last_rung_that_ran():
+    rows = {row["rung"]: row for row in ladder_rows(RESULTS)}
+    assert rows["bf16-mixed"]["peak_change"] is None  # what is below ran out of memory
+    assert rows["full"]["peak_change"] == pytest.approx(-0.75)
+    assert rows["full"]["step_change"] == pytest.approx(0.5)
+    assert rows["bf16-mixed"]["peak_error"] == pytest.approx(0.05)
+    assert rows["full"]["peak_error"] == pytest.approx(-0.05)
+    assert (rows["full"]["forward_peak_bytes"], rows["full"]["backward_peak_bytes"]) == (100 * MIB, None)
+
+
+def test_a_rung_that_ran_out_of_memory_has_its_need_and_its_exit_code_and_no_peak():
+    row = ladder_rows(RESULTS)[0]
+    assert (row["outcome"], row["exit_code"], row["peak_bytes"]) == ("out of memory", 5, None)
+    assert (row["need_bytes"], row["limit_bytes"]) == (33 * MIB, 1000 * MIB)
+    assert row["predicted_peak_bytes"] == 500 * MIB
+
+
+def test_the_table_as_text():
+    text = page_text(ladder_page("a job", RESULTS, common="The same on all."), width=100)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "bf16-mixed 400 MiB 420 MiB +5.0% 2 s 1 s" in lines
+    assert "full 100 MiB 95 MiB -5.0% -75.0% 3 s 1 s +50.0%" in lines
+    assert "fp32 out of memory 500 MiB - 1 s" in lines
+    notes = {line.partition(":")[0]: line for line in lines if ": " in line}
+    assert "flash-attn needs a GPU" in notes["flash"] and "peft is not there" in notes["lora"]
+    assert [fact for fact in ("exit code 5", "33 MiB", "1000 MiB") if fact not in notes["fp32"]] == []
+
+
+def test_the_csv_reads_back_to_the_rows():
+    rows = ladder_rows(RESULTS)
+    read = list(csv.DictReader(io.StringIO(ladder_csv(rows))))
+    assert [row["rung"] for row in read] == ["fp32", "bf16-mixed", "flash", "full", "lora"]
+    assert read[3]["peak_bytes"] == str(100 * MIB) and read[0]["peak_bytes"] == ""
+    assert read[3]["settings"] == "pin.checkpointing=full"
+
+
+def test_the_page_has_a_bar_for_each_rung_that_was_measured():
+    html = pages_html([ladder_page("a job", RESULTS, common="The same on all.")], title="a job")
+    assert "<svg" in html and "Peak memory" in html and "400 MiB" in html
+    assert "http" not in html.replace("http-equiv", "")

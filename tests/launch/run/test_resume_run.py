@@ -1,0 +1,82 @@
+"""A run that is resumed where job or machine have changed goes on under what its checkpoint fits, or says why not."""
+
+import io
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+from planning_factory import plan_of
+
+from launch.run.resume_run import plan_to_resume
+from launch.terminal import Console
+from trainer.spec.errors import InputError
+from trainer.spec.plan import Plan
+from trainer.spec.strategy import Optimizer, Sharding
+
+
+@pytest.fixture
+def earlier() -> Plan:
+    return plan_of("tiny", "2xCPU")
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Holds a checkpoint of AdamW's fp32 state, of all weights."""
+    folder = tmp_path / "checkpoints" / "step-00000030"
+    folder.mkdir(parents=True)
+    facts = {"step": 30, "optimizer": "adamw", "precision": "fp32"}
+    (folder / "MANIFEST.json").write_bytes(msgspec.json.encode({"facts": facts}))
+    return tmp_path
+
+
+def on_less(plan: Plan, *, others: bool = True) -> Plan:
+    """The plan for a machine with fewer cores, on which 8-bit state came out first."""
+    host = replace(plan.hardware.host, num_cores=1)
+    first = replace(plan.chosen, strategy=replace(plan.chosen.strategy, name="8-bit", optimizer=Optimizer.ADAMW_8BIT))
+    candidates = (first, *(plan.candidates if others else ()))
+    return replace(plan, hardware=replace(plan.hardware, host=host), candidates=candidates)
+
+
+def resume(plan: Plan, earlier: Plan, run_dir: Path, *, may_choose: bool = True) -> tuple[Plan, str]:
+    stream = io.StringIO()
+    taken = plan_to_resume(plan, earlier, run_dir, Console(stream), may_choose=may_choose)
+    return taken, stream.getvalue()
+
+
+def test_without_a_change_the_earlier_plan_goes_on(earlier, run_dir):
+    assert resume(earlier, earlier, run_dir) == (earlier, "")
+
+
+def test_the_earlier_plan_goes_on_with_the_allocator_that_works_now(earlier, run_dir):
+    plan = replace(earlier, hardware=replace(earlier.hardware, can_expand_segments=False))
+    assert resume(plan, earlier, run_dir) == (plan, "")
+
+
+def test_another_machine_takes_the_new_plan_where_the_checkpoint_fits_it(earlier, run_dir):
+    plan = replace(earlier, hardware=on_less(earlier).hardware)
+    taken, told = resume(plan, earlier, run_dir)
+    assert taken is plan and "cores" in told
+
+
+def test_what_cannot_go_on_gives_way_to_the_best_that_can(earlier, run_dir):
+    taken, told = resume(on_less(earlier), earlier, run_dir)
+    assert taken.chosen.strategy == earlier.chosen.strategy
+    assert taken.chosen.strategy.optimizer in (Optimizer.ADAMW, Optimizer.ADAMW_FUSED)
+    assert all(fact in told for fact in ("8-bit", "adamw", "candidate 2"))
+    assert taken.fallbacks and all(each.strategy.sharding in Sharding for each in taken.fallbacks)
+
+
+def test_what_was_taken_by_hand_is_refused_and_not_changed(earlier, run_dir):
+    with pytest.raises(InputError, match=r"8-bit.*checkpoint of adamw"):
+        resume(on_less(earlier), earlier, run_dir, may_choose=False)
+
+
+def test_where_nothing_can_go_on_the_run_does_not_start(earlier, run_dir):
+    with pytest.raises(InputError, match=r"checkpoint of adamw.* 1 candidates"):
+        resume(on_less(earlier, others=False), earlier, run_dir)
+
+
+def test_a_run_without_a_checkpoint_takes_whatever_is_planned_now(earlier, tmp_path):
+    plan = on_less(earlier)
+    assert resume(plan, earlier, tmp_path)[0] is plan

@@ -1,0 +1,84 @@
+"""Run directories are never shared, overwritten or guessed."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from launch.rundir import paths as run_dir
+from trainer.spec.errors import EnvironmentFaultError, InputError
+
+NOON = datetime(2030, 1, 2, 12, 0, 0, tzinfo=UTC)
+
+
+def test_a_new_run_is_named_by_its_utc_time(tmp_path: Path):
+    assert run_dir.make_run_dir(tmp_path / "bot", now=NOON).name == "bot-20300102-120000"
+
+
+def test_two_runs_of_one_second_get_different_directories(tmp_path: Path):
+    first, second = (run_dir.make_run_dir(tmp_path / "bot", now=NOON) for _ in range(2))
+    assert first != second and second.name == "bot-20300102-120000-2"
+
+
+def test_the_output_of_the_job_names_the_run():
+    assert run_dir.output_base("elsewhere/bot", "job") == Path("elsewhere/bot")
+    assert run_dir.output_base(None, "job") == Path("runs/job")
+
+
+def test_a_used_directory_is_refused_without_resume(tmp_path: Path):
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(InputError, match="--resume"):
+        run_dir.use_run_dir(tmp_path)
+    assert (tmp_path / "plan.json").read_text() == "{}"
+
+
+def test_an_empty_directory_can_be_used(tmp_path: Path):
+    assert run_dir.use_run_dir(tmp_path / "a" / "b").is_dir()
+    assert run_dir.use_run_dir(tmp_path / "a" / "b").is_dir()
+
+
+def test_a_file_is_no_run_directory(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=str(tmp_path / "file")):
+        run_dir.use_run_dir(tmp_path / "file")
+
+
+def test_resume_finds_the_newest_run_of_exactly_this_name(tmp_path: Path):
+    for name in ("bot-20300101-000000", "bot-20300102-000000", "bot-20300103-000000", "bot-b-20300104-000000"):
+        (tmp_path / name).mkdir()
+    for name in ("bot-20300101-000000", "bot-20300102-000000", "bot-b-20300104-000000"):
+        (tmp_path / name / "plan.json").write_text("{}")
+    assert run_dir.find_run_dir(tmp_path / "bot").name == "bot-20300102-000000"
+    with pytest.raises(InputError, match=str(tmp_path / "other")):
+        run_dir.find_run_dir(tmp_path / "other")
+    with pytest.raises(InputError, match=str(tmp_path / "missing")):
+        run_dir.find_run_dir(tmp_path / "missing" / "other")
+
+
+def test_only_committed_checkpoints_count(tmp_path: Path):
+    for name in ("step-00000003", "step-00000010", "step-00000020", ".tmp-step-00000030-ab"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    for name in ("step-00000003", "step-00000010", ".tmp-step-00000030-ab"):
+        (tmp_path / "checkpoints" / name / "MANIFEST.json").write_text("{}")
+    assert [path.name for path in run_dir.committed_checkpoints(tmp_path)] == ["step-00000003", "step-00000010"]
+    assert run_dir.committed_checkpoints(tmp_path / "none") == []
+
+
+def test_attempts_are_numbered_on(tmp_path: Path):
+    assert run_dir.next_attempt(tmp_path) == 1
+    (tmp_path / "attempts" / "9").mkdir(parents=True)
+    (tmp_path / "attempts" / "10").mkdir()
+    assert run_dir.next_attempt(tmp_path) == 11
+
+
+def test_a_place_that_cannot_be_written_is_an_environment_fault():
+    with pytest.raises(EnvironmentFaultError, match="/proc/nowhere"):
+        run_dir.make_run_dir(Path("/proc/nowhere/bot"), now=NOON)
+
+
+def test_a_run_has_trained_once_its_first_line_of_metrics_is_there(tmp_path: Path):
+    assert not run_dir.has_trained(tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    assert not run_dir.has_trained(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert run_dir.has_trained(tmp_path)

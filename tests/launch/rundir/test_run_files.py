@@ -1,0 +1,94 @@
+"""What a run directory tells is read while it is written: half a line, a missing file, another version's never harm."""
+
+import json
+from pathlib import Path
+
+import pytest
+from run_factory import age, metrics_row, write_attempt, write_checkpoint, write_report, write_start, write_submission
+
+from launch.rundir.files import outputs_of, read_run, tail_lines, tail_rows
+from trainer.spec.messages.submission import CHAIN_FILE
+from trainer.spec.report import Ending
+
+
+def test_an_empty_directory_tells_nothing(tmp_path: Path):
+    files = read_run(tmp_path)
+    assert (files.attempt, files.step, files.rows, files.job_ids) == (0, None, (), ())
+    assert files.plan is None and files.report is None and files.sign_s is None and not files.has_told_its_end
+
+
+def test_a_run_is_told_by_its_newest_attempt(tmp_path: Path):
+    write_attempt(tmp_path, 1, steps=[1, 2, 3])
+    write_report(tmp_path, Ending.FAILED, step=3)
+    write_attempt(tmp_path, 2, steps=[3, 4])
+    write_checkpoint(tmp_path, 2)
+    write_checkpoint(tmp_path, 4)
+    files = read_run(tmp_path)
+    assert (files.attempt, files.phase, files.step) == (2, "training", 4)
+    assert [row["step"] for row in files.rows] == [3, 4]
+    assert files.plan is not None and files.plan.schedule.num_steps == 100
+    assert files.checkpoint == tmp_path / "checkpoints" / "step-00000004"
+    assert files.report is not None and not files.has_told_its_end, "it tells of the first attempt alone"
+    write_report(tmp_path, Ending.FINISHED, attempt=2)
+    assert read_run(tmp_path).has_told_its_end
+
+
+def test_jobs_are_those_that_were_submitted_chained_and_started(tmp_path: Path):
+    write_submission(tmp_path, "12")
+    (tmp_path / CHAIN_FILE).write_text("12\n13\n")
+    write_start(tmp_path, "12")
+    write_start(tmp_path, "20")
+    assert read_run(tmp_path).job_ids == ("12", "13", "20")
+
+
+def test_only_the_end_of_a_long_file_is_read_and_lines_stay_whole(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    with path.open("w") as stream:
+        for step in range(1, 2001):
+            stream.write(json.dumps(metrics_row(step)) + "\n")
+    rows = tail_rows(path, limit=2000)
+    assert [row["step"] for row in rows] == list(range(2001 - len(rows), 2001)) and 5 < len(rows) < 20
+
+
+@pytest.mark.parametrize("end", ['{"step": 3, "los', "\n\n", "null\n", '{"step": 3} trailing\n', "\x00\x00\x00\n"])
+def test_a_line_that_is_half_written_or_damaged_is_left_out(tmp_path: Path, end):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f"{json.dumps(metrics_row(1))}\n{json.dumps(metrics_row(2))}\n{end}")
+    assert [row["step"] for row in tail_rows(path)] == [1, 2]
+
+
+def test_a_tail_of_exactly_whole_lines_loses_none(tmp_path: Path):
+    path = tmp_path / "log"
+    path.write_text("aaa\nbbb\nccc\n")
+    assert tail_lines(path, limit=8) == ["bbb", "ccc"]
+    assert tail_lines(path, limit=7) == ["ccc"]
+    assert tail_lines(path, limit=12) == ["aaa", "bbb", "ccc"]
+    assert tail_lines(path, limit=1000) == ["aaa", "bbb", "ccc"]
+    assert tail_lines(tmp_path / "none") == []
+
+
+def test_files_of_another_version_are_as_if_they_were_not_there(tmp_path: Path):
+    folder = write_attempt(tmp_path, steps=[1])
+    (tmp_path / "report.json").write_text('{"format": 99, "new": 1}')
+    (folder / "plan.json").write_text("{")
+    (folder / "status.json").write_text('{"phase": "tra')
+    files = read_run(tmp_path)
+    assert files.report is None and files.phase is None and files.step == 1
+    assert files.plan is not None, "that of the run is there"
+
+
+def test_the_last_sign_of_life_is_the_youngest(tmp_path: Path):
+    folder = write_attempt(tmp_path, steps=[1])
+    for path in (folder / "status.json", tmp_path / "metrics.jsonl"):
+        age(path, 500)
+    beat = folder / "heartbeats" / "rank-0"
+    assert read_run(tmp_path).sign_s == beat.stat().st_mtime
+
+
+def test_the_output_of_the_newest_start_comes_last(tmp_path: Path):
+    write_submission(tmp_path, "12", "13")
+    for job_id in ("12", "13"):
+        (tmp_path / f"slurm-{job_id}.out").write_text("x\n")
+        write_start(tmp_path, job_id)
+    age(tmp_path / "slurm-13.out", 100)  # what a requeued job wrote before is younger
+    assert [path.name for path in outputs_of(read_run(tmp_path))] == ["slurm-12.out", "slurm-13.out"]

@@ -1,0 +1,257 @@
+"""A block is redrawn in place, what is printed goes above it and stays, and no terminal holds anything up."""
+
+import fcntl
+import io
+import os
+import pty
+import select
+import struct
+import termios
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from small_terminal import SmallTerminal
+
+from launch.show.live.screen import Screen, draws_block, glyphs_for
+from launch.show.live.text import ASCII, UNICODE
+from launch.terminal import Console
+
+TERMINAL = {"TERM": "xterm-256color", "LANG": "C.UTF-8"}
+
+
+class Shown(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def shown_by(stream: io.StringIO, columns: int = 80) -> list[str]:
+    terminal = SmallTerminal(columns)
+    terminal.write(stream.getvalue())
+    return terminal.lines
+
+
+def test_a_block_is_redrawn_in_place_and_what_is_printed_stays_above():
+    stream = Shown()
+    console = Console(stream)
+    console.line("before")
+    screen = Screen(console, TERMINAL)
+    with screen.shown():
+        screen.draw(["step 1", "loss 9"])
+        screen.draw(["step 2", "loss 8", "a third line"])
+        console.line("printed by somebody else")
+        screen.draw(["step 3"])
+        screen.print_line("printed by the view")
+        screen.draw(["step 4", "loss 6"])
+    console.line("after")
+    assert shown_by(stream) == [
+        "before",
+        "printed by somebody else",
+        "printed by the view",
+        "step 4",
+        "loss 6",
+        "after",
+        "",
+    ]
+
+
+def test_the_same_block_is_not_drawn_again():
+    stream = Shown()
+    screen = Screen(Console(stream), TERMINAL)
+    screen.draw(["step 1"])
+    before = stream.getvalue()
+    screen.draw(["step 1"])
+    assert stream.getvalue() == before
+    screen.take_away()
+    screen.draw(["step 1"])
+    assert shown_by(stream) == ["step 1"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_terminal", "draws"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"TERM": "dumb"}, True, False),
+        ({"TERM": ""}, True, False),
+        ({"CI": "true"}, True, False),
+        ({"CI": "false"}, True, True),
+        ({"SLURM_JOB_ID": "12"}, True, False),
+        ({"NO_COLOR": "1"}, True, True),
+    ],
+)
+def test_a_block_is_drawn_where_it_can_be_redrawn(changes, is_terminal, draws):
+    console = Console(Shown() if is_terminal else io.StringIO())
+    assert draws_block(console, {**TERMINAL, **changes}) is draws
+
+
+def test_without_a_name_a_terminal_is_a_dumb_one():
+    assert not draws_block(Console(Shown()), {"LANG": "C.UTF-8"})
+
+
+@pytest.mark.parametrize(
+    ("encoding", "environment", "glyphs"),
+    [
+        ("utf-8", {"LANG": "de_DE.UTF-8"}, UNICODE),
+        ("UTF8", {"LC_CTYPE": "C.utf8"}, UNICODE),
+        ("utf-8", {"LC_ALL": "C", "LANG": "de_DE.UTF-8"}, ASCII),
+        ("utf-8", {"LANG": "C", "LC_CTYPE": "C.UTF-8"}, ASCII),
+        ("utf-8", {"LANG": "POSIX"}, ASCII),
+        ("utf-8", {"LANG": "C", "LC_CTYPE": "de_DE.UTF-8"}, UNICODE),
+        ("utf-8", {"LANG": "de_DE.ISO-8859-1"}, ASCII),
+        ("iso-8859-1", {"LANG": "de_DE.UTF-8"}, ASCII),
+        (None, {"LANG": "de_DE.UTF-8"}, ASCII),
+        ("utf-8", {}, ASCII),
+    ],
+)
+def test_block_characters_need_a_locale_that_has_them(encoding, environment, glyphs):
+    assert glyphs_for(encoding, environment) is glyphs
+
+
+def test_no_color_switches_colors_off():
+    assert Screen(Console(Shown()), TERMINAL).has_color
+    assert not Screen(Console(Shown()), {**TERMINAL, "NO_COLOR": "1"}).has_color
+    assert Screen(Console(Shown()), {**TERMINAL, "NO_COLOR": ""}).has_color, "as its standard says"
+
+
+class Pair:
+    """Both ends of a pseudo terminal."""
+
+    def __init__(self) -> None:
+        self.master, self.slave = pty.openpty()
+        self.stream = os.fdopen(self.slave, "w", encoding="utf-8", closefd=False)
+
+    def resize(self, lines: int, columns: int) -> None:
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def read(self) -> str:
+        return os.read(self.master, 65536).decode()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    both = Pair()
+    yield both
+    for descriptor in (both.master, both.slave):
+        os.close(descriptor)
+
+
+def test_a_secret_is_not_shown(pair: Pair):
+    screen = Screen(Console(pair.stream), TERMINAL)
+    screen.draw(["hf_" + "a" * 30])
+    assert pair.read() == "[redacted]"
+
+
+def test_the_size_is_that_of_now(pair: Pair):
+    screen = Screen(Console(pair.stream), TERMINAL)
+    assert screen.size == (80, 24), "of a terminal that does not say"
+    pair.resize(30, 40)
+    assert screen.size == (40, 30)
+    pair.resize(3, 120)
+    screen.draw(["one", "two", "three", "four"])
+    assert pair.read() == "one\r\ntwo", "two of three lines, or the first would scroll away"
+
+
+def test_after_a_resize_no_more_is_erased_than_was_drawn(pair: Pair):
+    pair.resize(24, 80)
+    screen = Screen(Console(pair.stream), TERMINAL)
+    screen.draw(["a" * 79, "b"])
+    pair.read()
+    pair.resize(24, 40)
+    screen.draw(["a" * 39, "b"])
+    assert pair.read().startswith("\r\x1b[1A\x1b[J")
+
+
+@pytest.mark.timeout(60)
+def test_a_terminal_that_nobody_reads_holds_nothing_up_and_goes_on_when_somebody_does(pair: Pair):
+    pair.resize(24, 80)
+    screen = Screen(Console(pair.stream), TERMINAL)
+    for number in range(5000):
+        screen.draw([f"frame {number} " + "x" * 60] * 7)
+    assert not screen.is_gone
+    seen = SmallTerminal(80)
+    for frame in ("the last but one", "the last"):
+        while readable(pair.master):
+            seen.write(pair.read().replace("\r\n", "\n"))
+        screen.draw([frame])
+    seen.write(pair.read().replace("\r\n", "\n"))
+    assert seen.lines == ["the last"], "no frame was cut in the middle"
+
+
+def readable(descriptor: int) -> bool:
+    return bool(select.select([descriptor], [], [], 0.2)[0])
+
+
+@pytest.mark.timeout(60)
+def test_a_line_of_somebody_else_waits_for_the_frame_before_it(pair: Pair):
+    """What was begun is finished first, or given up after a second where nobody reads."""
+    pair.resize(24, 80)
+    console = Console(pair.stream)
+    screen = Screen(console, TERMINAL)
+    for number in range(5000):
+        screen.draw([f"frame {number} " + "x" * 60] * 7)
+    screen.take_away()
+    while readable(pair.master):
+        pair.read()
+    console.line("theirs")
+    assert pair.read() == "theirs\r\n"
+    screen.draw(["next"])
+    assert pair.read() == "next", "nothing of an old frame comes after it, and it stays"
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_that_nobody_reads_holds_nothing_up():
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream, os.fdopen(reader, "rb") as other:
+        screen = Screen(Console(stream), TERMINAL)
+        for number in range(5000):
+            screen.print_line(f"line {number} " + "x" * 90)
+        os.set_blocking(other.fileno(), False)
+        lines = other.read().decode().splitlines()
+    assert 10 < len(lines) < 5000 and lines[-1].startswith(f"line {len(lines) - 1} ")
+
+
+def test_a_terminal_that_is_gone_is_written_to_no_more():
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = os.fdopen(writer, "w")
+    screen = Screen(Console(stream), TERMINAL)
+    screen.print_line("one")
+    assert screen.is_gone
+    screen.draw(["two"])
+    with suppress(BrokenPipeError):
+        stream.close()
+
+
+def test_what_the_stream_cannot_write_is_replaced(tmp_path: Path):
+    with (tmp_path / "out").open("w", encoding="ascii") as stream:
+        Screen(Console(stream), TERMINAL).print_line("学 and letters")
+    assert (tmp_path / "out").read_text() == "? and letters\n"
+
+
+class InterruptedOnce(Shown):
+    """Ctrl-C comes right after the first write."""
+
+    has_come = False
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if not self.has_come:
+            self.has_come = True
+            raise KeyboardInterrupt
+        return written
+
+
+def test_what_follows_an_interruption_begins_on_a_line_of_its_own():
+    stream = InterruptedOnce()
+    console = Console(stream)
+    screen = Screen(console, TERMINAL)
+    with pytest.raises(KeyboardInterrupt), screen.shown():
+        screen.draw(["one", "two"])
+    console.line("told")
+    assert shown_by(stream) == ["one", "two", "told", ""]

@@ -1,0 +1,80 @@
+"""What a step comes to over a whole job, and how a profile is told."""
+
+import pytest
+from msgspec.structs import replace
+from planning_factory import data_of, plan_of
+from report_factory import MIB, make_report
+
+from launch.show.profile_text import forecast, profile_json, profile_page
+from trainer.planning.page.text_layout import page_text
+from trainer.spec.messages.profile import KeptBytes, OperatorTime, ProfileFigures
+from trainer.spec.report import Figures, MemoryFigures, SpeedFigures
+
+FIGURES = ProfileFigures(
+    step=8,
+    step_s=1.5,
+    kept_bytes=40 * MIB,
+    kept=(KeptBytes(module="model.layers.3.mlp", place="transformer block 3, mlp", num_bytes=12 * MIB),),
+    kept_in_all_blocks=(KeptBytes(module="mlp", place="mlp", num_bytes=36 * MIB),),
+    operators=(
+        OperatorTime(name="aten::mm", num_calls=45, seconds=0.6),
+        OperatorTime(name="aten::exp", num_calls=1, seconds=0.2),
+    ),
+    files={"trace.json.gz": "every operator with its time"},
+)
+MEASURED = Figures(
+    memory=MemoryFigures(peak_allocated_bytes=25 * MIB, parts={"weights": 9 * MIB}, peaks={"forward": 25 * MIB}),
+    speed=SpeedFigures(step_s=0.8, parts={"forward": 0.2, "backward": 0.6, "wait": 0.0}),
+)
+
+
+def plan():
+    return plan_of("tiny", "1xRTX-4090", data=data_of(num_rows=160, seq_len=512), steps=30, epochs=None)
+
+
+def test_a_forecast_is_steps_times_seconds():
+    found = forecast(plan(), 0.5)
+    assert found.job_s == pytest.approx(15.0)
+    assert found.epoch_s == pytest.approx(160 / 16 * 0.5)  # rows of 512 tokens, 8192 tokens a step
+    assert found.tokens_per_s == pytest.approx(8192 / 0.5)
+
+
+def test_a_stream_has_no_epoch():
+    streamed = replace(plan(), data=replace(plan().data, is_stream=True))
+    assert forecast(streamed, 0.5).epoch_s is None
+
+
+def lines_of(figures: ProfileFigures | None, steps_s: list[float]) -> list[str]:
+    report = replace(make_report(), measured=MEASURED)
+    text = page_text(profile_page(plan(), report, figures, steps_s), width=100)
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def test_times_stand_beside_the_prediction_with_their_spread():
+    lines = lines_of(None, [0.7, 0.9])
+    assert "a step 800 ms 1 s" in lines
+    assert "the job, 30 steps 24 s 30 s" in lines
+    assert any(line.startswith("2 steps ") and "700 ms to 900 ms" in line for line in lines)
+    assert any(line.startswith("1 step ") for line in lines_of(None, [0.7]))
+    assert not any("operator" in line or "profile/" in line for line in lines)
+
+
+def test_a_profile_says_where_time_and_memory_go():
+    lines = lines_of(FIGURES, [0.8])
+    assert "backward 600 ms 75.0%" in lines
+    assert not any(line.startswith("wait") for line in lines)  # nobody waited
+    assert "aten::mm 45 600 ms 75.0%" in lines
+    assert "weights 9 MiB 10 MiB" in lines
+    assert "forward 25 MiB" in lines
+    assert any("40 MiB" in line and "12 MiB" in line for line in lines)
+    assert "transformer block 3, mlp 12 MiB" in lines
+    assert "mlp 36 MiB" in lines
+    assert "profile/trace.json.gz: every operator with its time" in lines
+
+
+def test_the_same_figures_as_json():
+    told = profile_json(plan(), replace(make_report(), measured=MEASURED), FIGURES, [0.8])
+    assert told["measured"]["job_s"] == pytest.approx(24.0) and told["predicted"]["step_s"] == 1.0
+    assert told["profile"]["kept"][0]["num_bytes"] == 12 * MIB
+    untimed = replace(make_report(), measured=Figures())
+    assert profile_json(plan(), untimed, None, [])["measured"] is None

@@ -1,0 +1,137 @@
+"""Progress is read from the run's own files and never more often than a reader can follow."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from run_factory import metrics_row, write_attempt
+from small_terminal import SmallTerminal
+
+from launch.show.progress import Progress
+from launch.terminal import Console
+from trainer.spec import codec
+from trainer.spec.plan import Plan
+
+ON_A_TERMINAL = {"TERM": "xterm", "LC_ALL": "C"}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def write_rows(run_dir: Path, *rows: dict[str, object]) -> None:
+    with (run_dir / "metrics.jsonl").open("a") as stream:
+        stream.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def write_phase(attempt_dir: Path, phase: str) -> None:
+    (attempt_dir / "status.json").write_text(json.dumps({"phase": phase, "step": 0}))
+
+
+def make_progress(attempt_dir: Path, stream: io.StringIO, clock: Clock, **more: Any) -> Progress:
+    plan = codec.read(attempt_dir / "plan.json", Plan)
+    environment = ON_A_TERMINAL
+    return Progress(Console(stream), attempt_dir=attempt_dir, plan=plan, environment=environment, clock=clock, **more)
+
+
+def test_a_log_gets_a_line_every_ten_seconds_each_phase_and_every_evaluation(tmp_path: Path):
+    run_dir, stream, clock = tmp_path / "run", io.StringIO(), Clock()
+    attempt_dir = write_attempt(run_dir, num_steps=4)
+    write_phase(attempt_dir, "loading the model")
+    with make_progress(attempt_dir, stream, clock).shown() as progress:
+        progress.tick()
+        write_phase(attempt_dir, "training")
+        write_rows(run_dir, metrics_row(1), {**metrics_row(2), "eval_loss": 4.5})
+        progress.tick()
+        write_rows(run_dir, metrics_row(3))
+        clock.now += 9.0
+        progress.tick()
+        assert "3/4" not in stream.getvalue(), "nine seconds after the last"
+        clock.now += 1.0
+        progress.tick()
+        clock.now += 20.0
+        progress.tick()
+        write_rows(run_dir, metrics_row(4))
+    lines = stream.getvalue().splitlines()
+    assert "loading the model" in lines[0] and "step 2" in lines[1] and "4.5000" in lines[1]
+    assert [line.partition("  loss")[0] for line in lines[2:]] == [
+        "[############------------] 2/4",
+        "[##################------] 3/4",
+        "[########################] 4/4",
+    ]
+    assert "\x1b" not in stream.getvalue() and "\r" not in stream.getvalue()
+
+
+def test_a_terminal_redraws_a_block_and_leaves_it_complete(tmp_path: Path):
+    run_dir, stream, clock = tmp_path / "run", Terminal(), Clock()
+    attempt_dir = write_attempt(run_dir, num_steps=4)
+    write_phase(attempt_dir, "loading the model")
+    progress = make_progress(attempt_dir, stream, clock)
+    with progress.shown():
+        progress.tick()
+        write_rows(run_dir, {**metrics_row(1), "eval_loss": 4.5})
+        clock.now += 1.0
+        progress.tick()
+        write_phase(attempt_dir, "finished")
+        progress.tick()
+        write_rows(run_dir, metrics_row(4))
+    terminal = SmallTerminal()
+    terminal.write(stream.getvalue())
+    scored, head, progress_line = terminal.lines[:3]
+    assert "step 1" in scored and "4.5000" in scored
+    assert head.startswith("run: finished") and "step 4 of 4" in head
+    assert progress_line == "progress   ####################  100%"
+    assert terminal.lines[-2:] == ["incidents  none", ""], "what follows begins below it"
+    assert "run: loading the model" in stream.getvalue()
+
+
+def test_a_later_attempt_knows_the_steps_before_it(tmp_path: Path):
+    run_dir, stream, clock = tmp_path / "run", io.StringIO(), Clock()
+    write_attempt(run_dir, 1, steps=[1, 2, 3], num_steps=4)
+    attempt_dir = write_attempt(run_dir, 2, num_steps=4)
+    progress = make_progress(attempt_dir, stream, clock, incidents=["step 3: a rank was killed"])
+    with progress.shown():
+        progress.tick()
+        assert "2/4" not in stream.getvalue() and "3/4" not in stream.getvalue(), "nothing of it was done yet"
+        write_rows(run_dir, metrics_row(3, attempt=2))
+        progress.tick()
+    view = progress.view()
+    assert [point.step for point in view.curve] == [1, 2, 3]
+    assert (view.attempt, view.incidents) == (2, ("step 3: a rank was killed",))
+    assert "1 restart" in stream.getvalue()
+
+
+def test_an_attempt_that_did_no_step_leaves_no_line(tmp_path: Path):
+    stream = io.StringIO()
+    write_attempt(tmp_path / "run", 1, steps=[1, 2])
+    attempt_dir = write_attempt(tmp_path / "run", 2)
+    (attempt_dir / "status.json").write_text("{")
+    with make_progress(attempt_dir, stream, Clock()).shown() as progress:
+        progress.tick()
+    assert stream.getvalue() == ""
+
+
+def test_a_closed_terminal_does_not_end_the_attempt(tmp_path: Path):
+    class Closed(Terminal):
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+    run_dir = tmp_path / "run"
+    attempt_dir = write_attempt(run_dir)
+    with make_progress(attempt_dir, Closed(), Clock()).shown() as progress:
+        write_rows(run_dir, {**metrics_row(1), "eval_loss": 4.5})
+        progress.tick()
+        progress.tick()
+    assert progress.view().step == 1

@@ -1,0 +1,83 @@
+"""What metrics.jsonl tells: every whole line counts as time, the last of a step as its figure."""
+
+from pathlib import Path
+
+import pytest
+from reported_run import step_rows
+
+from launch.show.report.steps import Step, figures_of, last_of_each, observed, read_steps, steady_steps
+from trainer.planning.recommend import Observed
+
+
+def steps_of(rows: list[dict[str, object]]) -> tuple[Step, ...]:
+    names = set(Step.__struct_fields__)
+    return tuple(Step(**{name: value for name, value in row.items() if name in names}) for row in rows)  # type: ignore[arg-type]
+
+
+def test_lines_that_are_cut_off_damaged_or_of_another_kind_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(
+        b'{"step": 1, "loss": 5.0, "new_figure": 3}\n\xff\n[1]\n{"loss": 1}\n{"step": 2, "loss": null}\n{"step": 3, "lo'
+    )
+    assert read_steps(path) == (Step(step=1, loss=5.0), Step(step=2))
+    assert read_steps(tmp_path / "none.jsonl") == ()
+
+
+def test_a_step_that_was_done_again_counts_once_with_its_last_figure() -> None:
+    steps = (Step(step=1, loss=3.0), Step(step=2, loss=2.0), Step(step=1, attempt=2, loss=2.5))
+    assert [(step.step, step.loss) for step in last_of_each(steps)] == [(1, 2.5), (2, 2.0)]
+
+
+def test_the_first_steps_of_each_attempt_warm_up() -> None:
+    steps = steps_of([*step_rows(range(1, 5)), *step_rows(range(3, 7), attempt=2)])
+    assert [(step.attempt, step.step) for step in steady_steps(steps)] == [(1, 3), (1, 4), (2, 5), (2, 6)]
+    assert len(steady_steps(steps[:2])) == 2, "where there are no others, these count"
+
+
+def test_shares_of_the_time() -> None:
+    slow = [{**row, "step_s": 100.0} for row in step_rows(range(1, 3))]
+    steps = steps_of(
+        [*slow, *step_rows(range(3, 11), data_s=0.1, wait_s=0.5, padding_share=0.25, gpu_utilization=0.75)]
+    )
+    seen = observed(steps)
+    assert seen.data_share == pytest.approx(0.05) and seen.wait_share == pytest.approx(0.25)
+    assert seen.padding_share == 0.25 and seen.idle_share == 0.25 and seen.num_steps == 10
+    assert seen.throttle is None and seen.saving_share == 0.0 and seen.num_saves == 0
+
+
+def test_without_steps_nothing_was_observed() -> None:
+    assert observed(()) == Observed()
+
+
+def test_saves_count_where_one_was_due() -> None:
+    rows = step_rows(range(1, 11), checkpoint_s=1e-5)
+    rows[4]["checkpoint_s"] = rows[9]["checkpoint_s"] = 5.0
+    seen = observed(steps_of(rows))
+    assert seen.num_saves == 2 and seen.saving_share == pytest.approx(1 / 3, abs=1e-4)
+
+
+def test_skipped_steps_are_those_that_passed_over_rows() -> None:
+    rows = step_rows(range(1, 6))
+    rows[1] |= {"skipped": True}  # the loss scale of fp16 finding its place
+    rows[2] |= {"skipped": True, "skipped_rows": [7]}
+    assert observed(steps_of(rows)).num_skipped == 1
+
+
+@pytest.mark.parametrize(("num_throttled", "slowdown"), [(4, None), (5, 1.5), (16, None)])
+def test_a_slowdown_needs_enough_steps_on_either_side(num_throttled: int, slowdown: float | None) -> None:
+    rows = step_rows(range(1, 23))
+    for row in rows[-num_throttled:]:
+        row |= {"gpu_throttle": "temperature", "step_s": 3.0}
+    seen = observed(steps_of(rows))
+    assert seen.throttle == "temperature" and seen.throttled_slowdown == slowdown
+
+
+def test_figures_so_far_of_a_run_without_a_report() -> None:
+    figures = figures_of(steps_of([*step_rows(range(1, 8)), *step_rows((8,), memory_peak_bytes=2**30)]))
+    assert figures.memory.peak_allocated_bytes == 2**30 and figures.speed.step_s == 2.0
+    assert figures.speed.tokens_per_s_per_gpu == 1005.5 and figures.memory.device_bytes is None
+
+
+def test_what_no_part_of_a_step_was_measured_for() -> None:
+    (step,) = steps_of(step_rows((1,)))
+    assert step.other_s == pytest.approx(0.18) and Step(step=1).other_s is None

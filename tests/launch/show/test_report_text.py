@@ -1,0 +1,119 @@
+"""The report says how it ended, and every prediction beside its measurement."""
+
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+from report_factory import make_report
+from reported_run import step_rows, write_run
+from run_factory import attempt_record
+
+from launch.show.report.runs import read_recorded
+from launch.show.report.text import parts_line, render_report, render_run
+from trainer.spec.report import AttemptRecord, Ending, Fault
+from trainer.spec.units import GIB
+
+
+def test_predicted_and_measured_stand_side_by_side_with_the_difference():
+    text = render_report(make_report(), run_dir=Path("runs/bot"))
+    assert "runs/bot: finished" in text and "10 of 10" in text
+    (peak,) = [line for line in text.splitlines() if line.startswith("peak allocated")]
+    assert peak.split() == ["peak", "allocated", "30", "MiB", "25", "MiB", "+20.0%"]
+    (gradients,) = [line for line in text.splitlines() if "gradients" in line]
+    assert gradients.split() == ["gradients", "0", "B", "3", "MiB", "-100.0%"]
+    assert "activations" not in text, "nothing predicted, nothing measured: no line"
+    assert "tokens/s per device" in text and "-20.0%" in text
+
+
+def test_the_held_out_loss_stands_beside_the_unigram_entropy():
+    text = render_report(make_report(), run_dir=Path("r"))
+    (line,) = [line for line in text.splitlines() if "unigram" in line]
+    assert all(figure in line for figure in ("4.0000", "6.0000", "0.67"))
+
+
+def test_the_share_of_tokens_that_are_right_and_the_score_of_pairs_are_shown():
+    report = make_report()
+    (last,) = report.evaluations
+    text = render_report(replace(report, evaluations=(replace(last, accuracy=0.253),)), run_dir=Path("r"))
+    assert "25.3%" in text
+    pairs = replace(last, loss=0.61, perplexity=9.25, reward_accuracy=0.7, reward_margin=0.305)
+    text = render_report(replace(report, evaluations=(pairs,)), run_dir=Path("r"))
+    assert any(all(figure in line for figure in ("0.6100", "70.0%", "0.305")) for line in text.splitlines())
+    assert "unigram" not in text, "a loss of pairs is no entropy"
+
+
+def test_what_was_seen_to_run_and_the_sample_are_shown():
+    text = render_report(make_report(), run_dir=Path("r"))
+    (seen,) = [line for line in text.splitlines() if "LlamaForCausalLM" in line]
+    assert all(fact in seen for fact in ("1 process", "AdamW", "fp32", "sdpa", "chunked"))
+    assert "before: x x" in text and "after: main():\n              pass" in text
+
+
+def test_a_run_in_fp8_names_its_library_its_scales_and_what_was_timed():
+    engaged = make_report().engaged
+    assert engaged is not None
+    facts = {"fp8 library": "transformer-engine 2.10.0", "fp8 recipe": "current: Float8CurrentScaling"}
+    without, timed, plain = (
+        [line for line in render_report(report, run_dir=Path("r")).splitlines() if line.startswith("fp8")]
+        for seen in (facts, facts | {"fp8 gain": "measured 1.31x of bf16"}, {})
+        for report in [make_report(engaged=replace(engaged, facts=seen))]
+    )
+    assert plain == [] and len(without) == len(timed) == 1
+    assert all(value in line for value in facts.values() for line in (*without, *timed))
+    assert "1.31x" in timed[0] and "1.31x" not in without[0]
+
+
+def test_a_bad_ending_names_its_error_and_incidents():
+    report = make_report(
+        ending=Ending.FAILED, error="ValueError: no", incidents=("retried once",), attempts=2, resumed_from_step=4,
+        engaged=None, sample=None, evaluations=(), final_loss=None, export=None, checkpoint=None,
+    )  # fmt: skip
+    text = render_report(report, run_dir=Path("r"))
+    assert "r: failed" in text and "2 attempts" in text and "step 4" in text
+    assert "ValueError: no" in text and "retried once" in text and "seen to run" not in text
+
+
+def test_a_run_without_a_report_tells_how_far_it_got(tmp_path: Path):
+    run = read_recorded(write_run(tmp_path / "bot", has_report=False, rows=step_rows(range(1, 13))))
+    lines = render_run(run).splitlines()
+    for line, fact in zip(lines, ("12 of 40", f"shardwise status {tmp_path}/bot", "4.7600"), strict=False):
+        assert fact in line
+    (step,) = [line.split() for line in lines if line.startswith("step ")]
+    assert step[-3:-1] == ["2", "s"], "measured so far"
+
+
+def test_what_would_help_is_told_after_the_rest(tmp_path: Path):
+    run = read_recorded(write_run(tmp_path / "bot", rows=step_rows(data_s=1.0)))
+    lines = render_run(run).splitlines()
+    place = lines.index("what would help:")
+    assert "50%" in lines[place + 1]
+    assert "what would help:" not in render_report(make_report(), run_dir=Path("r"))
+
+
+def test_the_parts_of_a_step_are_told_the_longest_first():
+    parts = {"data": 0.1, "forward": 0.3, "backward": 0.6, "optimizer": 0.2, "wait": 1e-5}
+    assert parts_line(parts) == "a step: backward 600 ms, forward 300 ms, optimizer 200 ms, data 100 ms"
+    assert parts_line({}) == ""
+
+
+def attempt(number: int, **changes: Any) -> AttemptRecord:
+    usual: dict[str, Any] = {"strategy": "ddp/fp32/adamw", "num_ranks": 2, "micro_batch": 2, "duration_s": 19.0}
+    return attempt_record(number, **{**usual, "step": 14, "predicted_peak_bytes": int(8.1 * GIB), **changes})
+
+
+def test_every_attempt_is_told_as_the_documents_show_it():
+    memory = attempt(
+        1, micro_batch=4, accumulation=1, step=2, ending=Ending.OUT_OF_MEMORY, fault=Fault.OUT_OF_MEMORY,
+        duration_s=21.0, measured_peak_bytes=int(7.9 * GIB),
+    )  # fmt: skip
+    killed = attempt(2, resumed_from_step=2, step=7, ending=Ending.FAILED, fault=Fault.KILLED, duration_s=24.0)
+    history = (memory, killed, attempt(3, resumed_from_step=6))
+    text = render_report(make_report(history=history, attempts=3), run_dir=Path("runs/bot"))
+    document = (Path(__file__).parents[3] / "docs" / "surviving.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("  attempt ")]
+    assert len(lines) == 3
+    assert [line for line in lines if f"    {line}\n" not in document] == []
+
+
+def test_a_lone_attempt_needs_no_line_of_its_own():
+    assert "attempt 1" not in render_report(make_report(history=(attempt(1),)), run_dir=Path("runs/bot"))

@@ -1,0 +1,125 @@
+"""What sinks lack is said before anything starts, with what would do; keys are shown nowhere."""
+
+import subprocess
+import sys
+
+import pytest
+from msgspec.structs import replace
+from pasted_pip import requirements_in
+from sink_factory import sink_environment
+
+from launch.track import checks as sink_checks
+from launch.track.checks import check_sinks
+from launch.track.wandb.mode import wandb_mode
+from trainer.spec.errors import InputError, InputProblemsError
+from trainer.spec.job.sections import Job, LogJob, NodeNetwork, SlurmJob, WandbMode
+
+KEY = "canary" + "0123456789" * 4
+
+
+def job(**log):
+    return Job(log=LogJob(**log))
+
+
+def problems(tmp_path, checked, **environment):
+    with pytest.raises(InputProblemsError) as caught:
+        check_sinks(checked, sink_environment(tmp_path, **environment))
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("asked", "environment", "mode"),
+    [
+        (WandbMode.OFF, {"WANDB_MODE": "online"}, WandbMode.OFF),
+        (WandbMode.ONLINE, {}, WandbMode.ONLINE),
+        (WandbMode.ONLINE, {"WANDB_MODE": "offline"}, WandbMode.OFFLINE),
+        (WandbMode.ONLINE, {"WANDB_MODE": "dryrun"}, WandbMode.OFFLINE),
+        (WandbMode.ONLINE, {"WANDB_MODE": "disabled"}, WandbMode.OFF),
+        (WandbMode.OFFLINE, {"WANDB_MODE": "online"}, WandbMode.ONLINE),
+        (WandbMode.OFFLINE, {"WANDB_MODE": ""}, WandbMode.OFFLINE),
+    ],
+)
+def test_wandb_mode_decides_how_and_never_whether(asked, environment, mode):
+    assert wandb_mode(job(wandb=asked), environment) is mode
+
+
+def test_nodes_without_a_network_write_offline():
+    isolated = replace(job(wandb=WandbMode.ONLINE), slurm=SlurmJob(network=NodeNetwork.NONE))
+    assert wandb_mode(isolated, {"SLURM_JOB_ID": "7"}) is WandbMode.OFFLINE
+    assert wandb_mode(isolated, {}, on_node=True) is WandbMode.OFFLINE
+    assert wandb_mode(isolated, {}) is WandbMode.ONLINE
+    assert wandb_mode(isolated, {"SLURM_JOB_ID": "7", "WANDB_MODE": "online"}) is WandbMode.OFFLINE
+
+
+def test_a_mode_that_is_none_is_refused():
+    with pytest.raises(InputError, match=r"WANDB_MODE.*'on'"):
+        wandb_mode(job(wandb=WandbMode.ONLINE), {"WANDB_MODE": "on"})
+
+
+def test_online_without_a_login_is_refused_with_what_would_do(tmp_path):
+    (line,) = problems(tmp_path, job(wandb=WandbMode.ONLINE))
+    assert all(fact in line for fact in ("log.wandb: ", "wandb login", "WANDB_API_KEY", "log.wandb=offline"))
+
+
+def test_a_key_that_is_none_is_refused_without_showing_it(tmp_path):
+    (line,) = problems(tmp_path, job(wandb=WandbMode.ONLINE), WANDB_API_KEY="much-too-short")
+    assert "WANDB_API_KEY" in line and "much-too-short" not in line
+
+
+def test_online_with_a_login_is_taken_wherever_it_stands(tmp_path):
+    environment = sink_environment(tmp_path)
+    check_sinks(job(wandb=WandbMode.ONLINE), {**environment, "WANDB_API_KEY": KEY})
+    (tmp_path / ".netrc").write_text(f"machine wandb.example.org\n  login user\n  password {KEY}\n")
+    check_sinks(job(wandb=WandbMode.ONLINE), {**environment, "WANDB_BASE_URL": "https://wandb.example.org"})
+
+
+def test_offline_asks_for_no_login(tmp_path):
+    check_sinks(job(wandb=WandbMode.OFFLINE), sink_environment(tmp_path, PATH="/nonexistent"))
+
+
+def test_packages_that_are_missing_are_named_with_their_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(sink_checks, "installed_version", lambda _name: None)
+    wandb, tensorboard = problems(tmp_path, job(wandb=WandbMode.OFFLINE, tensorboard=True))
+    assert wandb.startswith("log.wandb: ") and set(requirements_in(wandb, tmp_path)) == {"wandb"}
+    assert tensorboard.startswith("log.tensorboard: ")
+    assert set(requirements_in(tensorboard, tmp_path)) == {"tensorboard"}
+
+
+def test_a_command_that_is_not_there_is_refused_and_a_url_is_not_tried(tmp_path):
+    (line,) = problems(tmp_path, job(notify=("no-such-program", "--to", "me")))
+    assert line.startswith("log.notify: ") and "no-such-program" in line
+    check_sinks(job(notify=("http://127.0.0.1:9/",)), sink_environment(tmp_path))
+    check_sinks(job(notify=("sh", "-c", "true")), sink_environment(tmp_path))
+
+
+@pytest.mark.parametrize("held", [{}, {"TEAM_WEBHOOK": "ftp://hidden"}, {"TEAM_WEBHOOK": "https:///hidden"}])
+def test_a_variable_without_a_url_is_refused_without_showing_what_it_holds(held, tmp_path):
+    (line,) = problems(tmp_path, job(notify=("$TEAM_WEBHOOK",)), **held)
+    assert line.startswith("log.notify: $TEAM_WEBHOOK") and "hidden" not in line
+
+
+def test_a_variable_with_a_url_is_taken(tmp_path):
+    check_sinks(job(notify=("$HOOK",)), {**sink_environment(tmp_path), "HOOK": "https://example.org/hook"})
+
+
+LOGIN = {
+    "public": "import wandb; print('login:', wandb.login(prompt=False, verify=False))",
+    "ours": "from launch.track.wandb.library import login_problem; print('login:', login_problem() is None)",
+}
+
+
+@pytest.mark.parametrize("way", LOGIN)
+def test_w54_only_the_public_login_starts_the_service_of_wandb(way, tmp_path):
+    environment = {**sink_environment(tmp_path), "WANDB_API_KEY": KEY}
+    done = subprocess.run(
+        [sys.executable, "-c", LOGIN[way]], env=environment, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert "login: True" in done.stdout
+    assert any(tmp_path.rglob("core-debug-*.log")) is (way == "public")
+
+
+def test_w54_wandb_has_no_public_call_for_saved_views():
+    names = "import wandb; print('views:', [name for name in dir(wandb.Api) if 'view' in name and name != 'viewer'])"
+    done = subprocess.run([sys.executable, "-c", names], capture_output=True, text=True, timeout=120, check=True)
+    assert "views: []" in done.stdout

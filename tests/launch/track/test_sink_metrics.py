@@ -1,0 +1,76 @@
+"""Names, groups and summaries of what sinks are sent."""
+
+import pytest
+from run_factory import run_plan
+
+from launch.track.metrics import Summaries, measured_series, predicted_series, series_name, summary_of
+from trainer.runtime.loop.metrics import StepMetrics
+
+GROUPS = {"train", "eval", "speed", "time", "memory", "gpu"}
+
+
+def test_every_field_of_a_line_has_a_group():
+    series = {field: series_name(field) for field in StepMetrics.__struct_fields__ if field != "step"}
+    assert {field for field, name in series.items() if name.partition("/")[0] not in GROUPS} == set()
+
+
+@pytest.mark.parametrize(
+    ("field", "series"),
+    [
+        ("step", "step"),
+        ("loss", "train/loss"),
+        ("eval_loss", "eval/eval_loss"),
+        ("tokens_per_s", "speed/tokens_per_s"),
+        ("step_s", "time/step_s"),
+        ("memory_peak_bytes", "memory/memory_peak_bytes"),
+        ("reward_margin", "train/reward_margin"),
+        ("gpu_utilization", "gpu/gpu_utilization"),
+        ("something_new", "other/something_new"),
+    ],
+)
+def test_a_series_is_its_group_and_its_field(field, series):
+    assert series_name(field) == series
+
+
+def test_numbers_are_sent_and_nothing_else():
+    row = {"step": 3, "loss": None, "lr": 0.1, "skipped": True, "skipped_rows": [1], "gpu_throttle": "heat", "new": 7}
+    assert measured_series(row) == {"step": 3, "train/lr": 0.1, "train/skipped": 1, "other/new": 7}
+
+
+def test_what_is_predicted_stands_beside_what_it_predicts():
+    chosen = run_plan().chosen
+    series = predicted_series(chosen)
+    assert series["memory/memory_peak_bytes_predicted"] == chosen.memory.peak_allocated_bytes
+    assert series["memory/memory_allocated_bytes_predicted"] == chosen.memory.steady_allocated_bytes
+    assert series["speed/tokens_per_s_predicted"] == chosen.speed.tokens_per_s_per_gpu * chosen.num_ranks
+    assert series["time/step_s_predicted"] == chosen.speed.step_s
+    measured = {series_name(field) for field in StepMetrics.__struct_fields__}
+    assert {name.removesuffix("_predicted") for name in series} <= measured
+
+
+@pytest.mark.parametrize(
+    ("series", "kinds"),
+    [
+        ("train/loss", ("min", "last")),
+        ("eval/eval_loss", ("min", "last")),
+        ("eval/eval_accuracy", ("max", "last")),
+        ("speed/tokens_per_s", ("mean", "last")),
+        ("memory/memory_peak_bytes", ("max",)),
+        ("memory/memory_peak_bytes_predicted", ("last",)),
+        ("train/lr", ("last",)),
+    ],
+)
+def test_a_series_is_summed_up_as_its_kind_asks(series, kinds):
+    assert summary_of(series) == kinds
+
+
+def test_summaries_are_those_of_all_lines():
+    summaries = Summaries()
+    for loss, speed, peak in ((3.0, 10, 5), (1.0, 20, 9), (2.0, 60, 7)):
+        summaries.add({"step": 1, "train/loss": loss, "speed/mfu": speed, "memory/x": peak, "train/lr": loss})
+    assert summaries.all() == {
+        "train/loss": {"min": 1.0, "last": 2.0},
+        "speed/mfu": {"mean": 30.0, "last": 60},
+        "memory/x": {"max": 9},
+        "train/lr": 2.0,
+    }

@@ -1,0 +1,240 @@
+"""Sinks that hang, raise, exit or lose their folder: the supervisor goes on, the other sinks too, and a line says so.
+
+Every process here is real; the package named wandb is a stand-in that misbehaves.
+"""
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from report_factory import make_report
+from sink_factory import (
+    LastWord,
+    Sinks,
+    WandbMode,
+    append_steps,
+    logged_plan,
+    sink_environment,
+    sink_order,
+    write_plan,
+    write_program,
+)
+from wandb_stand_in import WAYS, write_stand_in
+
+from launch.attempt.supervisor import StopKind, StopRequest
+from launch.rundir.process_record import read_state
+from launch.track import start as sink_start
+from launch.track.start import running_sinks
+from launch.track.start import sink_order as order_of
+from trainer.spec import codec
+from trainer.spec.errors import EnvironmentFaultError
+from trainer.spec.report import Ending
+
+pytestmark = pytest.mark.cold  # a warm Python has loaded the real wandb, and its signals and pids are another's
+KEEP = "import sys\nopen({path!r}, 'w').write(sys.stdin.read())\n"
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    path = tmp_path / "run dir"
+    write_plan(path)
+    append_steps(path, [1, 2, 3])
+    return path
+
+
+@pytest.fixture
+def told(tmp_path):
+    """Where the command of `notify` keeps what it is told."""
+    return tmp_path / "told.json"
+
+
+def notify(tmp_path, told):
+    return (str(write_program(tmp_path, KEEP.format(path=str(told)))),)
+
+
+def wait_until(is_so, *, timeout_s=30.0):
+    until = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < until, "it never came"
+        time.sleep(0.05)
+
+
+def catches(pid, number):
+    """Whether the process has a handler for the signal."""
+    _, _, rest = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")
+    return bool(int(rest.split()[0], 16) >> (number - 1) & 1)
+
+
+def test_a_job_without_sinks_starts_no_process(run_dir, tmp_path):
+    sinks = Sinks(run_dir, sink_order(), sink_environment(tmp_path))
+    sinks.process.tick()
+    assert sinks.end() == ""
+    assert not (run_dir / "logs").exists()
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "hangs" not in way])
+def test_a_sink_that_fails_is_a_line_and_the_others_go_on(way, run_dir, tmp_path, told):
+    path = write_stand_in(tmp_path / "stand in", way)
+    order = sink_order(wandb=WandbMode.OFFLINE, notify=notify(tmp_path, told))
+    sinks = Sinks(run_dir, order, sink_environment(tmp_path, PYTHONPATH=str(path)))
+
+    def has_failed():
+        sinks.process.tick()
+        return sinks.stream.getvalue() != ""
+
+    wait_until(has_failed)
+    codec.write(run_dir / "report.json", make_report())
+    shown = sinks.end(LastWord(has_report=True))
+    assert "wandb" in shown and ("switched off" in shown or "exit code 7, fatal: wandb" in shown)
+    assert json.loads(told.read_text())["ending"] == "finished"
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "hangs" in way])
+@pytest.mark.cold
+def test_a_sink_that_hangs_is_ended_and_the_others_were_told(way, run_dir, tmp_path, told, monkeypatch):
+    monkeypatch.setattr(sink_start, "END_S", 4.0)
+    path = write_stand_in(tmp_path / "stand in", way)
+    order = sink_order(wandb=WandbMode.ONLINE, notify=notify(tmp_path, told))
+    sinks = Sinks(run_dir, order, sink_environment(tmp_path, PYTHONPATH=str(path)))
+    shown = sinks.end()
+    assert all(
+        fact in shown for fact in ("wandb, notify", " 4 s", "metrics.jsonl", str(run_dir / "logs" / "sinks.log"))
+    )
+    assert json.loads(told.read_text())["name"] == "bot-1"
+
+
+def test_a_job_that_goes_back_to_its_scheduler_waits_less(run_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(sink_start, "END_S", 600.0)
+    monkeypatch.setattr(sink_start, "REQUEUE_END_S", 1.0)
+    path = write_stand_in(tmp_path / "stand in", "hangs when a run begins")
+    order = sink_order(wandb=WandbMode.OFFLINE)
+    sinks = Sinks(run_dir, order, sink_environment(tmp_path, PYTHONPATH=str(path)))
+    sinks.stop.kind = StopKind.REQUEUE
+    assert " 1 s" in sinks.end()
+
+
+@pytest.mark.cold
+def test_what_was_ended_leaves_no_process(run_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(sink_start, "END_S", 2.0)
+    pids = f"open({str(tmp_path / 'pids')!r}, 'w').write(f'{{os.getpid()}} {{os.getppid()}}')"
+    text = f"import os, time\n{pids}\ntime.sleep(60)"
+    sinks = Sinks(run_dir, sink_order(notify=(str(write_program(tmp_path, text)),)), sink_environment(tmp_path))
+    assert os.getsid(sinks.process._process.pid) == sinks.process._process.pid
+    assert "not done" in sinks.end()
+    command, parent = map(int, (tmp_path / "pids").read_text().split())
+    wait_until(lambda: (read_state(command) or "Z")[0] == "Z")
+    assert read_state(parent) is None
+
+
+def test_a_process_that_is_killed_is_noticed_while_training_goes_on(run_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(sink_start, "_LOOK_EVERY_S", 0.0)
+    sinks = Sinks(run_dir, sink_order(tensorboard=True), sink_environment(tmp_path))
+    os.kill(sinks.process._process.pid, signal.SIGKILL)
+
+    def is_noticed() -> bool:
+        sinks.process.tick()
+        return bool(sinks.stream.getvalue())
+
+    wait_until(is_noticed)
+    assert sinks.stream.getvalue().startswith("tensorboard: ")
+    assert sinks.stream.getvalue().count("\n") == 1
+    assert sinks.end().count("\n") == 1
+
+
+def test_a_log_folder_that_cannot_be_made_is_a_line(run_dir, tmp_path):
+    (run_dir / "logs").write_text("a file of that name")
+    sinks = Sinks(run_dir, sink_order(tensorboard=True), sink_environment(tmp_path))
+    (line,) = sinks.end().splitlines()
+    assert line.startswith("tensorboard: ") and "File exists" in line
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
+def test_a_folder_that_vanishes_disturbs_nobody(kind, run_dir, tmp_path, told):
+    order = sink_order(
+        notify=notify(tmp_path, told),
+        tensorboard=kind == "tensorboard",
+        wandb=WandbMode.OFFLINE if kind == "wandb" else WandbMode.OFF,
+    )
+    sinks = Sinks(run_dir, order, sink_environment(tmp_path))
+    wait_until((run_dir / kind).is_dir)
+    time.sleep(1.0)  # for its files
+    shutil.rmtree(run_dir / kind, ignore_errors=True)
+    append_steps(run_dir, range(4, 30))
+    shown = sinks.end(LastWord(has_report=False, error="why"))
+    assert "not done" not in shown
+    assert json.loads(told.read_text())["error"] == "why"
+
+
+def test_stop_requests_are_not_for_the_sinks(run_dir, tmp_path, told):
+    sinks = Sinks(run_dir, sink_order(notify=notify(tmp_path, told)), sink_environment(tmp_path))
+    log = run_dir / "logs" / "sinks.log"
+    process, numbers = sinks.process._process, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    wait_until(lambda: all(catches(process.pid, number) for number in numbers))
+    for number in numbers:
+        os.kill(process.pid, number)
+    sinks.end()
+    assert process.returncode == 0 and log.read_text() == "" and told.exists()
+
+
+def test_a_supervisor_that_dies_leaves_sinks_that_end_by_themselves(run_dir, tmp_path, told):
+    sinks = Sinks(run_dir, sink_order(notify=notify(tmp_path, told)), sink_environment(tmp_path))
+    process = sinks.process._process
+    process.stdin.close()
+    assert process.wait(30) == 0
+    sinks.process._process = None
+    assert json.loads(told.read_text())["error"].startswith("the supervisor")
+
+
+def test_a_run_that_cannot_even_start_is_told_of(tmp_path, told):
+    run_dir, plan, stop = tmp_path, logged_plan(notify=notify(tmp_path, told)), StopRequest()
+    console = Sinks(run_dir, sink_order(), {}).process._console
+    with (
+        pytest.raises(EnvironmentFaultError),
+        running_sinks(plan, run_dir=run_dir, console=console, environment=sink_environment(tmp_path), stop=stop),
+    ):
+        raise EnvironmentFaultError("attempts/1: no space")
+    message = json.loads(told.read_text())
+    assert (message["ending"], message["step"], message["error"]) == ("failed", 0, "attempts/1: no space")
+
+
+def test_an_earlier_report_is_not_taken_for_this_one(run_dir, tmp_path, told):
+    codec.write(run_dir / "report.json", make_report(ending=Ending.PREEMPTED))
+    sinks = Sinks(run_dir, sink_order(notify=notify(tmp_path, told), first_attempt=2), sink_environment(tmp_path))
+    sinks.end(LastWord(has_report=False, error="no disk"))
+    assert json.loads(told.read_text())["ending"] == "failed"
+
+
+def test_what_is_asked_of_the_sinks_is_what_the_job_says(tmp_path):
+    plan = logged_plan(wandb=WandbMode.ONLINE, project="mine", name="first", tensorboard=True, notify=("tell",))
+    order = order_of(plan, tmp_path / "bot-1", {})
+    assert order == sink_order(
+        name="first", project="mine", wandb=WandbMode.ONLINE, tensorboard=True, notify=("tell",), group=None
+    )
+
+
+def test_without_a_name_it_is_the_run_directory_and_a_point_says_its_sweep(tmp_path):
+    assert order_of(logged_plan(), tmp_path / "bot-1", {}).name == "bot-1"
+    point = order_of(logged_plan(), tmp_path / "sweep-1" / "point-3", {})
+    assert (point.name, point.group) == ("sweep-1 point-3", "sweep-1")
+    assert order_of(logged_plan(name="mine"), tmp_path / "sweep-1" / "point-3", {}).name == "mine point-3"
+
+
+def test_a_trial_has_no_sinks(tmp_path):
+    plan = replace(logged_plan(wandb=WandbMode.OFFLINE, tensorboard=True, notify=("tell",)), is_trial=True)
+    assert order_of(plan, tmp_path, {}).is_empty
+
+
+def test_no_secret_of_the_environment_is_in_the_log(run_dir, tmp_path):
+    key = "canary-of-wandb-52d1-0123456789"
+    path = write_stand_in(tmp_path / "stand in", "raises when a run begins")
+    stand_in = path / "wandb" / "__init__.py"
+    stand_in.write_text(stand_in.read_text().replace("cannot allocate a run", f"401 for {key}"))
+    environment = sink_environment(tmp_path, PYTHONPATH=str(path), WANDB_API_KEY=key)
+    shown = Sinks(run_dir, sink_order(wandb=WandbMode.OFFLINE), environment).end()
+    assert "401 for [redacted]" in shown
+    assert key not in (run_dir / "logs" / "sinks.log").read_text()

@@ -1,0 +1,89 @@
+"""wandb's log of records, read without wandb; and what a run directory keeps of its run."""
+
+import struct
+import zlib
+
+import pytest
+
+from launch.track.wandb.files import (
+    WandbRun,
+    new_identity,
+    offline_folders,
+    read_records,
+    read_wandb_run,
+    write_wandb_run,
+)
+from trainer.spec.errors import InputError
+
+BLOCK = 32 * 1024
+RECORDS = [b"first", b"x" * (BLOCK - 30), b"y" * (3 * BLOCK), b"", b"last"]
+
+
+def log_of(records):
+    """As wandb writes it: pieces that cross no block, a rest of fewer than seven bytes left empty."""
+    content = b":W&B\xe1\xbe\x00"
+    for record in records:
+        begin, is_first = 0, True
+        while is_first or begin < len(record):
+            left = BLOCK - len(content) % BLOCK
+            if left < 7:
+                content += bytes(left)
+                left = BLOCK
+            piece = record[begin : begin + left - 7]
+            is_last = begin + len(piece) == len(record)
+            kind = 1 if is_first and is_last else 2 if is_first else 4 if is_last else 3
+            content += struct.pack("<IHB", zlib.crc32(piece, zlib.crc32(bytes([kind]))), len(piece), kind) + piece
+            begin, is_first = begin + len(piece), False
+    return content
+
+
+@pytest.fixture
+def log(tmp_path):
+    path = tmp_path / "run-a.wandb"
+    path.write_bytes(log_of(RECORDS))
+    return path
+
+
+def test_records_are_put_together_from_their_pieces(log):
+    assert list(read_records(log)) == RECORDS
+
+
+@pytest.mark.parametrize("missing", [1, 5, 12, 100])
+def test_a_log_without_its_end_is_read_as_far_as_it_goes(log, missing):
+    log.write_bytes(log.read_bytes()[:-missing])
+    found = list(read_records(log))
+    assert found == RECORDS[: len(found)] and len(found) in (2, 3, 4)
+
+
+def test_a_damaged_piece_ends_what_is_read(log):
+    content = bytearray(log.read_bytes())
+    content[BLOCK + 100] ^= 1
+    log.write_bytes(content)
+    assert list(read_records(log)) == RECORDS[:2]
+
+
+@pytest.mark.parametrize("content", [b"", b":W&B", b"another file"])
+def test_what_is_no_log_has_no_records(log, content):
+    log.write_bytes(content)
+    assert list(read_records(log)) == []
+
+
+def test_a_run_is_kept(tmp_path):
+    assert read_wandb_run(tmp_path) is None
+    run = WandbRun(id=new_identity(), project="mine", url="https://example.org/run", sent_lines=7, synced=("a",))
+    write_wandb_run(tmp_path, run)
+    assert read_wandb_run(tmp_path) == run
+    (tmp_path / "wandb.json").write_text("{")
+    with pytest.raises(InputError, match=r"wandb\.json"):
+        read_wandb_run(tmp_path)
+
+
+def test_identities_differ():
+    assert len({new_identity() for _ in range(100)}) == 100
+
+
+def test_offline_folders_stand_in_the_order_they_were_written(tmp_path):
+    for name in ("offline-run-20261123_000000-b", "run-20261122_120000-b", "offline-run-20261122_235959-b"):
+        (tmp_path / "wandb" / name).mkdir(parents=True)
+    names = [path.name for path in offline_folders(tmp_path)]
+    assert names == ["offline-run-20261122_235959-b", "offline-run-20261123_000000-b"]

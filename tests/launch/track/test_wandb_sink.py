@@ -1,0 +1,233 @@
+"""One run of wandb for one run directory: offline, online, killed, stopped, gone on with, sent later.
+
+wandb is the real one, in the process of the sinks; its server is a stand-in on this machine.
+"""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+from msgspec.structs import replace
+from report_factory import make_report
+from run_factory import attempt_record, run_plan
+from sink_factory import LastWord, Sinks, WandbMode, append_steps, sink_environment, sink_order, write_plan
+from wandb_log import LoggedRun
+from wandb_server import wandb_server
+
+from launch.rundir.state import RunState
+from launch.terminal import Console
+from launch.track.wandb.files import WandbRun, offline_logs, read_wandb_run, unsynced_folders, write_wandb_run
+from launch.track.wandb.sync import sync_runs
+from trainer.spec import codec
+from trainer.spec.errors import EnvironmentFaultError
+from trainer.spec.report import Ending, Fault
+
+KEY = "canary" + "0123456789" * 4
+pytestmark = pytest.mark.cold  # they kill the process of the sinks by its pid
+FLUSH = "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL"
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    path = tmp_path / "run dir"
+    write_plan(path)
+    append_steps(path, [1, 2, 3])
+    return path
+
+
+@pytest.fixture
+def server():
+    with wandb_server() as listening:
+        yield listening
+
+
+def online(tmp_path, server, **more):
+    return sink_environment(tmp_path, WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY, **more)
+
+
+def supervise(run_dir, environment, *, mode=WandbMode.OFFLINE, attempt=1, has_report=False):
+    """One supervisor's part of the run; what its console showed."""
+    sinks = Sinks(run_dir, sink_order(wandb=mode, first_attempt=attempt), environment)
+    return sinks.end(LastWord(has_report=has_report))
+
+
+def files_with_the_key(folder):
+    return [path for path in folder.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+
+
+def rows(history):
+    return [(row["_step"], row["step"], row["train/loss"]) for row in history]
+
+
+def kill_sinks(run_dir, environment, *, mode=WandbMode.OFFLINE, attempt=1):
+    """The machine of a supervisor is gone, once wandb has a folder, and all lines where it writes them at once."""
+    before = len(list(run_dir.glob("wandb/*run-*/*.wandb")))
+    sinks = Sinks(run_dir, sink_order(wandb=mode, first_attempt=attempt), environment)
+    until = time.monotonic() + 60
+    while len(logs := sorted(run_dir.glob("wandb/*run-*/*.wandb"), key=os.path.getmtime)) == before:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    time.sleep(1.5)
+    while environment.get(FLUSH) == "0.1" and len(LoggedRun(logs[-1]).history) < 3:
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    process = sinks.process._process
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdin.close()
+
+
+def test_every_line_is_sent_once_under_one_identity(run_dir, tmp_path):
+    supervise(run_dir, sink_environment(tmp_path))
+    write_plan(run_dir, 2)
+    append_steps(run_dir, [3], attempt=2, loss=1.5)  # it went back to step 2
+    append_steps(run_dir, [4], attempt=2, loss=1.5, tokens_per_s=0.0)
+    supervise(run_dir, sink_environment(tmp_path), attempt=2)
+    first, second = (LoggedRun(log) for log in offline_logs(run_dir))
+    assert first.identity == second.identity == read_wandb_run(run_dir).id
+    assert rows(first.history) == [(0, 1, 4.99), (1, 2, 4.98), (2, 3, 4.97)]
+    assert rows(second.history) == [(3, 3, 1.5), (4, 4, 1.5)]
+    assert {metric.step_metric for name, metric in second.metrics.items() if name != "step"} == {"step"}
+    assert second.metrics["train/loss"].summary.min and second.metrics["memory/memory_peak_bytes"].summary.max
+    assert second.summary["train/loss"] == {"min": 1.5, "last": 1.5}, "of all lines, not of this supervisor's"
+    assert second.summary["speed/tokens_per_s"] == {"mean": 1234.0 * 4 / 5, "last": 0.0}
+
+
+def test_the_config_has_job_plan_machine_and_prediction_and_no_secret(tmp_path):
+    plan = run_plan()
+    hook = ("https://example.org/hook/that-is-secret",)
+    job = replace(plan.job, log=replace(plan.job.log, notify=hook, project=f"of {KEY}"))
+    write_plan(tmp_path, plan=replace(plan, job=job))
+    append_steps(tmp_path, [1])
+    supervise(tmp_path, sink_environment(tmp_path, WANDB_API_KEY=KEY, WANDB_SWEEP_ID="s", WANDB_RUN_ID="of-an-agent"))
+    assert read_wandb_run(tmp_path).id == "of-an-agent"
+    log = LoggedRun(offline_logs(tmp_path)[0])
+    chosen = plan.chosen
+    assert log.config["plan"]["strategy"] == chosen.strategy.name
+    assert log.config["plan"]["micro_batch"] == chosen.micro_batch
+    assert log.config["predicted"]["memory/memory_peak_bytes_predicted"] == chosen.memory.peak_allocated_bytes
+    assert log.config["predicted"]["memory"]["parts"] == chosen.memory.parts
+    assert log.config["predicted"]["speed"]["tokens_per_s_per_gpu"] == chosen.speed.tokens_per_s_per_gpu
+    assert log.config["hardware"]["host"]["ram_bytes"] == plan.hardware.host.ram_bytes
+    assert log.config["model"]["num_parameters"] == plan.model_shape.num_parameters
+    assert log.config["job"]["log"]["notify"] == "[redacted]"
+    assert log.config["job"]["log"]["project"] == "of [redacted]"
+
+
+def test_what_goes_wrong_is_an_alert_and_the_ending_in_the_summary(run_dir, tmp_path):
+    append_steps(run_dir, [4], loss=None)
+    record = attempt_record(
+        1, step=4, ending=Ending.OUT_OF_MEMORY, fault=Fault.OUT_OF_MEMORY, cause="CUDA out of memory"
+    )
+    codec.write(run_dir / "report.json", make_report(ending=Ending.OUT_OF_MEMORY, exit_code=5, history=(record,)))
+    supervise(run_dir, sink_environment(tmp_path), has_report=True)
+    log = LoggedRun(offline_logs(run_dir)[0])
+    (first, loss), (second, memory) = log.alerts
+    assert (first, second) == ("non-finite step", "out of memory") and "step 4" in loss
+    assert all(fact in memory for fact in ("attempt 1", "step 4", "none/fp32/adamw", "CUDA out of memory"))
+    assert log.summary["report/ending"] == "out_of_memory"
+    assert log.of("exit")[0].exit_code == 5
+    assert "train/loss" not in log.history[3] and log.history[3]["train/lr"] == 3e-4
+
+
+@pytest.mark.parametrize("flush_s", ["0.1", "600"])
+def test_a_killed_process_loses_and_doubles_no_line(flush_s, run_dir, tmp_path):
+    """Whether what was sent had come to the disk, or had not."""
+    kill_sinks(run_dir, sink_environment(tmp_path, **{FLUSH: flush_s}))
+    assert len(LoggedRun(offline_logs(run_dir)[0]).history) == (3 if flush_s == "0.1" else 0)
+    append_steps(run_dir, [4, 5])
+    supervise(run_dir, sink_environment(tmp_path))
+    logged = [row["_step"] for log in offline_logs(run_dir) for row in LoggedRun(log).history]
+    assert logged == [0, 1, 2, 3, 4]
+
+
+def test_online_a_run_goes_on_where_the_server_has_it(run_dir, tmp_path, server):
+    environment = online(tmp_path, server)
+    shown = supervise(run_dir, environment, mode=WandbMode.ONLINE)
+    append_steps(run_dir, [2, 3], attempt=2, loss=2.5)
+    write_plan(run_dir, 2)
+    supervise(run_dir, environment, mode=WandbMode.ONLINE, attempt=2)
+    ((identity, run),) = server.runs.items()
+    assert identity == read_wandb_run(run_dir).id
+    assert rows(run.rows) == [(0, 1, 4.99), (1, 2, 4.98), (2, 3, 4.97), (3, 2, 2.5), (4, 3, 2.5)]
+    assert run.summary["train/loss"] == {"min": 2.5, "last": 2.5}
+    assert run.names == {"bot-1"}
+    assert f"wandb: {server.url}/somebody/shardwise/runs/{identity}" in shown
+
+
+def test_online_a_killed_process_loses_no_line(run_dir, tmp_path, server):
+    environment = online(tmp_path, server)
+    kill_sinks(run_dir, environment, mode=WandbMode.ONLINE)
+    append_steps(run_dir, [4])
+    supervise(run_dir, environment, mode=WandbMode.ONLINE)
+    ((_, run),) = server.runs.items()
+    assert [row["_step"] for row in run.rows] == [0, 1, 2, 3]
+
+
+def test_a_server_that_refuses_makes_the_run_offline_with_what_to_do(run_dir, tmp_path):
+    environment = sink_environment(
+        tmp_path, WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY=KEY, WANDB_INIT_TIMEOUT="1"
+    )
+    shown = supervise(run_dir, environment, mode=WandbMode.ONLINE)
+    assert f"shardwise status {run_dir} --sync" in shown
+    (log,) = offline_logs(run_dir)
+    assert len(LoggedRun(log).history) == 3
+    assert unsynced_folders(run_dir) == [log.parent]
+    assert not files_with_the_key(tmp_path)
+
+
+def test_what_was_written_offline_is_sent_in_order_and_once(run_dir, tmp_path, server, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    supervise(run_dir, sink_environment(tmp_path))
+    append_steps(run_dir, [4, 5])
+    supervise(run_dir, sink_environment(tmp_path))
+    environment = online(tmp_path, server, WANDB_MODE="offline")
+    for _ in range(2):
+        sync_runs([(run_dir, RunState.FINISHED)], Console(), environment)
+    ((identity, run),) = server.runs.items()
+    assert identity == read_wandb_run(run_dir).id
+    assert [row["_step"] for row in run.rows] == [0, 1, 2, 3, 4]
+    assert unsynced_folders(run_dir) == []
+    assert "nothing to send" in capfd.readouterr().out
+    assert not (tmp_path / "wandb").exists(), "nothing is left where the command was given"
+    assert not files_with_the_key(tmp_path)
+
+
+def test_what_is_online_again_needs_not_be_sent(run_dir, tmp_path, server):
+    supervise(run_dir, sink_environment(tmp_path))
+    append_steps(run_dir, [4])
+    supervise(run_dir, online(tmp_path, server), mode=WandbMode.ONLINE)
+    ((_, run),) = server.runs.items()
+    assert [row["_step"] for row in run.rows] == [0, 1, 2, 3]
+    assert unsynced_folders(run_dir) == []
+
+
+@pytest.fixture
+def folder(run_dir):
+    """A folder that says it was written offline; its log is none."""
+    path = run_dir / "wandb" / "offline-run-20261122_173000-abcd1234"
+    path.mkdir(parents=True)
+    (path / "run-abcd1234.wandb").write_bytes(b"no log of wandb")
+    write_wandb_run(run_dir, WandbRun(id="abcd1234", project="shardwise"))
+    return path
+
+
+def test_a_folder_that_may_still_be_written_to_waits(run_dir, folder, capsys):
+    write_wandb_run(run_dir, replace(read_wandb_run(run_dir), writing=folder.name))
+    sync_runs([(run_dir, RunState.RUNNING)], Console(), {})
+    assert folder.name in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("folder")
+def test_sending_without_a_login_says_how_to_log_in(run_dir, tmp_path):
+    with pytest.raises(EnvironmentFaultError, match=r"http.*wandb login"):
+        sync_runs([(run_dir, RunState.FINISHED)], Console(), sink_environment(tmp_path))
+
+
+def test_sending_that_fails_names_the_run(run_dir, tmp_path, folder):
+    environment = sink_environment(tmp_path, WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY=KEY)
+    with pytest.raises(EnvironmentFaultError, match=re.escape(str(run_dir))):
+        sync_runs([(run_dir, RunState.FINISHED)], Console(), environment)
+    assert unsynced_folders(run_dir) == [folder]

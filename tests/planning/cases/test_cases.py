@@ -1,0 +1,372 @@
+"""Prediction cases: what is read, what is refused, and what the answer holds."""
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from planning_factory import machine
+
+from trainer.planning.cases.answer import answer_case, read_case
+from trainer.planning.memory import estimate_memory
+from trainer.planning.tables.gpu_specs import GPU_SPECS
+from trainer.spec.errors import InputError
+from trainer.spec.hardware import LinkKind
+from trainer.spec.strategy import Optimizer, Quant
+from trainer.spec.units import GIB
+
+ROWS = [
+    json.loads(line)
+    for line in (Path(__file__).parents[3] / "benchmarks" / "measured_public.jsonl").read_text().splitlines()
+]
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+GPT_2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
+DELETED = object()
+
+
+def case_of(**changes):
+    """A case that is answered; `train__seq_len=1` changes one field, DELETED leaves it out."""
+    case = {
+        "id": "a",
+        "model": deepcopy(LLAMA_8B),
+        "hardware": {"gpu": "A100-SXM4-80GB", "gpus_per_node": 8, "nodes": 1},
+        "train": {
+            "method": "full",
+            "sharding": "fsdp",
+            "offload": "none",
+            "precision": "bf16-mixed",
+            "optimizer": "adamw_fused",
+            "micro_batch": 1,
+            "seq_len": 4096,
+            "grad_accum": 1,
+            "checkpointing": "full",
+            "attention": "sdpa",
+            "loss": "chunked",
+        },
+    }
+    for path, value in changes.items():
+        *sections, name = path.split("__")
+        section: dict[str, Any] = case
+        for step in sections:
+            section = section.setdefault(step, {})
+        if value is DELETED:
+            del section[name]
+        else:
+            section[name] = value
+    return case
+
+
+def one_gpu(**changes):
+    return case_of(**{"hardware__gpus_per_node": 1, "train__sharding": "none", **changes})
+
+
+MALFORMED = [
+    (case_of(id=DELETED), "id is missing"),
+    (case_of(id=7), "id: "),
+    (case_of(model=DELETED), "model is missing"),
+    (case_of(model="llama"), "model: "),
+    (case_of(model__model_type="alexnet"), "model_type 'alexnet'"),
+    (case_of(model__num_hidden_layers=DELETED), "num_hidden_layers"),
+    (case_of(model__hidden_size=10**12), "parameters"),
+    (case_of(colour="red"), "colour"),
+    (case_of(train__shardng="fsdp"), "sharding?"),
+    (case_of(train__seq_len=DELETED), "train.seq_len is missing"),
+    (case_of(train__seq_len="4k"), "train.seq_len"),
+    (case_of(train__seq_len=1.5), "train.seq_len"),
+    (case_of(train__micro_batch=0), "train.micro_batch"),
+    (case_of(train__micro_batch=10**30), "train.micro_batch"),
+    (case_of(train__compile=1), "train.compile"),
+    (case_of(train__sharding="fdsp"), "none, ddp, zero1"),
+    (case_of(train__quant="int8"), "nf4, nf4-dq"),
+    (case_of(recipe__residual_dtype="fp64"), "fp32, fp16, bf16"),
+    (case_of(recipe__network=1), "recipe.network"),
+    (case_of(recipe__node_network_bytes_per_s=0), "recipe.node_network_bytes_per_s"),
+    (case_of(hardware__gpu="A100-SXM4"), "A100-SXM4-40GB"),
+    (case_of(hardware__gpu=DELETED), "hardware.gpu is missing"),
+    (case_of(hardware__nodes=0), "hardware.nodes"),
+    (case_of(hardware__vram=1), "gpu, gpus_per_node, nodes, vram_bytes"),
+    (case_of(hardware={"gpus": []}), "hardware.host is missing"),
+]
+PHYSICAL = [
+    (case_of(train__precision="fp8"), "8.9; A100-SXM4-80GB has 8.0"),
+    (
+        one_gpu(hardware__gpu="V100-32GB", train__attention="flash", train__precision="fp16-mixed"),
+        "7.5; V100-32GB has 7.0",
+    ),
+    (case_of(train__attention="flash", train__precision="fp32"), "flash computes in 16 bit"),
+    (case_of(train__checkpointing="every_n"), "every_n needs n"),
+    (case_of(train__checkpointing="full", train__n=2), "checkpointing: every_n"),
+    (case_of(train__checkpointing="every_n", train__n=33), "32 blocks"),
+    (case_of(train__loss="eager", train__loss_chunk_tokens=256), "loss: chunked"),
+    (case_of(train__sharding="fsdp", train__offload="nvme_all"), "zero3, not fsdp"),
+    (case_of(train__sharding="zero2", train__offload="optimizer+params"), "zero3, not zero2"),
+    (case_of(train__optimizer="deepspeed_cpu_adam"), "needs an offload"),
+    (
+        case_of(train__optimizer="deepspeed_cpu_adam", train__offload="optimizer+params"),
+        "zero1, zero2 or zero3, not fsdp",
+    ),
+    (one_gpu(train__method="galore", train__optimizer="lion"), "inside galore runs"),
+    (one_gpu(train__layerwise=True), "layerwise is of method: galore"),
+    (
+        one_gpu(train__method="galore", train__optimizer="adamw", train__layerwise=True, train__grad_accum=2),
+        "layerwise",
+    ),
+    (one_gpu(train__optimizer_in_backward=True, train__grad_accum=2), "grad_accum 1, not 2"),
+    (one_gpu(train__optimizer="lomo", train__grad_accum=2), "optimizer: lomo"),
+    (
+        case_of(train__sharding="zero2", train__optimizer="adamw", train__optimizer_in_backward=True),
+        "DeepSpeed",
+    ),
+    (case_of(train__quant="nf4"), "method: qlora"),
+    (case_of(train__fp8_recipe="delayed"), "precision: fp8"),
+    (
+        case_of(hardware__gpu="H200", train__precision="fp8", train__fp8_recipe="mxfp8"),
+        "10.0; H200 has 9.0",
+    ),
+    (
+        case_of(train__method="lora", train__lora_targets=["wq"]),
+        "q_proj",
+    ),
+    (case_of(train__method="lora", train__lora_targets=[]), "empty list"),
+    (case_of(recipe__longest_seq=100), "train.seq_len 4096"),
+    (one_gpu(model=GPT_2), "1024 positions"),
+]
+OURS = [
+    (case_of(train__sharding="none"), "8 GPUs"),
+    (
+        one_gpu(hardware__gpu="T4", train__attention="flash", train__precision="fp16-mixed"),
+        "8.0; T4 has 7.5",
+    ),
+    (
+        case_of(train__method="galore", train__sharding="zero3", train__optimizer="adamw"),
+        "sharding: zero3",
+    ),
+    (one_gpu(train__method="galore", train__optimizer="paged_adamw_8bit"), "inside galore runs"),
+    (
+        case_of(train__method="lora", train__lora_targets=["q_proj", "lm_head"]),
+        "'lm_head'",
+    ),
+    (one_gpu(train__offload="optimizer"), "zero1, zero2 or zero3, not none"),
+    (case_of(train__optimizer="adamw_8bit"), "adamw_8bit"),
+    (case_of(train__sharding="ddp", train__optimizer="lomo"), "lomo"),
+    (one_gpu(hardware__gpu="V100-32GB"), "8.0; V100-32GB has 7.0"),
+    (case_of(train__sharding="hsdp"), "fsdp"),
+    (case_of(train__method="qlora", train__sharding="zero3", train__optimizer="adamw"), "4-bit"),
+    (one_gpu(train__method="lora", train__optimizer="muon"), "muon"),
+]
+
+
+@pytest.mark.parametrize(("case", "fact"), [*MALFORMED, *PHYSICAL, *OURS], ids=lambda value: str(value)[:40])
+def test_a_case_that_cannot_be_is_answered_with_a_sentence(case, fact):
+    answer = answer_case(case)
+    assert set(answer) == {"id", "error"}
+    assert answer["id"] == case.get("id")
+    assert fact in answer["error"]
+    assert "\n" not in answer["error"]
+
+
+@pytest.mark.parametrize(("case", "fact"), PHYSICAL, ids=lambda value: str(value)[:40])
+def test_what_is_physically_impossible_is_so_for_every_stack(case, fact):
+    assert fact in answer_case({**case, "stack": "torchtune"})["error"]
+
+
+@pytest.mark.parametrize("case", [case for case, _ in OURS], ids=lambda case: str(case["train"])[:60])
+def test_what_only_our_runtime_cannot_is_answered_for_other_software(case):
+    assert "error" not in answer_case({**case, "stack": "some-other-trainer"})
+
+
+def test_a_target_that_no_layer_has_adds_nothing_to_the_adapters_of_other_software():
+    named = one_gpu(stack="peft", train__method="lora", train__lora_targets=["q_proj"])
+    with_head = one_gpu(stack="peft", train__method="lora", train__lora_targets=["q_proj", "lm_head"])
+    assert answer_case(named) == answer_case(with_head)
+
+
+def test_flash_attention_on_turing_keeps_no_scores():
+    turing = {"hardware__gpu": "T4", "train__precision": "fp16-mixed", "stack": "flash-attn 1", "train__seq_len": 8192}
+    flash = answer_case(one_gpu(train__attention="flash", **turing))["memory"]["peak_allocated_bytes"]
+    assert flash < answer_case(one_gpu(train__attention="sdpa", **turing))["memory"]["peak_allocated_bytes"]
+
+
+def test_paged_state_takes_what_the_card_has_left_and_no_more():
+    """Published: 18.9 GiB peak, on a card of 24 GB, of full training whose state alone takes 15 GiB."""
+    answer = answer_case(
+        one_gpu(
+            stack="torchtune",
+            hardware__gpu="RTX-4090",
+            train__precision="bf16",
+            train__optimizer="paged_adamw_8bit",
+            train__optimizer_in_backward=True,
+            train__micro_batch=2,
+            train__seq_len=2048,
+            train__loss="fused_linear",
+        )
+    )
+    assert answer["fits"]
+    assert answer["memory"]["peak_allocated_bytes"] / GIB == pytest.approx(18.9, rel=0.05)
+    assert answer["memory"]["peak_reserved_bytes"] < answer["memory"]["device_bytes"] < 24 * GIB
+
+
+def test_an_unknown_stack_answers_as_ours_does():
+    ours, unknown = answer_case(case_of()), answer_case(case_of(stack="never-heard-of-it"))
+    assert ours == unknown
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["id"])
+def test_the_parts_of_every_published_case_sum_to_its_peak(row):
+    answer = answer_case(row["case"])
+    memory, speed = answer["memory"], answer["speed"]
+    assert sum(memory["parts"].values()) == memory["peak_allocated_bytes"]
+    assert all(num_bytes > 0 for num_bytes in memory["parts"].values())
+    assert memory["steady_allocated_bytes"] <= memory["peak_allocated_bytes"] <= memory["peak_reserved_bytes"]
+    assert memory["peak_reserved_bytes"] <= memory["device_bytes"]
+    assert memory["low_bytes"] <= memory["peak_allocated_bytes"] <= memory["high_bytes"]
+    assert sum(speed["parts"].values()) == pytest.approx(speed["step_s"])
+
+
+@pytest.mark.parametrize("row", ROWS[::20], ids=lambda row: row["id"])
+def test_an_answer_survives_json(row):
+    answer = answer_case(row["case"])
+    assert json.loads(msgspec.json.encode(answer)) == answer
+    assert answer["id"] == row["id"]
+
+
+def test_fits_compares_the_need_with_what_the_card_grants():
+    case = case_of()
+    need = estimate_memory(*_estimated(case)).need_bytes
+    assert answer_case(case_of(hardware__vram_bytes=need))["fits"]
+    assert not answer_case(case_of(hardware__vram_bytes=need - 1))["fits"]
+
+
+def _estimated(case):
+    read = read_case(case)
+    return read.shape, read.setting, read.device
+
+
+def test_a_cap_never_raises_the_memory_of_a_card():
+    assert read_case(case_of(hardware__vram_bytes=10**15)).device == read_case(case_of()).device
+
+
+def test_a_machine_without_the_host_ram_for_an_offload_does_not_fit():
+    offload = {"train__sharding": "zero3", "train__offload": "optimizer", "train__optimizer": "adamw"}
+    large = msgspec.to_builtins(machine("8xA100-SXM4-80GB", ram_bytes=1024 * GIB))
+    small = msgspec.to_builtins(machine("8xA100-SXM4-80GB", ram_bytes=32 * GIB))
+    assert answer_case(case_of(hardware=large, **offload))["fits"]
+    assert not answer_case(case_of(hardware=small, **offload))["fits"]
+
+
+def test_a_machine_of_the_catalogue_is_the_machine_of_its_spec():
+    spec = msgspec.to_builtins(machine("2x8xA100-SXM4-80GB", ram_bytes=None))
+    named = answer_case(case_of(hardware__nodes=2))
+    assert named == answer_case(case_of(hardware=spec))
+
+
+def test_an_offloaded_state_is_counted_in_host_ram_or_on_nvme():
+    host = answer_case(case_of(train__sharding="zero3", train__offload="optimizer", train__optimizer="adamw"))["memory"]
+    disk = answer_case(case_of(train__sharding="zero3", train__offload="nvme_all", train__optimizer="adamw"))["memory"]
+    assert host["host_bytes"] > 12 * 8.03e9 and host["nvme_bytes"] == 0
+    assert disk["nvme_bytes"] > 12 * 8.03e9
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_fused", "deepspeed_cpu_adam"])
+def test_adam_of_an_offloaded_state_is_deepspeeds_whatever_it_is_called(optimizer):
+    case = case_of(train__sharding="zero2", train__offload="optimizer", train__optimizer=optimizer)
+    assert read_case(case).setting.strategy.optimizer is Optimizer.DEEPSPEED_CPU_ADAM
+
+
+def test_a_recipe_reaches_the_estimates():
+    recipe = {
+        "longest_seq": 8192,
+        "residual_dtype": "fp32",
+        "adapter_dtype": "bf16",
+        "reduce_dtype": "fp16",
+        "reduce_every_micro_batch": True,
+        "node_network_bytes_per_s": 25e9,
+        "pcie_p2p": False,
+    }
+    read = read_case(case_of(recipe=recipe, hardware__gpu="RTX-A6000"))
+    choices = read.setting.recipe
+    assert (choices.longest_seq, choices.reduces_every_micro_batch) == (8192, True)
+    assert (choices.residual_bytes, choices.adapter_bytes, choices.reduce_bytes) == (4, 2, 2)
+    assert (read.device.network_bytes_per_s, read.device.has_peer_access) == (25_000_000_000, False)
+
+
+def test_peer_access_over_pcie_says_nothing_of_nvlink():
+    read = read_case(case_of(recipe__pcie_p2p=False))
+    assert (read.device.link_kind, read.device.has_peer_access) == (LinkKind.NVLINK, True)
+
+
+def test_what_runs_reaches_the_estimates():
+    read = read_case(
+        one_gpu(
+            train__method="qlora",
+            train__quant="nf4",
+            train__lora_rank=64,
+            train__lora_targets=["q_proj", "v_proj"],
+            train__checkpointing="every_n",
+            train__n=4,
+            train__loss_chunk_tokens=256,
+            train__compile=True,
+            train__activation_offload=True,
+            train__grad_accum=1,
+            train__optimizer_in_backward=True,
+        )
+    )
+    setting = read.setting
+    assert (setting.quant, setting.lora.rank, setting.lora.targets) == (Quant.NF4, 64, ("q_proj", "v_proj"))
+    assert (setting.checkpoint_every_n, setting.loss_chunk_tokens) == (4, 256)
+    assert setting.compile and setting.activation_offload and setting.optimizer_in_backward
+    galore = read_case(one_gpu(train__method="galore", train__optimizer="adamw", train__galore_rank=512)).setting
+    assert galore.galore.rank == 512
+
+
+def test_a_file_that_says_zero_is_refused_rather_than_divided_by():
+    hardware = msgspec.to_builtins(machine("2xCPU"))
+    with pytest.raises(InputError, match="memory_bytes_per_s of Test CPU would be 0"):
+        read_case(
+            case_of(
+                hardware={**hardware, "num_cpu_devices": 10**12},
+                train__sharding="ddp",
+                train__precision="fp32",
+            )
+        )
+
+
+def test_a_size_without_a_speed_is_no_answer():
+    neox = {
+        "model_type": "gpt_neox",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 8,
+        "vocab_size": 50304,
+    }
+    assert "memory" in answer_case(one_gpu(model=neox))
+    assert "error" in answer_case(one_gpu(model={**neox, "rotary_pct": 1e300}))
+
+
+# What a prediction case may name; more may be known.
+GPUS = tuple(
+    """V100-16GB V100-32GB T4 RTX-2080Ti RTX-3060-12GB RTX-3070-8GB RTX-3090 RTX-4060-8GB RTX-4060Ti-16GB
+RTX-4070-12GB RTX-4080 RTX-4090 RTX-5070Ti RTX-5090 A10G A10 A30 L4 L40S RTX-A5000 RTX-A6000 RTX-6000-Ada
+A100-SXM4-40GB A100-SXM4-80GB A100-PCIe-80GB A800-SXM4-80GB H100-SXM5-80GB H100-PCIe-80GB H100-96GB-HBM2e H200 GH200
+B200 B300 GB200""".split()  # noqa: SIM905 - as many lines as names otherwise
+)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_gpu_that_a_case_may_name_is_answered_with_a_speed(gpu):
+    answer = answer_case(one_gpu(hardware__gpu=gpu, train__precision="fp32"))
+    assert answer["speed"]["mfu"] > 0
+    spec = GPU_SPECS[gpu]
+    assert spec.source and spec.memory_bytes_per_s and spec.pcie_bytes_per_s

@@ -1,0 +1,333 @@
+"""The explanation holds what decided: the choice and its bytes, what was passed over, and every number or rule."""
+
+import re
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from planning_factory import data_of, machine, plan_of, shape_of
+
+from trainer.planning.candidates import run_hours
+from trainer.planning.explain.choice import kv_cache_bytes
+from trainer.planning.explain.plan_page import compare_plans, explain_plan, machine_words
+from trainer.planning.page.text_layout import letters, paragraph, stacked_bar, table
+from trainer.planning.planner import situation_of, take_candidate
+from trainer.spec.errors import NothingFitsError
+from trainer.spec.job.sections import Allowance
+from trainer.spec.plan import Plan
+from trainer.spec.strategy import Checkpointing, Method, Optimizer, Precision, Sharding
+from trainer.spec.units import GIB, format_bytes, format_seconds
+
+EVERY_N = Checkpointing.EVERY_N
+
+
+@pytest.fixture(scope="module")
+def node() -> Plan:
+    return plan_of("8b", "4xA100-SXM4-80GB", price=2.5)
+
+
+@pytest.fixture(scope="module")
+def text(node: Plan) -> str:
+    return explain_plan(node)
+
+
+def section(text: str, opening: str) -> str:
+    return next(part for part in text.split("\n\n") if part.startswith(opening))
+
+
+def test_the_heading_names_run_method_model_and_machine(text: str) -> None:
+    heading = text.splitlines()[0]
+    assert all(fact in heading for fact in ("test: ", "full ", "llama", "8.03B", "4 x A100-SXM4-80GB"))
+
+
+def test_the_choice_stands_with_its_batch_and_the_recipe_in_full(node: Plan, text: str) -> None:
+    choice = " ".join(section(text, "takes").split())
+    chosen = node.chosen
+    assert f"takes {chosen.strategy.name}" in choice
+    assert f"micro batch {chosen.micro_batch} x 2048 tokens, accumulation {chosen.accumulation}, 4 ranks" in choice
+    assert "65,536 tokens a step" in choice
+    for words in ("weights ", "gradients ", "adamw_fused with state in fp32", "loss head chunked of 512 tokens"):
+        assert words in choice
+    assert "lr 2e-05 (fine-tuning of 8.03B parameters: Llama 2 chat" in choice
+    data = choice[choice.index("data: ") :]
+    assert all(fact in data for fact in ("10,000 ", "2,048 tokens", "20.5M tokens (counted)", "100 rows"))
+
+
+def test_ranks_without_a_sequence_count_no_tokens() -> None:
+    """Two sequences a step for eight ranks: tokens a second are those of the step, not those of eight busy ranks."""
+    plan = plan_of("1b", "8xH100-SXM5-80GB", tokens_per_step=4096)
+    rate = 4096 / plan.chosen.speed.step_s
+    text = explain_plan(plan)
+    assert section(text, "speed").startswith(f"speed: {rate:,.0f} tokens/s, {rate / 8:,.0f} a GPU, ")
+    busy = plan.chosen.speed.tokens_per_s_per_gpu * 8
+    assert busy == pytest.approx(4 * rate)
+    assert f"{busy:,.0f}" not in text
+
+
+def test_every_part_of_the_memory_stands_in_the_bar_and_in_the_list(node: Plan, text: str) -> None:
+    memory = section(text, "memory of each GPU")
+    for name, num_bytes in node.chosen.memory.parts.items():
+        assert f"{name}" in memory
+        assert format_bytes(num_bytes) in memory
+    assert format_bytes(node.chosen.memory.need_bytes) in memory
+    assert "79.2 GiB usable" in memory
+    assert node.chosen.memory.peak_event in memory
+    assert f"low {format_bytes(node.chosen.memory.low_bytes)}, high {format_bytes(node.chosen.memory.high_bytes)}" in (
+        " ".join(memory.split())
+    )
+    bar = next(line.strip() for line in memory.splitlines() if line.strip().startswith("["))
+    assert len(bar) <= 98
+    assert bar.count("a") == pytest.approx(96 * node.chosen.memory.parts["weights"] / (79.15 * GIB), abs=1)
+
+
+def test_speed_stands_in_tokens_hours_gpu_hours_and_money(node: Plan, text: str) -> None:
+    speed = " ".join(section(text, "speed").split())
+    hours = run_hours(situation_of(node), node.chosen)
+    assert f"{4 * node.chosen.speed.tokens_per_s_per_gpu:,.0f} tokens/s" in speed
+    assert f"{format_seconds(hours * 3600)} in all" in speed
+    assert f"{hours * 4:.3g} GPU-hours" in speed
+    assert f"cost {hours * 4 * 2.5:.2f} at 2.5 a GPU-hour" in speed
+    assert f"{hours * 4 * 0.4:.3g} kWh (board watts x GPUs x hours, PUE 1, host not counted)" in speed  # 400 W a board
+
+
+def test_the_kv_cache_of_generation_is_shown(text: str) -> None:
+    """2 x 8 heads x 128 x 2 B x 32 blocks = 128 KiB a token."""
+    cache = " ".join(section(text, "generation").split())
+    assert "128 KiB a token, 16 GiB for all 131,072 positions at batch 1" in cache
+
+
+def test_blocks_with_a_window_keep_no_more_than_it() -> None:
+    whole = shape_of("8b")
+    windowed = replace(whole, sliding_window=4096, num_sliding_layers=24)
+    block = 2 * 8 * 128 * 2
+    assert kv_cache_bytes(whole, 131072) == 32 * 131072 * block
+    assert kv_cache_bytes(windowed, 131072) == (8 * 131072 + 24 * 4096) * block
+    assert kv_cache_bytes(windowed, 100) == kv_cache_bytes(whole, 100)
+
+
+def test_what_leave_would_buy_stands_beside_the_plan() -> None:
+    lines = section(explain_plan(plan_of("1b", "1xRTX-4090", allow=())), "what leave would buy").splitlines()
+    allowances = [line.split()[0] for line in lines[2:] if line.split()[0] in list(Allowance)]
+    assert "optimizer_8bit" in allowances
+    assert all("changes the update" in line for line in lines if line.split()[0] == "optimizer_8bit")
+    given = explain_plan(plan_of("1b", "1xRTX-4090", allow=tuple(Allowance)))
+    assert "what leave would buy" not in given
+
+
+def test_all_methods_stand_in_one_table(node: Plan, text: str) -> None:
+    lines = section(text, "methods").splitlines()
+    assert [line.split()[0] for line in lines[2:]] == [str(method) for method in Method]
+    assert lines[2].endswith("  taken")
+    for line, row in zip(lines[2:], node.methods, strict=True):
+        assert line.endswith(row.verdict)
+    assert lines[1].split() == ["method", "memory", "time", "GPU-hours", "kWh", "cost"]
+    kwh = {row.method: row.kwh for row in node.methods}[Method.FULL]
+    assert kwh is not None
+    assert f"{kwh:.3g}" in lines[2]
+
+
+@pytest.mark.parametrize("top", [0, 1, 5])
+def test_as_many_runners_up_as_asked_stand_with_their_number_for_take(node: Plan, top: int) -> None:
+    words = section(explain_plan(node, top=top, width=200), "runners-up").splitlines()[2:]
+    assert len(words) == top
+    for line in words:
+        number, name, *_, ratio, _ = line.split()
+        taken = take_candidate(node, int(number)).chosen
+        assert name == taken.strategy.name
+        assert ratio == f"{taken.speed.step_s / node.chosen.speed.step_s:.2f}x"
+
+
+def test_two_implementations_of_adamw_are_one_runner_up(node: Plan) -> None:
+    """adamw and adamw_fused of one layout and setting are the same plan for a reader; both can be taken."""
+    lines = section(explain_plan(node, top=50, width=200), "runners-up").splitlines()[2:]
+    assert f"{node.chosen.strategy.sharding}/bf16-mixed/adamw" not in {line.split()[1] for line in lines}
+    assert f"{node.chosen.strategy.sharding}/bf16-mixed/adamw" in {c.strategy.name for c in node.candidates}
+
+
+def test_every_fallback_has_its_line(node: Plan, text: str) -> None:
+    lines = section(text, "if memory runs out").splitlines()[2:]
+    assert len(lines) == len(node.fallbacks) > 0
+    for line, fallback in zip(lines, node.fallbacks, strict=True):
+        assert fallback.strategy.name in line
+        assert format_bytes(fallback.memory.peak_allocated_bytes) in line
+
+
+def test_every_rejected_row_is_counted_and_those_with_a_number_stand_alone(node: Plan, text: str) -> None:
+    rejected = " ".join(section(text, "rejected").split())
+    assert rejected.startswith(f"rejected ({len(node.rejections)} rows of the catalogue)")
+    by_number = [rejection for rejection in node.rejections if rejection.rule is None]
+    assert by_number
+    for rejection in by_number:
+        assert re.search(re.escape(rejection.strategy) + r"[:,]", rejected)
+        assert f": {rejection.reason}; would fit with {rejection.remedy}" in rejected
+    counted = [int(count) for count in re.findall(r"\b(\d+) rows?\)?: ", rejected)]
+    assert sum(counted) + len(by_number) == len(node.rejections)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "would train 4 different models on 4 ranks; instead: ddp",
+        "fp8 (50 rows): needs compute capability 8.9; A100-SXM4-80GB has 8.0",
+        "allow: [bf16_weights]",
+        "1 node is fsdp",
+    ],
+)
+def test_rules_stand_with_what_they_took_and_what_to_use_instead(text: str, words: str) -> None:
+    assert words in " ".join(section(text, "rejected").split())
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_no_line_is_wider_than_asked(width: int) -> None:
+    """Of wide tables the column with the strategy or the verdict stands in lines of its own."""
+    plans = [
+        plan_of("8b", "4xA100-SXM4-80GB", price=2.5),
+        plan_of("8b", machine("1xRTX-4060-8GB", ram_bytes=256 * GIB), seq_len=1024),
+        plan_of("70b", machine("64x8xH100-SXM5-80GB", ram_bytes=4096 * GIB), tokens_per_step=4194304, price=123.4),
+    ]
+    for plan in plans:
+        assert max(map(len, explain_plan(plan, width=width, top=20).splitlines())) <= max(width, 100)
+    assert max(map(len, compare_plans([(plan.name, plan) for plan in plans], width=width).splitlines())) <= max(
+        width, 100
+    )
+
+
+def test_notes_and_left_out_devices_are_shown() -> None:
+    hardware = replace(machine("1xRTX-4090"), excluded=("GPU 1 (RTX 3060): another model",), notes=("a note",))
+    notes = section(explain_plan(plan_of("1b", hardware)), "notes")
+    assert "not used: GPU 1 (RTX 3060): another model" in notes
+    assert "a note" in notes
+
+
+def test_a_cpu_plan_speaks_of_ranks_and_no_gpu() -> None:
+    text = explain_plan(plan_of("tiny", "2xCPU", data=data_of(seq_len=512, num_eval_rows=0, source="estimated")))
+    assert "on 2 ranks on Test CPU, 512 GiB RAM each" in text
+    assert "memory of each rank" in text
+    assert "GPU-hours" not in section(text, "speed")
+    assert "(estimated from file sizes); nothing held out" in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("model", "spec", "facts", "words"),
+    [
+        ("1b", "1xRTX-4090", {}, "weights fp32, computed in bf16; gradients fp32; adamw_fused with state in fp32"),
+        ("1b", "1xV100-32GB", {}, "weights fp32, computed in fp16; gradients fp32"),
+        ("1b", "1xA100-SXM4-80GB", {"pin": {"checkpointing": EVERY_N}}, "checkpointing every_n, n = 2"),
+        (
+            "1b",
+            "1xA100-SXM4-80GB",
+            {"pin": {"checkpointing": EVERY_N}},
+            "8 of 16 (pin.checkpointing_n)",
+        ),
+        (
+            "1b",
+            "1xA100-SXM4-80GB",
+            {"pin": {"checkpointing": EVERY_N, "checkpointing_n": 5}},
+            "every 5 blocks is recomputed, 3 of 16",
+        ),
+        (
+            "8b",
+            "8xH100-SXM5-80GB",
+            {"pin": {"sharding": Sharding.ZERO2}},
+            "weights bf16 and fp32 masters, computed in bf16; gradients bf16, added up over ranks in fp32; "
+            "adamw_fused with state in fp32",
+        ),
+        (
+            "8b",
+            "8xH100-SXM5-80GB",
+            {"pin": {"optimizer": Optimizer.DEEPSPEED_CPU_ADAM}},
+            "deepspeed_cpu_adam with state in fp32 in host RAM",
+        ),
+        (
+            "8b",
+            "8xH100-SXM5-80GB",
+            {"pin": {"precision": Precision.BF16}},
+            "weights bf16, computed in bf16; gradients bf16, added up over ranks in bf16; "
+            "adamw_fused with state in bf16",
+        ),
+        (
+            "8b",
+            "1xRTX-3090",
+            {"method": Method.QLORA},
+            "weights nf4, embeddings, head and norms bf16 (frozen), adapters fp32, computed in bf16; gradients fp32",
+        ),
+        (
+            "8b",
+            "1xA100-SXM4-80GB",
+            {"allow": (Allowance.OPTIMIZER_8BIT,), "pin": {"optimizer": Optimizer.ADAMW_8BIT}},
+            "adamw_8bit with state in 8 bit",
+        ),
+    ],
+)
+def test_the_recipe_names_the_type_of_everything(model: str, spec: str, facts: dict[str, Any], words: str) -> None:
+    assert words in " ".join(explain_plan(plan_of(model, spec, **facts)).split())
+
+
+def test_machines_are_compared_in_one_table() -> None:
+    answers: list[tuple[str, Plan | NothingFitsError]] = []
+    for spec in ("1xRTX-4060-8GB", "4xA100-SXM4-80GB", "8xH100-SXM5-80GB"):
+        try:
+            answers.append((spec, plan_of("8b", spec, price=2.0, method=Method.FULL, allow=())))
+        except NothingFitsError as error:
+            answers.append((spec, error))
+    lines = compare_plans(answers, width=200).splitlines()
+    heads = ["machine", "method", "batch", "memory", "tokens/s", "time", "GPU-hours", "kWh", "cost", "strategy"]
+    assert lines[1].split() == heads
+    assert lines[2].startswith("  1xRTX-4060-8GB")
+    assert "nothing fits" in lines[2]
+    for line, (spec, plan) in zip(lines[3:5], answers[1:], strict=True):
+        assert isinstance(plan, Plan)
+        assert line.startswith(f"  {spec}")
+        assert plan.chosen.strategy.name in line
+    told = " ".join(" ".join(lines[5:]).split())
+    assert "RTX-4060-8GB has 7.75 GiB usable" in told
+    assert "smallest change" in told
+
+
+def test_the_verdict_names_the_fastest_and_the_cheapest_machine() -> None:
+    answers: list[tuple[str, Plan | NothingFitsError]] = [
+        (spec, plan_of("1b", spec, price=2.0)) for spec in ("1xRTX-4090", "8xH100-SXM5-80GB")
+    ]
+    told = " ".join(compare_plans(answers).split())
+    hours = {spec: run_hours(situation_of(plan), plan.chosen) for spec, plan in answers if isinstance(plan, Plan)}
+    costs = {"1xRTX-4090": 2 * hours["1xRTX-4090"], "8xH100-SXM5-80GB": 16 * hours["8xH100-SXM5-80GB"]}
+    cheapest = min(costs, key=costs.__getitem__)
+    assert f"fastest: 8xH100-SXM5-80GB ({format_seconds(3600 * hours['8xH100-SXM5-80GB'])})" in told
+    assert f"cheapest: {cheapest} ({costs[cheapest]:.2f})" in told
+    assert "least energy: " in told
+    free = [(spec, plan_of("1b", spec)) for spec in hours]
+    assert "fewest GPU-hours: " in compare_plans(free)
+    assert "fastest" not in compare_plans(free[:1])
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("1xRTX-4090", "1 x RTX-4090"),
+        ("4x8xH100-SXM5-80GB", "4 nodes of 8 x H100-SXM5-80GB"),
+        ("1xCPU", "1 rank on Test CPU, 1 TiB RAM each"),
+    ],
+)
+def test_machines_have_short_names(spec: str, words: str) -> None:
+    assert machine_words(machine(spec)) == words
+
+
+def test_a_bar_is_filled_by_shares_and_ends_with_what_is_free() -> None:
+    assert stacked_bar([50, 25], total=100, width=8) == "[aaaabb..]"
+    assert stacked_bar([50, 75], total=100, width=8) == "[aaaabbbb]"
+    assert stacked_bar([1, 1, 98], total=100, width=10) == "[cccccccccc]"
+
+
+def test_letters_go_round_after_z() -> None:
+    assert letters(28)[-3:] == "zab"
+
+
+def test_tables_align_and_paragraphs_hang() -> None:
+    assert table([("a", "bb"), ("ccc", "d")], right=(1,), indent="") == ["a    bb", "ccc   d"]
+    assert table([]) == []
+    assert table([("a", "wide", "b"), ("1", "xxxxxxxx", "2")], wide=1, width=10, indent="") == [
+        "a  b",
+        "1  2",
+        "      xxxxxxxx",
+    ]
+    assert paragraph("one " * 15, width=40) == ["  " + " ".join(["one"] * 9), "    " + " ".join(["one"] * 6)]

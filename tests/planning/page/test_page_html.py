@@ -1,0 +1,198 @@
+"""The page says what the text says, needs nothing but itself, and whatever a person named is only text in it."""
+
+import base64
+import hashlib
+import re
+
+import pytest
+from msgspec.structs import replace
+from page_reader import read_page
+from planning_factory import plan_of
+
+from trainer.planning.explain.plan_page import comparison_page, explain_plan, plan_page
+from trainer.planning.page.content import (
+    Bars,
+    LineChart,
+    Mark,
+    Page,
+    PairedBars,
+    Quote,
+    Section,
+    Series,
+    Span,
+    Spans,
+    StackedBar,
+    Table,
+    Unit,
+)
+from trainer.planning.page.html import pages_html
+from trainer.planning.page.style import STYLE
+from trainer.planning.page.text_layout import page_text
+from trainer.spec.plan import Plan
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return plan_of("8b", "4xA100-SXM4-80GB", price=2.5)
+
+
+@pytest.fixture(scope="module")
+def html(plan: Plan) -> str:
+    return pages_html([plan_page(plan)], title=plan.name)
+
+
+def test_the_page_is_whole_and_fetches_nothing(html: str) -> None:
+    reader = read_page(html)
+    assert html.startswith("<!DOCTYPE html>")
+    assert not {"script", "link", "img", "iframe", "object"} & set(reader.tags)
+    assert not [name for name, _ in reader.attributes if name in ("src", "href", "onclick", "onload")]
+    assert not re.search(r"url\(|@import|https?://", html)
+
+
+def test_a_policy_forbids_every_request_and_every_style_but_the_one_in_the_head(html: str) -> None:
+    (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', html)
+    digest = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
+    assert policy == f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    assert f"<style>{STYLE}</style>" in html, "the style that the digest is of"
+    assert not [name for name, _ in read_page(html).attributes if name == "style"]
+
+
+def test_every_word_of_the_text_stands_on_the_page(plan: Plan, html: str) -> None:
+    told = " ".join(" ".join(read_page(html).text).split())
+    marks = re.compile(r"^[a-z.]$|^\[[a-z.]+\]$")  # letters and the bar of the text, which are colours here
+    for word in explain_plan(plan, width=1000).split():
+        assert marks.match(word) or word in told, word
+
+
+def test_charts_show_the_parts_of_memory_and_its_events(plan: Plan, html: str) -> None:
+    reader = read_page(html)
+    told = " ".join(reader.text)
+    assert reader.tags.count("svg") >= 4
+    widths = [
+        float(found) for found in re.findall(r'<rect class="part c\d+" x="[\d.]+%" width="([\d.]+)%" height="22"', html)
+    ]
+    memory = plan.chosen.memory
+    assert len(widths) == len(memory.parts) + 1
+    assert widths[0] == pytest.approx(100 * next(iter(memory.parts.values())) / memory.usable_bytes, abs=0.01)
+    for event in memory.events:
+        assert event in told
+
+
+def test_colours_follow_light_and_dark(html: str) -> None:
+    assert "color-scheme: light dark" in html
+    assert "prefers-color-scheme: dark" in html
+
+
+@pytest.mark.parametrize("name", ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "a & b < c"])
+def test_what_a_person_named_is_only_text(plan: Plan, name: str) -> None:
+    hostile = replace(
+        plan,
+        name=name,
+        notes=(name,),
+        hardware=replace(
+            plan.hardware, excluded=(name,), gpus=tuple(replace(g, name=name) for g in plan.hardware.gpus)
+        ),
+        schedule=replace(plan.schedule, lr_source=name),
+    )
+    html = pages_html([comparison_page([(name, hostile), (name, hostile)]), plan_page(hostile)], title=name)
+    reader = read_page(html)
+    assert not {"script", "img"} & set(reader.tags)
+    assert not [attribute for attribute, _ in reader.attributes if attribute.startswith("on")]
+    assert " ".join(reader.text).count(name) >= 6
+
+
+def written(*blocks: object) -> str:
+    page = Page(title="t", sections=(Section(title="blocks", blocks=blocks),))  # type: ignore[arg-type]
+    html = pages_html([page], title="t")
+    read_page(html)
+    return html
+
+
+def test_a_page_may_be_empty() -> None:
+    assert "<h1>t</h1>" in pages_html([Page(title="t", sections=())], title="t")
+
+
+def test_numbers_stand_to_the_right_and_the_best_have_a_star() -> None:
+    html = written(Table(rows=(("head", "number"), ("a", "1"), ("b", "2")), right=(1,), best=((2, 1),)))
+    assert '<td class="right">1</td>' in html and '<td class="right best">2 *</td>' in html
+
+
+def test_bars_are_as_long_as_their_share() -> None:
+    html = written(
+        StackedBar(parts={"part": 2**30}, total=2**31),
+        Bars(caption="bars", rows=(("one", 1.0, "1 s"), ("two", 4.0, "4 s"))),
+        Bars(caption="none", rows=()),
+        PairedBars(caption="pairs", rows=(("a", 1.0, 2.0), ("b", None, 1.0)), unit=Unit.SECONDS),
+        PairedBars(caption="none", rows=(("a", None, None),), unit=Unit.SECONDS),
+        Spans(caption="spans", rows=(Span(begin=60, end=120, text="second"),), unit=Unit.SECONDS),
+    )
+    assert "<title>part: 1 GiB</title>" in html and ">none<" not in html
+    assert re.findall(r'<rect class="part c0" x="0.00%" y="\d+" width="([\d.]+)%"', html) == [
+        "25.00",
+        "100.00",
+        "50.00",
+    ]
+    assert re.findall(r'<rect class="part c1" x="0.00%" y="\d+" width="([\d.]+)%"', html) == ["100.00", "50.00"]
+    assert '<rect class="part c0" x="50.00%" y="19" width="50.00%"' in html
+    assert "- / 1 s" in html and ">1 min 00 s</text>" in html
+
+
+def test_a_chart_has_its_lines_marks_bands_and_keys() -> None:
+    chart = LineChart(
+        caption="c <b>",
+        x_label="step",
+        unit=Unit.BYTES,
+        series=(
+            Series(name="measured & so", points=((0, 0), (1, 100 * 2**20))),
+            Series(name="expected", points=((0, 5.0), (1, 5.0)), is_dashed=True),
+        ),
+        marks=(Mark(at=0.5, text="went <back>"), Mark(at=7, text="elsewhere")),
+        bands=(Span(begin=0, end=0.25, text="forward"), Span(begin=0.5, end=0.75, text="forward")),
+    )
+    html = written(chart)
+    assert re.findall(r'class="line( dashed)? c(\d)" d="(M[^"]*)"', html)[0][1:] == ("0", "M0.0 180.0L1000.0 8.6")
+    assert html.count('class="line') == 2 and 'class="line dashed c1"' in html
+    assert html.count('class="mark"') == 1 and "<title>went &lt;back&gt;</title>" in html
+    assert html.count('class="band c2"') == 2 and html.count("</span> forward<") == 1
+    assert "measured &amp; so" in html and ">50 MiB</text>" in html and ">95.4 MiB<" not in html
+
+
+def test_of_many_marks_none_is_named_beside_its_line() -> None:
+    series = (Series(name="s", points=((0, 1.0), (9, 1.0))),)
+    few, many = (
+        written(
+            LineChart(
+                caption="c",
+                x_label="",
+                unit=Unit.NUMBER,
+                series=series,
+                marks=tuple(Mark(at=n, text="m") for n in range(count)),
+            )
+        )
+        for count in (5, 6)
+    )
+    assert few.count('<text class="halo"') == 5 and many.count('<text class="halo"') == 0
+    assert many.count('class="mark"') == 6
+
+
+def test_stacked_areas_are_drawn_on_top_of_each_other() -> None:
+    series = (Series(name="a", points=((0, 1.0), (1, 1.0))), Series(name="b", points=((0, 1.0), (1, 3.0))))
+    html = written(LineChart(caption="c", x_label="", unit=Unit.NUMBER, series=series, is_stacked=True))
+    assert html.count('class="area') == 2 and 'class="line' not in html
+
+
+def test_a_chart_without_a_figure_is_left_out() -> None:
+    chart = LineChart(caption="c", x_label="step", unit=Unit.NUMBER, series=(Series(name="a", points=((0, None),)),))
+    assert "<svg" not in written(chart)
+
+
+def test_line_breaks_of_a_quote_are_kept() -> None:
+    assert "<pre>a\n  &lt;b&gt;</pre>" in written(Quote(label="after", text="a\n  <b>"))
+
+
+def test_text_leaves_out_a_section_of_nothing_but_charts() -> None:
+    chart = LineChart(caption="c", x_label="step", unit=Unit.NUMBER, series=(Series(name="a", points=((0, 1.0),)),))
+    sections = (Section(title="curve", blocks=(chart,)), Section(title="nothing to say"))
+    quoted = Section(title="q", blocks=(Quote(label="after", text="a\nb"),))
+    text = page_text(Page(title="t", sections=(*sections, quoted)), width=80)
+    assert text == "t\n\nnothing to say\n\nq\n  after: a\n          b"

@@ -1,0 +1,484 @@
+"""Each rule refuses what it is for, says why and on what evidence, and gives way where a person pins the mechanism."""
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from architecture_factory import TINY
+from msgspec.structs import replace
+from pasted_pip import requirements_in
+from planning_factory import fp8_gain_of, machine, shape_of, situation_for
+
+from trainer.planning.device import device_of
+from trainer.planning.rules.combination import Combination, Incompatibility, Reach, first_broken
+from trainer.planning.rules.incompatible_rows import LAYOUTS, ROWS
+from trainer.planning.rules.incompatible_settings import SETTINGS
+from trainer.planning.rules.job_rules import OF_THE_JOB
+from trainer.planning.rules.rule import RULES, may_run, obstacle_to, refuse
+from trainer.planning.search.input_checks import check_pins
+from trainer.planning.search.settings_choices import first_setting
+from trainer.planning.tables.catalogue import CATALOGUE
+from trainer.spec.errors import InputError
+from trainer.spec.job.sections import Allowance, GaloreJob, Limits, LoraJob, NvmeLimit
+from trainer.spec.model.shape import read_model_shape
+from trainer.spec.strategy import (
+    Attention,
+    Checkpointing,
+    Fp8Recipe,
+    LossHead,
+    Method,
+    Offload,
+    Optimizer,
+    Precision,
+    Sharding,
+    Strategy,
+)
+from trainer.spec.units import GIB
+
+ROWS_BY_NAME = {row.name: row for row in CATALOGUE}
+OFFLOADED = "zero2+optimizer/bf16-mixed/deepspeed_cpu_adam"
+ON_NVME = "zero3+nvme_all/bf16-mixed/deepspeed_cpu_adam"
+GALORE, QLORA = {"method": Method.GALORE}, {"method": Method.QLORA}
+WITH_TE = machine("1xRTX-4090", libraries=("transformer_engine",))
+SLOW_FP8 = {"allow": (Allowance.FP8,), "fp8_gain": fp8_gain_of(0.93)}
+
+# rule, machine, what the job says, a row it refuses, what its reason holds
+OF_A_SITUATION: list[tuple[str, Any, dict[str, Any], str, str]] = [
+    ("pinned", "8xH100-SXM5-80GB", {"pin": {"sharding": Sharding.DDP}}, "zero2/bf16-mixed/adamw", "pin.sharding: ddp"),
+    ("several_ranks_share_nothing", "2xRTX-4090", {}, "none/bf16-mixed/adamw_fused", "2 different models"),
+    ("one_rank_has_no_peer", "1xRTX-4090", {}, "ddp/bf16-mixed/adamw_fused", "there is one"),
+    ("one_rank_has_no_peer", "1xRTX-4090", {}, "zero3/bf16-mixed/adamw_fused", "there is one"),
+    ("hsdp_needs_nodes", "8xH100-SXM5-80GB", {}, "hsdp/bf16-mixed/adamw_fused", "1 node is fsdp"),
+    ("hsdp_needs_shards", "4x1xH100-SXM5-80GB", {}, "hsdp/bf16-mixed/adamw_fused", "one device each are ddp"),
+    ("bf16_needs_ampere", "1xV100-16GB", {}, "none/bf16-mixed/adamw_fused", "8.0; V100-16GB has 7.0"),
+    ("bf16_needs_ampere", "1xT4", {}, "none/fp8/adamw_fused", "8.0; T4 has 7.5"),
+    ("zero_multiplies_fp16_in_hardware", "2xCPU", {}, "zero3/fp16-mixed/adamw", "no avx512_fp16"),
+    ("fp8_needs_ada", "1xA100-SXM4-80GB", {}, "none/fp8/adamw_fused", "8.9; A100-SXM4-80GB has 8.0"),
+    ("fsdp_offload_needs_cuda", "2xCPU", {}, "fsdp+optimizer+params/fp32/adamw", "needs an accelerator"),
+    ("galore_is_around_adam_or_adafactor", "1xRTX-4090", GALORE, "none/bf16-mixed/lion", "not lion"),
+    ("galore_inner_optimizer", "1xRTX-4090", GALORE, "none/bf16-mixed/paged_adamw", "not paged_adamw"),
+    ("galore_needs_whole_gradients", "2xRTX-4090", GALORE, "fsdp/bf16-mixed/adamw", "fsdp cuts them"),
+    ("galore_8bit_needs_cuda", "1xCPU", GALORE, "none/fp32/adamw_8bit", "is a CPU"),
+    ("nvme_takes_fp32_partitions", "1xRTX-4090", {}, "zero3+nvme_all/bf16/deepspeed_cpu_adam", "for fp32 and stops"),
+    ("qlora_needs_whole_weights", "2xRTX-4090", QLORA, "zero3/bf16-mixed/adamw_fused", "4-bit blocks"),
+    ("fp8_multiplies_no_4_bit_weights", WITH_TE, QLORA, "none/fp8/adamw_fused", "4-bit ones"),
+    ("frozen_base_has_no_update", "1xRTX-4090", {"method": Method.LORA}, "none/bf16-mixed/lomo", "small adapters"),
+    ("recipe_needs_transformer_engine", "1xRTX-4090", {}, "none/fp8/adamw_fused", "which is not installed"),
+    ("fp8_not_allowed", WITH_TE, {}, "none/fp8/adamw_fused", "does not allow it"),
+    ("fp8_does_not_pay", WITH_TE, SLOW_FP8, "none/fp8/adamw_fused", "measured 0.93x of bf16"),
+    ("nvme_not_allowed", "1xRTX-4090", {}, ON_NVME, "wears the disk"),
+    ("nvme_needs_a_path", "1xRTX-4090", {"allow": (Allowance.OFFLOAD_NVME,)}, ON_NVME, "a folder"),
+    ("cpu_offload_not_allowed", "1xRTX-4090", {"allow": ()}, OFFLOADED, "host RAM"),
+    ("host_ram_unknown", machine("1xRTX-4090", ram_bytes=None), {}, OFFLOADED, "host RAM is unknown"),
+    ("paged_not_allowed", "1xRTX-4090", {"allow": ()}, "none/bf16-mixed/paged_adamw", "pages its state"),
+    ("8bit_not_allowed", "1xRTX-4090", {}, "none/bf16-mixed/adamw_8bit", "8-bit state"),
+    ("approximation_not_allowed", "1xRTX-4090", {}, "none/bf16-mixed/adafactor", "is not AdamW"),
+    ("sgd_is_never_chosen", "1xRTX-4090", {}, "none/bf16-mixed/sgd", "sgd trains transformers poorly"),
+    ("bf16_weights_not_allowed", "1xRTX-4090", {}, "none/bf16/adamw_fused", "no fp32 master weights"),
+    ("offload_to_itself", "1xCPU", {}, "zero2+optimizer/fp32/deepspeed_cpu_adam", "the device is the CPU"),
+    ("paged_to_itself", "1xCPU", {}, "none/fp32/paged_adamw", "pages nothing"),
+    ("bf16_is_slow_here", "1xCPU", {}, "none/bf16-mixed/adamw_fused", "no amx_bf16"),
+    ("fp16_is_slow_here", "1xCPU", {}, "none/fp16-mixed/adamw_fused", "is a CPU"),
+    ("bf16_needs_no_scaler", "1xRTX-4090", {}, "none/fp16-mixed/adamw_fused", "loss scaling"),
+    ("fp32_is_slow_here", "1xRTX-4090", {}, "none/fp32/adamw_fused", "slower here than bf16-mixed"),
+]  # fmt: skip
+
+NOT_PINNED: dict[str, Any] = {"method": Method.FULL, "num_ranks": 1, "shape": shape_of("8b")}
+PLAIN = "none/bf16-mixed/adamw_fused"
+FP8 = "none/fp8/adamw_fused"
+
+
+def strategy(name: str) -> Strategy:
+    """A row by its name, also one that the catalogue does not have."""
+    layout, precision, optimizer = name.split("/")
+    sharding, _, offload = layout.partition("+")
+    return Strategy(
+        name=name,
+        sharding=Sharding(sharding),
+        offload=Offload(offload or "none"),
+        optimizer=Optimizer(optimizer),
+        precision=Precision(precision),
+        is_exact=False,
+    )
+
+
+def combination(row: str, spec: str = "1xH100-SXM5-80GB", **settled: Any) -> Combination:
+    return Combination(strategy=strategy(row), **(NOT_PINNED | {"device": device_of(machine(spec))} | settled))
+
+
+PASCAL = replace(device_of(machine("1xV100-16GB")), name="Tesla P40", compute_capability=(6, 1))
+MIXTURE = read_model_shape(TINY["mixtral"])
+
+
+# rule, what breaks it, the same with one value changed so that it does not
+OF_A_COMBINATION: list[tuple[str, Combination, Combination]] = [
+    ("only_zero3_moves_parameters", combination("zero2+nvme_all/bf16-mixed/adamw"), combination(ON_NVME)),
+    ("offload_needs_an_engine", combination("ddp+optimizer/bf16-mixed/adamw"), combination(OFFLOADED)),
+    ("offload_has_a_better_layout", combination("zero1+optimizer/fp32/deepspeed_cpu_adam"), combination(OFFLOADED)),
+    ("cpu_adam_needs_an_offload", combination("zero2/fp32/deepspeed_cpu_adam"), combination(OFFLOADED)),
+    ("cpu_adam_is_of_deepspeed", combination("fsdp+optimizer+params/fp32/deepspeed_cpu_adam"), combination(OFFLOADED)),
+    ("zero_offload_updates_with_cpu_adam", combination("zero2+optimizer/fp32/lion"), combination(OFFLOADED)),
+    (
+        "fsdp_offload_updates_with_adamw",
+        combination("fsdp+optimizer+params/fp32/lion"),
+        combination("fsdp+optimizer+params/fp32/adamw"),
+    ),
+    (
+        "dora_needs_layers_of_their_own",
+        combination(PLAIN, method=Method.LORA, lora=LoraJob(dora=True), shape=MIXTURE),
+        combination(PLAIN, method=Method.LORA, lora=LoraJob(dora=True, targets=("q_proj",)), shape=MIXTURE),
+    ),
+    ("lomo_needs_one_rank", combination("fsdp/bf16/lomo"), combination("none/bf16/lomo")),
+    ("bitsandbytes_takes_plain_tensors", combination("fsdp/bf16/adamw_8bit"), combination("zero3/bf16/adamw_8bit")),
+    ("lamb_needs_whole_tensors", combination("zero1/bf16/lamb_8bit"), combination("ddp/bf16/lamb_8bit")),
+    ("matrix_updates_need_whole_matrices", combination("zero2/bf16/muon"), combination("ddp/bf16/muon")),
+    (
+        "fp16_needs_tensor_cores",
+        combination("none/fp16-mixed/adamw", device=PASCAL),
+        combination("none/fp16-mixed/adamw", "1xV100-16GB"),
+    ),
+    (
+        "zero_multiplies_fp16_in_hardware",
+        combination("zero2/fp16-mixed/adamw", "2xCPU", cpu_flags=frozenset({"avx2"})),
+        combination("zero2/fp16-mixed/adamw", "2xCPU", cpu_flags=frozenset({"avx2", "avx512_fp16"})),
+    ),
+    (
+        "flash_needs_turing",
+        combination("none/fp16-mixed/adamw", "1xV100-16GB", attention=Attention.FLASH),
+        combination("none/fp16-mixed/adamw", "1xV100-16GB", attention=Attention.SDPA),
+    ),
+    (
+        "flash_needs_ampere",
+        combination("none/fp16-mixed/adamw", "1xT4", attention=Attention.FLASH),
+        combination("none/bf16-mixed/adamw", attention=Attention.FLASH),
+    ),
+    (
+        "flash_needs_16_bit",
+        combination("none/fp32/adamw", attention=Attention.FLASH),
+        combination("none/bf16/adamw", attention=Attention.FLASH),
+    ),
+    (
+        "backward_update_adds_nothing_up",
+        combination("none/bf16/lomo", accumulation=2),
+        combination("none/bf16/lomo", accumulation=1),
+    ),
+    (
+        "backward_update_adds_nothing_up",
+        combination(PLAIN, method=Method.GALORE, galore=GaloreJob(layerwise=True), accumulation=2),
+        combination(PLAIN, method=Method.GALORE, accumulation=2),
+    ),
+    (
+        "deepspeed_makes_the_update",
+        combination("zero2/bf16/adamw", optimizer_in_backward=True),
+        combination("fsdp/bf16/adamw", optimizer_in_backward=True),
+    ),
+    (
+        "backward_update_needs_reduced_gradients",
+        combination("ddp/bf16/adamw", optimizer_in_backward=True),
+        combination("fsdp_grad_op/bf16/adamw", optimizer_in_backward=True),
+    ),
+    (
+        "backward_update_is_of_whole_weights",
+        combination(PLAIN, method=Method.LORA, optimizer_in_backward=True),
+        combination(PLAIN, optimizer_in_backward=True),
+    ),
+    (
+        "backward_update_meets_no_scaler",
+        combination("none/fp16-mixed/adalomo"),
+        combination("none/fp16-mixed/adamw"),
+    ),
+    (
+        "fused_linear_needs_cuda",
+        combination(PLAIN, "1xCPU", loss=LossHead.FUSED_LINEAR),
+        combination(PLAIN, loss=LossHead.FUSED_LINEAR),
+    ),
+    (
+        "fused_linear_needs_liger",
+        combination(PLAIN, loss=LossHead.FUSED_LINEAR, libraries=frozenset()),
+        combination(PLAIN, loss=LossHead.FUSED_LINEAR, libraries=frozenset({"liger-kernel"})),
+    ),
+    (
+        "recipe_needs_blackwell",
+        combination(FP8, fp8_recipe=Fp8Recipe.MXFP8),
+        combination(FP8, "1xB200", fp8_recipe=Fp8Recipe.MXFP8),
+    ),
+    (
+        "block_recipe_needs_hopper",
+        combination(FP8, "1xL4", fp8_recipe=Fp8Recipe.BLOCK),
+        combination(FP8, fp8_recipe=Fp8Recipe.BLOCK),
+    ),
+    (
+        "rowwise_recipe_needs_hopper",
+        combination(FP8, "1xL4", fp8_recipe=Fp8Recipe.TORCHAO_ROWWISE),
+        combination(FP8, "1xL4", fp8_recipe=Fp8Recipe.TORCHAO_TENSORWISE),
+    ),
+    (
+        "delayed_meets_no_recomputation",
+        combination(FP8, fp8_recipe=Fp8Recipe.DELAYED, checkpointing=Checkpointing.FULL),
+        combination(FP8, fp8_recipe=Fp8Recipe.CURRENT, checkpointing=Checkpointing.FULL),
+    ),
+    (
+        "fp8_needs_tiles",
+        combination(FP8, fp8_recipe=Fp8Recipe.BLOCK, shape=shape_of("tiny")),
+        combination(FP8, fp8_recipe=Fp8Recipe.CURRENT, shape=shape_of("tiny")),
+    ),
+    (
+        "recipe_needs_torchao",
+        combination(FP8, fp8_recipe=Fp8Recipe.TORCHAO_TENSORWISE, libraries=frozenset({"transformer-engine"})),
+        combination(FP8, fp8_recipe=Fp8Recipe.CURRENT, libraries=frozenset({"transformer-engine"})),
+    ),
+    (
+        "recipe_needs_transformer_engine",
+        combination(FP8, fp8_recipe=Fp8Recipe.DELAYED, libraries=frozenset({"torchao"})),
+        combination(FP8, fp8_recipe=Fp8Recipe.TORCHAO_ROWWISE, libraries=frozenset({"torchao"})),
+    ),
+    (
+        "compiled_blocks_hold_no_gathering_hooks",
+        combination("zero3/bf16/adamw", compile=True),
+        combination("zero2/bf16/adamw", compile=True),
+    ),
+    (
+        "selective_keeps_on_the_device",
+        combination(PLAIN, checkpointing=Checkpointing.SELECTIVE, activation_offload=True),
+        combination(PLAIN, checkpointing=Checkpointing.FULL, activation_offload=True),
+    ),
+    (
+        "activations_are_on_the_host",
+        combination(PLAIN, "1xCPU", activation_offload=True),
+        combination(PLAIN, activation_offload=True),
+    ),
+]  # fmt: skip
+INCOMPATIBILITIES: tuple[Incompatibility, ...] = (*LAYOUTS, *ROWS, *SETTINGS)
+
+
+@pytest.mark.parametrize(("rule", "spec", "facts", "row", "words"), OF_A_SITUATION)
+def test_a_rule_refuses_its_row_and_says_why(rule: str, spec: Any, facts: dict[str, Any], row: str, words: str) -> None:
+    refusal = refuse(situation_for("8b", spec, **facts), ROWS_BY_NAME[row])
+    assert refusal is not None
+    assert refusal.rule == rule
+    assert words in refusal.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "sound"), OF_A_COMBINATION, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_an_incompatibility_is_between_two_values(name: str, broken: Combination, sound: Combination) -> None:
+    """One value changed, and the rule no longer holds; reason and remedy are filled."""
+    (rule,) = (each for each in INCOMPATIBILITIES if each.name == name)
+    assert rule.is_broken(broken)
+    assert not rule.is_broken(sound)
+    for words in (rule.reason_of(broken), rule.instead_of(broken) or ""):
+        assert "{" not in words and "None" not in words
+
+
+@pytest.mark.parametrize(
+    ("name", "library"),
+    [
+        ("fused_linear_needs_liger", "liger-kernel"),
+        ("recipe_needs_torchao", "torchao"),
+        ("recipe_needs_transformer_engine", "transformer-engine"),
+    ],
+)
+def test_what_a_rule_would_have_installed_can_be_pasted(name: str, library: str, tmp_path: Path) -> None:
+    (broken,) = (case[1] for case in OF_A_COMBINATION if case[0] == name)
+    (rule,) = (each for each in INCOMPATIBILITIES if each.name == name)
+    assert set(requirements_in(rule.instead_of(broken) or "", tmp_path)) == {library}
+
+
+def test_every_rule_is_tested_above() -> None:
+    tested = {case[0] for case in OF_A_SITUATION} | {case[0] for case in OF_A_COMBINATION}
+    assert tested == {rule.name for rule in RULES} | {rule.name for rule in INCOMPATIBILITIES}
+
+
+def test_names_of_rules_are_unique() -> None:
+    names = [rule.name for rule in INCOMPATIBILITIES] + [rule.name for rule in OF_THE_JOB]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("rule", [*INCOMPATIBILITIES, *OF_THE_JOB], ids=lambda rule: rule.name)
+def test_every_rule_has_its_evidence_and_says_what_to_use_instead(rule: Any) -> None:
+    assert 10 < len(rule.evidence) <= 110, "one short sentence"
+    assert rule.evidence != rule.reason
+    assert rule.instead or rule.name == "not_yet"
+
+
+def layouts() -> Iterator[Strategy]:
+    """Every sharding, offload and optimizer, whether the catalogue has it or not."""
+    for sharding, offload, optimizer in product(Sharding, Offload, Optimizer):
+        yield strategy(f"{sharding}{'' if offload is Offload.NONE else f'+{offload}'}/fp32/{optimizer}")
+
+
+def test_what_the_catalogue_leaves_out_has_a_reason_and_what_it_has_none() -> None:
+    known = {(row.sharding, row.offload, row.optimizer) for row in CATALOGUE}
+    for row in layouts():
+        broken = first_broken(LAYOUTS, combination(row.name))
+        assert (broken is None) is ((row.sharding, row.offload, row.optimizer) in known), row.name
+
+
+def test_a_combination_that_settles_nothing_breaks_no_rule_on_settings() -> None:
+    """So that the planner need not ask them of every row."""
+    for spec, row in product(("1xCPU", "1xV100-16GB", "1xH100-SXM5-80GB"), CATALOGUE):
+        if row.optimizer not in (Optimizer.LOMO, Optimizer.ADALOMO):
+            assert first_broken(SETTINGS, combination(row.name, spec, libraries=frozenset())) is None
+
+
+def test_plain_settings_break_no_rule() -> None:
+    """So that a search need not ask either: recomputation and heads in plain torch go with every row."""
+    heads, kernels = (LossHead.EAGER, LossHead.CHUNKED, LossHead.FUSED), (Attention.SDPA, Attention.EAGER)
+    for spec, row in product(("1xCPU", "1xH100-SXM5-80GB"), CATALOGUE[::3]):
+        if row.optimizer in (Optimizer.LOMO, Optimizer.ADALOMO) or row.precision is Precision.FP8:
+            continue
+        for checkpointing, loss, attention in product(Checkpointing, heads, kernels):
+            plain = combination(row.name, spec, libraries=frozenset(), accumulation=4)
+            settled = replace(plain, checkpointing=checkpointing, loss=loss, attention=attention)
+            assert first_broken(SETTINGS, settled) is None
+
+
+def test_what_binds_all_software_binds_ours() -> None:
+    assert Reach.PLANNER < Reach.OURS < Reach.ALL
+
+
+@pytest.mark.parametrize("spec", ["1xCPU", "2xCPU", "1xT4", "1xRTX-4090", "8xH100-SXM5-80GB", "2x8xA100-SXM4-80GB"])
+def test_a_row_may_run_where_no_rule_refuses_it(spec: str) -> None:
+    for method, pin in product(Method, ({}, {"precision": Precision.FP8}, {"checkpointing": Checkpointing.ATTENTION})):
+        situation = situation_for("8b", spec, method=method, pin=pin, allow=tuple(Allowance))
+        for row in CATALOGUE:
+            refusal = refuse(situation, row)
+            assert may_run(situation, row) is (refusal is None)
+
+
+def test_a_reason_is_filled_for_every_row_of_every_machine() -> None:
+    for spec in ("1xCPU", "2xCPU", "1xV100-16GB", "8xA100-SXM4-80GB", "2x8xH100-SXM5-80GB"):
+        for method in Method:
+            situation = situation_for("8b", spec, method=method)
+            for row in CATALOGUE:
+                refusal = refuse(situation, row)
+                if refusal is not None:
+                    assert refusal.reason
+                    assert "{" not in refusal.reason + (refusal.instead or "")
+
+
+@pytest.mark.parametrize(
+    ("spec", "pin", "row"),
+    [
+        ("1xRTX-4090", {"precision": Precision.FP32}, "none/fp32/adamw_fused"),
+        ("1xRTX-4090", {"precision": Precision.BF16}, "none/bf16/adamw_fused"),
+        ("1xCPU", {"precision": Precision.BF16_MIXED}, "none/bf16-mixed/adamw_fused"),
+        ("1xCPU", {"precision": Precision.FP16_MIXED}, "none/fp16-mixed/adamw_fused"),
+        ("1xCPU", {"optimizer": Optimizer.PAGED_ADAMW}, "none/fp32/paged_adamw"),
+        ("1xRTX-4090", {"optimizer": Optimizer.SGD}, "none/bf16-mixed/sgd"),
+        ("2xCPU", {"offload": Offload.OPTIMIZER}, "zero2+optimizer/fp32/deepspeed_cpu_adam"),
+    ],
+)
+def test_a_pin_overrides_what_would_only_be_slower_or_riskier(spec: str, pin: dict[str, Any], row: str) -> None:
+    assert refuse(situation_for("tiny", spec), ROWS_BY_NAME[row]) is not None
+    assert refuse(situation_for("tiny", spec, pin=pin), ROWS_BY_NAME[row]) is None
+
+
+def test_a_pin_overrides_a_missing_allowance() -> None:
+    row = ROWS_BY_NAME["zero3+optimizer/bf16-mixed/deepspeed_cpu_adam"]
+    assert refuse(situation_for("8b", "1xRTX-4090", allow=()), row) is not None
+    assert refuse(situation_for("8b", "1xRTX-4090", allow=(), pin={"offload": Offload.OPTIMIZER}), row) is None
+
+
+def test_no_pin_makes_the_impossible_possible() -> None:
+    pinned = situation_for("8b", "1xV100-16GB", pin={"precision": Precision.BF16_MIXED})
+    refusal = refuse(pinned, ROWS_BY_NAME["none/bf16-mixed/adamw_fused"])
+    assert refusal is not None
+    assert refusal.rule == "bf16_needs_ampere"
+
+
+@pytest.mark.parametrize(
+    ("spec", "pin", "rule", "refused", "taken"),
+    [
+        ("1xCPU", {"loss": LossHead.FUSED_LINEAR}, "fused_linear_needs_cuda", "none/fp32/adamw_fused", None),
+        (
+            "2xRTX-4090",
+            {"optimizer_in_backward": True},
+            "deepspeed_makes_the_update",
+            "zero2/bf16-mixed/adamw_fused",
+            "fsdp/bf16-mixed/adamw_fused",
+        ),
+        (
+            "2xRTX-4090",
+            {"optimizer_in_backward": True},
+            "backward_update_needs_reduced_gradients",
+            "ddp/bf16-mixed/adamw_fused",
+            None,
+        ),
+        ("1xRTX-4090", {"optimizer": Optimizer.LOMO, "micro_batch": 1}, "backward_update_adds_nothing_up",
+         "none/bf16-mixed/lomo", None),
+    ],
+)  # fmt: skip
+def test_a_pinned_setting_refuses_the_rows_that_cannot_serve_it(
+    spec: str, pin: dict[str, Any], rule: str, refused: str, taken: str | None
+) -> None:
+    situation = situation_for("8b", spec, pin=pin)
+    refusal = refuse(situation, ROWS_BY_NAME[refused])
+    assert refusal is not None
+    assert refusal.rule == rule
+    if taken is not None:
+        assert refuse(situation, ROWS_BY_NAME[taken]) is None
+
+
+def test_a_pinned_setting_that_no_row_serves_is_an_error_with_its_reason() -> None:
+    pin = {"loss": LossHead.FUSED_LINEAR}
+    situation = situation_for("tiny", "1xCPU", pin=pin)
+    with pytest.raises(InputError, match=r"pin\.loss: fused_linear .*Liger"):
+        check_pins(situation)
+
+
+def test_a_pinned_pair_that_the_catalogue_lacks_is_an_error_with_its_reason() -> None:
+    situation = situation_for("8b", "8xH100-SXM5-80GB", pin={"sharding": Sharding.FSDP, "optimizer": Optimizer.MUON})
+    with pytest.raises(InputError, match=r"pin\.sharding: fsdp, pin\.optimizer: muon.*whole matrices"):
+        check_pins(situation)
+
+
+def test_a_setting_of_a_row_is_asked_after_what_it_adds_to_the_row() -> None:
+    """What a search asks of every setting; the row itself is taken."""
+    situation = situation_for("8b", "1xRTX-4090", seq_len=2048, tokens_per_step=8192)
+    setting = first_setting(
+        situation, ROWS_BY_NAME["none/bf16-mixed/lomo"], checkpointing=Checkpointing.FULL, loss=LossHead.CHUNKED
+    )
+    at_once = replace(setting, micro_batch=4, accumulation=1)
+    assert obstacle_to(situation, at_once) is None
+    for changes, name in (
+        ({"micro_batch": 1, "accumulation": 4}, "backward_update_adds_nothing_up"),
+        (
+            {"compile": True, "strategy": ROWS_BY_NAME["zero3/bf16-mixed/adamw"]},
+            "compiled_blocks_hold_no_gathering_hooks",
+        ),
+        ({"activation_offload": True, "checkpointing": Checkpointing.SELECTIVE}, "selective_keeps_on_the_device"),
+    ):
+        broken = obstacle_to(situation, replace(at_once, **changes))
+        assert broken is not None
+        assert broken.name == name
+
+
+def test_offload_is_taken_once_host_ram_is_given() -> None:
+    row = ROWS_BY_NAME["zero2+optimizer/bf16-mixed/deepspeed_cpu_adam"]
+    unknown = machine("1xRTX-4090", ram_bytes=None)
+    assert refuse(situation_for("8b", unknown), row) is not None
+    assert refuse(situation_for("8b", unknown, host_ram=256 * GIB), row) is None
+
+
+def test_nvme_is_taken_with_leave_and_a_path() -> None:
+    situation = situation_for("8b", "1xRTX-4090", allow=(Allowance.OFFLOAD_NVME,))
+    limits = Limits(nvme=NvmeLimit(path="/scratch", size=1000 * GIB))
+    allowed = replace(situation, job=replace(situation.job, limits=limits))
+    assert refuse(allowed, ROWS_BY_NAME[ON_NVME]) is None
+    assert allowed.nvme_bytes == 1000 * GIB
+
+
+def test_every_engine_but_hsdp_is_left_on_a_node() -> None:
+    situation = situation_for("8b", "8xH100-SXM5-80GB")
+    left = {row.sharding for row in CATALOGUE if refuse(situation, row) is None}
+    assert left == set(Sharding) - {Sharding.NONE, Sharding.HSDP}
+
+
+def test_every_engine_is_left_on_several_nodes() -> None:
+    situation = situation_for("8b", "2x8xH100-SXM5-80GB")
+    left = {row.sharding for row in CATALOGUE if refuse(situation, row) is None}
+    assert left == set(Sharding) - {Sharding.NONE}

@@ -1,0 +1,113 @@
+"""Rows of unequal length: the longest decides memory, the average time, and padding is no token learned from."""
+
+import re
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from planning_factory import data_of, plan_of, situation_for
+
+from trainer.planning.candidates import candidate_of, setting_of
+from trainer.planning.reasons.data_words import data_words
+from trainer.planning.run.padding import longest_width, mean_width, widths_at
+from trainer.spec.data.profile import BatchWidth, DataProfile, LengthHistogram
+
+H100 = "1xH100-SXM5-80GB"
+WIDTHS = tuple(
+    BatchWidth(micro_batch=size, mean_width=width, mean_width_sorted=ordered)
+    for size, width, ordered in ((1, 200.0, 200.0), (2, 300.0, 202.0), (4, 500.0, 205.0), (8, 800.0, 210.0))
+)
+
+
+def padded(**facts: Any) -> DataProfile:
+    """Documents of 196 tokens on average, the longest 1,500, in rows of at most 2,048."""
+    return data_of(
+        is_packed=False,
+        longest_row=1500,
+        num_documents=10_000,
+        mean_document_tokens=196.0,
+        mean_cut_tokens=196.0,
+        documents=LengthHistogram(edges=(256, 1500), counts=(9_000, 1_000)),
+        batch_widths=WIDTHS,
+        **facts,
+    )
+
+
+@pytest.mark.parametrize(("longest", "width"), [(1500, 1504), (1504, 1504), (7, 8), (2047, 2048), (2048, 2048)])
+def test_the_widest_batch_is_the_longest_row_rounded_up(longest: int, width: int) -> None:
+    assert longest_width(replace(padded(), longest_row=longest), seq_len=2048) == width
+
+
+@pytest.mark.parametrize("data", [None, data_of(), data_of(is_packed=False)])
+def test_packed_rows_and_rows_that_nobody_counted_are_all_seq_len(data: DataProfile | None) -> None:
+    assert (longest_width(data, seq_len=2048), mean_width(data, 8, seq_len=2048)) == (2048, 2048)
+
+
+@pytest.mark.parametrize(("micro_batch", "width"), [(1, 200), (2, 300), (3, 400), (6, 650), (8, 800), (64, 800)])
+def test_widths_between_those_that_were_counted_lie_on_a_line(micro_batch: int, width: float) -> None:
+    assert widths_at(padded(), micro_batch).mean_width == width
+
+
+def test_the_longest_row_sets_the_memory_and_the_mean_width_the_time() -> None:
+    situation = situation_for("8b", H100, seq_len=2048)
+    setting = setting_of(situation, plan_of("8b", "8xH100-SXM5-80GB").chosen)
+    setting = replace(setting, micro_batch=4, accumulation=8)
+
+    def at(seq_len: int) -> Any:
+        return candidate_of(situation, replace(setting, seq_len=seq_len))
+
+    found = candidate_of(replace(situation, data=padded()), setting)
+    assert found.memory.peak_allocated_bytes == at(1504).memory.peak_allocated_bytes
+    assert found.speed.step_s == at(205).speed.step_s
+    assert found.speed.tokens_per_s_per_gpu == pytest.approx(at(205).speed.tokens_per_s_per_gpu * 196 / 205)
+    assert found.seq_len == 2048
+
+
+def test_a_plan_for_short_rows_takes_larger_micro_batches_than_for_full_ones() -> None:
+    full = plan_of("8b", "8xH100-SXM5-80GB", data=data_of(is_packed=False), tokens_per_step=2**21)
+    short = plan_of("8b", "8xH100-SXM5-80GB", data=replace(padded(), longest_row=200), tokens_per_step=2**21)
+    assert short.chosen.micro_batch > full.chosen.micro_batch
+
+
+@pytest.mark.parametrize(
+    ("facts", "micro_batch", "figures"),
+    [
+        (
+            {},
+            4,
+            (
+                r"10,000 .*196 .*1,500",
+                r"^4% .* of 4 .*61%.*data\.packing=true",
+                r"1,500 tokens",
+            ),
+        ),
+        (
+            {"is_packed": True},
+            8,
+            (
+                r"10,000 .*196 .*1,500",
+                r"76% .* of 8 .*7%",
+            ),
+        ),
+        (
+            {"is_packed": True, "mean_document_tokens": 245.0},
+            1,
+            (
+                r"10,000 .*245 .*1,500",
+                r"2% .*2% .*20%",
+            ),
+        ),
+        ({"batch_widths": ()}, 4, ()),
+    ],
+)
+def test_a_plan_says_what_padding_costs_and_packing_saves(
+    facts: dict[str, Any], micro_batch: int, figures: tuple[str, ...]
+) -> None:
+    sentences = data_words(replace(padded(), **facts), micro_batch)
+    for sentence, expected in zip(sentences, figures, strict=True):
+        assert re.search(expected, sentence)
+
+
+def test_the_notes_of_a_plan_have_the_words() -> None:
+    plan = plan_of("8b", "8xH100-SXM5-80GB", data=padded())
+    assert set(data_words(padded(), plan.chosen.micro_batch)) <= set(plan.notes)

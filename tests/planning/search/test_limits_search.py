@@ -1,0 +1,179 @@
+"""What is said to be the longest, the largest and the most does fit, and the next step up does not."""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from planning_factory import CONFIGS, data_of, job_of, machine, shape_of
+
+from trainer.planning.candidates import candidate_of, setting_of, with_micro_batch
+from trainer.planning.context import Situation
+from trainer.planning.explain.limits import Question, limits_json, limits_section
+from trainer.planning.page.content import Page
+from trainer.planning.page.text_layout import page_text
+from trainer.planning.planner import question_situations
+from trainer.planning.search.budget import excess
+from trainer.planning.search.limits_search import (
+    SEQ_UNIT,
+    Rung,
+    largest_batches,
+    largest_models,
+    longest_sequences,
+)
+from trainer.spec.calibration import Calibration
+from trainer.spec.hardware import Hardware
+from trainer.spec.job.sections import Allowance
+from trainer.spec.model.shape import read_model_shape
+from trainer.spec.plan import Candidate
+from trainer.spec.strategy import Checkpointing, Method
+from trainer.spec.units import GIB
+
+PRESETS = {name: read_model_shape(config) for name, config in CONFIGS.items()}
+CASES = [
+    ("1b", machine("1xRTX-4060-8GB", ram_bytes=32 * GIB)),
+    ("1b", machine("1xRTX-4090")),
+    ("8b", machine("2xRTX-3090", ram_bytes=64 * GIB)),
+    ("8b", machine("8xH100-SXM5-80GB")),
+]
+
+
+def situations(model: str, hardware: Hardware, **facts: Any) -> dict[Method, Situation]:
+    job = job_of(**facts)
+    return question_situations(
+        job,
+        hardware=hardware,
+        shape=shape_of(model),
+        data=data_of(seq_len=job.train.seq_len),
+        calibration=Calibration(),
+        versions={"shardwise": "0"},
+    )
+
+
+def fits(situation: Situation, candidate: Candidate, **changes: Any) -> bool:
+    setting = replace(setting_of(situation, candidate), **changes)
+    return excess(situation, candidate_of(situation, setting)) is None
+
+
+@pytest.mark.parametrize(("model", "hardware"), CASES)
+def test_the_longest_sequence_fits_and_one_step_more_does_not(model: str, hardware: Hardware) -> None:
+    by_method = situations(model, hardware)
+    rungs = longest_sequences(by_method)
+    assert {rung.method for rung in rungs} >= {Method.LORA, Method.QLORA}
+    for rung in rungs:
+        situation, candidate = by_method[rung.method], rung.candidate
+        assert rung.size == candidate.seq_len
+        assert rung.size % SEQ_UNIT == 0
+        assert fits(situation, candidate)
+        longer = rung.size + SEQ_UNIT
+        sequences = max(1, situation.schedule.tokens_per_step // longer)
+        accumulation = -(-sequences // situation.num_ranks)
+        assert not fits(situation, candidate, seq_len=longer, accumulation=accumulation)
+
+
+@pytest.mark.parametrize(("model", "hardware"), CASES)
+def test_the_largest_batch_fits_and_one_sequence_more_does_not(model: str, hardware: Hardware) -> None:
+    by_method = situations(model, hardware)
+    for rung in largest_batches(by_method):
+        situation = by_method[rung.method]
+        more = with_micro_batch(situation, setting_of(situation, rung.candidate), rung.size + 1)
+        assert rung.size == rung.candidate.micro_batch
+        assert fits(situation, rung.candidate)
+        assert excess(situation, candidate_of(situation, more)) is not None
+
+
+@pytest.mark.parametrize(("model", "hardware"), CASES)
+def test_each_rung_reaches_farther_for_a_price(model: str, hardware: Hardware) -> None:
+    """Within one kind: exact before approximate."""
+    groups: dict[tuple[Method, bool], list[Rung]] = {}
+    for rung in longest_sequences(situations(model, hardware, allow=tuple(Allowance))):
+        groups.setdefault((rung.method, rung.candidate.strategy.is_exact), []).append(rung)
+    for rungs in groups.values():
+        assert [rung.size for rung in rungs] == sorted(rung.size for rung in rungs)
+        assert [rung.price for rung in rungs] == sorted(rung.price for rung in rungs)
+
+
+def test_what_stays_on_the_card_comes_before_what_leaves_it() -> None:
+    first, *_ = longest_sequences(situations("1b", machine("1xRTX-4090"), method=Method.LORA))
+    assert not first.candidate.activation_offload
+
+
+def test_recomputation_and_host_ram_reach_farther_than_neither() -> None:
+    card = machine("1xRTX-4090")
+    on_card = longest_sequences(situations("1b", card, method=Method.LORA, allow=()))
+    assert on_card[0].candidate.checkpointing is Checkpointing.NONE
+    assert on_card[-1].candidate.checkpointing is Checkpointing.FULL
+    assert on_card[-1].size > 1.5 * on_card[0].size
+    assert not any(rung.candidate.activation_offload for rung in on_card)
+    farthest = longest_sequences(situations("1b", card, method=Method.LORA))[-1]
+    assert farthest.candidate.activation_offload
+    assert farthest.size > on_card[-1].size
+
+
+def test_a_larger_card_reaches_farther() -> None:
+    sizes = [
+        max(rung.size for rung in longest_sequences(situations("8b", machine(spec), method=Method.QLORA)))
+        for spec in ("1xRTX-3090", "1xA100-SXM4-40GB", "1xA100-SXM4-80GB")
+    ]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1]
+
+
+def test_a_pinned_method_is_the_only_one_asked() -> None:
+    asked = situations("1b", machine("1xRTX-4090"), method=Method.LORA)
+    assert {rung.method for rung in largest_batches(asked)} == {Method.LORA}
+
+
+def test_a_pinned_mechanism_is_kept_on_the_ladder() -> None:
+    asked = situations("1b", machine("1xRTX-4090"), pin={"checkpointing": Checkpointing.NONE})
+    assert {rung.candidate.checkpointing for rung in longest_sequences(asked)} == {Checkpointing.NONE}
+
+
+def test_hours_do_not_limit_what_fits() -> None:
+    assert longest_sequences(situations("1b", machine("1xRTX-4090"), hours=1e-6))
+
+
+@pytest.mark.parametrize(("spec", "now"), [("1xRTX-4060-8GB", "tiny"), ("1xA100-SXM4-80GB", "1b")])
+def test_the_largest_model_fits_and_the_next_does_not(spec: str, now: str) -> None:
+    by_method = situations("tiny", machine(spec, ram_bytes=16 * GIB), seq_len=512, tokens_per_step=8192)
+    rungs = largest_models(by_method, PRESETS)
+    full = [rung for rung in rungs if rung.method is Method.FULL]
+    assert [rung.name for rung in full] == [now]
+    for rung in rungs:
+        assert rung.size == PRESETS[str(rung.name)].num_parameters
+    largest = {method: max((r.size for r in rungs if r.method is method), default=0) for method in Method}
+    assert largest[Method.QLORA] >= largest[Method.LORA] >= largest[Method.FULL]
+
+
+def test_models_with_too_few_positions_are_no_answer() -> None:
+    """`tiny` has 512 positions."""
+    by_method = situations("1b", machine("1xRTX-4060-8GB", ram_bytes=2 * GIB), seq_len=1024, tokens_per_step=8192)
+    assert "tiny" not in {rung.name for rung in largest_models(by_method, PRESETS)}
+
+
+@pytest.mark.parametrize("question", Question)
+def test_answers_stand_in_text_and_in_json(question: Question) -> None:
+    hardware = machine("2xRTX-3090", ram_bytes=64 * GIB)
+    by_method = situations("8b", hardware)
+    asked = {
+        Question.LONGEST_SEQ: longest_sequences,
+        Question.LARGEST_BATCH: largest_batches,
+        Question.LARGEST_MODEL: lambda s: largest_models(s, PRESETS),
+    }
+    rungs = asked[question](by_method)
+    section = limits_section(question, rungs, machine="2 x RTX-3090", seq_len=2048, shape=shape_of("8b"))
+    text = page_text(Page(title="a job", sections=(section,)), width=100)
+    answers = limits_json(question, rungs, machine="2 x RTX-3090")["answers"]
+    assert max(map(len, text.splitlines())) <= 100
+    assert len(answers) == len(rungs) > 0
+    for answer, rung in zip(answers, rungs, strict=True):
+        assert answer["strategy"] == rung.candidate.strategy.name
+        assert answer["strategy"] in text
+    empty = limits_section(question, (), machine="m", seq_len=2048, shape=shape_of("8b"))
+    assert "nothing fits" in page_text(Page(title="a job", sections=(empty,)), width=100)
+
+
+def test_lengths_beyond_the_models_positions_say_so() -> None:
+    shape = shape_of("8b")
+    rungs = longest_sequences(situations("8b", machine("8xH100-SXM5-80GB")))
+    section = limits_section(Question.LONGEST_SEQ, rungs, machine="m", seq_len=2048, shape=shape)
+    assert "the model has 131,072 positions" in page_text(Page(title="a", sections=(section,)), width=100)

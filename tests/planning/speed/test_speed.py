@@ -1,0 +1,485 @@
+"""The closed form of speed: published throughputs, physical limits, and orders that must hold."""
+
+from typing import Any
+
+import pytest
+from estimate_factory import LLAMA_2_7B, LLAMA_8B, MISTRAL_7B, TINY, UNKNOWN_HOST, cpu, gpu, setting
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from trainer.planning.device import Device, device_of
+from trainer.planning.setting import RecipeChoices
+from trainer.planning.speed import constants as constants
+from trainer.planning.speed.rates import rates_of
+from trainer.planning.speed.step import estimate_speed, evaluation_seconds, flops_per_token, speed_notes
+from trainer.planning.tables.gpu_specs import GPU_SPECS
+from trainer.spec.hardware import Gpu, Hardware
+from trainer.spec.job.sections import GaloreJob, LoraJob
+from trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
+from trainer.spec.strategy import (
+    Attention,
+    Checkpointing,
+    LossHead,
+    Method,
+    Offload,
+    Optimizer,
+    Precision,
+    Sharding,
+)
+from trainer.spec.units import GIB
+
+P = 8_030_261_248
+FULL_AC = Checkpointing.FULL
+BF16 = Precision.BF16
+A100_FLOPS = GPU_SPECS["A100-SXM4-80GB"].fp16_flops_per_s
+
+
+def stranger() -> Device:
+    card = Gpu(index=0, name="NVIDIA Future 1", spec_name=None, memory_bytes=24 * GIB)
+    return device_of(Hardware(gpus=(card,), host=UNKNOWN_HOST))
+
+
+def test_flops_of_a_token_follow_the_stated_convention() -> None:
+    attention = 12 * 32 * 4096 * 8192
+    assert flops_per_token(LLAMA_8B, 8192, Method.FULL) == 6 * P + attention
+    assert flops_per_token(LLAMA_8B, 8192, Method.GALORE) == 6 * P + attention
+    assert flops_per_token(LLAMA_8B, 8192, Method.LORA) == 4 * P + attention
+
+
+SETTINGS = st.builds(
+    setting,
+    st.sampled_from(
+        [Sharding.DDP, Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP, Sharding.FSDP_GRAD_OP, Sharding.HSDP]
+    ),
+    num_ranks=st.sampled_from([1, 2, 16]),
+    precision=st.sampled_from(list(Precision)),
+    optimizer=st.sampled_from(list(Optimizer)),
+    offload=st.sampled_from(list(Offload)),
+    method=st.sampled_from(list(Method)),
+    micro_batch=st.sampled_from([1, 4, 32]),
+    accumulation=st.sampled_from([1, 8]),
+    seq_len=st.sampled_from([128, 4096]),
+    checkpointing=st.sampled_from(list(Checkpointing)),
+    attention=st.sampled_from(list(Attention)),
+    loss=st.sampled_from(list(LossHead)),
+    activation_offload=st.booleans(),
+    compile=st.booleans(),
+)
+DEVICES = st.sampled_from([gpu(), gpu("2x8xH100-SXM5-80GB"), gpu("1xT4"), gpu("2xRTX-4090"), cpu(2), stranger()])
+SHAPES = st.sampled_from([TINY, LLAMA_8B])
+
+
+@given(SHAPES, SETTINGS, DEVICES)
+def test_parts_are_times_that_sum_to_the_step(shape: ModelShape, chosen: Any, device: Device) -> None:
+    found = estimate_speed(shape, chosen, device)
+    assert sum(found.parts.values()) == pytest.approx(found.step_s, rel=1e-9)
+    assert all(seconds >= -1e-9 for seconds in found.parts.values())
+    tokens = chosen.micro_batch * chosen.seq_len * chosen.accumulation
+    assert found.tokens_per_s_per_gpu == pytest.approx(tokens / found.step_s)
+
+
+@given(SHAPES, SETTINGS, DEVICES)
+def test_nothing_is_faster_than_the_peak_of_the_device(shape: ModelShape, chosen: Any, device: Device) -> None:
+    if chosen.checkpointing is not Checkpointing.NONE or chosen.seq_len > 128:
+        return  # the convention counts attention as if it were not causal: long rows exceed it
+    found = estimate_speed(shape, chosen, device)
+    assert (found.mfu is None) is (found.peak_flops_per_s is None)
+    if found.mfu is not None:
+        assert 0 < found.mfu < 1
+
+
+@given(SHAPES, SETTINGS, DEVICES)
+def test_recomputing_and_offloading_never_speed_a_step_up(shape: ModelShape, chosen: Any, device: Device) -> None:
+    plain = replace(chosen, checkpointing=Checkpointing.NONE)
+    full = replace(chosen, checkpointing=Checkpointing.FULL)
+    assert estimate_speed(shape, plain, device).step_s <= estimate_speed(shape, full, device).step_s
+    copied, kept = replace(full, activation_offload=True), replace(full, activation_offload=False)
+    assert estimate_speed(shape, kept, device).step_s <= estimate_speed(shape, copied, device).step_s
+
+
+@given(SHAPES, SETTINGS, DEVICES)
+def test_more_tokens_take_longer_and_amortise_the_step(shape: ModelShape, chosen: Any, device: Device) -> None:
+    once = estimate_speed(shape, replace(chosen, accumulation=1), device)
+    often = estimate_speed(shape, replace(chosen, accumulation=8), device)
+    assert once.step_s < often.step_s
+    assert once.tokens_per_s_per_gpu <= often.tokens_per_s_per_gpu * (1 + 1e-9)
+
+
+def test_a_faster_card_is_faster() -> None:
+    chosen = setting(checkpointing=FULL_AC, micro_batch=4)
+    cards = ["RTX-3090", "A100-SXM4-80GB", "H100-SXM5-80GB", "B200"]
+    seconds = [estimate_speed(LLAMA_8B, chosen, gpu(f"1x{card}")).step_s for card in cards]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+@pytest.mark.parametrize("card", GPU_SPECS)
+def test_every_card_of_the_catalogue_has_a_speed(card: str) -> None:
+    found = estimate_speed(MISTRAL_7B, setting(precision=Precision.FP16_MIXED, micro_batch=4), gpu(f"1x{card}"))
+    assert found.mfu is not None and 0.02 < found.mfu < 0.85
+
+
+def test_pcie_without_peer_access_costs_more_than_nvlink() -> None:
+    chosen = setting(Sharding.FSDP, num_ranks=2, checkpointing=FULL_AC)
+    parts = [estimate_speed(LLAMA_8B, chosen, gpu(spec)).parts for spec in ("2xA100-SXM4-80GB", "2xRTX-4090")]
+    assert parts[0]["communication_s"] * 10 < parts[1]["communication_s"]
+
+
+def test_across_nodes_the_network_is_the_link() -> None:
+    chosen = setting(Sharding.FSDP, num_ranks=16, checkpointing=FULL_AC)
+    inside = estimate_speed(LLAMA_8B, replace(chosen, num_ranks=8), gpu("8xA100-SXM4-80GB"))
+    across = estimate_speed(LLAMA_8B, chosen, gpu("2x8xA100-SXM4-80GB"))
+    hybrid = replace(chosen, strategy=replace(chosen.strategy, sharding=Sharding.HSDP))
+    assert inside.parts["communication_s"] < across.parts["communication_s"]
+    assert estimate_speed(LLAMA_8B, hybrid, gpu("2x8xA100-SXM4-80GB")).step_s < across.step_s
+
+
+def test_hybrid_sharding_over_more_nodes_sends_no_less_across_them() -> None:
+    """The shard of a rank is a share of its node: (n - 1) / n of it leaves for a sum over n nodes, and as much returns.
+
+    The bound holds also if a rank had all adapters of its node for itself.
+    """
+    network = 10**8
+    slow = replace(gpu("2x8xA100-SXM4-80GB"), network_bytes_per_s=network)
+    found = {
+        nodes: estimate_speed(LLAMA_8B, setting(Sharding.HSDP, num_ranks=8 * nodes, seq_len=128), slow)
+        for nodes in (2, 4, 16)
+    }
+    seconds = [found[nodes].parts["communication_s"] for nodes in found]
+    assert seconds == sorted(seconds)
+    for nodes, across in zip(found, seconds, strict=True):
+        shard_bytes = 4 * P / 8  # fp32 gradients
+        assert across >= 2 * shard_bytes * (nodes - 1) / nodes / (constants.LINK_SHARE * network), nodes
+
+
+def test_measured_rates_replace_the_datasheet() -> None:
+    device, chosen = gpu("1xRTX-4090"), setting(precision=BF16, micro_batch=4)
+    slow = replace(device, matmul_flops_per_s=10**12)
+    assert estimate_speed(LLAMA_8B, chosen, slow).step_s > 10 * estimate_speed(LLAMA_8B, chosen, device).step_s
+    assert "datasheet" in speed_notes(device)[0]
+    assert speed_notes(slow) == ()
+
+
+def test_an_unknown_card_ranks_but_promises_nothing() -> None:
+    device, chosen = stranger(), setting(precision=Precision.FP16_MIXED)
+    found = estimate_speed(LLAMA_8B, chosen, device)
+    assert found.mfu is None and found.peak_flops_per_s is None
+    assert found.tokens_per_s_per_gpu < estimate_speed(LLAMA_8B, chosen, gpu("1xRTX-3060-12GB")).tokens_per_s_per_gpu
+    (note,) = speed_notes(device)
+    assert "NVIDIA Future 1" in note and "probe --measure" in note
+
+
+def test_a_cpu_has_no_mfu_and_says_that_its_speed_is_assumed() -> None:
+    found = estimate_speed(TINY, setting(precision=Precision.FP32), cpu())
+    assert found.mfu is None
+    (note,) = speed_notes(cpu())
+    assert "assumed" in note and "80 GFLOP/s" in note
+
+
+def test_a_type_without_a_unit_is_emulated_slowly() -> None:
+    t4, chosen = gpu("1xT4"), setting(precision=Precision.FP16_MIXED, micro_batch=4)
+    emulated = replace(chosen, strategy=replace(chosen.strategy, precision=Precision.BF16_MIXED))
+    assert estimate_speed(LLAMA_8B, emulated, t4).step_s > 5 * estimate_speed(LLAMA_8B, chosen, t4).step_s
+
+
+COLLECTIVE_BYTES = [  # a parameter of the model, through the link of one of two ranks, for two micro batches
+    (Sharding.DDP, 2 * 4),  # an all-reduce of fp32 gradients is a reduction and a gathering
+    (Sharding.ZERO1, 2 * 4),
+    (Sharding.ZERO2, 2 * 4 + 2),  # a reduction for each micro batch, then the new weights
+    (Sharding.ZERO3, 2 * (2 * 2 + 4)),
+    (Sharding.FSDP, 2 * (2 * 2) + 4),  # gathered twice for each micro batch, reduced with the last
+    (Sharding.FSDP_GRAD_OP, 2 * 2 + 4),
+]
+
+
+@pytest.mark.parametrize(("sharding", "per_parameter"), COLLECTIVE_BYTES)
+def test_a_slow_link_is_paid_for_every_byte_that_a_sharding_moves(sharding: Sharding, per_parameter: int) -> None:
+    slow = replace(gpu("2xA100-SXM4-80GB"), link_bytes_per_s=10**7)
+    chosen = setting(sharding, num_ranks=2, accumulation=2, seq_len=128)
+    seconds = estimate_speed(LLAMA_8B, chosen, slow).parts["communication_s"]
+    assert seconds == pytest.approx(per_parameter * P * (1 / 2) / (constants.LINK_SHARE * 10**7), rel=0.01)
+
+
+# --- architectures ----------------------------------------------------------------------------------------------------
+
+
+def seconds(shape: ModelShape, device: Device | None = None, /, **fields: Any) -> dict[str, float]:
+    sharding = fields.pop("sharding", Sharding.NONE)
+    return estimate_speed(shape, setting(sharding, **fields), device or gpu("1xA100-SXM4-80GB")).parts
+
+
+def test_a_token_pays_for_the_experts_it_is_sent_to_and_memory_for_all() -> None:
+    dense = replace(LLAMA_8B, linears=tuple(linear for linear in LLAMA_8B.linears if "proj" in linear.name))
+    pair = Linear(name="experts", num_inputs=4096, num_outputs=14336, num_copies=8, num_used=2)
+    both_used = replace(pair, num_copies=2)
+    experts = replace(dense, linears=(*dense.linears, pair), num_experts=8, experts_per_token=2)
+    only_used = replace(dense, linears=(*dense.linears, both_used), num_experts=2, experts_per_token=2)
+    all_used = replace(dense, linears=(*dense.linears, replace(pair, num_used=8)), num_experts=8, experts_per_token=8)
+    chosen = {"micro_batch": 4, "checkpointing": FULL_AC}
+    some, least, most = (seconds(shape, **chosen)["compute_s"] for shape in (experts, only_used, all_used))
+    assert least < some < 1.1 * least
+    assert most > 1.5 * some
+    flops = [flops_per_token(shape, 2048, Method.FULL) for shape in (experts, only_used)]
+    assert flops[0] == flops[1]
+
+
+def test_all_experts_are_read_where_tokens_are_few() -> None:
+    pair = Linear(name="experts", num_inputs=4096, num_outputs=14336, num_copies=8, num_used=2)
+    few, many = (
+        seconds(replace(LLAMA_8B, linears=(replace(pair, num_copies=copies),)), seq_len=128, precision=BF16)[
+            "compute_s"
+        ]
+        for copies in (8, 64)
+    )
+    read_s = 3 * 32 * 56 * 2 * 4096 * 14336 / (constants.MEMORY_SHARE * 2039e9)
+    assert many - few > 0.6 * read_s
+
+
+def test_norms_of_one_kernel_and_models_without_rotation_move_less() -> None:
+    layered = replace(LLAMA_8B, norm=Norm.LAYER)
+    still = replace(layered, positions=Positions.ALIBI)
+    compute = [seconds(shape)["compute_s"] for shape in (LLAMA_8B, layered, still)]
+    assert compute == sorted(compute, reverse=True)
+    assert len(set(compute)) == 3
+    hosts = [seconds(shape, micro_batch=1, seq_len=128)["host_s"] for shape in (LLAMA_8B, layered, still)]
+    assert hosts == sorted(hosts, reverse=True)
+
+
+def test_a_window_costs_its_keys() -> None:
+    windowed = replace(MISTRAL_7B, sliding_window=4096, num_sliding_layers=32)
+    device = gpu("1xA100-SXM4-80GB")
+    rate = constants.ATTENTION_SHARE * A100_FLOPS
+    for row in (4096, 32768):
+        chosen = setting(seq_len=row)
+        full, some = (estimate_speed(shape, chosen, device).parts["compute_s"] for shape in (MISTRAL_7B, windowed))
+        keys_saved = row / 2 - (4096 - 4096**2 / (2 * row))
+        assert full - some == pytest.approx(3.5 * 4 * row * keys_saved * 4096 * 32 / rate, rel=1e-6, abs=1e-9)
+
+
+# --- the head ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "per_weight"), [(Method.FULL, 18), (Method.LORA, 6)])
+def test_each_slice_of_logits_reads_the_head_and_adds_to_its_gradient(method: Method, per_weight: int) -> None:
+    device, table = gpu("1xA100-SXM4-80GB"), 128256 * 4096
+    base = setting(method=method, loss=LossHead.CHUNKED, micro_batch=4)
+    few, many = (
+        estimate_speed(LLAMA_8B, replace(base, loss_chunk_tokens=tokens), device).parts["compute_s"]
+        for tokens in (2048, 256)
+    )
+    memory = constants.MEMORY_SHARE * 2039e9
+    assert many - few == pytest.approx((32 - 4) * per_weight * table / memory, rel=1e-6)
+
+
+# --- padding and evaluation -------------------------------------------------------------------------------------------
+
+
+def test_padding_is_computed_and_not_counted() -> None:
+    device, packed = gpu("1xA100-SXM4-80GB"), setting(seq_len=1024, micro_batch=4)
+    padded = replace(packed, recipe=RecipeChoices(longest_seq=2048))
+    longer = setting(seq_len=2048, micro_batch=4)
+    found = estimate_speed(LLAMA_8B, padded, device)
+    assert found.parts == estimate_speed(LLAMA_8B, longer, device).parts
+    assert found.tokens_per_s_per_gpu * found.step_s == pytest.approx(4 * 1024)
+
+
+@pytest.mark.parametrize("method", [Method.FULL, Method.LORA])
+def test_an_evaluation_is_about_a_third_of_training_on_the_same_tokens(method: Method) -> None:
+    device, chosen = gpu("8xA100-SXM4-80GB"), setting(Sharding.FSDP, num_ranks=8, micro_batch=4, method=method)
+    trained = estimate_speed(LLAMA_8B, chosen, device)
+    evaluated = evaluation_seconds(LLAMA_8B, chosen, device, 8 * 4 * 2048)
+    assert 0.2 < evaluated / trained.step_s < 0.45
+    assert evaluation_seconds(LLAMA_8B, chosen, device, 80 * 4 * 2048) == pytest.approx(10 * evaluated)
+
+
+def test_a_pair_is_two_rows_and_its_reference_one_forward_of_them_where_it_is_the_frozen_base() -> None:
+    device, one = gpu("1xA100-SXM4-80GB"), setting(micro_batch=4, checkpointing=Checkpointing.FULL)
+    pairs = replace(one, recipe=RecipeChoices(rows_per_example=2))
+    assert estimate_speed(LLAMA_8B, pairs, device) == estimate_speed(LLAMA_8B, replace(one, micro_batch=8), device)
+    adapted, base = replace(pairs, method=Method.LORA), replace(one, micro_batch=8, method=Method.LORA)
+    found, plain = estimate_speed(LLAMA_8B, adapted, device), estimate_speed(LLAMA_8B, base, device)
+    forward_s = evaluation_seconds(LLAMA_8B, adapted, device, 8 * 2048)
+    assert found.step_s - plain.step_s == pytest.approx(forward_s, rel=0.01)
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def test_projecting_gradients_takes_products_and_now_and_then_a_decomposition() -> None:
+    card = gpu("1xA100-SXM4-80GB")
+
+    def optimizer_s(gap: int, rank: int) -> float:
+        galore = GaloreJob(update_gap=gap, rank=rank)
+        chosen = setting(method=Method.GALORE, galore=galore, precision=BF16)
+        return estimate_speed(LLAMA_2_7B, chosen, card).parts["optimizer_s"]
+
+    # 7B: the decompositions of one update take minutes, as published
+    update_s = (optimizer_s(1, 256) - optimizer_s(10**9, 256)) / (1 - 1e-9)
+    assert 300 < update_s < 1200
+    assert optimizer_s(10**9, 512) - optimizer_s(10**9, 256) == pytest.approx(
+        4 * 256 * LLAMA_2_7B.num_layers * LLAMA_2_7B.linear_parameters_per_block / (constants.MATMUL_SHARE * A100_FLOPS)
+    )
+
+
+def test_muon_takes_five_rounds_of_products() -> None:
+    card = gpu("1xA100-SXM4-80GB")
+    plain, muon = (
+        estimate_speed(TINY, setting(optimizer=optimizer, precision=BF16), card).parts["optimizer_s"]
+        for optimizer in (Optimizer.SGD, Optimizer.MUON)
+    )
+    flops = sum(
+        4 * min(i, o) ** 2 * max(i, o) + 2 * min(i, o) ** 3
+        for i, o in ((linear.num_inputs, linear.num_outputs) for linear in TINY.linears)
+    )
+    passes = 2 * (9 - 4) * TINY.num_parameters / (constants.MEMORY_SHARE * 2039e9)
+    rounds = 5 * TINY.num_layers * flops / (constants.MATMUL_SHARE * A100_FLOPS)
+    assert muon - plain == pytest.approx(passes + rounds)
+
+
+def test_paged_state_crosses_pcie_only_where_it_does_not_fit() -> None:
+    def optimizer_s(spec: str, optimizer: Optimizer) -> float:
+        chosen = setting(optimizer=optimizer, precision=BF16, optimizer_in_backward=True)
+        return estimate_speed(LLAMA_8B, chosen, gpu(spec)).parts["optimizer_s"]
+
+    paged, plain = Optimizer.PAGED_ADAMW_8BIT, Optimizer.ADAMW_8BIT
+    assert optimizer_s("1xA100-SXM4-80GB", paged) == optimizer_s("1xA100-SXM4-80GB", plain)
+    card = GPU_SPECS["RTX-4090"]
+    over = 4 * P + card.context_bytes - card.usable_bytes
+    assert over < 2 * P
+    extra = optimizer_s("1xRTX-4090", paged) - optimizer_s("1xRTX-4090", plain)
+    assert extra == pytest.approx(2 * over / (constants.PCIE_SHARE * card.pcie_bytes_per_s))
+
+
+# --- offload ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_host_updates_what_is_offloaded_as_fast_as_its_software() -> None:
+    device = gpu("8xA100-SXM4-80GB")
+
+    def offload_s(sharding: Sharding, optimizer: Optimizer, offload: Offload = Offload.OPTIMIZER) -> float:
+        chosen = setting(sharding, num_ranks=8, offload=offload, optimizer=optimizer)
+        return estimate_speed(LLAMA_8B, chosen, device).parts["offload_s"]
+
+    fast = offload_s(Sharding.ZERO2, Optimizer.DEEPSPEED_CPU_ADAM)
+    assert fast > 28 * P / constants.HOST_ADAM_BYTES_PER_S
+    assert offload_s(Sharding.FSDP, Optimizer.ADAMW) > 5 * fast
+    on_disk = offload_s(Sharding.ZERO3, Optimizer.DEEPSPEED_CPU_ADAM, Offload.NVME_OPTIMIZER)
+    in_memory = offload_s(Sharding.ZERO3, Optimizer.DEEPSPEED_CPU_ADAM)
+    assert on_disk - in_memory == pytest.approx(24 * P / constants.NVME_BYTES_PER_S, rel=1e-3)
+
+
+# --- rates ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("measured", "part", "fields"),
+    [
+        ({"matmul_flops_per_s": 10**12}, "compute_s", {}),
+        ({"measured_fp32_flops_per_s": 10**11}, "compute_s", {"precision": Precision.FP32}),
+        ({"measured_fp8_flops_per_s": 10**12}, "compute_s", {"precision": Precision.FP8}),
+        ({"measured_attention_flops_per_s": 10**11}, "compute_s", {}),
+        ({"measured_memory_bytes_per_s": 10**9}, "optimizer_s", {}),
+        ({"measured_link_bytes_per_s": 10**8}, "communication_s", {"sharding": Sharding.FSDP}),
+        ({"measured_pcie_bytes_per_s": 10**8}, "offload_s", {"offload": Offload.OPTIMIZER}),
+        ({"measured_host_adam_bytes_per_s": 10**9}, "offload_s", {"offload": Offload.OPTIMIZER}),
+        ({"nvme_bytes_per_s": 10**8}, "offload_s", {"offload": Offload.NVME_OPTIMIZER}),
+    ],
+)
+def test_each_measured_rate_replaces_its_share_of_the_datasheet(
+    measured: dict[str, int], part: str, fields: dict[str, Any]
+) -> None:
+    device = gpu("2xH100-SXM5-80GB")
+    chosen = {"sharding": Sharding.ZERO3, "num_ranks": 2, **fields}
+    assert (
+        seconds(LLAMA_8B, replace(device, **measured), **chosen)[part] > 2 * seconds(LLAMA_8B, device, **chosen)[part]
+    )
+
+
+def test_a_capped_board_loses_less_than_in_proportion() -> None:
+    device = gpu("1xH100-SXM5-80GB")
+    full, capped = (rates_of(setting(), replace(device, board_watts=watts)).matmul for watts in (700.0, 350.0))
+    assert 0.5 < capped / full < 0.75
+    assert rates_of(setting(), replace(device, board_watts=None)).matmul >= full
+
+
+def test_cards_whose_peak_is_halved_come_nearer_to_it() -> None:
+    found = {card: rates_of(setting(), gpu(f"1x{card}")).matmul for card in ("RTX-4090", "A100-SXM4-80GB")}
+    assert found["RTX-4090"] == pytest.approx(constants.HALVED_MATMUL_SHARE * GPU_SPECS["RTX-4090"].fp16_flops_per_s)
+    assert found["A100-SXM4-80GB"] == pytest.approx(constants.MATMUL_SHARE * A100_FLOPS)
+
+
+# --- stacks -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_old_attention_kernel_shows_on_long_rows() -> None:
+    chosen = setting(seq_len=32768, checkpointing=FULL_AC)
+    ours, theirs = (
+        estimate_speed(LLAMA_8B, replace(chosen, stack=stack), gpu("1xA100-SXM4-80GB")).parts["compute_s"]
+        for stack in ("shardwise", "llm-foundry")
+    )
+    assert theirs > 1.25 * ours
+
+
+def test_adapters_that_are_units_of_fsdp_keep_the_host_busy() -> None:
+    chosen = setting(Sharding.FSDP, num_ranks=2, method=Method.QLORA, seq_len=256)
+    ours, theirs = (
+        estimate_speed(LLAMA_8B, replace(chosen, stack=stack), gpu("2xA100-SXM4-80GB")).parts["host_s"]
+        for stack in ("shardwise", "hf-trainer")
+    )
+    assert theirs > 1.5 * ours
+
+
+def test_reducing_every_micro_batch_is_paid_for_every_micro_batch() -> None:
+    slow = replace(gpu("2xA100-SXM4-80GB"), link_bytes_per_s=10**7)
+    chosen = setting(Sharding.FSDP, num_ranks=2, accumulation=4, seq_len=128)
+    every = replace(chosen, recipe=RecipeChoices(reduces_every_micro_batch=True))
+    once, always = (estimate_speed(LLAMA_8B, each, slow).parts["communication_s"] for each in (chosen, every))
+    assert always - once == pytest.approx(3 * 4 * P / 2 / (constants.LINK_SHARE * 10**7), rel=0.01)
+
+
+def host_s(**choices: Any) -> float:
+    return estimate_speed(LLAMA_8B, setting(seq_len=256, loss=LossHead.EAGER, **choices), cpu()).parts["host_s"]
+
+
+def test_eager_selective_recomputation_asks_the_host_about_every_operator() -> None:
+    """Six forwards more than recomputing all, which is one more than recomputing nothing; a compiler asks nothing."""
+    none, full, selective = (
+        host_s(checkpointing=each) for each in (Checkpointing.NONE, FULL_AC, Checkpointing.SELECTIVE)
+    )
+    assert full / none == pytest.approx(4 / 3)
+    assert selective - full == pytest.approx(6 * none / 3)
+    compiled = host_s(checkpointing=Checkpointing.SELECTIVE, compile=True)
+    assert compiled == pytest.approx(host_s(checkpointing=FULL_AC, compile=True))
+    assert host_s(checkpointing=Checkpointing.SELECTIVE, stack="torchtitan") == pytest.approx(
+        host_s(checkpointing=FULL_AC, stack="torchtitan")
+    )
+
+
+def test_fused_in_plain_torch_lies_between_whole_logits_and_a_second_product() -> None:
+    """It reads and writes a logit more often than eager, and multiplies with the head once rather than twice."""
+
+    def compute_s(loss: LossHead, **choices: Any) -> float:
+        return estimate_speed(LLAMA_8B, setting(seq_len=8192, loss=loss, **choices), gpu()).parts["compute_s"]
+
+    eager, fused, chunked = (compute_s(loss) for loss in (LossHead.EAGER, LossHead.FUSED, LossHead.CHUNKED))
+    assert eager < fused < chunked
+    moved = (66 - 40) * 8192 * LLAMA_8B.vocab_size / rates_of(setting(), gpu()).memory
+    assert fused - eager == pytest.approx(moved)
+    assert compute_s(LossHead.FUSED, stack="hf-trainer+fused-kernels") < compute_s(LossHead.FUSED)
+
+
+@pytest.mark.parametrize(("precision", "squares", "weights"), [(BF16, 4, 14), (Precision.BF16_MIXED, 12, 38)])
+def test_dora_measures_every_weight_in_every_forward(precision: Precision, squares: int, weights: int) -> None:
+    """Of a batch of one token nothing else is left: the identity's products, and weights through memory."""
+    device = gpu()
+    chosen = setting(method=Method.LORA, precision=precision, seq_len=1, lora=LoraJob(targets=("down_proj",)))
+    dora = replace(chosen, lora=LoraJob(targets=("down_proj",), dora=True))
+    plain, measuring = (estimate_speed(LLAMA_8B, each, device).parts["compute_s"] for each in (chosen, dora))
+    rates = rates_of(chosen, device)
+    products = 2 * 16 * (14336**2 + 14336 * 4096) / rates.matmul
+    moved = (squares * 14336**2 + weights * 14336 * 4096) / rates.memory
+    assert measuring - plain == pytest.approx(32 * (products + moved), rel=0.001)
+    again = replace(dora, checkpointing=FULL_AC)
+    recomputed = estimate_speed(LLAMA_8B, again, device).parts["compute_s"]
+    kept = estimate_speed(LLAMA_8B, replace(chosen, checkpointing=FULL_AC), device).parts["compute_s"]
+    assert recomputed - kept == pytest.approx(2 * (measuring - plain), rel=0.001)

@@ -1,0 +1,216 @@
+"""Names of cards as people, nvidia-smi and SPECs write them, and the row that each means."""
+
+import pytest
+from estimate_factory import CPU_HOST
+
+from trainer.planning.device import device_of
+from trainer.planning.speed.step import speed_notes
+from trainer.planning.tables.gpu_names import find_gpu_spec, hardware_from_spec, match_card, match_gpu_name
+from trainer.planning.tables.gpu_specs import GPU_SPECS, GpuSpec
+from trainer.spec.errors import InputError
+from trainer.spec.hardware import DeviceKind
+from trainer.spec.units import MIB
+
+ROWS = pytest.mark.parametrize("spec", GPU_SPECS.values(), ids=GPU_SPECS.keys())
+# Written from vendors' and Wikipedia's names, as people type them; a row is all that they mean.
+# fmt: off
+TYPED = [
+    ("4070Ti", "RTX-4070Ti"), ("RTX 3060 12GB", "RTX-3060-12GB"), ("rtx-a6000", "RTX-A6000"), ("RTX-4090", "RTX-4090"),
+    ("rtx_4090", "RTX-4090"), ("RTX 4090", "RTX-4090"), ("rtx4090", "RTX-4090"), ("4090", "RTX-4090"),
+    ("NVIDIA GeForce RTX 4060 Laptop GPU", "RTX-4060-Laptop"), ("geforce rtx 3090 ti", "RTX-3090Ti"),
+    ("3080 12GB", "RTX-3080-12GB"), ("RTX 3080 10G", "RTX-3080-10GB"), ("RTX 4060 Ti 16GB", "RTX-4060Ti-16GB"),
+    ("4060 Ti 8 GB", "RTX-4060Ti-8GB"), ("RTX 3070", "RTX-3070-8GB"), ("3060 Ti", "RTX-3060Ti"),
+    ("3070ti", "RTX-3070Ti"), ("RTX 3080 Ti", "RTX-3080Ti"), ("RTX 4070", "RTX-4070-12GB"),
+    ("4070 SUPER", "RTX-4070Super"), ("4070 Ti Super", "RTX-4070TiSuper"), ("4080S", "RTX-4080Super"),
+    ("RTX 4090 D", "RTX-4090D"), ("5060", "RTX-5060"), ("RTX 5060 Ti 16G", "RTX-5060Ti-16GB"), ("RTX5070", "RTX-5070"),
+    ("5070 Ti", "RTX-5070Ti"), ("5080", "RTX-5080"), ("GeForce RTX 5090", "RTX-5090"),
+    ("RTX 5090 Laptop GPU", "RTX-5090-Laptop"), ("4070 mobile", "RTX-4070-Laptop"),
+    ("RTX 3050 Ti Laptop", "RTX-3050Ti-Laptop"), ("rtx 2070 max-q", "RTX-2070-MaxQ"),
+    ("RTX 2060 12GB", "RTX-2060-12GB"), ("2060 Super", "RTX-2060Super"), ("RTX 2070S", "RTX-2070Super"),
+    ("2080", "RTX-2080"), ("2080ti", "RTX-2080Ti"), ("GTX 1650", "GTX-1650"), ("1660 Super", "GTX-1660Super"),
+    ("GTX 1660 Ti", "GTX-1660Ti"), ("Titan RTX", "TITAN-RTX"), ("Titan V", "TITAN-V"),
+    ("Quadro RTX 8000", "Quadro-RTX-8000"), ("RTX 8000", "Quadro-RTX-8000"), ("RTX A2000 12GB", "RTX-A2000-12GB"),
+    ("A4000", "RTX-A4000"), ("NVIDIA RTX A5000", "RTX-A5000"), ("a6000", "RTX-A6000"),
+    ("RTX 4000 SFF Ada", "RTX-4000-SFF-Ada"), ("RTX 5000 Ada Generation", "RTX-5000-Ada"), ("6000 Ada", "RTX-6000-Ada"),
+    ("RTX A6000 Ada", "RTX-6000-Ada"), ("RTX 5000 Ada Laptop", "RTX-5000-Ada-Laptop"), ("RTX PRO 6000", "RTX-PRO-6000"),
+    ("RTX Pro 6000 Blackwell Max-Q", "RTX-PRO-6000-MaxQ"), ("Pro 6000 server", "RTX-PRO-6000-Server"),
+    ("RTX PRO 4500 Blackwell", "RTX-PRO-4500"), ("A2", "A2"), ("A10", "A10"), ("NVIDIA A10G", "A10G"), ("a16", "A16"),
+    ("A30 24GB", "A30"), ("A40 48GB", "A40"), ("L4", "L4"), ("L40", "L40"), ("l40s", "L40S"), ("Tesla T4", "T4"),
+    ("T4 16GB", "T4"), ("V100-SXM2-32GB", "V100-32GB"), ("Tesla V100-PCIE-16GB", "V100-PCIe-16GB"),
+    ("V100S", "V100S-PCIe-32GB"), ("A100 SXM4 80GB", "A100-SXM4-80GB"), ("A100-PCIE-40GB", "A100-PCIe-40GB"),
+    ("A800 80GB PCIe", "A800-PCIe-80GB"), ("H100 SXM", "H100-SXM5-80GB"), ("H100 80GB HBM3", "H100-SXM5-80GB"),
+    ("h100-pcie", "H100-PCIe-80GB"), ("H100 NVL", "H100-NVL-94GB"), ("H800", "H800-SXM5-80GB"), ("H20", "H20-96GB"),
+    ("H200 141GB", "H200"), ("H200 NVL", "H200-NVL"), ("GH200", "GH200"), ("GH200 144GB", "GH200-144GB"),
+    ("B200", "B200"), ("NVIDIA B300 SXM6 AC", "B300"), ("GB200", "GB200"), ("GB300", "GB300"), ("GB10", "GB10"),
+    ("DGX Spark", "GB10"), ("Jetson AGX Orin 64GB", "Orin-AGX-64GB"), ("Jetson AGX Thor", "Thor-AGX-128GB"),
+    ("A100-SXM4-80GB-MIG-1g.10gb", "A100-SXM4-80GB-MIG-1g.10gb"), ("H200 MIG 1g.18gb", "H200-MIG-1g.18gb"),
+    ("A30 1g.6gb+me", "A30-MIG-1g.6gb"), ("h100 pcie 3g.40gb", "H100-PCIe-80GB-MIG-3g.40gb"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("name", "expected"), TYPED)
+def test_names_that_people_type(name: str, expected: str) -> None:
+    assert find_gpu_spec(name).name == expected
+    hardware = hardware_from_spec(f"1x{name}", local_host=lambda: CPU_HOST)
+    assert (len(hardware.gpus), hardware.gpus[0].spec_name) == (1, expected)
+
+
+@ROWS
+def test_a_row_is_found_by_each_of_its_names(spec: GpuSpec) -> None:
+    slices = [f"{spec.name}-MIG-{profile.name}" for profile in spec.mig_profiles]
+    for name in (spec.name, spec.name.lower(), spec.name.replace("-", " "), *slices):
+        found = match_card(name)
+        assert (found.spec.name.lower(), found.others) == (name.lower().replace(" ", "-"), ())
+
+
+AMBIGUOUS = [
+    # name, cards in a node, the row that is assumed, one of the others
+    ("3080", 1, "RTX-3080-10GB", "RTX-3080-12GB"),
+    ("RTX 4060 Ti", 2, "RTX-4060Ti-8GB", "RTX-4060Ti-16GB"),
+    ("3060", 1, "RTX-3060-8GB", "RTX-3060-12GB"),
+    ("A100", 8, "A100-SXM4-40GB", "A100-SXM4-80GB"),
+    ("A100", 2, "A100-PCIe-40GB", "A100-SXM4-80GB"),
+    ("A100 80GB", 8, "A100-SXM4-80GB", "A100-PCIe-80GB"),
+    ("H100", 8, "H100-SXM5-80GB", "H100-PCIe-80GB"),
+    ("V100 32GB PCIe or so", 1, None, None),
+    ("RTX 6000", 1, "Quadro-RTX-6000", "RTX-6000-Ada"),
+    ("H100 1g.10gb", 1, "H100-PCIe-80GB-MIG-1g.10gb", "H100-SXM5-80GB"),
+]
+
+
+@pytest.mark.parametrize(("name", "count", "expected", "other"), AMBIGUOUS)
+def test_a_name_of_several_rows_says_which_was_taken(
+    name: str, count: int, expected: str | None, other: str | None
+) -> None:
+    if expected is None or other is None:
+        with pytest.raises(InputError):
+            match_card(name, count=count)
+        return
+    hardware = hardware_from_spec(f"{count}x{name}", local_host=lambda: CPU_HOST)
+    assert {gpu.spec_name for gpu in hardware.gpus} == {expected}
+    (note,) = hardware.notes
+    assert expected in note and other in note
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("RTX-4900", "RTX-4090"),
+        ("RTX 4090 48GB", "RTX-4090"),
+        ("H300", "H200"),
+        ("GTX 1080 Ti", "RTX-2080Ti"),
+        ("A100 MIG 9g.90gb", "1g.5gb"),
+        ("L4 1g.5gb", "L4"),
+        ("quantum", "V100-16GB"),
+        ("Radeon 7900", "known"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_what_there_is(name: str, hint: str) -> None:
+    with pytest.raises(InputError, match=f"unknown GPU '{name}'") as caught:
+        find_gpu_spec(name)
+    assert hint in str(caught.value)
+    assert len(str(caught.value)) < 250
+
+
+def test_a_stated_power_class_replaces_the_assumed_one() -> None:
+    assumed, stated = (
+        device_of(hardware_from_spec(spec, local_host=lambda: CPU_HOST))
+        for spec in ("1xRTX-4070-Laptop", "1xRTX 4070 Laptop 80W")
+    )
+    assert any("115 W" in note for note in speed_notes(assumed))
+    assert not any("115 W" in note for note in speed_notes(stated))
+    assert (assumed.board_watts, stated.board_watts) == (115, 80)
+    ratio = max(stated.peak_flops_per_s.values()) / max(assumed.peak_flops_per_s.values())
+    assert ratio == pytest.approx((1230 + (2175 - 1230) * 45 / 80) / 2175, rel=1e-6)
+
+
+@ROWS
+def test_a_row_is_found_by_its_own_nvidia_smi_name(spec: GpuSpec) -> None:
+    for name in spec.smi_names:
+        assert match_gpu_name(f"NVIDIA {name}", spec.memory_bytes) == spec.name
+        for profile in spec.mig_profiles:
+            found = match_gpu_name(f"NVIDIA {name} MIG {profile.name}", round(profile.usable_gib * 2**30))
+            assert found == f"{spec.name}-MIG-{profile.name}"
+
+
+SMI_NAMES = [
+    ("NVIDIA GeForce RTX 4090", 24564, "RTX-4090"),
+    ("NVIDIA GeForce RTX 4090", 49140, "RTX-4090"),  # chips of twice the size were soldered on
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", 16376, "RTX-4090-Laptop"),
+    ("NVIDIA GeForce RTX 4090 D", 24564, "RTX-4090D"),
+    ("NVIDIA GeForce RTX 3060", 12288, "RTX-3060-12GB"),
+    ("NVIDIA GeForce RTX 3060", 8192, "RTX-3060-8GB"),
+    ("NVIDIA GeForce RTX 3080 Laptop GPU", 16384, "RTX-3080-Laptop-16GB"),
+    ("NVIDIA GeForce RTX 3090 Ti", 24564, "RTX-3090Ti"),
+    ("NVIDIA H100 80GB HBM3", 81559, "H100-SXM5-80GB"),
+    ("NVIDIA H100 80GB HBM2e", 81559, "H100-PCIe-80GB"),  # of two that it may be, the slower
+    ("NVIDIA H100 PCIe", 81559, "H100-PCIe-80GB"),
+    ("Tesla V100-SXM2-32GB", 32768, "V100-32GB"),
+    ("Tesla V100-SXM2-16GB", 16160, "V100-16GB"),
+    ("Tesla T4", 15109, "T4"),
+    ("NVIDIA A100-PCIE-40GB", 40960, "A100-PCIe-40GB"),
+    ("NVIDIA A100-SXM4-80GB", 81251, "A100-SXM4-80GB"),
+    ("NVIDIA A100 80GB PCIe", 81920, "A100-PCIe-80GB"),
+    ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 40192, "A100-SXM4-80GB-MIG-3g.40gb"),
+    ("NVIDIA A100-SXM4-80GB MIG 1g.10gb+me", 9728, "A100-SXM4-80GB-MIG-1g.10gb"),
+    ("NVIDIA A100-SXM4-40GB MIG 1c.2g.10gb", 9856, None),  # a part of a slice, which is not reported
+    ("NVIDIA A10G", 22731, "A10G"),
+    ("NVIDIA RTX 6000 Ada Generation", 46068, "RTX-6000-Ada"),  # ECC on takes a sixteenth
+    ("NVIDIA RTX 6000 Ada Generation", 49140, "RTX-6000-Ada"),
+    ("NVIDIA GH200 480GB", 97871, "GH200"),
+    ("NVIDIA GB10", None, "GB10"),  # on the host's memory
+    ("NVIDIA A100-SXM-64GB", 65536, None),
+    ("NVIDIA GeForce GTX 1080 Ti", 11264, None),
+    ("NVIDIA A40-24Q", 24576, None),  # vGPU
+    ("GRID T4-16Q", 16384, None),
+    ("AMD Instinct MI300X", 196592, None),
+    ("NVIDIA Graphics Device", 16384, None),
+    ("", 0, None),
+]
+
+
+@pytest.mark.parametrize(("name", "memory_mib", "expected"), SMI_NAMES)
+def test_names_of_nvidia_smi(name: str, memory_mib: int | None, expected: str | None) -> None:
+    assert match_gpu_name(name, None if memory_mib is None else memory_mib * MIB) == expected
+
+
+@ROWS
+def test_a_row_makes_a_machine(spec: GpuSpec) -> None:
+    hardware = hardware_from_spec(f"4x8x{spec.name}", local_host=lambda: CPU_HOST)
+    assert (hardware.num_nodes, len(hardware.gpus), hardware.num_devices) == (4, 8, 32)
+    assert hardware.source == f"catalogue 4x8x{spec.name}"
+    assert {gpu.spec_name for gpu in hardware.gpus} == {spec.name}
+    assert hardware.host.ram_bytes is None and hardware.host.num_cores is None
+
+
+def test_a_cpu_spec_shares_this_machine() -> None:
+    hardware = hardware_from_spec("2xCPU", local_host=lambda: CPU_HOST)
+    assert hardware.device_kind is DeviceKind.CPU
+    assert (hardware.num_devices, hardware.host) == (2, CPU_HOST)
+
+
+def test_cpu_ranks_of_several_machines_have_machines_like_this_one() -> None:
+    hardware = hardware_from_spec("3x2xCPU", local_host=lambda: CPU_HOST)
+    assert (hardware.num_nodes, hardware.num_devices_per_node, hardware.num_devices) == (3, 2, 6)
+    assert (hardware.device_kind, hardware.host) == (DeviceKind.CPU, CPU_HOST)
+
+
+def test_a_bare_name_is_one_card() -> None:
+    assert hardware_from_spec("H200", local_host=lambda: CPU_HOST).num_devices == 1
+    assert hardware_from_spec("RTX-4090", local_host=lambda: CPU_HOST).num_devices == 1
+
+
+@pytest.mark.parametrize("text", ["", "8x", "0xH200", "1x0xH200", "8xH300", "-1xH200", "0x2xCPU", "1x2x3xH200"])
+def test_a_wrong_spec_says_what_one_looks_like(text: str) -> None:
+    with pytest.raises(InputError) as caught:
+        hardware_from_spec(text, local_host=lambda: CPU_HOST)
+    message = str(caught.value)
+    assert "8xH100-SXM5-80GB" in message or "2xCPU" in message
+    assert len(message.splitlines()) <= 3
+
+
+def test_mig_slices_do_not_work_together() -> None:
+    assert hardware_from_spec("A30-MIG-1g.6gb", local_host=lambda: CPU_HOST).gpus[0].is_mig_on
+    with pytest.raises(InputError, match=r"1xA30-MIG-1g\.6gb"):
+        hardware_from_spec("2xA30-MIG-1g.6gb", local_host=lambda: CPU_HOST)

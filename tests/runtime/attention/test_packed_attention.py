@@ -1,0 +1,396 @@
+"""Packed rows: each document as if it stood alone, for every model type and on every attention path of a CPU."""
+
+from collections.abc import Collection
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from architecture_factory import TINY, VARIANTS
+from torch.nn import functional
+from torch.nn.attention import varlen
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from trainer.runtime.attention import packed as packed_attention
+from trainer.runtime.attention.choice import attention_facts, attention_of
+from trainer.runtime.attention.packed import (
+    ON_CPU,
+    ONE_BY_ONE,
+    PACKED_SDPA,
+    document_bounds,
+    isolate_documents,
+    packed_inputs,
+    packed_sdpa,
+)
+from trainer.runtime.loss.head import IGNORED, install_loss_head
+from trainer.runtime.memory.activation_memory import apply_checkpointing
+from trainer.spec.errors import InputError
+from trainer.spec.strategy import Checkpointing, LossHead
+
+WIDTH = 48
+LENGTHS = ((20, 1, 27), (3, 30, 15))  # of the documents in two rows; windows of the models are 16
+POSITIONS = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in LENGTHS])
+PLACES = [
+    (row, slice(sum(lengths[:number]), sum(lengths[: number + 1])))
+    for row, lengths in enumerate(LENGTHS)
+    for number in range(len(lengths))
+]
+BOUNDS = (*(row * WIDTH + places.start for row, places in PLACES), 2 * WIDTH)
+CHANGED = [(0, slice(0, 20)), (1, slice(3, 33))]
+WITHOUT_SDPA = ("gemma2", "mpt")
+ALIBI = {"falcon rw"}
+MODELS = {**TINY, **VARIANTS}
+CASES = [
+    (name, implementation)
+    for name, config in MODELS.items()
+    for implementation in ("sdpa", "eager")
+    if name not in ALIBI and not (implementation == "sdpa" and config["model_type"] in WITHOUT_SDPA)
+]
+OF_A_TYPE = [(name, implementation) for name, implementation in CASES if name in TINY]
+ONE_OF_A_TYPE = [case for case in OF_A_TYPE if case == (case[0], "eager" if case[0] in WITHOUT_SDPA else "sdpa")]
+
+
+def mostly_long(cases: list[tuple[Any, ...]], *, short: Collection[tuple[Any, ...]]) -> list[Any]:
+    """The cases, of which all but the short ones belong to make test-long."""
+    return [pytest.param(*case, marks=() if case in short else pytest.mark.long) for case in cases]
+
+
+def build(name: str, implementation: str, **settings: Any) -> PreTrainedModel:
+    config = {key: value for key, value in MODELS[name].items() if key != "model_type"}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(MODELS[name]["model_type"], **config | settings), attn_implementation=implementation
+    )
+    model.config.use_cache = False
+    return model.eval()
+
+
+def rows(seed: int = 1) -> torch.Tensor:
+    return torch.randint(3, 200, (2, WIDTH), generator=torch.Generator().manual_seed(seed))
+
+
+def with_others_changed() -> torch.Tensor:
+    """The same rows, where one document of each is another."""
+    ids, other = rows(), rows(seed=2)
+    for row, places in CHANGED:
+        ids[row, places] = other[row, places]
+    return ids
+
+
+def unchanged(values: torch.Tensor) -> torch.Tensor:
+    """What belongs to the documents that stay."""
+    return torch.cat([values[row, places] for row, places in PLACES if (row, places) not in CHANGED])
+
+
+def logits(model: PreTrainedModel, ids: torch.Tensor, position_ids: torch.Tensor | None = POSITIONS) -> torch.Tensor:
+    inputs = {"input_ids": ids} if position_ids is None else packed_inputs(model, ids, position_ids)
+    return model(**inputs).logits
+
+
+def labels_of(ids: torch.Tensor, *, only_unchanged: bool = False) -> torch.Tensor:
+    labels = ids.clone()
+    labels[POSITIONS == 0] = IGNORED
+    if only_unchanged:
+        for row, places in CHANGED:
+            labels[row, places] = IGNORED
+    return labels
+
+
+def test_every_model_type_is_tested_on_some_path():
+    assert {MODELS[name]["model_type"] for name, _ in CASES} == set(TINY)
+    assert len(TINY) == 17
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"), mostly_long(CASES, short={("mistral", "sdpa"), ("mistral", "eager")})
+)
+def test_another_document_changes_no_logit_of_this_one(name, implementation):
+    model = build(name, implementation)
+    with torch.no_grad():
+        before, after = logits(model, rows()), logits(model, with_others_changed())
+    torch.testing.assert_close(unchanged(after), unchanged(before), rtol=0, atol=1e-6)
+    assert all((after[row, places] - before[row, places]).abs().max() > 1e-3 for row, places in CHANGED)
+
+
+@pytest.mark.parametrize(("name", "implementation"), CASES)
+def test_a_document_is_what_it_is_alone(name, implementation):
+    model = build(name, implementation)
+    ids = rows()
+    with torch.no_grad():
+        together = logits(model, ids)
+        for row, places in PLACES:
+            alone = logits(model, ids[row : row + 1, places], None)[0]
+            torch.testing.assert_close(together[row, places], alone, rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize(("name", "implementation"), OF_A_TYPE)
+def test_the_loss_of_a_document_has_no_gradient_from_another(name, implementation):
+    """The gradients of what the unchanged documents lose, with respect to the embedded tokens and to the weights."""
+    found = []
+    for ids in (rows(), with_others_changed()):
+        model = build(name, implementation)
+        install_loss_head(model, LossHead.CHUNKED, chunk_tokens=None)
+        embedded: list[torch.Tensor] = []
+        model.get_input_embeddings().register_forward_hook(
+            lambda module, inputs, output, kept=embedded: (output.retain_grad(), kept.append(output))[0]
+        )
+        loss = model(input_ids=ids, labels=labels_of(ids, only_unchanged=True), position_ids=POSITIONS)
+        loss.backward()
+        (output,) = embedded
+        for row, places in CHANGED:
+            assert output.grad[row, places].abs().max() == 0
+        weights = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found.append((loss.detach(), unchanged(output.grad), weights))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "implementation"), mostly_long(OF_A_TYPE, short=ONE_OF_A_TYPE))
+def test_the_gradients_are_those_of_the_documents_one_by_one(name, implementation):
+    """The loss of packed rows and its gradients are the sums over the documents, each a row of its own."""
+    packed, single = build(name, implementation), build(name, implementation)
+    for model in (packed, single):
+        install_loss_head(model, LossHead.EAGER, chunk_tokens=None)
+    ids = rows()
+    loss = packed(input_ids=ids, labels=labels_of(ids), position_ids=POSITIONS)
+    loss.backward()
+    total = torch.zeros(())
+    for row, places in PLACES:
+        if places.stop - places.start > 1:
+            alone = ids[row : row + 1, places]
+            part = single(input_ids=alone, labels=alone)
+            part.backward()
+            total += part.detach()
+    torch.testing.assert_close(loss.detach(), total, rtol=1e-5, atol=0)
+    expected = {name: parameter.grad for name, parameter in single.named_parameters()}
+    for parameter_name, parameter in packed.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[parameter_name], rtol=1e-3, atol=2e-4)
+
+
+def test_documents_run_into_each_other_where_nothing_is_said_of_them():
+    """What the tests above would see if nothing kept documents apart."""
+    model = build("llama", "sdpa")
+    with torch.no_grad():
+        before, after = logits(model, rows(), None), logits(model, with_others_changed(), None)
+    assert (unchanged(after) - unchanged(before)).abs().max() > 1e-3
+
+
+def test_bounds_are_the_starts_of_all_documents_and_the_end():
+    assert document_bounds(POSITIONS) == BOUNDS == (0, 20, 21, 48, 51, 81, 96)
+
+
+def test_bounds_that_the_data_knows_are_those_of_the_positions():
+    model = build("llama", "sdpa")
+    found, known = packed_inputs(model, rows(), POSITIONS), packed_inputs(model, rows(), POSITIONS, BOUNDS)
+    for inputs in (found, known):
+        assert inputs["cu_seq_lens_q"].dtype is torch.int32
+        assert tuple(inputs["cu_seq_lens_q"].tolist()) == tuple(inputs["cu_seq_lens_k"].tolist()) == BOUNDS
+
+
+def test_without_positions_the_model_is_the_one_that_transformers_has():
+    ids = rows()
+    for name in ("llama", "mistral", "gemma3_text"):
+        model = build(name, "sdpa")
+        isolate_documents(model)
+        found = logits(model, ids, None)
+        model.config._attn_implementation = "sdpa"
+        assert torch.equal(found, logits(model, ids, None)), name
+
+
+def test_a_model_that_packs_still_generates():
+    model: Any = build("mistral", "sdpa")
+    isolate_documents(model)
+    settings = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "use_cache": True}
+    found = model.generate(input_ids=rows()[:1], **settings)
+    model.config._attn_implementation = "sdpa"
+    assert torch.equal(found, model.generate(input_ids=rows()[:1], **settings))
+
+
+def test_a_report_names_the_planned_attention_and_what_kept_documents_apart():
+    model = build("llama", "sdpa")
+    logits(model, rows(), None)
+    assert (model.config._attn_implementation, attention_facts(model)) == ("sdpa", {})
+    logits(model, rows())
+    assert (model.config._attn_implementation, attention_of(model)) == (PACKED_SDPA, "sdpa")
+    assert attention_facts(model) == {"documents": f"kept apart by {ON_CPU}"}
+
+
+def test_models_that_make_their_own_mask_keep_transformers_attention():
+    for name, implementation in (("falcon", "sdpa"), ("falcon", "eager"), ("mpt", "eager"), ("gpt2", "eager")):
+        model = build(name, implementation)
+        logits(model, rows())
+        assert model.config._attn_implementation == implementation
+
+
+def test_falcon_with_alibi_is_refused_with_what_would_do():
+    with pytest.raises(InputError, match=r"falcon with ALiBi(.|\n)*data\.packing=false"):
+        logits(build("falcon rw", "sdpa"), rows())
+
+
+def test_bounds_that_are_lost_on_the_way_stop_the_run():
+    """transformers finds documents in the positions, the attention function is told of none."""
+    model = build("llama", "sdpa")
+    layer = model.model.layers[1].self_attn
+    forward = layer.forward
+    layer.forward = lambda *args, cu_seq_lens_q, position_ids, **kwargs: forward(*args, **kwargs)
+    with pytest.raises(RuntimeError, match="LlamaAttention"):
+        logits(model, rows())
+
+
+RECOMPUTED = mostly_long(
+    list(
+        product(
+            ("llama", "mistral", "gpt2", "falcon", "stablelm"),
+            (Checkpointing.FULL, Checkpointing.ATTENTION, Checkpointing.SELECTIVE),
+        )
+    ),
+    short={
+        ("mistral", Checkpointing.FULL), ("mistral", Checkpointing.ATTENTION), ("mistral", Checkpointing.SELECTIVE),
+        ("gpt2", Checkpointing.ATTENTION), ("falcon", Checkpointing.SELECTIVE), ("stablelm", Checkpointing.FULL),
+    },
+)  # fmt: skip
+
+
+# transformers renamed the method that `activation_memory` calls, and still has the old name.
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+@pytest.mark.parametrize(("name", "checkpointing"), RECOMPUTED)
+def test_recomputed_blocks_see_the_same_bounds(name, checkpointing):
+    found = []
+    for kept in (Checkpointing.NONE, checkpointing):
+        model = build(name, "sdpa").train()
+        apply_checkpointing(model, kept)
+        install_loss_head(model, LossHead.CHUNKED, chunk_tokens=None)
+        ids = rows()
+        torch.manual_seed(3)
+        model(input_ids=ids, labels=labels_of(ids), position_ids=POSITIONS).backward()
+        found.append({n: p.grad for n, p in model.named_parameters()})
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.long), "mistral"])
+def test_compiled_blocks_keep_documents_apart(name):
+    """Compiled as far as tracing goes; the loop over documents is left out of it."""
+    plain, compiled = (build(name, "sdpa", num_hidden_layers=1) for _ in range(2))
+    for layer in compiled.model.layers:
+        layer.compile(backend="eager")
+    with torch.no_grad():
+        for ids in (rows(), with_others_changed()):
+            torch.testing.assert_close(logits(compiled, ids), logits(plain, ids), rtol=0, atol=1e-6)
+
+
+def test_attention_dropout_runs_document_by_document_and_keeps_them_apart():
+    model = build("llama", "sdpa", attention_dropout=0.3).train()
+    found = []
+    for ids in (rows(), with_others_changed()):
+        torch.manual_seed(5)
+        found.append(logits(model, ids).detach())
+    torch.testing.assert_close(unchanged(found[1]), unchanged(found[0]), rtol=0, atol=1e-6)
+    assert attention_facts(model) == {"documents": f"kept apart by {ONE_BY_ONE}"}
+
+
+class Layer(torch.nn.Module):
+    """Stands where an attention module does."""
+
+    num_key_value_groups = 3
+    is_causal = True
+
+
+TOLD: dict[str, Any] = {"cu_seq_lens_q": torch.tensor(BOUNDS, dtype=torch.int32), "cu_seq_lens_k": np.array(BOUNDS)}
+
+
+def heads(dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, WIDTH, 6, 24), (2, WIDTH, 2, 24), (2, WIDTH, 2, 24))
+    return [
+        torch.randn(shape, generator=generator).to(device, dtype).transpose(1, 2).requires_grad_() for shape in shapes
+    ]
+
+
+def masked(query, key, value, *, window, scale):
+    """The same by PyTorch's attention under a mask of row x row."""
+    document = (POSITIONS == 0).cumsum(-1)
+    is_seen = (document[:, None, :, None] == document[:, None, None, :]).tril()
+    if window is not None:
+        is_seen = is_seen.triu(1 - window)
+    out = functional.scaled_dot_product_attention(query, key, value, attn_mask=is_seen, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 1, 5, 27, 100])
+@pytest.mark.parametrize("kernel", [ON_CPU, ONE_BY_ONE])
+def test_each_way_is_attention_under_a_mask(monkeypatch, kernel, window, dtype):
+    monkeypatch.setattr(packed_attention, "_kernel", lambda query, dropout: kernel)
+    inputs, others = heads(dtype), heads(dtype)
+    query, key, value = inputs
+    out, _ = packed_sdpa(Layer(), query, key, value, None, scaling=0.3, sliding_window=window, **TOLD)
+    expected = masked(*others, window=window, scale=0.3)
+    rtol, atol = (1e-5, 1e-5) if dtype is torch.float32 else (2e-2, 4e-2)
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, expected, rtol=rtol, atol=atol)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for found, wanted in zip(
+        torch.autograd.grad(out, inputs, weights), torch.autograd.grad(expected, others, weights), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol)
+
+
+def test_attention_keeps_its_inputs_its_output_and_a_number_for_each_head():
+    """As PyTorch's attention does for rows of one document: nothing more, and nothing twice."""
+    query, key, value = heads()
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        packed_sdpa(Layer(), query, key, value, None, **TOLD)
+    num_tokens = 2 * WIDTH
+    assert sum(kept.values()) == num_tokens * (4 * 24 * (6 + 2 + 2 + 6) + 4 * 6)
+
+
+def test_under_autocast_attention_runs_in_16_bit():
+    query, key, value = heads()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = packed_sdpa(Layer(), query, key, value, None, **TOLD)
+    assert out.dtype is torch.bfloat16
+
+
+def test_the_kernel_for_cuda_is_handed_one_row_of_all_documents(monkeypatch):
+    """Its arguments, by torch's own check of them and its shapes on a device that computes nothing."""
+    seen: dict[str, Any] = {}
+
+    def note(*args, **kwargs):
+        seen.update(kwargs, shapes=[x.shape for x in args[:3]], longest=args[5:7])
+        return real(*args, **kwargs)
+
+    real = varlen.varlen_attn
+    monkeypatch.setattr(varlen, "varlen_attn", note)
+    query, key, value = heads(torch.bfloat16, "meta")
+    bounds = torch.empty(7, dtype=torch.int32, device="meta")
+    out = packed_attention._by_bounds(query, key, value, bounds, 16, 0.3)
+    assert seen["shapes"] == [(96, 6, 24), (96, 2, 24), (96, 2, 24)]
+    assert (seen["window_size"], seen["enable_gqa"], seen["scale"]) == ((15, 0), True, 0.3)
+    assert seen["longest"] == (WIDTH, WIDTH)
+    assert out.shape == (2, WIDTH, 6, 24)
+    packed_attention._by_bounds(query, key, value, bounds, None, 0.3)
+    assert seen["window_size"] == (-1, 0)
+
+
+def test_w31_stablelm_loses_what_it_is_told_beside_positions():
+    """A canary: where StableLM hands its keyword arguments on, `_LOSES_BOUNDS` and `_bounds_of` are not needed."""
+    model = build("stablelm", "sdpa")
+    seen: dict[str, Any] = {}
+    attention = model.model.layers[0].self_attn
+    attention.register_forward_pre_hook(lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True)
+    logits(model, rows())
+    assert "position_ids" in seen
+    assert "cu_seq_lens_q" not in seen
+
+
+def test_an_export_names_no_attention_of_ours(tmp_path):
+    model = build("llama", "sdpa")
+    logits(model, rows())
+    model.save_pretrained(tmp_path)
+    assert PACKED_SDPA not in (tmp_path / "config.json").read_text()

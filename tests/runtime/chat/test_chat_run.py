@@ -1,0 +1,255 @@
+"""Talking to what a run trained: what the model is given, when it stops, the program at a terminal and in a pipe."""
+
+import fcntl
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_plan_factory import TINY_LLAMA
+from export_factory import run_of, save_run, write_base
+from msgspec.structs import replace
+from prepare_request_factory import numbered_text
+
+from trainer.runtime.chat.model import Partner, load_partner
+from trainer.runtime.chat.run import Interrupts, Manner, Talk
+from trainer.runtime.data.chat.end_tokens import end_of_turn_id
+from trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
+from trainer.runtime.export.folder import read_tokenizer, write_adapter_folder, write_model_folder
+from trainer.runtime.models.methods import quantised_layers
+from trainer.spec.errors import InputError
+from trainer.spec.strategy import Method
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CONFIG = {**TINY_LLAMA, "vocab_size": 400, "max_position_embeddings": 256}
+
+
+def write_tokenizer(folder: Path, template: str | None) -> Path:
+    """A byte-level BPE that knows ChatML's two tokens."""
+    write_trained_tokenizer(train_tokenizer(iter([numbered_text(100, word="cat")]), vocab_size=300), folder)
+    tokenizer = read_tokenizer(folder)
+    assert tokenizer is not None
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("tokenizers")
+    return {"chat": write_tokenizer(root / "chat", CHATML), "plain": write_tokenizer(root / "plain", None)}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return write_base(tmp_path_factory.mktemp("models") / "base", CONFIG)
+
+
+def plan_of(base: Path, method: Method, tokenizer: Path):
+    plan = run_of(base, method, config=CONFIG, tokenizer=tokenizer)
+    return replace(plan, model_config=CONFIG)
+
+
+@pytest.fixture(scope="module")
+def runs(base, tokenizers, tmp_path_factory):
+    """Run directories by method and tokenizer, made when first asked for."""
+    root, made = tmp_path_factory.mktemp("runs"), {}
+
+    def run(method: Method, kind: str) -> Path:
+        key = f"{method}-{kind}"
+        if key not in made:
+            made[key] = save_run(root / key, plan_of(base, method, tokenizers[kind]))
+        return made[key]
+
+    return run
+
+
+@pytest.fixture
+def interrupts():
+    before = signal.getsignal(signal.SIGINT)
+    yield Interrupts()
+    signal.signal(signal.SIGINT, before)
+
+
+class Recorded:
+    """The partner's model, with a list of the prompts that it was given."""
+
+    def __init__(self, partner: Partner) -> None:
+        self.prompts: list[str] = []
+        model: Any = partner.model
+        forward = model.generate
+
+        def generate(**inputs):
+            self.prompts.append(str(partner.tokenizer.decode(inputs["input_ids"][0])))
+            return forward(**inputs)
+
+        model.generate = generate
+
+
+GREEDY = Manner(max_new_tokens=8, temperature=0.0)
+
+
+def test_the_whole_talk_is_the_prompt_in_the_words_of_the_template(runs, interrupts):
+    partner = load_partner(runs(Method.FULL, "chat"), checkpoint="last")
+    recorded = Recorded(partner)
+    talk = Talk(partner, GREEDY, "Be brief.", interrupts)
+    first, second = talk.answer("Hello 1?"), talk.answer("And 2?")
+    opening = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello 1?<|im_end|>\n<|im_start|>assistant\n"
+    assert recorded.prompts == [
+        opening,
+        f"{opening}{first}<|im_end|>\n<|im_start|>user\nAnd 2?<|im_end|>\n<|im_start|>assistant\n",
+    ]
+    assert isinstance(second, str)
+
+
+def test_without_a_template_each_line_is_continued_by_itself(runs, interrupts):
+    partner = load_partner(runs(Method.FULL, "plain"), checkpoint="last")
+    recorded = Recorded(partner)
+    talk = Talk(partner, GREEDY, None, interrupts)
+    assert talk.answer("row 1") and talk.answer("row 2")
+    assert recorded.prompts == ["row 1", "row 2"]
+    with pytest.raises(InputError, match=r"--system: .*chat template"):
+        Talk(partner, GREEDY, "Be brief.", interrupts)
+
+
+def test_old_turns_are_left_out_where_the_talk_outgrows_the_model(runs, interrupts):
+    partner = load_partner(runs(Method.FULL, "chat"), checkpoint="last")
+    recorded = Recorded(partner)
+    talk = Talk(partner, GREEDY, "Be brief.", interrupts)
+    for number in range(12):
+        talk.answer(f"question {number} " + "cat " * 8)
+    assert partner.max_positions == 256
+    assert all(len(partner.tokenizer(prompt)["input_ids"]) <= 256 - 8 for prompt in recorded.prompts)
+    assert "question 0 " in recorded.prompts[1] and "question 0 " not in recorded.prompts[-1]
+    assert "question 10 " in recorded.prompts[-1] and recorded.prompts[-1].startswith("<|im_start|>system")
+    with pytest.raises(InputError, match=r"\d{3} tokens.* 248 "):
+        talk.answer("xyz" * 300)
+
+
+def test_an_answer_ends_at_the_end_of_turn_of_the_template(runs, interrupts):
+    """A model that is made to say it next."""
+    partner = load_partner(runs(Method.FULL, "chat"), checkpoint="last")
+    end_id = end_of_turn_id(partner.tokenizer)
+    assert partner.tokenizer.decode([end_id]) == "<|im_end|>" and end_id in partner.end_ids
+    with torch.no_grad():
+        partner.model.lm_head.weight.zero_()
+    partner.model.lm_head.register_forward_hook(
+        lambda _module, _inputs, logits: logits + torch.nn.functional.one_hot(torch.tensor(end_id), logits.shape[-1])
+    )
+    assert Talk(partner, Manner(max_new_tokens=200, temperature=0.0), None, interrupts).answer("Hello?") == ""
+
+
+@pytest.mark.parametrize("method", [Method.FULL, Method.LORA, Method.QLORA])
+def test_a_checkpoint_and_its_export_answer_alike(method, runs, base, tokenizers, interrupts):
+    """Adapters on the base they were trained on, which is held in 4 bit for qlora."""
+    run_dir = runs(method, "chat")
+    partner = load_partner(run_dir, checkpoint="step-4")
+    assert bool(quantised_layers(partner.model)) == (method is Method.QLORA)
+    expected = Talk(partner, GREEDY, None, interrupts).answer("Hello?")
+    plan = plan_of(base, method, tokenizers["chat"])
+    if method is Method.FULL:
+        write_model_folder(partner.model, plan, run_dir / "export")
+    else:
+        weights = {name: each.detach() for name, each in partner.model.named_parameters() if ".lora_" in name}
+        write_adapter_folder(weights, plan, run_dir / "export")
+    exported = load_partner(run_dir, checkpoint=None)
+    assert exported.title.endswith("/export") and exported.end_ids == partner.end_ids
+    assert Talk(exported, GREEDY, None, interrupts).answer("Hello?") == expected
+
+
+def test_temperature_draws_and_zero_does_not(runs, interrupts):
+    partner = load_partner(runs(Method.FULL, "plain"), checkpoint="last")
+    hot = Talk(partner, Manner(12, 5.0), None, interrupts)
+    assert len({hot.answer("row 1") for _ in range(4)}) > 1
+    cold = Talk(partner, Manner(12, 0.0), None, interrupts)
+    assert len({cold.answer("row 1") for _ in range(3)}) == 1
+
+
+def test_a_run_without_a_tokenizer_has_no_words(base, tmp_path):
+    run_dir = save_run(tmp_path / "run", run_of(base, Method.FULL, config=CONFIG))
+    with pytest.raises(InputError, match=r"/run: .*tokenizer"):
+        load_partner(run_dir, checkpoint=None)
+
+
+def command(run_dir: Path, *words: str) -> list[str]:
+    return [sys.executable, "-P", "-m", "launch.cli", "chat", str(run_dir), *words]
+
+
+def test_a_pipe_gives_one_answer_for_each_line_and_nothing_else(runs):
+    answer = subprocess.run(
+        command(runs(Method.FULL, "plain"), "--max-new-tokens", "6", "--temperature", "0", "--checkpoint", "last"),
+        input="row 1\n\nrow 2\n", capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.endswith("\n") and ">" not in answer.stdout[:1]
+    opening = answer.stderr.strip().splitlines()
+    assert len(opening) == 1 and all(fact in opening[0] for fact in ("step 4", "cpu", "chat template"))
+
+
+def test_what_cannot_be_talked_to_is_error_2(runs, tmp_path):
+    for words, facts in (
+        ((tmp_path,), (f"{tmp_path}",)),
+        ((runs(Method.FULL, "plain"), "--checkpoint", "step-9"), ("step 9", "step-4")),
+        ((runs(Method.FULL, "plain"), "--temperature", "-1"), ("temperature", "-1")),
+    ):
+        answer = subprocess.run(command(*words), input="", capture_output=True, text=True, check=False)
+        assert answer.returncode == 2 and all(fact in answer.stderr for fact in facts), answer.stderr
+
+
+def read_until(descriptor: int, words: str, seconds: float = 500.0) -> str:
+    """What a terminal shows until it shows some words."""
+    seen, end = "", time.monotonic() + seconds
+    while words not in seen:
+        ready, _, _ = select.select([descriptor], [], [], max(0.0, end - time.monotonic()))
+        assert ready, f"{words!r} did not come; seen: {seen!r}"
+        seen += os.read(descriptor, 4096).decode(errors="replace")
+    return seen
+
+
+def pressed_until_the_end(leader: int, process: subprocess.Popen[bytes]) -> int:
+    """The exit code after Ctrl-C; pressed again, as Python's readline sleeps over one that comes just as it prompts."""
+    for _ in range(20):
+        os.write(leader, b"\x03")
+        try:
+            return process.wait(5)
+        except subprocess.TimeoutExpired:
+            continue
+    raise AssertionError("Ctrl-C at the prompt ends nothing")
+
+
+@pytest.mark.cold  # the terminal's own signals go to the process that is its leader
+def test_at_a_terminal_ctrl_c_ends_the_answer_and_then_the_program(base, tokenizers, tmp_path):
+    long = {**CONFIG, "max_position_embeddings": 100_000}
+    plan = replace(plan_of(base, Method.FULL, tokenizers["plain"]), model_path=None, model_config=long)
+    run_dir = save_run(tmp_path / "run", plan)
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        command(run_dir, "--max-new-tokens", "90000", "--temperature", "0.9"),
+        stdin=follower, stdout=follower, stderr=follower, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(follower)
+    try:
+        assert "Ctrl-D" in read_until(leader, "> ")
+        os.write(leader, b"row 1 2 3\n")
+        read_until(leader, "row 1 2 3\r\n")
+        read_until(leader, " ")  # words of the answer
+        os.write(leader, b"\x03")
+        read_until(leader, "\n> ")
+        assert pressed_until_the_end(leader, process) == 130
+    finally:
+        process.kill()
+        process.wait()
+        os.close(leader)

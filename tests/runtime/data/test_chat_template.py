@@ -1,0 +1,293 @@
+"""Chat templates: rendered as transformers renders them, and those of ours in exactly the published formats."""
+
+import json
+import re
+from contextlib import suppress
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import pytest
+from chat_formats import CHATS, FAMILIES, FORMATS
+from chat_tokenizers import byte_level_folder
+from conversations import CONVERSATIONS, TOOLS, TRL_TEMPLATES, assistant, system, trl_template, user
+from transformers import AutoTokenizer
+from transformers.utils import chat_template_utils
+
+from trainer.runtime.data.chat.template import (
+    TEMPLATE_DAY,
+    TEMPLATE_NAMES,
+    ChatTemplate,
+    TemplateRefusalError,
+    load_chat_template,
+    missing_tokens,
+    write_chat_template,
+)
+from trainer.runtime.data.tokenizer import load_tokenizer
+from trainer.spec.errors import InputError
+
+TOKENS: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
+EXCHANGES = [user("U1"), assistant("A1"), user("U2"), assistant("A2")]
+
+
+class FixedDay(datetime):
+    """The day that our templates are told of."""
+
+    @classmethod
+    def now(cls, tz=None):
+        return TEMPLATE_DAY
+
+
+def named(name):
+    template = load_chat_template(name, None)
+    return ChatTemplate(template.source, TOKENS, name=name)
+
+
+def rendered_by_transformers(source, messages, tools=None, *, add_generation_prompt=False):
+    """The text and what is marked in it; None for a conversation that the template refuses."""
+    given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    try:
+        rendered: Any = chat_template_utils.render_jinja_template(
+            [given],
+            tools=tools,
+            chat_template=source,
+            return_assistant_tokens_mask=bool(re.search(r"\{%-?\s*generation", source)) and not add_generation_prompt,
+            add_generation_prompt=add_generation_prompt,
+            **TOKENS,
+        )
+    except Exception:  # noqa: BLE001 - whatever it answers, ours is to be a refusal
+        return None
+    (text,), spans = rendered
+    return text, tuple(tuple(span) for span in spans[0]) if spans else ()
+
+
+@lru_cache
+def compiled(source):
+    return ChatTemplate(source, TOKENS)
+
+
+def rendered_by_us(source, messages, tools=None, *, add_generation_prompt=False):
+    given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    try:
+        text, spans = compiled(source).render(given, tools, add_generation_prompt=add_generation_prompt)
+    except TemplateRefusalError:
+        return None
+    return text, () if add_generation_prompt else spans
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in TRL_TEMPLATES.glob("*.jinja")))
+def test_every_template_is_rendered_and_marked_as_by_transformers(name, monkeypatch):
+    monkeypatch.setattr(chat_template_utils, "datetime", FixedDay)
+    source = trl_template(name)
+    num_accepted = 0
+    for messages in CONVERSATIONS.values():
+        for tools in (None, TOOLS):
+            for prompts in (False, True):
+                ours = rendered_by_us(source, messages, tools, add_generation_prompt=prompts)
+                theirs = rendered_by_transformers(source, messages, tools, add_generation_prompt=prompts)
+                assert ours == theirs
+                num_accepted += ours is not None
+    assert num_accepted or name in ("llava_next", "llava_next_training")  # these take only lists of parts
+
+
+@pytest.mark.parametrize("name", TEMPLATE_NAMES)
+def test_a_named_template_makes_exactly_its_published_format(name):
+    """And its prompt is what stands before the last answer."""
+    family = FAMILIES[name]
+    tokens = {"bos_token": family.bos or "", "eos_token": family.eos}
+    template = ChatTemplate(load_chat_template(name, None).source, tokens, name=name)
+    for messages, expected in zip(CHATS, FORMATS[name], strict=True):
+        if expected is not None:
+            text, spans = template.render(messages)
+            for begin, end in reversed(spans):
+                text = f"{text[:begin]}«{text[begin:end]}»{text[end:]}"
+            assert text == expected
+            prompt = expected[: expected.rindex("«")].replace("«", "").replace("»", "")
+            assert template.render(messages[:-1], add_generation_prompt=True).text == prompt
+
+
+TWINS = {"gemma": "gemma", "gemma3": "gemma3", "llama3": "llama3", "phi3": "phi3", "qwen": "qwen2_5"}
+
+
+@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+def test_a_named_template_renders_as_the_models_own(name, conversation):
+    """Wherever both accept; ours may refuse what the model's own passes over in silence."""
+    source, theirs = load_chat_template(name, None).source, trl_template(TWINS[name])
+    messages = CONVERSATIONS[conversation]
+    for tools in (None, TOOLS):
+        for prompts in (False, True):
+            ours = rendered_by_us(source, messages, tools, add_generation_prompt=prompts)
+            own = rendered_by_us(theirs, messages, tools, add_generation_prompt=prompts)
+            if ours is not None:
+                assert own is not None
+                assert ours[0] == own[0]
+            else:
+                has_tools = tools is not None or "tool" in conversation
+                assert own is None or (has_tools and "get_weather" not in own[0]) or name == "gemma3"
+    if name == "qwen" or not ("tool" in conversation or conversation == "system"):
+        assert rendered_by_us(source, messages) is not None
+
+
+REFUSED = [
+    ("mistral", [user("a"), user("b")], "message 2 is of user"),
+    ("mistral", [assistant("a")], "message 1 is of assistant"),
+    ("mistral", [user("a"), system("b")], "message 2 is of system"),
+    ("llama2", [user("a"), user("b")], "message 2 is of user"),
+    ("gemma", [system("a"), user("b")], "system.*gemma3"),
+    ("gemma", [user("a"), user("b")], "message 2 is of user"),
+    ("gemma3", [system("s"), assistant("b")], "message 2 is of assistant"),
+    ("alpaca", [system("a"), user("b")], "one instruction.*one response"),
+    ("alpaca", EXCHANGES, "one instruction.*one response"),
+    ("phi3", [{"role": "critic", "content": "a"}], "system, user and assistant"),
+    ("qwen", [{"role": "critic", "content": "a"}], "system, user, assistant and tool, not critic"),
+    ("zephyr", CONVERSATIONS["tools"], "tools"),
+    ("chatml", CONVERSATIONS["tools"], "tools"),
+    ("llama3", CONVERSATIONS["tools"], "tools"),
+]
+
+
+@pytest.mark.parametrize(("name", "messages", "fact"), REFUSED)
+def test_what_a_format_cannot_hold_is_refused_with_the_reason(name, messages, fact):
+    with pytest.raises(TemplateRefusalError, match=rf"\b{name}\b.*{fact}"):
+        named(name).render(messages)
+
+
+def test_alpaca_shows_an_input():
+    text = named("alpaca").render([{**user("Add."), "input": "1 2"}, assistant("3")]).text
+    assert text == (
+        "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3</s>"
+    )
+
+
+def test_a_date_is_always_the_same_and_is_told_of():
+    template = ChatTemplate(trl_template("llama3_2"), TOKENS)
+    assert template.prints_date
+    assert "Today Date: 26 Jul 2024" in template.render(EXCHANGES).text
+    assert not ChatTemplate(trl_template("llama3_1"), TOKENS).prints_date
+
+
+def test_a_template_cannot_reach_python():
+    for attack in ("{{ messages.__class__ }}", "{{ messages.append(1) }}", "{{ strftime_now.__self__ }}"):
+        text = ChatTemplate("{{ 1 }}" + attack, TOKENS)
+        with suppress(TemplateRefusalError):
+            assert text.render(EXCHANGES).text == "1"
+
+
+def test_marks_inside_a_macro_are_where_the_text_is():
+    source = (
+        "{% macro told(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
+        "{% for m in messages %}[{{ told(m) if m.role == 'assistant' else m.content }}]{% endfor %}"
+    )
+    text, spans = ChatTemplate(source, TOKENS).render(EXCHANGES)
+    assert text == "[U1][A1][U2][A2]"
+    assert [text[begin:end] for begin, end in spans] == ["A1", "A2"]
+
+
+def test_one_mark_inside_another_is_refused():
+    source = "{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}"
+    with pytest.raises(TemplateRefusalError, match="generation"):
+        ChatTemplate(source, TOKENS).render(EXCHANGES)
+
+
+def test_a_template_that_jinja2_does_not_read_is_an_input_error():
+    with pytest.raises(InputError, match=r"line 2: .*'genera'"):
+        ChatTemplate("a\n{% genera %}", TOKENS)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory):
+    return byte_level_folder(tmp_path_factory.mktemp("tokenizer") / "folder", bos="<s>", eos="</s>")
+
+
+@pytest.fixture
+def folder(tokenizer_folder, tmp_path):
+    for path in tokenizer_folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def put(folder, **settings):
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def test_a_tokenizer_without_a_template_has_none(folder):
+    assert load_chat_template(None, folder) is None
+    assert load_chat_template(None, None) is None
+
+
+def test_the_tokenizers_template_knows_its_tokens(folder):
+    source = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ image_token }}{{ audio_token }}"
+    eos = {"__type": "AddedToken", "content": "</s>", "special": True, "normalized": False}
+    put(folder, chat_template=source, eos_token=eos, image_token="#", extra_special_tokens={"audio_token": "%"})
+    text = load_chat_template(None, folder).render(EXCHANGES).text
+    assert text == "<s>U1</s>#%"
+    assert text == AutoTokenizer.from_pretrained(folder).apply_chat_template(EXCHANGES, tokenize=False)
+
+
+def test_a_file_of_the_folder_comes_before_its_settings(folder):
+    put(folder, chat_template="settings")
+    (folder / "chat_template.jinja").write_text("file")
+    assert load_chat_template(None, folder).render(EXCHANGES).text == "file"
+
+
+def test_conversations_with_tools_get_the_template_for_them(folder):
+    put(folder, chat_template=[{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}])
+    template = load_chat_template(None, folder)
+    assert template.render(EXCHANGES).text == "plain"
+    assert template.render(EXCHANGES, TOOLS).text == "tools"
+    assert load_chat_template("tool_use", folder).render(EXCHANGES).text == "tools"
+
+
+def test_a_job_may_name_a_file(folder, tmp_path):
+    (tmp_path / "mine.jinja").write_text("mine{{ eos_token }}")
+    assert load_chat_template(str(tmp_path / "mine.jinja"), folder).render(EXCHANGES).text == "mine</s>"
+
+
+def test_an_unknown_name_is_answered_with_all_that_are_known(folder):
+    put(folder, chat_template=[{"name": "default", "template": "a"}, {"name": "rag", "template": "b"}])
+    with pytest.raises(InputError, match=r"lama3\b(?s:.*)\balpaca, .*rag"):
+        load_chat_template("lama3", folder)
+
+
+def test_a_template_of_another_type_is_an_input_error(folder):
+    put(folder, chat_template=[{"name": "default"}])
+    with pytest.raises(InputError, match="chat_template"):
+        load_chat_template(None, folder)
+
+
+@pytest.mark.parametrize("name", TEMPLATE_NAMES)
+def test_a_tokenizer_with_all_tokens_misses_none_but_a_bare_one_does(name, folder, tmp_path):
+    tokenizer = load_tokenizer(folder)
+    template = load_chat_template(name, folder)
+    assert missing_tokens(template, tokenizer) == (("[INST]", "[/INST]") if name == "mistral" else ())
+    bare = load_tokenizer(byte_level_folder(tmp_path / "bare", bos=None, eos="</s>", special=("</s>",)))
+    assert bool(missing_tokens(template, bare)) is (name not in ("alpaca", "llama2", "mistral_v1", "plain", "zephyr"))
+
+
+NOT_TOKENS = ("llama2", "mistral_v1", "zephyr")  # in these formats the markers are plain text
+
+
+@pytest.mark.parametrize("name", TEMPLATE_NAMES)
+def test_the_tokens_that_a_template_is_said_to_need_are_those_it_writes(name, tmp_path):
+    *_, messages = (chat for chat, text in zip(CHATS, FORMATS[name], strict=True) if text is not None)
+    text = named(name).render(messages).text
+    markers = set(re.findall(r"<\|\w+\|>|<(?:start|end)_of_turn>|\[/?INST\]", text))
+    bare = load_tokenizer(byte_level_folder(tmp_path / "bare", bos=None, eos="</s>", special=("</s>",)))
+    assert set(missing_tokens(named(name), bare)) == (set() if name in NOT_TOKENS else markers)
+
+
+def test_missing_tokens_of_a_file_are_found_by_their_looks(folder):
+    template = ChatTemplate("<|im_start|>{{ '<|nowhere|>' }}<end_of_turn>{{ '<b>' }}", TOKENS)
+    assert missing_tokens(template, load_tokenizer(folder)) == ("<|nowhere|>",)
+
+
+def test_transformers_finds_a_template_that_was_written(folder):
+    put(folder, chat_template="another")
+    template = load_chat_template("mistral", folder)
+    write_chat_template(template, folder)
+    loaded = AutoTokenizer.from_pretrained(folder)
+    assert loaded.apply_chat_template(EXCHANGES, tokenize=False) == template.render(EXCHANGES).text

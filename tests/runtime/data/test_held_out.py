@@ -1,0 +1,147 @@
+"""The split: decided by content, near the share asked for, and never empty where it can be helped."""
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prepare_request_factory import numbered_text
+
+from trainer.runtime.data.held_out import ALL_HELD_OUT, ALL_TRAIN, PIECE_CHARS, Split, SplitCensus, content_hash, units
+from trainer.runtime.data.sources.examples import Chat, Completion, Preference, TokenIds
+from trainer.runtime.data.sources.text_sources import Block
+from trainer.spec.errors import InputError
+
+
+def blocks_of(*documents):
+    return [Block(document, 1.0, opens_document=True, where="") for document in documents]
+
+
+def split_of(blocks, share):
+    census = SplitCensus(share)
+    for block in blocks:
+        census.add(block)
+    return census.split()
+
+
+def held_out_of(blocks, split):
+    return [unit.content for unit in units(iter(blocks), split) if unit.is_held_out]
+
+
+MANY = [numbered_text(3, word=f"document {number}") for number in range(3000)]
+HELD_OUT = [42, 44, 56, 62, 86]  # of the first ninety
+
+
+@pytest.mark.parametrize(
+    "content_of",
+    [
+        lambda number: MANY[number],
+        lambda number: TokenIds([number, number + 1, 7]),
+        lambda number: Chat([{"role": "user", "content": f"question {number} " * 20}]),
+    ],
+    ids=["text", "tokens", "chat"],
+)
+def test_of_many_a_tenth_is_held_out_each_as_a_whole(content_of):
+    contents = [content_of(number) for number in range(2000)]
+    split = split_of(blocks_of(*contents), 0.1)
+    assert split.piece_chars is None
+    held_out = held_out_of(blocks_of(*contents), split)
+    assert 120 < len(held_out) < 280 and all(content in contents for content in held_out)
+
+
+def test_order_and_company_do_not_move_a_document():
+    alone = split_of(blocks_of(*MANY), 0.1)
+    shuffled = random.Random(0).sample(MANY, len(MANY))
+    more = [numbered_text(3, word=f"new {number}") for number in range(1000)]
+    together = split_of(blocks_of(*shuffled, *more), 0.1)
+    assert set(held_out_of(blocks_of(*shuffled, *more), together)) & set(MANY) == set(
+        held_out_of(blocks_of(*MANY), alone)
+    )
+
+
+def test_a_copy_is_on_the_side_of_its_original():
+    blocks = blocks_of(*MANY, *MANY)
+    split = split_of(blocks, 0.1)
+    held_out = held_out_of(blocks, split)
+    assert all(held_out.count(document) == 2 for document in held_out)
+
+
+def test_the_split_is_the_one_that_earlier_runs_had():
+    split = Split(threshold=2**64 // 10)
+    assert [number for number in range(90) if held_out_of(blocks_of(MANY[number]), split)] == HELD_OUT
+
+
+@pytest.mark.parametrize("num_documents", [1, 2, 5])
+def test_of_few_documents_pieces_are_held_out(num_documents):
+    documents = [numbered_text(20_000 // num_documents, word=f"document {n}") for n in range(num_documents)]
+    split = split_of(blocks_of(*documents), 0.05)
+    assert split.piece_chars == PIECE_CHARS
+    held_out = sum(map(len, held_out_of(blocks_of(*documents), split)))
+    assert 0.02 < held_out / sum(map(len, documents)) < 0.1
+
+
+@pytest.mark.parametrize("share", [1e-9, 0.5, 1 - 1e-9])
+def test_two_pieces_are_enough_for_both_sides(share):
+    blocks = blocks_of(numbered_text(100), numbered_text(90))
+    split = split_of(blocks, share)
+    sides = {unit.is_held_out for unit in units(iter(blocks), split)}
+    assert sides == {True, False}
+
+
+@pytest.mark.parametrize("documents", [["the only line\n"], ["the same\n", "the same\n"]])
+def test_one_piece_cannot_be_divided(documents):
+    with pytest.raises(InputError, match="one piece"):
+        split_of(blocks_of(*documents), 0.01)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -0.1, 3.0])
+def test_a_share_that_leaves_a_side_empty_is_refused(share):
+    with pytest.raises(InputError, match=rf"data\.eval: {share:.0%} .*0%.*100%"):
+        SplitCensus(share)
+
+
+def test_a_document_opens_again_where_the_other_side_cut_it():
+    document = "".join(f"{number:09}\n" for number in range(2000))
+    split = Split(threshold=2**63, piece_chars=100)
+    found = list(units(iter(blocks_of(document)), split))
+    assert len(found) > 50
+    assert all(before.is_held_out is not after.is_held_out for before, after in pairwise(found))
+    assert all(unit.opens_document for unit in found)
+    assert "".join(str(unit.content) for unit in found) == document
+
+
+def test_a_document_opens_again_where_a_block_lies_on_the_other_side():
+    contents = [f"{number}\n" for number in range(60)]
+    split = Split(threshold=2**63)
+    blocks = [Block(content, 1.0, opens_document=content == "0\n", where="") for content in contents]
+    found = list(units(iter(blocks), split))
+    assert found[0].opens_document
+    assert {unit.is_held_out for unit in found} == {True, False}
+    for before, after in pairwise(found):
+        assert after.opens_document is (before.is_held_out is not after.is_held_out)
+
+
+def test_blocks_of_one_document_on_one_side_stay_one_document():
+    blocks = [Block("a\n", 1.0, opens_document=True, where=""), Block("b\n", 1.0, opens_document=False, where="")]
+    assert [unit.opens_document for unit in units(iter(blocks), ALL_TRAIN)] == [True, False]
+
+
+@pytest.mark.parametrize("split, is_held_out", [(ALL_TRAIN, False), (ALL_HELD_OUT, True)])
+def test_a_source_of_its_own_is_on_one_side(split, is_held_out):
+    found = list(units(iter(blocks_of(*MANY[:200])), split))
+    assert {unit.is_held_out for unit in found} == {is_held_out}
+
+
+@given(texts=st.lists(st.text(min_size=1, max_size=300), min_size=1, max_size=8), piece_chars=st.integers(1, 50))
+def test_no_character_is_lost_or_moved(texts, piece_chars):
+    split = Split(threshold=2**63, piece_chars=piece_chars)
+    assert "".join(str(unit.content) for unit in units(iter(blocks_of(*texts)), split)) == "".join(texts)
+
+
+def test_an_example_is_known_by_what_is_said_whatever_the_order_of_its_keys():
+    one = Chat([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    other = Chat([{"content": "a", "role": "user"}, {"content": "b", "role": "assistant"}])
+    assert content_hash(one) == content_hash(other)
+    different = (Chat(one.messages[::-1]), Completion("a", "b"), Preference("a", "b", "c"), "ab", TokenIds([1, 2]))
+    assert len({content_hash(content) for content in (one, *different)}) == 6

@@ -1,0 +1,455 @@
+"""Which tokens of an example are learned: held against TRL's marked templates, token by token, and against strings."""
+
+import random
+from itertools import groupby
+from typing import Any
+
+import pytest
+from chat_tokenizers import byte_level_folder, metaspace_folder
+from conversations import CONVERSATIONS, TOOLS, assistant, system, tool_call, trl_template, user
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
+
+from trainer.runtime.data.chat.rendering import PreferenceIds, Renderer
+from trainer.runtime.data.chat.template import ChatTemplate, load_chat_template
+from trainer.runtime.data.sources.examples import Chat, Completion, Content, Preference, TokenIds
+from trainer.runtime.data.tokenizer import load_tokenizer, named_tokens
+from trainer.spec.errors import InputError
+from trainer.spec.job.sections import LossOn
+
+BOS, EOS = "<|begin_of_text|>", "<|endoftext|>"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return byte_level_folder(tmp_path_factory.mktemp("tokenizers") / "bytes", bos=BOS, eos=EOS)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def of_transformers(folder):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def renderer(folder, tokenizer):
+    """Of a template of TRL's by its name, or of one of ours."""
+    made = {}
+
+    def renderer(name, loss_on=LossOn.AUTO, seq_len=4096):
+        key = (name, loss_on, seq_len)
+        if key not in made:
+            ours = name.startswith("our ")
+            template = (
+                load_chat_template(name.removeprefix("our "), folder)
+                if ours
+                else ChatTemplate(trl_template(name), named_tokens(folder))
+            )
+            made[key] = Renderer(tokenizer, template, loss_on, seq_len)
+        return made[key]
+
+    return renderer
+
+
+def learned(rendered, tokenizer):
+    """The stretches that are learned, as text."""
+    assert isinstance(rendered, TokenIds), rendered
+    runs = groupby(zip(rendered.ids, rendered.is_learned, strict=True), lambda pair: pair[1])
+    return [tokenizer.tokenizer.decode([id_ for id_, _ in run], skip_special_tokens=False) for yes, run in runs if yes]
+
+
+# What TRL's twin of a template marks beyond what is learned here, as tokens:
+LINE_END = {"\n"}  # after the token that ends the turn: the template writes it, not the model
+MORE_IN_THE_TWIN = {
+    "cohere": set(),
+    "cohere2": set(),
+    "deepseek_r1_distill": {"<\uff5cAssistant\uff5c>"},  # the header, which the generation prompt holds
+    "deepseekv3": {"<\uff5cAssistant\uff5c>", "<\uff5ctool\u2581outputs\u2581end\uff5c>"},  # closes what the tool said
+    "gemma": LINE_END,
+    "gemma3": LINE_END,
+    "lfm2": LINE_END,
+    "lfm2_v2": LINE_END,
+    "llama3": set(),
+    "nemotron_3_nano": {"\n", "<think>"},  # <think>\n is in the generation prompt of an answer that reasons
+    "phi3": {"\n", EOS},  # eos follows <|end|> at the end of the text only; generation has stopped by then
+    "phi3_5": {"\n", EOS},
+    "qwen2_5": LINE_END,  # also the one before the answer, which the generation prompt holds
+    "qwen2_5_vl": LINE_END,
+    "qwen3_8": {"\n", "<think>", "\n\n"},  # "<think>\n" is in the prompt; "\n\n" begins in it
+    "qwen3_instruct_2507": LINE_END,
+    "qwen3_vl": LINE_END,
+}
+REFUSED = {
+    "cohere": {"tools": "must alternate", "tool without words": "no attribute 'content'"},
+    "cohere2": {"tools": "must alternate", "tool without words": "must alternate"},
+    "deepseek_r1_distill": {
+        "reasoning": r"leaves out what message 4 \(assistant\) says",
+        "tools": "leaves out the tool get_weather",
+        "tool without words": "no attribute 'content'",
+    },
+    "deepseekv3": {
+        "reasoning": r"leaves out what message 4 \(assistant\) says",
+        "tool without words": "no attribute 'content'",
+    },
+    "gemma": {
+        "system": "System role not supported",
+        "tools": "must alternate",
+        "tool without words": "must alternate",
+    },
+    "gemma3": {"tools": "must alternate", "tool without words": "must alternate"},
+    "lfm2": {"tools": "leaves out the tool", "tool without words": "not JSON serializable"},
+    "llama3": {"tools": "leaves out the tool", "tool without words": "leaves out the tool"},
+    "phi3": {"tools": "leaves out the tool", "tool without words": "no attribute 'content'"},
+    "phi3_5": {"tools": "leaves out the tool", "tool without words": "no attribute 'content'"},
+    "qwen2_5_vl": {"tools": "leaves out the tool", "tool without words": "leaves out the tool"},
+}
+
+
+@pytest.mark.parametrize("name", MORE_IN_THE_TWIN)
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+def test_what_is_learned_is_what_trl_marks_but_for_what_the_model_does_not_write(
+    name, conversation, renderer, tokenizer, of_transformers
+):
+    """The same ids, and nothing is learned that TRL does not mark; what it marks besides is in the table."""
+    messages = CONVERSATIONS[conversation]
+    rendered = renderer(name).render(Chat(messages))
+    if conversation in REFUSED.get(name, {}):
+        with pytest.raises(AssertionError, match=REFUSED[name][conversation]):
+            learned(rendered, tokenizer)
+        return
+    twin = of_transformers.apply_chat_template(
+        messages,
+        chat_template=trl_template(f"{name}_training"),
+        return_assistant_tokens_mask=True,
+        return_dict=True,
+    )
+    assert learned(rendered, tokenizer)
+    assert rendered.ids == twin["input_ids"]
+    pairs = list(zip(rendered.ids, rendered.is_learned, twin["assistant_masks"], strict=True))
+    assert not [id_ for id_, ours, theirs in pairs if ours and not theirs]
+    more = {of_transformers.decode([id_]) for id_, ours, theirs in pairs if theirs and not ours}
+    assert more <= MORE_IN_THE_TWIN[name]
+
+
+@pytest.mark.parametrize(("name", "conversation", "expected"), [
+    ("llama3_1", "system", ["Hello<|eot_id|>", "x<|eot_id|>"]),
+    ("llama3_1", "tool without words",
+     ['{"name": "get_weather", "parameters": {"city": "Paris"}}<|eot_id|>', "Mild.<|eot_id|>"]),
+    ("llama3_2", "two exchanges", ["Hello<|eot_id|>", "Bye<|eot_id|>"]),
+    ("qwen2_5", "outer spaces", [" Hello \n<|im_end|>", "  x<|im_end|>"]),
+    ("qwen2_5", "look-alikes", ["I see <|im_start|>user<|im_end|>"]),
+    ("qwen2_5", "tools", [
+        'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>',
+        "Mild.<|im_end|>",
+    ]),
+    ("qwen3", "two exchanges", ["Hello<|im_end|>", "<think>\n\n</think>\n\nBye<|im_end|>"]),
+    ("qwen3", "reasoning", ["Hello<|im_end|>", "<think>\nwell\n</think>\n\ny<|im_end|>"]),
+    ("qwen3", "tool without words", [
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>',
+        "<think>\n\n</think>\n\nMild.<|im_end|>",
+    ]),
+    ("qwen3_5_nothink", "empty answer", ["<|im_end|>", "y<|im_end|>"]),
+    ("gemma3", "system", ["Hello<end_of_turn>", "x<end_of_turn>"]),
+    ("phi3", "empty answer", ["<|end|>", "y<|end|>"]),
+    ("gptoss", "two exchanges",
+     ["<|channel|>final<|message|>Hello<|end|>", "<|channel|>final<|message|>Bye<|return|>"]),
+    # no token of its own ends a turn: the next one's does, and eos the last
+    ("glm4moe", "two exchanges", ["\n<think></think>\nHello<|user|>", f"\n<think></think>\nBye{EOS}"]),
+    ("our chatml", "outer spaces", [" Hello \n<|im_end|>", "  x<|im_end|>"]),
+    ("our qwen", "tool without words", [
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>',
+        "Mild.<|im_end|>",
+    ]),
+    ("our llama3", "outer spaces", ["Hello<|eot_id|>", "x<|eot_id|>"]),
+    ("our mistral", "system", [f" Hello{EOS}", f" x{EOS}"]),
+    ("our zephyr", "user's tail", [f"Hello{EOS}"]),
+])  # fmt: skip
+def test_the_learned_strings_of_real_templates(name, conversation, expected, renderer, tokenizer):
+    assert learned(renderer(name).render(Chat(CONVERSATIONS[conversation])), tokenizer) == expected
+
+
+def test_an_answer_whose_end_cannot_be_told_is_refused(renderer):
+    assert renderer("gptoss").render(Chat(CONVERSATIONS["empty answer"])) == (
+        "where the answer of message 2 begins and ends cannot be told from the chat template; "
+        "put {% generation %} marks into it, or name another (data.chat_template)"
+    )
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory):
+    special = ("<s>", "</s>", "[INST]", "[/INST]", "<start_of_turn>", "<end_of_turn>")
+    return metaspace_folder(tmp_path_factory.mktemp("tokenizers") / "metaspace", special=special)
+
+
+@pytest.mark.parametrize("name", ["mistral", "mistral_v1", "llama2", "gemma", "gemma3", "zephyr", "plain"])
+@pytest.mark.parametrize("conversation", ["two exchanges", "outer spaces", "unicode", "empty answer", "look-alikes"])
+def test_with_sentencepiece_the_ids_and_marks_are_those_of_transformers(name, conversation, sentencepiece):
+    messages = CONVERSATIONS[conversation]
+    template = load_chat_template(name, sentencepiece)
+    rendered = Renderer(load_tokenizer(sentencepiece), template, LossOn.AUTO, 4096).render(Chat(messages))
+    assert isinstance(rendered, TokenIds)
+    loaded: Any = AutoTokenizer.from_pretrained(sentencepiece)
+    theirs = loaded.apply_chat_template(
+        messages, chat_template=template.source, return_assistant_tokens_mask=True, return_dict=True
+    )
+    assert rendered.ids == theirs["input_ids"]
+    pairs = zip(rendered.is_learned, theirs["assistant_masks"], rendered.ids, strict=True)
+    differing = [loaded.convert_ids_to_tokens(id_) for ours, marked, id_ in pairs if ours != bool(marked)]
+    # transformers also marks a token that begins in the prompt and ends in the answer
+    assert all(token.rstrip("\u2581") != token or token == "\n" for token in differing)
+
+
+def test_sentencepiece_learns_the_answer_with_its_space_and_eos(sentencepiece):
+    tokenizer = load_tokenizer(sentencepiece)
+    renderer = Renderer(tokenizer, load_chat_template("mistral", sentencepiece), LossOn.AUTO, 4096)
+    rendered = renderer.render(Chat([user("What is two"), assistant("It is \u65e5")]))
+    assert isinstance(rendered, TokenIds)
+    text = tokenizer.tokenizer.decode(rendered.ids, skip_special_tokens=False)
+    assert text.replace(" ", "") == "<s>[INST]Whatistwo[/INST]Itis\u65e5</s>"
+    assert rendered.ids.count(tokenizer.tokenizer.token_to_id("<s>")) == 1
+    assert [run.strip() for run in learned(rendered, tokenizer)] == ["It is \u65e5</s>"]
+
+
+@pytest.mark.parametrize("name", ["phi3", "our phi3"])
+def test_a_token_that_swallows_the_space_after_it_is_not_learned_for_that(name, tmp_path):
+    """As those of Phi-3 do."""
+    folder = byte_level_folder(tmp_path / "folder", bos=None, eos=EOS)
+    tokenizer = load_tokenizer(folder)
+    swallowing = [AddedToken(text, rstrip=True, normalized=False) for text in ("<|assistant|>", "<|end|>")]
+    tokenizer.tokenizer.add_special_tokens(swallowing)
+    template = (
+        load_chat_template("phi3", folder)
+        if name == "our phi3"
+        else ChatTemplate(trl_template("phi3"), named_tokens(folder))
+    )
+    renderer = Renderer(tokenizer, template, LossOn.AUTO, 100)
+    rendered = renderer.render(Chat([user("a"), assistant("  b"), user("c"), assistant("d")]))
+    assert len(tokenizer.tokenizer.encode("<|end|>\n", add_special_tokens=False).ids) == 1
+    assert learned(rendered, tokenizer) == ["b<|end|>", "d<|end|>"]
+
+
+def test_a_token_that_begins_in_the_prompt_is_not_learned(renderer, tokenizer):
+    """ChatML's header ends in a line end; one that opens the answer may become one token with it."""
+    rendered = renderer("our chatml").render(Chat([user("x"), assistant("\n\nHi")]))
+    [run] = learned(rendered, tokenizer)
+    first = rendered.is_learned.index(True)
+    header = tokenizer.tokenizer.decode(rendered.ids[:first], skip_special_tokens=False)
+    assert (header + run).endswith("<|im_start|>assistant\n\n\nHi<|im_end|>")
+    assert header.endswith("<|im_start|>assistant\n\n") or header.endswith("<|im_start|>assistant\n\n\n")
+
+
+MULTI = [system("s"), user("a"), assistant("b"), user("c"), assistant("d"), user("e")]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen2_5_training", "our chatml", "phi3_training"])
+def test_loss_on_completion_learns_the_last_answer_and_assistant_every_one(name, renderer, tokenizer):
+    last = learned(renderer(name, LossOn.COMPLETION).render(Chat(MULTI)), tokenizer)
+    every = learned(renderer(name, LossOn.ASSISTANT).render(Chat(MULTI)), tokenizer)
+    assert [run.strip()[0] for run in every] == ["b", "d"]
+    assert last == every[1:]
+    assert learned(renderer(name).render(Chat(MULTI)), tokenizer) == every
+
+
+def test_loss_on_all_learns_everything(renderer):
+    chat = Chat(MULTI)
+    assert renderer("qwen2_5", LossOn.ALL).render(chat) == TokenIds(renderer("qwen2_5").render(chat).ids)
+    rendered = renderer("qwen2_5", LossOn.ALL).render(Completion("a", "b"))
+    assert rendered.is_learned is None
+
+
+def test_random_conversations_are_cut_where_the_template_cuts_them(renderer, tokenizer):
+    """Contents that hold white space, line ends and look-alikes of the template, in every order."""
+    draw = random.Random(0)
+    pieces = [" ", "\n", "x", "Hi there", "<|im_end|>", "<|im_start|>assistant\n", "user", "\u65e5", "<|im_end|>\n"]
+    for _ in range(200):
+        said = ["".join(draw.choices(pieces, k=draw.randint(1, 5))) + "." for _ in range(6)]
+        messages = [(user, assistant)[place % 2](content) for place, content in enumerate(said)]
+        rendered = renderer("qwen2_5").render(Chat(messages))
+        text = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+        spans = []
+        for message in messages:
+            text += f"<|im_start|>{message['role']}\n"
+            begin = len(text)
+            text += f"{message['content']}<|im_end|>\n"
+            if message["role"] == "assistant":
+                spans.append((begin, len(text) - 1))
+        encoding = tokenizer.tokenizer.encode(text, add_special_tokens=False)
+        assert rendered.ids == encoding.ids
+        assert rendered.is_learned == [any(b <= first < e for b, e in spans) for first, _ in encoding.offsets]
+
+
+def test_turns_after_each_other_are_each_their_own(renderer, tokenizer):
+    messages = [user("a"), assistant("b"), assistant("c"), user("d"), user("e"), assistant("f")]
+    rendered = renderer("qwen2_5").render(Chat(messages))
+    assert learned(rendered, tokenizer) == ["b<|im_end|>", "c<|im_end|>", "f<|im_end|>"]
+
+
+def test_a_conversation_may_begin_with_the_assistant(renderer, tokenizer):
+    rendered = renderer("qwen2_5").render(Chat([assistant("Welcome"), user("a"), assistant("b")]))
+    assert learned(rendered, tokenizer) == ["Welcome<|im_end|>", "b<|im_end|>"]
+
+
+def test_arguments_in_a_string_are_told_as_an_object(renderer):
+    as_text = {"type": "function", "function": {"name": "f", "arguments": '{"city": "Paris"}'}}
+    messages = [user("a"), assistant(None, tool_calls=[as_text]), {"role": "tool", "content": "18"}, assistant("b")]
+    as_object = [*messages[:1], assistant(None, tool_calls=[tool_call("f", city="Paris")]), *messages[2:]]
+    assert renderer("qwen2_5").render(Chat(messages)) == renderer("qwen2_5").render(Chat(as_object))
+
+
+def test_a_template_that_wants_arguments_as_text_gets_them(renderer, tokenizer):
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"city": "Paris"}'}}
+    messages = [user("a"), assistant("Wait.", tool_calls=[call]), {"role": "tool", "content": "18"}, assistant("b")]
+    rendered = renderer("deepseekv3").render(Chat(messages))
+    assert '{"city": "Paris"}' in tokenizer.tokenizer.decode(rendered.ids)
+
+
+def test_a_turn_with_calls_ends_after_all_of_its_tokens(renderer, tokenizer):
+    """Special tokens inside the turn do not end it."""
+    [calls, answer] = learned(renderer("deepseekv3").render(Chat(CONVERSATIONS["tools"])), tokenizer)
+    assert calls.startswith("Let me see.<\uff5ctool\u2581calls\u2581begin\uff5c>")
+    assert calls.endswith("<\uff5ctool\u2581calls\u2581end\uff5c><\uff5cend\u2581of\u2581sentence\uff5c>")
+    assert answer == "Mild.<\uff5cend\u2581of\u2581sentence\uff5c>"
+
+
+def test_tools_are_told(renderer, tokenizer):
+    rendered = renderer("qwen2_5").render(Chat(CONVERSATIONS["tools"], TOOLS))
+    assert '"name": "get_weather", "description"' in tokenizer.tokenizer.decode(rendered.ids)
+    reason = renderer("llama3").render(Chat(CONVERSATIONS["two exchanges"], TOOLS))
+    assert reason == "the chat template leaves out the tool get_weather; name another (data.chat_template)"
+
+
+def test_parts_of_text_are_one_text_where_the_template_reads_no_parts(renderer):
+    parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]
+    whole = renderer("qwen3").render(Chat([user("Hi there"), assistant("b")]))
+    assert renderer("qwen3").render(Chat([user(parts), assistant("b")])) == whole
+    assert isinstance(renderer("gemma3").render(Chat([user(parts), assistant(parts)])), TokenIds)
+    picture = [{"type": "image", "url": "x"}]
+    assert (
+        renderer("qwen3").render(Chat([user(picture), assistant("b")])).startswith("message 1 holds parts other than")
+    )
+
+
+REASONS = [
+    (Chat([]), "has no messages"),
+    (Chat([user("a"), {"content": "b"}]), "message 2 has no role"),
+    (Chat([user("a")]), "nothing of it is learned: no answer of the assistant is in it"),
+    (Chat([user("a\ufdd0"), assistant("b")]), "holds the noncharacter U+FDD0, which no text has"),
+    (Completion("a", [user("b")]), "nothing of it is learned: no answer of the assistant is in it"),
+    (Preference("a", "b", "b"), "chosen and rejected are the same tokens"),
+    (TokenIds([1, 2, 3], [True, False, False]), "nothing of it is learned: no answer of the assistant is in it"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "reason"), REASONS)
+def test_what_cannot_be_used_is_answered_with_the_reason(content, reason, renderer):
+    assert renderer("qwen2_5").render(content) == reason
+
+
+def test_a_template_error_is_a_reason_of_the_row(renderer):
+    rows = [Chat([user("a"), user("b")]), Chat([user("a"), assistant("b")])]
+    refused, rendered = renderer("gemma").render_many(rows)
+    assert refused.startswith("the chat template refuses it: Conversation roles must alternate")
+    assert isinstance(rendered, TokenIds)
+
+
+def test_too_long_is_a_reason_with_both_numbers(renderer):
+    chat = Chat([user("a"), assistant("weather " * 50)])
+    num_tokens = len(renderer("our chatml").render(chat).ids)
+    assert renderer("our chatml", seq_len=num_tokens - 1).render(chat) == (
+        f"too long: {num_tokens} tokens, train.seq_len is {num_tokens - 1}"
+    )
+    assert isinstance(renderer("our chatml", seq_len=num_tokens).render(chat), TokenIds)
+    pair = Preference([user("a")], [assistant("b")], [assistant("weather " * 50)])
+    assert renderer("our chatml", seq_len=30).render(pair).startswith("too long: rejected: ")
+
+
+def test_text_is_its_ids_alone(renderer, tokenizer):
+    [ids] = tokenizer.encode(["The weather"])
+    assert renderer("qwen2_5", seq_len=1).render("The weather") == TokenIds(ids)
+    assert renderer("qwen2_5", LossOn.ASSISTANT).render("The weather") == (
+        "is plain text, in which nothing is told apart as assistant (data.loss_on)"
+    )
+
+
+def test_a_completion_follows_the_prompt_as_generation_sees_it(renderer, tokenizer):
+    for prompt, completion in (("Q: two plus two =", " four"), ("Q: two plus two = ", "four"), ("", "four")):
+        rendered = renderer("qwen2_5").render(Completion(prompt, completion))
+        [prompt_ids] = tokenizer.encode([prompt])
+        assert rendered.ids[: len(prompt_ids)] == prompt_ids
+        assert learned(rendered, tokenizer) == [completion + EOS]
+        assert rendered.is_learned.index(True) == len(prompt_ids)
+
+
+def test_a_completion_gets_no_space_from_sentencepiece(sentencepiece):
+    tokenizer = load_tokenizer(sentencepiece)
+    renderer = Renderer(tokenizer, None, LossOn.AUTO, 100)
+    for prompt, completion in (("What is t", "wo plus"), ("What is", " two"), ("What is ", "two")):
+        rendered = renderer.render(Completion(prompt, completion))
+        assert isinstance(rendered, TokenIds)
+        assert tokenizer.tokenizer.decode(rendered.ids) == prompt + completion
+        assert rendered.ids[-1] == tokenizer.eos_id
+
+
+def test_messages_of_a_completion_go_through_the_template(renderer, tokenizer):
+    for name in ("qwen2_5", "our qwen"):
+        content = Completion(MULTI[:4], MULTI[4:5])
+        assert learned(renderer(name).render(content), tokenizer) == ["d<|im_end|>"]
+        assert learned(renderer(name, LossOn.ASSISTANT).render(content), tokenizer) == ["b<|im_end|>", "d<|im_end|>"]
+
+
+def test_both_answers_of_a_preference_follow_the_same_prompt(renderer, tokenizer):
+    for loss_on in LossOn:
+        pair = renderer("llama3", loss_on).render(Preference([user("a")], [assistant("good")], [assistant("bad")]))
+        assert isinstance(pair, PreferenceIds)
+        assert [learned(each, tokenizer) for each in pair] == [["good<|eot_id|>"], ["bad<|eot_id|>"]]
+        begin = pair.chosen.is_learned.index(True)
+        assert pair.chosen.ids[:begin] == pair.rejected.ids[:begin]
+        texts = renderer("llama3", loss_on).render(Preference("a", " good", " bad"))
+        assert [learned(each, tokenizer) for each in texts] == [[f" good{EOS}"], [f" bad{EOS}"]]
+
+
+def test_a_batch_is_what_its_rows_are(renderer):
+    rows: list[Content] = [Chat(messages) for messages in CONVERSATIONS.values()]
+    rows += ["text", Completion("a", "b"), Preference("a", "b", "c"), TokenIds([1, 2])]
+    assert renderer("gemma").render_many(rows) == [renderer("gemma").render(row) for row in rows]
+
+
+def test_messages_without_a_template_are_an_input_error(tokenizer):
+    with pytest.raises(InputError, match=r"data.chat_template: the tokenizer has no chat template"):
+        Renderer(tokenizer, None, LossOn.AUTO, 100).render(Chat(MULTI))
+
+
+def test_a_system_message_that_a_template_drops_is_refused(tokenizer, folder):
+    """As the template of Mistral 7B v0.3 does with all but a conversation that ends with the user."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
+        "{% elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    renderer = Renderer(tokenizer, ChatTemplate(source, named_tokens(folder)), LossOn.AUTO, 100)
+    assert renderer.render(Chat(CONVERSATIONS["system"])) == (
+        "the chat template leaves out what message 1 (system) says, or a part of it; name another (data.chat_template)"
+    )
+    rendered = renderer.render(Chat(CONVERSATIONS["two exchanges"]))
+    assert learned(rendered, tokenizer) == [f" Hello{EOS}", f" Bye{EOS}"]
+
+
+def test_a_template_that_rewrites_the_words_is_refused(tokenizer, folder):
+    source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | upper }}<|end|>{% endfor %}"
+    renderer = Renderer(tokenizer, ChatTemplate(source, named_tokens(folder)), LossOn.AUTO, 100)
+    assert renderer.render(Chat(CONVERSATIONS["two exchanges"])) == (
+        "the chat template rewrites what the messages say, so that what is learned cannot be told"
+    )
+
+
+def test_a_template_that_rewrites_only_the_question_is_not(tokenizer, folder):
+    source = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content | upper if m.role == 'user' else m.content }}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    renderer = Renderer(tokenizer, ChatTemplate(source, named_tokens(folder)), LossOn.AUTO, 100)
+    rendered = renderer.render(Chat(CONVERSATIONS["two exchanges"]))
+    assert learned(rendered, tokenizer) == ["Hello<|end|>", "Bye<|end|>"]

@@ -1,0 +1,163 @@
+"""The same rows out of every kind of file, and how each kind counts them. What is bad: test_bad_data."""
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+from collections.abc import Callable
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset
+
+from trainer.runtime.data.sources import row_files
+from trainer.runtime.data.sources.row_files import holds_rows, read_rows
+from trainer.spec.data.request import ROW_SUFFIXES, SourceFile
+from trainer.spec.errors import InputError
+
+ROWS = [
+    {"text": "first\nwith a second line", "note": 'a "quoted", word'},
+    {"text": "日本, é\u2028and a separator", "note": ""},
+    *({"text": f"row {number}", "note": "x"} for number in range(3, 40)),
+]
+
+
+def source(path, content):
+    path.write_bytes(content)
+    status = path.stat()
+    return SourceFile(path=str(path), size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
+
+
+def delimited(delimiter, line_end="\r\n"):
+    stream = io.StringIO(newline="")
+    writer = csv.DictWriter(stream, ("text", "note"), delimiter=delimiter, lineterminator=line_end)
+    writer.writeheader()
+    writer.writerows(ROWS)
+    return stream.getvalue().encode()
+
+
+def arrow(open_writer):
+    stream, table = io.BytesIO(), pa.Table.from_pylist(ROWS)
+    with open_writer(stream, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    return stream.getvalue()
+
+
+def parquet(**settings):
+    stream = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(ROWS), stream, **settings)
+    return stream.getvalue()
+
+
+def lines():
+    return "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
+FILES = {
+    "a.jsonl": lines(),
+    "windows.jsonl": b"\xef\xbb\xbf" + lines().replace(b"\n", b"\r\n"),
+    "a.ndjson": lines().rstrip(b"\n"),
+    "lines.json": lines(),
+    "array.json": json.dumps(ROWS).encode(),
+    "indented.json": b"\n" + json.dumps(ROWS, indent=2).encode(),
+    "a.csv": delimited(","),
+    "excel.csv": b"\xef\xbb\xbf" + delimited(";"),
+    "unix.csv": delimited(",", "\n"),
+    "a.tsv": delimited("\t"),
+    "a.parquet": parquet(),
+    "groups.PARQUET": parquet(row_group_size=5, compression="zstd"),
+    "stream.arrow": arrow(pa.ipc.new_stream),
+    "file.arrow": arrow(pa.ipc.new_file),
+}
+COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda content: pa.compress(content, codec="zstd", asbytes=True),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_kind_of_file_holds_the_same_rows(tmp_path, name):
+    file = source(tmp_path / name, FILES[name])
+    assert holds_rows(file)
+    assert list(read_rows(file)) == list(enumerate(ROWS, start=1))
+
+
+@pytest.mark.parametrize("suffix", COMPRESSORS)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "array.json", "a.parquet", "file.arrow"])
+def test_every_kind_of_file_may_be_compressed(tmp_path, name, suffix):
+    file = source(tmp_path / f"{name}{suffix}", COMPRESSORS[suffix](FILES[name]))
+    assert holds_rows(file)
+    assert list(read_rows(file)) == list(enumerate(ROWS, start=1))
+
+
+def test_two_compressed_streams_in_one_file_are_read_both(tmp_path):
+    half = len(FILES["a.jsonl"].splitlines(keepends=True)[0])
+    for suffix, compress in COMPRESSORS.items():
+        content = compress(FILES["a.jsonl"][:half]) + compress(FILES["a.jsonl"][half:])
+        assert [row for _, row in read_rows(source(tmp_path / f"a.jsonl{suffix}", content))] == ROWS
+
+
+@pytest.mark.parametrize("suffix", sorted(ROW_SUFFIXES))
+def test_every_suffix_of_rows_has_a_file_here(suffix):
+    assert any(name.lower().endswith(suffix) for name in FILES)
+
+
+@pytest.mark.parametrize("batch_rows, batch_bytes", [(3, 2**24), (2**12, 100)])
+@pytest.mark.parametrize("name", ["groups.PARQUET", "file.arrow", "stream.arrow"])
+def test_rows_come_in_small_batches_in_order(tmp_path, monkeypatch, name, batch_rows, batch_bytes):
+    monkeypatch.setattr(row_files, "BATCH_ROWS", batch_rows)
+    monkeypatch.setattr(row_files, "BATCH_BYTES", batch_bytes)
+    assert list(read_rows(source(tmp_path / name, FILES[name]))) == list(enumerate(ROWS, start=1))
+
+
+def test_lines_count_where_they_are_blank_and_records_do_not(tmp_path):
+    jsonl = source(tmp_path / "a.jsonl", b'\n{"text": "a"}\n  \n{"text": "b"}\n')
+    table = source(tmp_path / "a.csv", b"\ntext\n\na\n\nb\n")
+    assert list(read_rows(jsonl)) == [(2, {"text": "a"}), (4, {"text": "b"})]
+    assert list(read_rows(table)) == [(1, {"text": "a"}), (2, {"text": "b"})]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.jsonl.gz"])
+def test_an_empty_file_has_no_rows(tmp_path, name):
+    content = gzip.compress(b"") if name.endswith(".gz") else b""
+    assert list(read_rows(source(tmp_path / name, content))) == []
+
+
+def test_an_object_over_several_lines_is_one_row(tmp_path):
+    file = source(tmp_path / "a.json", json.dumps({"text": "one", "tags": ["x"]}, indent=1).encode())
+    assert list(read_rows(file)) == [(1, {"text": "one", "tags": ["x"]})]
+
+
+def test_a_cell_of_a_million_characters_is_read(tmp_path):
+    file = source(tmp_path / "a.csv", b"text,id\n" + b"x" * 10**6 + b",1\n")
+    [(_, row)] = read_rows(file)
+    assert isinstance(row, dict) and len(row["text"]) == 10**6
+
+
+def test_what_datasets_saved_is_read_as_datasets_reads_it(tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}] * 3
+    saved = Dataset.from_list(rows)
+    saved.save_to_disk(tmp_path / "saved")
+    path = tmp_path / "saved" / "data-00000-of-00001.arrow"
+    file = SourceFile(path=str(path), size_bytes=path.stat().st_size, mtime_ns=path.stat().st_mtime_ns)
+    assert [row for _, row in read_rows(file)] == list(saved)
+
+
+def test_times_that_python_cannot_say_do_not_stop_a_file(tmp_path):
+    table = pa.table({"text": ["a"], "made": pa.array([2**62], pa.timestamp("ms"))})
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert list(read_rows(source(tmp_path / "a.parquet", (tmp_path / "a.parquet").read_bytes()))) == [
+        (1, {"text": "a"})
+    ]
+
+
+def test_a_file_that_changed_since_it_was_listed_is_refused(tmp_path):
+    file = source(tmp_path / "a.parquet", FILES["a.parquet"])
+    source(tmp_path / "a.parquet", FILES["groups.PARQUET"])
+    with pytest.raises(InputError, match="changed since it was listed"):
+        list(read_rows(file))

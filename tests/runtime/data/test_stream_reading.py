@@ -1,0 +1,117 @@
+"""How a stream is cut into windows: every document once a pass, each source its share, and places that can be gone on
+from."""
+
+from collections import Counter
+from itertools import chain
+from typing import Any
+
+import pytest
+from prepare_request_factory import listed_request
+from stream_factory import reader_of, write_files, write_rows
+
+from trainer.runtime.data.sources.text_sources import BLOCK_CHARS, BadRow, Block
+
+
+@pytest.fixture
+def request_of(tmp_path):
+    def make(*sources, window_bytes=1000):
+        return listed_request(*sources, cache_root=tmp_path / "cache", window_bytes=window_bytes)
+
+    return make
+
+
+def names(items):
+    """`F.R` of each row."""
+    return [item.content.split()[0] for item in items]
+
+
+def windows(reader, count):
+    return [names(reader.read_window()) for _ in range(count)]
+
+
+def test_a_pass_is_every_row_once_in_the_order_of_the_files_and_the_next_pass_is_in_another(request_of, tmp_path):
+    files = write_files(tmp_path / "rows", num_files=5)
+    listed = [f"{file}.{row}" for file in range(5) for row in range(60)]
+    read = list(chain(*windows(reader_of(request_of(tmp_path / "rows"), tmp_path), 20)))
+    first, second = read[: len(listed)], read[len(listed) : 2 * len(listed)]
+    assert first == listed
+    assert second != listed and sorted(second) == sorted(listed)
+    assert len(files) == 5
+
+
+def test_a_window_ends_with_the_document_that_reaches_its_size(request_of, tmp_path):
+    write_files(tmp_path / "rows")
+    reader = reader_of(request_of(tmp_path / "rows"), tmp_path)
+    items: list[list[Any]] = [reader.read_window() for _ in range(4)]
+    sizes = [[len(item.content) for item in window] for window in items]
+    assert all(sum(window) >= 1000 > sum(window[:-1]) for window in sizes)
+
+
+@pytest.mark.parametrize("after", [1, 4, 9])
+def test_reading_goes_on_at_a_place_as_if_it_had_never_stopped(request_of, tmp_path, after):
+    write_files(tmp_path / "rows")
+    request = request_of(tmp_path / "rows")
+    straight = reader_of(request, tmp_path)
+    windows(straight, after)
+    again = reader_of(request, tmp_path, straight.places)
+    assert windows(again, 8) == windows(straight, 8)
+
+
+def test_small_data_are_one_window_a_pass(request_of, tmp_path):
+    write_files(tmp_path / "rows", num_files=1, rows_of_file=9)
+    reader = reader_of(request_of(tmp_path / "rows"), tmp_path)
+    assert [len(window) for window in windows(reader, 3)] == [9, 9, 9]
+
+
+def test_each_source_gives_every_window_its_weight_times_its_bytes(request_of, tmp_path):
+    """Rows of one length; b has a third of the rows of a, and counts three times as much, half of c's weight."""
+    for letter, count in (("a", 300), ("b", 100), ("c", 100)):
+        write_rows(tmp_path / f"{letter}.jsonl", [f"{letter}.{row:03}" for row in range(count)])
+    sources = [(tmp_path / "a.jsonl", 1.0), (tmp_path / "b.jsonl", 3.0), (tmp_path / "c.jsonl", 6.0)]
+    reader = reader_of(request_of(*sources, window_bytes=4000), tmp_path)
+    for window in windows(reader, 8):
+        share = Counter(name[0] for name in window)
+        assert abs(share["a"] - share["b"]) <= 1 and abs(share["c"] - 2 * share["b"]) <= 2
+
+
+def test_a_source_that_ends_begins_again_while_the_others_go_on(request_of, tmp_path):
+    write_rows(tmp_path / "a.jsonl", [f"a.{row:03}" for row in range(400)])
+    write_rows(tmp_path / "b.jsonl", [f"b.{row:03}" for row in range(20)])
+    request = request_of((tmp_path / "a.jsonl", 1.0), (tmp_path / "b.jsonl", 10.0), window_bytes=3000)
+    reader = reader_of(request, tmp_path)
+    read = Counter(chain(*windows(reader, 3)))
+    places = reader.places
+    assert {read[f"a.{row:03}"] for row in range(200)} == {1}
+    assert min(read[f"b.{row:03}"] for row in range(20)) >= 6
+    assert places[0].num_passes == 0 and places[1].num_passes >= 6
+
+
+def test_a_text_longer_than_a_window_goes_on_in_the_next_as_another_document(request_of, tmp_path):
+    line = "a line of a very long text\n"
+    (tmp_path / "long.txt").write_text(line * (3 * BLOCK_CHARS // len(line)))
+    reader = reader_of(request_of(tmp_path / "long.txt"), tmp_path)
+    first, second, third = (reader.read_window() for _ in range(3))
+    assert [len(window) for window in (first, second, third)] == [1, 1, 1]
+    blocks = [item for item in (*first, *second) if isinstance(item, Block)]
+    assert len(blocks) == 2 and all(each.opens_document and str(each.content).endswith("\n") for each in blocks)
+
+
+def test_a_text_that_is_not_utf_8_is_bad_as_a_whole_and_a_long_one_from_its_defect_on(request_of, tmp_path):
+    (tmp_path / "short.txt").write_bytes(b"one\ntwo\xff\n")
+    (tmp_path / "cut.txt").write_bytes("was cut off: é".encode()[:-1])
+    (tmp_path / "long.txt").write_bytes(b"a line of text\n" * 200_000 + b"\xff")
+    request = request_of(tmp_path / "short.txt", tmp_path / "cut.txt", tmp_path / "long.txt", window_bytes=10**8)
+    items = reader_of(request, tmp_path).read_window()
+    bad = [item for item in items if isinstance(item, BadRow)]
+    assert [bad_row.where.rpartition("/")[2] for bad_row in bad] == ["short.txt", "cut.txt", "long.txt"]
+    assert "byte 0xff at offset 7 is not UTF-8" in bad[0].reason
+    good = [item for item in items if not isinstance(item, BadRow)]
+    assert 0 < sum(len(item.content) for item in good) < 3_000_000
+    assert {item.where.rpartition("/")[2] for item in good} == {"long.txt"}
+
+
+def test_a_bad_row_is_passed_on_at_its_place(request_of, tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", ["0.0", "0.1"])
+    path.write_text(path.read_text() + '{"text": ""}\n')
+    items = reader_of(request_of(path), tmp_path).read_window()
+    assert isinstance(items[-1], BadRow) and items[-1].where == f"{path}:3"

@@ -1,0 +1,201 @@
+"""Tokenizers: made from text, taken from a folder, and in both cases what transformers would make of the same text."""
+
+import json
+
+import pytest
+from prepare_request_factory import numbered_text
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+
+from trainer.runtime.data.tokenizer import (
+    END_OF_TEXT,
+    copy_tokenizer,
+    load_tokenizer,
+    tokenizer_digest,
+    train_tokenizer,
+    write_trained_tokenizer,
+)
+from trainer.spec.errors import InputError
+
+TEXTS = [numbered_text(50), numbered_text(40, word="line"), "def f(x):\n\n    return  x + 1\n"]
+SAMPLES = ["row 7 of 50", "def  f(x):\n\n    \treturn x\r\n", "é 日本語 \U0001f600 \x00", " leading", ""]
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return train_tokenizer(iter(TEXTS), vocab_size=400)
+
+
+@pytest.fixture
+def folder(trained, tmp_path):
+    write_trained_tokenizer(trained, tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+def test_the_same_texts_make_the_same_tokenizer(trained):
+    assert train_tokenizer(iter(TEXTS), vocab_size=400).tokenizer.to_str() == trained.tokenizer.to_str()
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_every_text_comes_back_from_its_ids(trained, sample):
+    [ids] = trained.encode([sample])
+    assert trained.tokenizer.decode(ids) == sample
+
+
+def test_the_vocabulary_is_as_large_as_asked_and_ends_texts(trained):
+    assert trained.vocab_size == 400
+    assert trained.tokenizer.id_to_token(trained.eos_id) == END_OF_TEXT
+    assert trained.document_prefix == ()
+
+
+def test_little_text_makes_a_smaller_vocabulary():
+    assert 257 <= train_tokenizer(iter(["ab ab"]), vocab_size=5000).vocab_size < 270
+
+
+@pytest.mark.parametrize("vocab_size", [0, 256])
+def test_a_vocabulary_without_room_for_every_byte_is_refused(vocab_size):
+    with pytest.raises(InputError, match=f"vocabulary of {vocab_size} is too small; a byte-level BPE needs 257"):
+        train_tokenizer(iter(TEXTS), vocab_size=vocab_size)
+
+
+@pytest.mark.parametrize("model_type", [None, "llama", "qwen3", "mistral", "gpt2"])
+def test_transformers_loads_what_was_made_and_gives_the_same_ids(trained, folder, model_type):
+    """Also beside a model's config.json, as in an exported folder, which may make it take another class."""
+    from transformers import AutoTokenizer
+
+    if model_type is not None:
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    loaded = AutoTokenizer.from_pretrained(folder)
+    assert len(loaded) == trained.vocab_size
+    assert (loaded.eos_token_id, loaded.pad_token_id) == (trained.eos_id, trained.pad_id)
+    for sample in SAMPLES:
+        ids = loaded(sample)["input_ids"]
+        assert [ids] == trained.encode([sample])
+        assert loaded.decode(ids) == sample
+
+
+def test_a_written_tokenizer_loads_as_it_was(trained, folder):
+    loaded = load_tokenizer(folder)
+    assert loaded.encode(SAMPLES) == trained.encode(SAMPLES)
+    assert loaded[1:] == trained[1:]
+
+
+def llama_like(folder, *, eos="</s>", puts_bos=True):
+    """A tokenizer that puts bos before a text, truncates and pads, as saved ones do."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.train_from_iterator(
+        TEXTS, trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "</s>", "<pad>"], show_progress=False)
+    )
+    if puts_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=4)
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": {"content": "<s>"}, "eos_token": eos, "pad_token": "<pad>", "unk_token": None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.parametrize("puts_bos, prefix", [(True, (0,)), (False, ())])
+def test_bos_stands_before_a_document_where_the_tokenizer_puts_it(tmp_path, puts_bos, prefix):
+    loaded = load_tokenizer(llama_like(tmp_path / "t", puts_bos=puts_bos))
+    assert (loaded.document_prefix, loaded.eos_id, loaded.pad_id) == (prefix, 1, 2)
+
+
+def test_saved_truncation_and_padding_do_not_touch_documents(tmp_path):
+    loaded = load_tokenizer(llama_like(tmp_path / "t"))
+    short, long = loaded.encode(["r", TEXTS[0]])
+    assert len(short) == 1
+    assert len(long) > 100
+
+
+def test_a_tokenizer_that_ends_no_text_is_refused(tmp_path):
+    with pytest.raises(InputError, match='does not name the token that ends a text;\nadd "eos_token"'):
+        load_tokenizer(llama_like(tmp_path / "t", eos=None))
+
+
+def test_an_end_token_from_the_special_tokens_map_counts(folder):
+    (folder / "tokenizer_config.json").unlink()
+    assert load_tokenizer(folder).eos_id == 0
+
+
+def test_a_folder_of_vocabulary_and_merges_is_converted(trained, tmp_path):
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    trained.tokenizer.model.save(str(slow))
+    (slow / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "GPT2Tokenizer", "eos_token": END_OF_TEXT, "add_prefix_space": False})
+    )
+    loaded = load_tokenizer(slow)
+    assert loaded.encode(SAMPLES[:2]) == trained.encode(SAMPLES[:2])
+    copy_tokenizer(loaded, slow, tmp_path / "copy")
+    assert load_tokenizer(tmp_path / "copy").encode(SAMPLES[:2]) == trained.encode(SAMPLES[:2])
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[1]", "\x00"])
+def test_a_damaged_tokenizer_is_an_input_error_that_names_the_file(folder, content):
+    (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(InputError, match=r"tokenizer\.json: is not a tokenizer"):
+        load_tokenizer(folder)
+
+
+def test_damaged_settings_are_an_input_error_that_names_the_file(folder):
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(InputError, match=r"tokenizer_config\.json: is not valid JSON"):
+        load_tokenizer(folder)
+
+
+def test_a_folder_without_a_tokenizer_is_an_input_error(tmp_path):
+    with pytest.raises(InputError, match="holds no tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_copy_leaves_weights_and_model_settings_behind(trained, folder, tmp_path):
+    for name in ("model.safetensors", "config.json", "generation_config.json", "model.safetensors.index.json"):
+        (folder / name).write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    copy_tokenizer(trained, folder, tmp_path / "copy")
+    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == [
+        "chat_template.jinja",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+
+
+def test_a_digest_changes_with_the_tokenizer_and_not_with_the_weights(folder):
+    before = tokenizer_digest(folder)
+    (folder / "model.safetensors").write_text("weights")
+    assert tokenizer_digest(folder) == before
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"bos_token": END_OF_TEXT}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert tokenizer_digest(folder) != before
+
+
+def test_a_digest_of_a_folder_that_is_not_there_is_an_input_error(tmp_path):
+    with pytest.raises(InputError, match="is not a folder"):
+        tokenizer_digest(tmp_path / "none")
+
+
+def with_code(folder):
+    """The same folder, saying that a class of its own cuts the text."""
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    own = {"auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}, "tokenizer_class": "OwnTokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | own))
+    return folder
+
+
+def test_a_copy_of_a_tokenizer_with_code_of_its_own_needs_none(folder, tmp_path):
+    from transformers import AutoTokenizer
+
+    loaded = load_tokenizer(with_code(folder))
+    copy_tokenizer(loaded, folder, tmp_path / "copy")
+    exported = AutoTokenizer.from_pretrained(tmp_path / "copy", trust_remote_code=False)
+    assert exported(SAMPLES)["input_ids"] == loaded.encode(SAMPLES)
+
+
+def test_a_tokenizer_that_is_code_alone_is_refused(folder):
+    (with_code(folder) / "tokenizer.json").unlink()
+    with pytest.raises(InputError, match=r"by code of its own, which is not run; name a folder with a tokenizer\.json"):
+        load_tokenizer(folder)

@@ -1,0 +1,76 @@
+"""What saving a model loads, and what it leaves behind."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM, modeling_utils
+
+from trainer.runtime.export.folder import save_model
+
+MODEL = """
+import sys
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+model = LlamaForCausalLM(
+    LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1,
+    )
+)
+"""
+TOLD = "print('loaded:', 'deepspeed' in sys.modules)"
+
+
+def what_loads(tmp_path: Path, saving: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", f"{MODEL}{saving}\n{TOLD}", str(tmp_path / "out")],
+        cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout.splitlines()[-1]
+
+
+def test_w58_transformers_loads_deepspeed_to_save_a_model(tmp_path):
+    assert what_loads(tmp_path, "model.save_pretrained(sys.argv[1])") == "loaded: True"
+
+
+def test_saving_a_model_does_not_load_deepspeed(tmp_path):
+    ours = "from trainer.runtime.export.folder import save_model; save_model(model, Path(sys.argv[1]))"
+    assert what_loads(tmp_path, ours) == "loaded: False"
+
+
+def tiny() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def test_the_files_are_those_of_transformers(tmp_path):
+    model = tiny()
+    save_model(model, tmp_path / "ours")
+    model.config.use_cache = True
+    model.save_pretrained(tmp_path / "theirs")
+    assert {path.name for path in (tmp_path / "ours").iterdir()} == {p.name for p in (tmp_path / "theirs").iterdir()}
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "ours" / name).read_text() == (tmp_path / "theirs" / name).read_text()
+    ours, theirs = (load_file(tmp_path / each / "model.safetensors") for each in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_transformers_unwraps_again_afterwards_whatever_happened_meanwhile(tmp_path, monkeypatch):
+    def fail():
+        raise RuntimeError("in the middle")
+
+    unwrap = modeling_utils.unwrap_model
+    model = tiny()
+    monkeypatch.setattr(model, "state_dict", fail)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        save_model(model, tmp_path / "out")
+    assert modeling_utils.unwrap_model is unwrap

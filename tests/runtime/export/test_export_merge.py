@@ -1,0 +1,311 @@
+"""Merged and whole exports: plain transformers loads them, and their logits are those of what was trained."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from engine_plan_factory import TINY_LLAMA
+from export_factory import LORA, TINY_GPT2, run_of, save_run, write_base
+from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from trainer.runtime.checkpoint import find_checkpoint, import_weights
+from trainer.runtime.export.check import (
+    ROUNDED,
+    SAME,
+    check_logits,
+    computed_in_fp32,
+    logits_of,
+    prompt_ids,
+    relative_difference,
+    reloaded_adapter_logits,
+    reloaded_logits,
+)
+from trainer.runtime.export.folder import staged
+from trainer.runtime.export.plan import plan_on
+from trainer.runtime.export.run import Wish, export_run
+from trainer.runtime.models.adapters import base_type
+from trainer.runtime.models.build import build_model
+from trainer.spec import codec
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.hardware import DeviceKind
+from trainer.spec.plan import Plan
+from trainer.spec.strategy import Method, Precision
+
+IDS = prompt_ids(256)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # PEFT asks for it
+    pytest.mark.filterwarnings(
+        "ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"
+    ),  # PEFT's own, of experts
+]
+CONFIGS = {
+    "llama": TINY_LLAMA,
+    "tied": {**TINY_LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
+    "gpt2": TINY_GPT2,
+}
+ADAPTERS = {
+    "lora": LORA,
+    "dora": replace(LORA, dora=True),
+    "rslora": replace(LORA, rslora=True, dropout=0.1),
+    "some": replace(LORA, targets=("up_proj", "layers.1.self_attn.q_proj")),
+}
+MERGE = Wish(merge=True)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """Folders of weights by configuration and type, written when first asked for."""
+    root, made = tmp_path_factory.mktemp("models"), {}
+
+    def base(name: str, dtype: torch.dtype = torch.float32) -> Path:
+        key = f"{name}-{dtype}"
+        if key not in made:
+            made[key] = write_base(root / key, CONFIGS[name], dtype)
+        return made[key]
+
+    return base
+
+
+def trained_model(run_dir: Path, plan: Plan):
+    """What was trained: adapters beside their base."""
+    model = build_model(plan_on(plan, DeviceKind.CPU))
+    checkpoint = find_checkpoint(run_dir / "checkpoints", on_skip=pytest.fail)
+    assert checkpoint is not None
+    import_weights(model, checkpoint)
+    return model
+
+
+def trained_logits(run_dir: Path, plan: Plan) -> torch.Tensor:
+    return logits_of(trained_model(run_dir, plan), IDS)
+
+
+def plain_logits(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "method"),
+    [
+        ("llama", "lora", Method.LORA),
+        ("llama", "lora", Method.QLORA),
+        ("llama", "rslora", Method.LORA),
+        ("llama", "some", Method.QLORA),
+        ("tied", "dora", Method.LORA),
+        ("gpt2", "dora", Method.LORA),
+        ("gpt2", "dora", Method.QLORA),
+    ],
+)
+def test_merged_weights_give_the_logits_of_the_adapters_on_the_base_they_were_trained_on(
+    config, kind, method, bases, tmp_path
+):
+    plan = run_of(bases(config), method, lora=ADAPTERS[kind], config=CONFIGS[config])
+    run_dir = save_run(tmp_path / "run", plan)
+    done = export_run(run_dir, tmp_path / "out", MERGE)
+    expected = trained_logits(run_dir, plan)
+    assert relative_difference(expected, plain_logits(tmp_path / "out")) < SAME
+    assert relative_difference(expected, plain_logits(bases(config))) > 1e-3, "the adapters do something"
+    assert len(done.checks) == 2 and done.notes == ()
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"README.md", "config.json", "generation_config.json", "model.safetensors"}
+    config_text = (tmp_path / "out" / "config.json").read_text()
+    assert "quantization_config" not in config_text and str(tmp_path) not in config_text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "method"),
+    [(torch.bfloat16, Method.LORA), (torch.bfloat16, Method.QLORA), (torch.float16, Method.LORA)],
+)
+def test_what_is_merged_is_written_in_the_type_of_the_base(dtype, method, bases, tmp_path):
+    precision = {torch.bfloat16: Precision.BF16_MIXED, torch.float16: Precision.FP16_MIXED}[dtype]
+    plan = run_of(bases("llama", dtype), method, precision=precision)
+    run_dir = save_run(tmp_path / "run", plan)
+    export_run(run_dir, tmp_path / "out", MERGE)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
+    measured = relative_difference(trained_logits(run_dir, plan), logits_of(loaded, IDS))
+    assert SAME < measured < ROUNDED[dtype], "rounded, and no more than that"
+
+
+def test_lora_is_merged_into_the_weights_on_the_disk_though_it_was_trained_beside_rounded_ones(bases, tmp_path):
+    plan = run_of(bases("llama"), Method.LORA, precision=Precision.BF16_MIXED)
+    run_dir = save_run(tmp_path / "run", plan)
+    export_run(run_dir, tmp_path / "out", MERGE)
+    assert base_type(Method.LORA, Precision.BF16_MIXED) is torch.bfloat16
+    embedding, original = (
+        AutoModelForCausalLM.from_pretrained(folder).get_parameter("model.embed_tokens.weight")
+        for folder in (tmp_path / "out", bases("llama"))
+    )
+    assert embedding.dtype == torch.float32 and torch.equal(embedding, original)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_qlora_is_merged_into_the_4_bit_weights_that_it_was_trained_beside(kind, bases, tmp_path):
+    """In another type than the base's; and into the original weights it gives other logits."""
+    lora = ADAPTERS[kind]
+    plan = run_of(bases("llama", torch.bfloat16), Method.QLORA, precision=Precision.BF16_MIXED, lora=lora)
+    run_dir = save_run(tmp_path / "run", plan)
+    export_run(run_dir, tmp_path / "out", MERGE._replace(dtype=torch.float32))
+    expected = trained_logits(run_dir, plan)
+    assert relative_difference(expected, plain_logits(tmp_path / "out")) < SAME
+    export_run(run_dir, tmp_path / "adapters", Wish())
+    original = AutoModelForCausalLM.from_pretrained(bases("llama", torch.bfloat16), dtype=torch.float32)
+    from peft import PeftModel
+
+    elsewhere = PeftModel.from_pretrained(original, tmp_path / "adapters").merge_and_unload()
+    assert relative_difference(expected, logits_of(elsewhere, IDS)) > 1e-2
+
+
+def test_a_base_of_conv1d_layers_stays_one(bases, tmp_path):
+    plan = run_of(bases("gpt2"), Method.QLORA, config=TINY_GPT2)
+    export_run(save_run(tmp_path / "run", plan), tmp_path / "out", MERGE)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert isinstance(loaded.get_submodule("transformer.h.0.attn.c_attn"), Conv1D)
+
+
+def test_adapters_of_a_base_that_was_made_up_are_merged_into_it_and_not_compared_without(tmp_path):
+    plan = run_of(None, Method.LORA)
+    run_dir = save_run(tmp_path / "run", plan)
+    export_run(run_dir, tmp_path / "out", MERGE)
+    expected = trained_logits(run_dir, plan)
+    assert relative_difference(expected, plain_logits(tmp_path / "out")) < SAME
+    done = export_run(run_dir, tmp_path / "adapters", Wish())
+    assert done.checks == () and "--merge" in done.notes[0]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(None, SAME), (torch.bfloat16, ROUNDED[torch.bfloat16])])
+def test_a_whole_model_is_written_as_it_was_trained_or_rounded(dtype, tolerance, bases, tmp_path):
+    plan = run_of(bases("tied"), Method.FULL, precision=Precision.BF16_MIXED, config=CONFIGS["tied"])
+    run_dir = save_run(tmp_path / "run", plan)
+    done = export_run(run_dir, tmp_path / "out", Wish(dtype=dtype))
+    measured = relative_difference(trained_logits(run_dir, plan), plain_logits(tmp_path / "out"))
+    assert measured < tolerance
+    assert len(done.checks) == (1 if dtype is None else 2)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype or torch.float32}
+
+
+def test_which_checkpoint_is_exported_can_be_said_and_a_better_one_is_named(bases, tmp_path):
+    plan = run_of(bases("llama"), Method.LORA)
+    run_dir = save_run(tmp_path / "run", plan, losses={2: 1.0, 4: 2.0, 6: 1.5}, steps=(2, 4, 6))
+    last, best, named = (
+        export_run(run_dir, tmp_path / each, Wish(checkpoint=each)) for each in ("last", "best", "step-4")
+    )
+    assert [each.checkpoint.step for each in (last, best, named)] == [6, 2, 4]
+    (note,) = last.notes
+    assert all(fact in note for fact in ("step 2", "1.0000", "1.5000", "--checkpoint best"))
+    eager = replace(plan, job=replace(plan.job, eval=replace(plan.job.eval, early_stop=2)))
+    codec.write(run_dir / "attempts" / "1" / "plan.json", eager)
+    assert export_run(run_dir, tmp_path / "early", Wish()).checkpoint.step == 2, "as a run that stops early does"
+    assert "step 2" in (tmp_path / "best" / "README.md").read_text()
+    for wanted, fact in (("step-5", "step 5.* step-2, step-4, step-6"), ("newest", "newest: .*last, best and step-N")):
+        with pytest.raises(InputError, match=fact):
+            export_run(run_dir, tmp_path / "none", Wish(checkpoint=wanted))
+
+
+@pytest.mark.parametrize(
+    ("method", "wish", "fact"),
+    [
+        (Method.FULL, MERGE, "--merge: full"),
+        (Method.LORA, Wish(format="onnx"), r"--format onnx.*--merge"),
+        (Method.LORA, Wish(dtype=torch.bfloat16), r"--dtype: .*--merge"),
+        (Method.FULL, Wish(format="onnx", dtype=torch.bfloat16), "--format onnx: .*bf16"),
+    ],
+)
+def test_a_wish_that_does_not_go_with_the_run_is_refused_before_anything_is_built(method, wish, fact, tmp_path):
+    run_dir = tmp_path / "run"
+    (run_dir / "attempts").mkdir(parents=True)
+    codec.write(run_dir / "plan.json", run_of(None, method))
+    with pytest.raises(InputError, match=fact):
+        export_run(run_dir, tmp_path / "out", wish)
+
+
+def test_adapters_whose_base_is_gone_are_exported_only_unchecked(bases, tmp_path):
+    plan = run_of(bases("llama"), Method.LORA)
+    run_dir = save_run(tmp_path / "run", plan)
+    (run_dir / "attempts" / "2").mkdir()
+    codec.write(run_dir / "attempts" / "2" / "plan.json", replace(plan, model_path=str(tmp_path / "gone")))
+    with pytest.raises(InputError, match=r"/gone: (?s:.*)--no-check"):
+        export_run(run_dir, tmp_path / "out", Wish())
+    export_run(run_dir, tmp_path / "out", Wish(checks=False))
+    assert "## Checks" not in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("method", [Method.FULL, Method.LORA])
+def test_a_folder_of_other_weights_gives_other_logits(method, bases, tmp_path):
+    """A thousandth more in one matrix, as a fault of a library or a disk might leave behind, is found."""
+    plan = run_of(bases("llama"), method)
+    run_dir = save_run(tmp_path / "run", plan)
+    export_run(run_dir, tmp_path / "out", Wish())
+    (path,) = (tmp_path / "out").glob("*.safetensors")
+    tensors = load_file(path)
+    name = next(name for name in tensors if "up_proj" in name)
+    save_file({**tensors, name: tensors[name] + 1e-3}, path, metadata={"format": "pt"})
+    expected = trained_logits(run_dir, plan)
+    found = (
+        reloaded_logits(tmp_path / "out", IDS)
+        if method is Method.FULL
+        else reloaded_adapter_logits(tmp_path / "out", bases("llama"), IDS, dtype=torch.float32, is_quantised=False)
+    )
+    with pytest.raises(EnvironmentFaultError, match=r"^out: .* 1e-05\b"):
+        check_logits(expected, found, tolerance=SAME, what="out")
+
+
+def test_a_folder_that_fails_its_check_gets_no_name_and_leaves_nothing(tmp_path):
+    with pytest.raises(EnvironmentFaultError), staged(tmp_path / "out") as folder:
+        (folder / "model.safetensors").write_bytes(b"weights")
+        check_logits(torch.ones(1, 1, 2), torch.zeros(1, 1, 2), tolerance=SAME, what="out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_logits_that_are_no_numbers_are_a_difference():
+    good = torch.ones(1, 2, 3)
+    with pytest.raises(EnvironmentFaultError, match=r"^out: .*\bnan\b"):
+        check_logits(good, good * float("nan"), tolerance=SAME, what="out")
+    assert relative_difference(good, good[:, :1]) == float("inf")
+
+
+def test_16_bit_weights_are_widened_only_while_their_module_runs(bases):
+    model = AutoModelForCausalLM.from_pretrained(bases("tied", torch.bfloat16)).eval()
+    whole = AutoModelForCausalLM.from_pretrained(bases("tied", torch.bfloat16), dtype=torch.float32).eval()
+    weights = {name: parameter.data for name, parameter in model.named_parameters()}
+    with torch.no_grad(), computed_in_fp32(model):
+        logits = model(input_ids=IDS).logits
+        assert logits.dtype == torch.float32
+        torch.testing.assert_close(logits, whole(input_ids=IDS).logits, rtol=1e-5, atol=1e-6)
+    assert all(
+        parameter.data is weights[name] or torch.equal(parameter, weights[name])
+        for name, parameter in model.named_parameters()
+    )
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+EXPERTS = {**TINY_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("method", [Method.LORA, Method.QLORA])
+def test_adapters_on_experts_are_merged_and_are_found_again_by_peft(method, tmp_path):
+    """They stand beside tensors of a module, one around the other, and beside the router."""
+    plan = run_of(write_base(tmp_path / "base", EXPERTS), method, config=EXPERTS)
+    run_dir = save_run(tmp_path / "run", plan)
+    model = trained_model(run_dir, plan)
+    assert any(
+        name.endswith("mlp.experts.base_layer") for name, module in model.named_modules() if hasattr(module, "lora_A")
+    )
+    export_run(run_dir, tmp_path / "merged", MERGE)
+    assert relative_difference(logits_of(model, IDS), plain_logits(tmp_path / "merged")) < SAME
+    assert len(export_run(run_dir, tmp_path / "adapters", Wish()).checks) == 1
+
+
+def test_a_base_of_16_bit_experts_is_compared_in_fp32_as_well(tmp_path):
+    base = write_base(tmp_path / "base", EXPERTS, torch.bfloat16)
+    plan = run_of(base, Method.LORA, precision=Precision.BF16_MIXED, config=EXPERTS)
+    run_dir = save_run(tmp_path / "run", plan)
+    done = export_run(run_dir, tmp_path / "merged", MERGE._replace(dtype=torch.float32))
+    assert "1e-05" in done.checks[0]

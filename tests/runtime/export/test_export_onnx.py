@@ -1,0 +1,80 @@
+"""ONNX graphs: run by onnxruntime at other shapes than they were traced with, they give the model's logits."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine_plan_factory import TINY_LLAMA
+from export_factory import LORA, TINY_GPT2, run_of, save_run, write_base
+from pasted_pip import requirements_in
+from transformers import AutoModelForCausalLM
+
+from trainer.runtime.export.check import relative_difference
+from trainer.runtime.export.onnx import check_onnx_installed
+from trainer.runtime.export.run import Wish, export_run
+from trainer.spec.errors import EnvironmentFaultError
+from trainer.spec.strategy import Method
+
+MIXTRAL = {**TINY_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+ONNX = Wish(format="onnx")
+
+
+def onnx_session(path: Path):
+    import onnxruntime  # not where these tests are collected: it takes a while
+
+    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+
+@pytest.mark.parametrize(
+    ("config", "method", "merge"),
+    [
+        pytest.param(TINY_LLAMA, Method.QLORA, True, id="llama merged"),
+        pytest.param(MIXTRAL, Method.FULL, False, id="mixtral"),
+        pytest.param(TINY_GPT2, Method.FULL, False, id="gpt2", marks=pytest.mark.long),
+    ],
+)
+def test_a_graph_gives_the_logits_of_the_model(config, method, merge, tmp_path):
+    plan = run_of(write_base(tmp_path / "base", config), method, lora=LORA, config=config)
+    run_dir = save_run(tmp_path / "run", plan)
+    wish = ONNX._replace(merge=merge)
+    done = export_run(run_dir, tmp_path / "graph", wish)
+    export_run(run_dir, tmp_path / "model", wish._replace(format="hf"))
+    names = {path.name for path in (tmp_path / "graph").iterdir()}
+    assert names >= {"model.onnx", "config.json", "generation_config.json", "README.md"}
+    assert not any(name.endswith(".safetensors") for name in names)
+    assert "onnxruntime" in done.checks[-1]
+    session = onnx_session(tmp_path / "graph" / "model.onnx")
+    assert [(each.name, each.shape, each.type) for each in session.get_inputs()] == [
+        ("input_ids", ["batch", "sequence"], "tensor(int64)"),
+        ("attention_mask", ["batch", "sequence"], "tensor(int64)"),
+    ]
+    assert [each.name for each in session.get_outputs()] == ["logits"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    for batch, length in ((1, 1), (2, 7), (5, 31)):
+        ids = np.random.default_rng(length).integers(0, 256, (batch, length))
+        mask = np.ones_like(ids)
+        (found,) = session.run(["logits"], {"input_ids": ids, "attention_mask": mask})
+        with torch.no_grad():
+            expected = model(input_ids=torch.from_numpy(ids)).logits
+        assert found.shape == (batch, length, 256)
+        assert relative_difference(expected, torch.from_numpy(found)) < 1e-5
+
+
+def test_a_graph_in_fp16_is_within_the_rounding_of_its_type(tmp_path):
+    plan = run_of(write_base(tmp_path / "base"), Method.FULL)
+    run_dir = save_run(tmp_path / "run", plan)
+    done = export_run(run_dir, tmp_path / "graph", ONNX._replace(dtype=torch.float16))
+    for name, check in zip(("rounding", "transformers", "onnxruntime"), done.checks, strict=True):
+        assert name in check
+    session = onnx_session(tmp_path / "graph" / "model.onnx")
+    assert session.get_outputs()[0].type == "tensor(float16)"
+
+
+def test_a_missing_package_is_named_with_the_line_that_installs_it(monkeypatch, tmp_path):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else found(name))
+    with pytest.raises(EnvironmentFaultError, match="onnxscript ") as told:
+        check_onnx_installed()
+    assert set(requirements_in(str(told.value), tmp_path)) == {"onnx", "onnxscript", "onnxruntime"}

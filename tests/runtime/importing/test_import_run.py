@@ -1,0 +1,312 @@
+"""A foreign checkpoint becomes a folder that plain transformers loads, with the logits of what was saved."""
+
+import json
+import shutil
+from pathlib import Path
+from shutil import _ntuple_diskusage
+
+import pytest
+import torch
+from engine_plan_factory import TINY_LLAMA
+from export_factory import write_base
+from import_factory import IDS, assert_refused, config_of, imported, logits, saved_by_torch, zero
+from prepare_request_factory import numbered_text
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
+from trainer.runtime.export.check import logits_of
+from trainer.runtime.importing.run import import_checkpoint
+from trainer.spec.errors import EnvironmentFaultError
+from trainer.spec.messages.import_request import ImportKind, ImportRequest, WeightType
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return write_base(tmp_path_factory.mktemp("models") / "base")
+
+
+def test_safetensors_are_linked_and_the_original_may_go(base, tmp_path):
+    done = imported(base, tmp_path / "out")
+    assert done.kind is ImportKind.HUGGINGFACE and done.dtype == "F32"
+    assert (tmp_path / "out" / "model.safetensors").samefile(base / "model.safetensors")
+    assert torch.equal(logits(tmp_path / "out"), logits(base))
+
+
+def test_a_sharded_folder_keeps_its_files_and_index(base, tmp_path):
+    AutoModelForCausalLM.from_pretrained(base).save_pretrained(tmp_path / "in", max_shard_size="150KB")
+    done = imported(tmp_path / "in", tmp_path / "out")
+    names = [sorted(path.name for path in (tmp_path / each).glob("model*")) for each in ("in", "out")]
+    assert names[0] == names[1] and len(names[0]) > 2
+    assert done.source.endswith(": model.safetensors.index.json")
+    assert torch.equal(logits(tmp_path / "out"), logits(base))
+
+
+@pytest.mark.parametrize("nest", [None, "state_dict", "model"])
+def test_pickled_weights_become_safetensors(nest, base, tmp_path):
+    saved_by_torch(base, tmp_path / "in", lambda weights: weights if nest is None else {nest: weights, "epoch": 3})
+    done = imported(tmp_path / "in", tmp_path / "out")
+    assert done.source.endswith(": pytorch_model.bin")
+    assert [path.name for path in sorted((tmp_path / "out").iterdir())] == ["config.json", "model.safetensors"]
+    assert torch.equal(logits(tmp_path / "out"), logits(base))
+
+
+def test_pickled_weights_in_several_files_are_read_by_their_index(base, tmp_path):
+    folder = saved_by_torch(base, tmp_path / "in")
+    weights = load_file(base / "model.safetensors")
+    first = dict(list(weights.items())[:5])
+    rest = {name: each for name, each in weights.items() if name not in first}
+    places = {name: "pytorch_model-1.bin" if name in first else "pytorch_model-2.bin" for name in weights}
+    torch.save(first, folder / "pytorch_model-1.bin")
+    torch.save(rest, folder / "pytorch_model-2.bin")
+    (folder / "pytorch_model.bin").unlink()
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    imported(folder, tmp_path / "out")
+    assert torch.equal(logits(tmp_path / "out"), logits(base))
+
+
+def test_files_are_of_a_bounded_size_and_have_an_index(base, tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.runtime.importing.writer.FILE_BYTES", 100_000)
+    imported(saved_by_torch(base, tmp_path / "in"), tmp_path / "out")
+    files = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    weights = load_file(base / "model.safetensors")
+    assert len(files) > 2 and {*index["weight_map"].values()} == {path.name for path in files}
+    assert index["metadata"]["total_size"] == sum(each.numel() * 4 for each in weights.values())
+    held = [sum(each.numel() * 4 for each in load_file(path).values()) for path in files]
+    assert max(held) <= 100_000
+    assert torch.equal(logits(tmp_path / "out"), logits(base))
+
+
+@pytest.mark.parametrize(
+    ("before", "wrapper"),
+    [
+        ("", "module."),
+        ("", "module._orig_mod."),
+        ("", "base_model.model."),
+        ("layers.0.", "_fsdp_wrapped_module."),
+        ("layers.0.", "_checkpoint_wrapped_module."),
+        ("layers.0.", "_orig_mod."),
+    ],
+)
+def test_names_of_wrappers_of_the_model_or_of_a_block_are_taken_off(before, wrapper, base, tmp_path):
+    def wrapped(weights):
+        return {name.replace(before, before + wrapper, 1): each for name, each in weights.items()}
+
+    imported(saved_by_torch(base, tmp_path / "in", wrapped), tmp_path / "out")
+    found, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", base))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_weights_are_rounded_to_the_type_that_was_asked_for(base, tmp_path):
+    done = imported(base, tmp_path / "out", dtype=WeightType.BF16)
+    assert done.dtype == "BF16" and config_of(tmp_path / "out")["dtype"] == "bfloat16"
+    written, held = load_file(tmp_path / "out" / "model.safetensors"), load_file(base / "model.safetensors")
+    assert all(torch.equal(written[name], each.bfloat16()) for name, each in held.items())
+    assert done.num_bytes == sum(each.numel() * 2 for each in held.values())
+
+
+def test_a_type_is_kept_and_the_config_says_it(base, tmp_path):
+    saved_by_torch(base, tmp_path / "in", lambda weights: {name: each.half() for name, each in weights.items()})
+    assert imported(tmp_path / "in", tmp_path / "out").dtype == "F16"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype is torch.float16
+
+
+def test_tied_weights_are_stored_once(tmp_path):
+    tied = write_base(tmp_path / "base", {**TINY_LLAMA, "tie_word_embeddings": True})
+
+    def with_head(weights):
+        return {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+
+    done = imported(saved_by_torch(tied, tmp_path / "in", with_head), tmp_path / "out")
+    assert any("tied" in note and "lm_head.weight" in note for note in done.notes)
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(logits(tmp_path / "out"), logits(tied))
+
+
+def test_tied_weights_that_differ_are_refused(tmp_path):
+    tied = write_base(tmp_path / "base", {**TINY_LLAMA, "tie_word_embeddings": True})
+
+    def with_other_head(weights):
+        return {**weights, "lm_head.weight": weights["model.embed_tokens.weight"] + 1}
+
+    assert_refused(
+        saved_by_torch(tied, tmp_path / "in", with_other_head),
+        tmp_path / "out",
+        r"lm_head\.weight.*model\.embed_tokens\.weight.*ties",
+    )
+
+
+@pytest.fixture(scope="module")
+def trainer_folder(base, tmp_path_factory) -> Path:
+    """checkpoint-2 of transformers' Trainer, with a tokenizer."""
+    from transformers import Trainer, TrainingArguments  # they load PEFT and datasets
+
+    root = tmp_path_factory.mktemp("trainer")
+    rows = [{"input_ids": IDS[0], "labels": IDS[0]}] * 4
+    settings = TrainingArguments(
+        output_dir=str(root), max_steps=2, save_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to=[],
+        disable_tqdm=True, dataloader_pin_memory=False, learning_rate=1e-2,
+    )  # fmt: skip
+    trainer = Trainer(AutoModelForCausalLM.from_pretrained(base), settings, train_dataset=rows)
+    trainer.train()
+    folder = root / "checkpoint-2"
+    write_trained_tokenizer(train_tokenizer(iter([numbered_text(50)]), vocab_size=256 + 1), root / "tokenizer")
+    for path in (root / "tokenizer").iterdir():
+        path.rename(folder / path.name)
+    return folder
+
+
+def test_a_checkpoint_of_transformers_trainer_is_its_model_and_its_tokenizer(trainer_folder, base, tmp_path):
+    done = imported(trainer_folder, tmp_path / "out")
+    assert done.kind is ImportKind.TRAINER and done.source.endswith(": model.safetensors")
+    assert any("optimizer.pt, rng_state.pth" in note for note in done.notes)
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= written
+    assert not {"optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "trainer_state.json"} & written
+    trained = AutoModelForCausalLM.from_pretrained(trainer_folder).eval()
+    assert torch.equal(logits(tmp_path / "out"), logits_of(trained, IDS))
+    assert not torch.allclose(logits(tmp_path / "out"), logits(base), atol=1e-3)
+
+
+def test_a_trainers_folder_under_deepspeed_has_two_forms_of_the_weights(base, tmp_path):
+    folder = zero(base, tmp_path / "in")
+    (folder / "trainer_state.json").write_text("{}")
+    rounded = {name: each.bfloat16() for name, each in load_file(base / "model.safetensors").items()}
+    save_file(rounded, folder / "model.safetensors")
+    done = imported(folder, tmp_path / "out")
+    assert done.dtype == "BF16" and done.source.endswith(": model.safetensors")
+    assert any("global_step2" in note and "--kind deepspeed" in note for note in done.notes)
+    done = imported(folder, tmp_path / "masters", kind=ImportKind.DEEPSPEED)
+    assert done.dtype == "F32" and torch.equal(logits(tmp_path / "masters"), logits(base))
+    shutil.rmtree(folder / "global_step2")
+    assert imported(folder, tmp_path / "again").dtype == "BF16", "people delete the masters and leave `latest`"
+
+
+@pytest.mark.parametrize(
+    ("kind", "fact"),
+    [(ImportKind.DEEPSPEED, "DeepSpeed.*Hugging Face"), (ImportKind.PEFT, r"PEFT.*adapter_config\.json")],
+)
+def test_a_kind_that_the_files_are_not_is_refused(kind, fact, trainer_folder, tmp_path):
+    assert_refused(trainer_folder, tmp_path / "out", fact, kind=kind)
+    assert imported(trainer_folder, tmp_path / "out", kind=ImportKind.HUGGINGFACE).kind is ImportKind.HUGGINGFACE
+
+
+def without(name):
+    return lambda weights: {key: each for key, each in weights.items() if key != name}
+
+
+def changed(name, change):
+    return lambda weights: {**weights, name: change(weights.get(name, torch.zeros(2)))}
+
+
+def poison(tensor):
+    tensor = tensor.clone()
+    tensor.view(-1)[-1] = torch.nan
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        (without("model.norm.weight"), r"Llama.*/config\.json(?s:.*)\nmissing: model\.norm\.weight$"),
+        (changed("model.extra", torch.clone), r"\nunexpected: model\.extra$"),
+        (
+            lambda weights: {f"x.{name}": each for name, each in weights.items()},
+            r"missing: lm_head\.weight, .* 18 more\nunexpected: x\.lm_head\.weight, .* 18 more",
+        ),
+        (changed("lm_head.weight", lambda each: each[:-1]), r"lm_head\.weight .*\(255, 64\)"),
+        (changed("model.norm.weight", poison), r"model\.norm\.weight .*NaN"),
+        (changed("model.norm.weight", torch.Tensor.to_sparse), r"torch\._utils\._rebuild_sparse_tensor"),
+        (lambda weights: {**weights, "module.lm_head.weight": weights["lm_head.weight"]}, r"lm_head\.weight twice"),
+        (lambda weights: {**weights, "step": 3}, "'step'"),
+        (lambda weights: [*weights.values()], r"\blist\b"),
+    ],
+)
+def test_weights_that_are_not_the_models_are_refused_and_leave_nothing(change, fact, base, tmp_path):
+    saved_by_torch(base, tmp_path / "in", change)
+    assert_refused(tmp_path / "in", tmp_path / "out", fact)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_numbers_too_large_for_the_type_are_refused(base, tmp_path):
+    saved_by_torch(base, tmp_path / "in", changed("model.norm.weight", lambda each: each * 1e6))
+    assert_refused(
+        tmp_path / "in", tmp_path / "out", r"model\.norm\.weight .*torch\.float16.*--dtype", dtype=WeightType.FP16
+    )
+    imported(tmp_path / "in", tmp_path / "out", dtype=WeightType.BF16)
+
+
+@pytest.mark.parametrize(
+    ("config", "fact"),
+    [
+        ({"vocab_size": 3}, r"config\.json: .*model_type"),
+        ({"model_type": "nothing"}, r"config\.json: .*nothing"),
+        ({"model_type": "llama", "num_hidden_layers": 10**9}, r"layers 1000000000\b.* 21 tensors"),
+        ({"model_type": "bert"}, "BertLMHeadModel"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantised.*gptq"),
+    ],
+)
+def test_a_config_of_another_model_is_refused(config, fact, base, tmp_path):
+    saved_by_torch(base, tmp_path / "in")
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    assert_refused(tmp_path / "in", tmp_path / "out", fact)
+
+
+def test_a_checkpoint_without_a_config_names_the_option(base, tmp_path):
+    saved_by_torch(base, tmp_path / "in")
+    (tmp_path / "in" / "config.json").unlink()
+    assert_refused(tmp_path / "in", tmp_path / "out", r"config\.json.*--config FOLDER")
+    imported(tmp_path / "in", tmp_path / "out", config=config_of(base), config_origin="preset")
+    assert torch.equal(logits(tmp_path / "out"), logits(base))
+
+
+def test_code_that_a_config_names_is_not_kept(base, tmp_path):
+    saved_by_torch(base, tmp_path / "in")
+    config = {**config_of(base), "auto_map": {"AutoModelForCausalLM": "modeling.Evil"}}
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "in" / "modeling.py").write_text("raise SystemExit")
+    imported(tmp_path / "in", tmp_path / "out")
+    assert "auto_map" not in config_of(tmp_path / "out") and not (tmp_path / "out" / "modeling.py").exists()
+
+
+def test_checkpoints_of_shardwise_are_shown_the_way(tmp_path):
+    folder = tmp_path / "runs" / "cats" / "checkpoints" / "step-00000030"
+    folder.mkdir(parents=True)
+    (folder / "MANIFEST.json").write_text("{}")
+    (folder.parents[1] / "plan.json").write_text("{}")
+    assert_refused(folder, tmp_path / "out", r"shardwise export .*/runs/cats OUT --checkpoint step-30$")
+    assert_refused(folder.parents[1], tmp_path / "out", r"\nshardwise export .*/runs/cats OUT$")
+
+
+def test_a_disk_that_is_too_small_is_seen_before_anything_is_written(base, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: _ntuple_diskusage(10**9, 10**9, 1000))
+    with pytest.raises(EnvironmentFaultError, match=r"/out: .* 4\d\d KiB.* 1000 B\b"):
+        imported(saved_by_torch(base, tmp_path / "in"), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_folder_that_cannot_be_made_is_said_so(base, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentFaultError, match=r"file/out: "):
+        imported(base, tmp_path / "file" / "out")
+
+
+def test_a_folder_that_came_meanwhile_is_not_replaced(base, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "theirs").write_text("kept")
+    with pytest.raises(EnvironmentFaultError, match=r"/out: .*Directory not empty"):
+        imported(base, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and (tmp_path / "out" / "theirs").exists()
+
+
+def test_a_base_for_what_is_no_adapter_is_refused(base, tmp_path):
+    assert_refused(base, tmp_path / "out", r"--base: .*/base .*adapter", base=str(base))
+
+
+def test_progress_is_told_in_bytes(base, tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.runtime.importing.run.REPORT_EVERY_S", 0.0)
+    lines: list[str] = []
+    folder = saved_by_torch(base, tmp_path / "in")
+    import_checkpoint(ImportRequest(checkpoint=str(folder), out=str(tmp_path / "out")), lines.append)
+    assert len(lines) == 21 and (lines[0], lines[-1]) == ("64 KiB of 417 KiB", "417 KiB of 417 KiB")

@@ -1,0 +1,301 @@
+"""Runs of DPO in one process: where the reference comes from, what a resumed run reads, how a stalled run ends."""
+
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attempt_runs import losses_of, metrics_of, reset_accelerate, run_attempt
+from msgspec.structs import replace
+from pair_factory import NUM_EVAL_PAIRS, NUM_PAIRS, pair_plan, write_pairs
+from rank_factory import write_attempt
+from safetensors.torch import load_file
+
+from trainer.runtime.data.batches import IGNORED_LABEL, MicroBatch, TokenRows, eval_micro_batches
+from trainer.runtime.loop.evaluation import evaluate
+from trainer.runtime.loop.objectives import build_objectives
+from trainer.runtime.loop.reference import as_it_is, plain_base
+from trainer.runtime.loop.session import Session, build_session
+from trainer.runtime.loss.head import Answer
+from trainer.runtime.models.build import build_model
+from trainer.runtime.run.report_writer import ReportWriter, run_paths
+from trainer.runtime.run.state import RunState
+from trainer.spec import codec
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.job.sections import LoraJob, LrSchedule
+from trainer.spec.plan import Plan
+from trainer.spec.report import Ending
+from trainer.spec.strategy import LossHead, Method, Optimizer, Precision
+
+CPU = torch.device("cpu")
+LORA = LoraJob(rank=4, alpha=8.0)
+DORA = LoraJob(rank=4, alpha=8.0, dora=True, dropout=0.3)
+CONSTANT = {"schedule": LrSchedule.CONSTANT}
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory) -> Path:
+    return write_pairs(tmp_path_factory.mktemp("pairs") / "rows")
+
+
+@pytest.fixture(autouse=True)
+def no_accelerate_state() -> Iterator[None]:
+    yield
+    reset_accelerate()
+
+
+def run(run_dir: Path, plan: Plan, *, number: int = 1, wants_stop: bool = False) -> RunState:
+    """Runs an attempt in this process; its ending is checked to be a finish, or a stop where one was wanted."""
+    ending, state = run_attempt(run_dir, plan, number=number, wants_stop=lambda _: wants_stop)
+    assert ending is (Ending.STOPPED if wants_stop else Ending.FINISHED)
+    return state
+
+
+def session_of(run_dir: Path, plan: Plan) -> Session:
+    paths = run_paths(write_attempt(run_dir, plan), started_at=datetime.now(UTC))
+    return build_session(plan, paths, ReportWriter(paths, rank=0), RunState())
+
+
+def move_adapters(session: Session, by: Callable[[torch.Tensor], torch.Tensor | float]) -> None:
+    with torch.no_grad():
+        for parameter in session.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(by(parameter))
+
+
+def held_out(cache_dir: Path) -> MicroBatch:
+    (found,) = eval_micro_batches(
+        TokenRows.open(cache_dir, "eval"), rank=0, num_ranks=1, micro_batch=NUM_EVAL_PAIRS, max_rows=NUM_EVAL_PAIRS
+    )
+    return found
+
+
+def logps_of_base(plan: Plan, micro_batch: MicroBatch) -> torch.Tensor:
+    """What the model of the plan says of rows where nothing is put into it: the sum over transformers' logits."""
+    base = replace(plan, candidates=(replace(plan.chosen, method=Method.FULL),))
+    model = build_model(base).eval()
+    with torch.no_grad():
+        shares = model(input_ids=micro_batch.input_ids).logits[:, :-1].log_softmax(-1)
+    labels = micro_batch.labels[:, 1:]
+    picked = shares.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return (picked * (labels != IGNORED_LABEL)).double().sum(1)
+
+
+@pytest.mark.parametrize("lora", [LORA, DORA], ids=["lora", "dora"])
+def test_the_reference_of_adapters_is_the_model_without_them(tmp_path, cache_dir, lora):
+    plan = pair_plan(cache_dir, method=Method.LORA, train={"lora": lora, "neftune_alpha": 5.0}, micro_batch=8)
+    session = session_of(tmp_path, plan)
+    torch.manual_seed(0)
+    move_adapters(session, lambda parameter: torch.randn_like(parameter) * 0.1)
+    micro_batch, expected = held_out(cache_dir), logps_of_base(plan, held_out(cache_dir))
+    asked = {"input_ids": micro_batch.input_ids, "labels": micro_batch.labels, "answer": Answer.ROWS}
+    before = session.model.eval()(**asked).detach()
+    session.model.train()
+    torch.testing.assert_close(plain_base(session.model, micro_batch, CPU), expected, rtol=1e-6, atol=1e-5)
+    assert session.model.training
+    session.model.eval()
+    assert torch.equal(session.model(**asked).detach(), before), "the adapters are on again"
+    assert (before - expected).abs().max() > 0.1, "they make a difference"
+    session.model(**asked).sum().backward()
+    assert all(parameter.grad is not None for parameter in session.model.parameters() if parameter.requires_grad)
+
+
+def test_the_reference_of_a_quantised_base_is_that_base(tmp_path, cache_dir):
+    plan = pair_plan(cache_dir, method=Method.QLORA, train={"lora": LORA}, micro_batch=8)
+    session = session_of(tmp_path, plan)
+    expected = as_it_is(session.model, held_out(cache_dir), CPU)  # adapters start at zero
+    move_adapters(session, lambda _: 0.1)
+    found = plain_base(session.model, held_out(cache_dir), CPU)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
+    assert (as_it_is(session.model, held_out(cache_dir), CPU) - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("method", [Method.LORA, Method.FULL])
+def test_a_run_prefers_the_chosen_answers_and_says_so(tmp_path, cache_dir, method):
+    plan = pair_plan(
+        cache_dir, method=method, train={"lora": LORA}, micro_batch=8, num_steps=20, eval_every_steps=10, lr=5e-3
+    )
+    state = run(tmp_path, plan)
+    lines = metrics_of(tmp_path)
+    assert lines[0]["loss"] == pytest.approx(0.6931472, abs=1e-6), "the model is its own reference"
+    assert lines[0]["reward_margin"] == pytest.approx(0.0, abs=1e-6)
+    assert lines[-1]["loss"] < 0.6 and lines[-1]["reward_margin"] > 0.2 and lines[-1]["reward_accuracy"] >= 0.75
+    assert lines[-1]["reward_margin"] == pytest.approx(
+        lines[-1]["reward_chosen"] - lines[-1]["reward_rejected"], abs=1e-9
+    )
+    assert lines[-1]["tokens"] > 20 * 8 * 2 * 3, "tokens of both answers are counted, not pairs"
+    last = state.evaluations[-1]
+    assert [line["eval_loss"] for line in lines if "eval_loss" in line] == [each.loss for each in state.evaluations]
+    assert lines[-1]["eval_reward_margin"] == last.reward_margin and last.accuracy is None
+    assert lines[-1]["eval_reward_accuracy"] == last.reward_accuracy
+    assert codec.decode(codec.encode(last), type(last), origin="here") == last
+    assert (tmp_path / "reference.safetensors").exists() is (method is Method.FULL)
+
+
+def test_the_held_out_figures_are_exact(tmp_path, cache_dir):
+    plan = pair_plan(cache_dir, method=Method.LORA, train={"lora": LORA}, micro_batch=3, num_steps=4)
+    session = session_of(tmp_path, plan)
+    move_adapters(session, lambda _: 0.05)
+    objectives = build_objectives(session, lambda: False)
+    assert objectives is not None and session.eval_rows is not None
+    found = evaluate(session.accelerator, session.model, session.eval_rows, plan, step=4, objective=objectives.score)
+    batch = held_out(cache_dir)
+    policy, base = as_it_is(session.model, batch, CPU), logps_of_base(plan, batch)
+    chosen, rejected = 0.1 * (policy - base).view(2, -1)
+    assert found.loss == pytest.approx(float(-torch.nn.functional.logsigmoid(chosen - rejected).mean()), abs=1e-6)
+    assert found.reward_margin == pytest.approx(float((chosen - rejected).mean()), abs=1e-6)
+    assert found.reward_accuracy == float((chosen > rejected).double().mean())
+    is_target = batch.labels != IGNORED_LABEL
+    assert found.num_tokens == is_target.sum()
+    nll = -policy[:NUM_EVAL_PAIRS].sum() / is_target[:NUM_EVAL_PAIRS].sum()
+    assert found.perplexity == pytest.approx(float(nll.exp()), rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def whole(cache_dir, tmp_path_factory) -> Callable[[Method], Path]:
+    """The run of four steps, in micro batches of a whole step and with the chunked head; one for each method."""
+    made: dict[Method, Path] = {}
+
+    def run_of(method: Method) -> Path:
+        if method not in made:
+            made[method] = tmp_path_factory.mktemp("whole")
+            run(made[method], course(cache_dir, method=method))
+        return made[method]
+
+    return run_of
+
+
+def course(cache_dir: Path, **changes) -> Plan:
+    settings = {"train": {"lora": LORA}, "num_steps": 4, "eval_every_steps": 2, "micro_batch": 8, "accumulation": 1}
+    return pair_plan(cache_dir, **{"method": Method.LORA, "loss": LossHead.CHUNKED, **settings, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"micro_batch": 2, "accumulation": 4},
+        {"micro_batch": 3, "accumulation": 3},
+        {"method": Method.FULL, "micro_batch": 1, "accumulation": 8},
+        {"loss": LossHead.EAGER},
+        {"loss": LossHead.FUSED},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_neither_the_head_nor_how_pairs_fall_on_micro_batches_changes_the_losses(tmp_path, cache_dir, whole, changes):
+    run(tmp_path, course(cache_dir, **changes))
+    for found, expected in zip(
+        metrics_of(tmp_path), metrics_of(whole(changes.get("method", Method.LORA))), strict=True
+    ):
+        for name in ("loss", "eval_loss"):
+            assert found.get(name) == pytest.approx(expected.get(name), abs=1e-6)
+
+
+@pytest.mark.parametrize("loss", [LossHead.CHUNKED, LossHead.FUSED])
+@pytest.mark.parametrize("precision", [Precision.BF16_MIXED, Precision.FP16_MIXED])
+def test_pairs_are_learned_in_16_bit_too(tmp_path, cache_dir, whole, precision, loss):
+    run(tmp_path, course(cache_dir, precision=precision, loss=loss))
+    lines, exact = metrics_of(tmp_path), metrics_of(whole(Method.LORA))
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in exact], abs=3e-3)
+    assert not any(line.get("skipped") for line in lines)
+    assert lines[1]["grad_norm"] == pytest.approx(exact[1]["grad_norm"], rel=0.05)
+
+
+def test_a_head_without_sums_of_rows_is_refused_before_anything_runs(tmp_path, cache_dir):
+    session = session_of(tmp_path, pair_plan(cache_dir, micro_batch=8))
+    plan = replace(session.plan, candidates=(replace(session.plan.chosen, loss=LossHead.FUSED_LINEAR),))
+    fields = {name: getattr(session, name) for name in Session.__slots__}
+    with pytest.raises(InputError, match=r"fused_linear.*train\.objective: dpo"):
+        build_objectives(Session(**fields | {"plan": plan}), lambda: False)
+
+
+@pytest.mark.parametrize("method", [Method.LORA, Method.FULL])
+def test_a_run_that_was_resumed_has_the_losses_of_one_that_was_not(tmp_path, cache_dir, method):
+    settings = {"method": method, "train": {"lora": LORA, **CONSTANT}, "micro_batch": 8, "lr": 5e-3}
+    run(tmp_path / "straight", pair_plan(cache_dir, num_steps=6, **settings))
+    run(tmp_path / "resumed", pair_plan(cache_dir, num_steps=3, **settings))
+    onward = replace(pair_plan(cache_dir, num_steps=6, **settings), resume=True)
+    state = run(tmp_path / "resumed", onward, number=2)
+    assert state.resumed_from_step == 3
+    assert losses_of(tmp_path / "resumed") == losses_of(tmp_path / "straight"), "bit by bit"
+
+
+@pytest.fixture
+def half_way(tmp_path, cache_dir) -> tuple[Path, Plan]:
+    """A run of all weights after three steps, and the plan to go on with."""
+    settings: dict[str, Any] = {"micro_batch": 8, "train": CONSTANT}
+    run(tmp_path, pair_plan(cache_dir, num_steps=3, **settings))
+    return tmp_path, replace(pair_plan(cache_dir, num_steps=6, **settings), resume=True)
+
+
+def test_the_file_holds_what_the_start_says_of_every_row(half_way, cache_dir):
+    run_dir, plan = half_way
+    tensors = load_file(run_dir / "reference.safetensors")
+    assert len(tensors["keys"]) == 2 * (NUM_PAIRS + NUM_EVAL_PAIRS), "both splits, more than three steps take"
+    expected = logps_of_base(plan, held_out(cache_dir))
+    nearest = (tensors["logps"][:, None] - expected[None]).abs().amin(0)
+    assert nearest.max() < 1e-5
+
+
+def test_a_resumed_run_without_its_reference_says_what_would_do(half_way):
+    run_dir, plan = half_way
+    (run_dir / "reference.safetensors").unlink()
+    with pytest.raises(EnvironmentFaultError, match=r"reference\.safetensors .*missing"):
+        run(run_dir, plan, number=2)
+
+
+def test_a_resumed_run_with_a_foreign_reference_says_what_would_do(half_way, tmp_path_factory, cache_dir):
+    run_dir, plan = half_way
+    other = pair_plan(cache_dir, num_steps=1, micro_batch=8)
+    other_dir = tmp_path_factory.mktemp("other")
+    run(other_dir, replace(other, data=replace(other.data, fingerprint="other")))
+    (run_dir / "reference.safetensors").write_bytes((other_dir / "reference.safetensors").read_bytes())
+    with pytest.raises(InputError, match=r"reference\.safetensors.* other data"):
+        run(run_dir, plan, number=2)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x08\0\0\0\0\0\0\0{}      ", b"no safetensors at all"])
+def test_a_damaged_reference_is_no_reference(half_way, content):
+    run_dir, plan = half_way
+    (run_dir / "reference.safetensors").write_bytes(content)
+    kind = InputError if content else EnvironmentFaultError
+    with pytest.raises(kind, match=r"reference\.safetensors"):
+        run(run_dir, plan, number=2)
+
+
+def test_another_attempt_from_the_start_reads_what_the_first_has_asked(tmp_path, cache_dir):
+    plan = pair_plan(cache_dir, num_steps=2, micro_batch=8)
+    run(tmp_path, plan)
+    path = tmp_path / "reference.safetensors"
+    before = path.stat().st_mtime_ns
+    run(tmp_path, plan, number=2)
+    assert path.stat().st_mtime_ns == before
+    path.write_bytes(b"foreign")
+    run(tmp_path, plan, number=3)
+    assert len(load_file(path)["keys"]) == 2 * (NUM_PAIRS + NUM_EVAL_PAIRS), "asked anew"
+    first, second, third = (losses_of(tmp_path)[start : start + 2] for start in (0, 2, 4))
+    assert first == second == third
+
+
+def test_a_stop_ends_the_asking_of_the_reference_and_a_resume_asks_again(tmp_path, cache_dir):
+    plan = pair_plan(cache_dir, num_steps=2, micro_batch=8)
+    state = run(tmp_path / "stopped", plan, wants_stop=True)
+    assert (state.step, state.checkpoint) == (0, "checkpoints/step-00000000")
+    assert not (tmp_path / "stopped" / "reference.safetensors").exists()
+    resumed = run(tmp_path / "stopped", replace(plan, resume=True), number=2)
+    run(tmp_path / "straight", plan)
+    assert resumed.resumed_from_step == 0
+    assert losses_of(tmp_path / "stopped") == losses_of(tmp_path / "straight")
+
+
+def test_a_trial_asks_no_reference(tmp_path, cache_dir):
+    run(tmp_path, replace(pair_plan(cache_dir, num_steps=2, micro_batch=8), is_trial=True))
+    assert not (tmp_path / "reference.safetensors").exists()
+
+
+def test_galore_has_a_reference_in_a_file_too(tmp_path, cache_dir):
+    plan = pair_plan(cache_dir, method=Method.GALORE, optimizer=Optimizer.ADAMW, num_steps=2, micro_batch=8)
+    run(tmp_path, plan)
+    assert losses_of(tmp_path)[0] == pytest.approx(0.6931472, abs=1e-6)
+    assert (tmp_path / "reference.safetensors").exists()

@@ -1,0 +1,80 @@
+"""The score on the held-out rows against transformers' own logits, whatever the micro batch and the loss head."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from attempt_runs import reset_accelerate
+from engine_plan_factory import TINY_LLAMA
+from rank_factory import NUM_EVAL_ROWS, rank_plan, write_packed_rows, write_rows
+
+from trainer.runtime.data.batches import IGNORED_LABEL, TokenRows, eval_micro_batches
+from trainer.runtime.engines.accelerator import build_accelerator
+from trainer.runtime.loop.evaluation import evaluate
+from trainer.runtime.models.build import build_model
+from trainer.spec import codec
+from trainer.spec.plan import Plan
+from trainer.spec.report import Evaluation
+from trainer.spec.strategy import LossHead
+
+LIKELY = {**TINY_LLAMA, "tie_word_embeddings": True, "initializer_range": 0.2}  # a token is likely after itself
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("data")
+    return {"rows": write_rows(folder / "rows"), "packed": write_packed_rows(folder / "packed")}
+
+
+@pytest.fixture(autouse=True)
+def no_accelerate_state() -> Iterator[None]:
+    yield
+    reset_accelerate()
+
+
+def scored(plan: Plan) -> Evaluation:
+    reset_accelerate()
+    accelerator = build_accelerator(plan, ds_config=None)
+    model = build_model(plan)
+    rows = TokenRows.open(Path(plan.data.cache_dir), "eval")
+    found = evaluate(accelerator, model, rows, plan, step=3)
+    assert model.training, "as it was before"
+    return found
+
+
+def by_hand(plan: Plan) -> tuple[float, int, int]:
+    """Loss, right targets and targets of the held-out rows, a document at a time."""
+    model = build_model(plan).eval()
+    rows = TokenRows.open(Path(plan.data.cache_dir), "eval")
+    loss, num_right, num_targets = 0.0, 0, 0
+    for batch in eval_micro_batches(rows, rank=0, num_ranks=1, micro_batch=1):
+        starts = [0] if batch.position_ids is None else (batch.position_ids[0] == 0).nonzero().flatten().tolist()
+        for start, end in zip(starts, [*starts[1:], batch.input_ids.shape[1]], strict=True):
+            with torch.no_grad():
+                logits = model(input_ids=batch.input_ids[:, start:end]).logits[0, :-1]
+            targets = batch.labels[0, start + 1 : end]
+            loss += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+            num_right += int((logits.argmax(-1) == targets).sum())
+            num_targets += int((targets != IGNORED_LABEL).sum())
+    return loss, num_right, num_targets
+
+
+@pytest.mark.parametrize("head", [LossHead.EAGER, LossHead.CHUNKED, LossHead.FUSED])
+@pytest.mark.parametrize(("cache", "micro_batch"), [("rows", 1), ("rows", 7), ("packed", 5)])
+def test_loss_perplexity_and_accuracy_are_exact(caches, cache, micro_batch, head):
+    plan = rank_plan(caches[cache], loss=head, micro_batch=micro_batch, model_config=LIKELY)
+    loss, num_right, num_targets = by_hand(plan)
+    found = scored(plan)
+    assert found.num_tokens == num_targets > NUM_EVAL_ROWS
+    assert found.loss == pytest.approx(loss / num_targets, abs=1e-6)
+    assert found.perplexity == pytest.approx(math.exp(loss / num_targets), rel=1e-6)
+    assert found.accuracy == pytest.approx(num_right / num_targets, abs=1e-12)
+    assert num_right > 0
+
+
+def test_reports_from_before_there_was_an_accuracy_are_still_read():
+    old = b'{"step": 4, "loss": 2.0, "perplexity": 7.4, "num_tokens": 50, "unigram_entropy_nats": 3.0}'
+    found = codec.decode(old, Evaluation, origin="an old report")
+    assert (found.loss, found.accuracy, found.reward_accuracy, found.reward_margin) == (2.0, None, None, None)

@@ -1,0 +1,386 @@
+"""The loss heads against transformers' own loss, and what they keep alive."""
+
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from estimate_factory import this_cpu
+from pasted_pip import requirements_in
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from trainer.runtime.loss import head as loss_heads
+from trainer.runtime.loss import slices as loss_slices
+from trainer.runtime.loss.head import FUSED_SLICE_TOKENS, IGNORED, Answer, install_loss_head, shift
+from trainer.runtime.loss.slices import ChunkedLoss, FusedLoss
+from trainer.runtime.profile.memory_profile import _memory_events, highest_rise
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.strategy import LossHead
+
+VOCAB, WIDTH, HIDDEN = 96, 20, 32
+
+
+def build(
+    head: LossHead | None = None,
+    chunk_tokens: int | None = None,
+    *,
+    is_tied: bool = False,
+    dtype: torch.dtype = torch.float32,
+    softcap: float | None = None,
+    has_bias: bool = False,
+) -> LlamaForCausalLM:
+    """A Llama with that head, or as transformers has it; caps and biases are Gemma 2's and Phi-2's."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=is_tied, initializer_range=0.3,
+    )  # fmt: skip
+    model = nn.Module.to(LlamaForCausalLM(config), dtype)
+    model.config.final_logit_softcapping = softcap
+    if has_bias:
+        torch.manual_seed(2)
+        model.lm_head = nn.Linear(HIDDEN, VOCAB)
+    if head is not None:
+        install_loss_head(model, head, chunk_tokens=chunk_tokens)
+    return model
+
+
+# Three rows: one full, one padded, one without any target.
+IDS = torch.randint(0, VOCAB, (3, WIDTH), generator=torch.Generator().manual_seed(1))
+LABELS = IDS.clone()
+LABELS[1, 7:] = IGNORED
+LABELS[2] = IGNORED
+WEIGHTS = {Answer.SUM: torch.tensor(0.37), Answer.ROWS: torch.tensor([-0.5, 1.75, 0.25], dtype=torch.float64)}
+
+
+def with_gradients(model: LlamaForCausalLM, found: torch.Tensor, answer: Answer) -> dict[str, torch.Tensor]:
+    """The answer and, by name, the gradients of what is made of it."""
+    (found * WEIGHTS[answer]).sum().backward()
+    return {"answer": found.detach(), **{name: each.grad for name, each in model.named_parameters()}}
+
+
+def answered(model: LlamaForCausalLM, answer: Answer = Answer.SUM) -> dict[str, torch.Tensor]:
+    return with_gradients(model, model(input_ids=IDS, labels=LABELS, answer=answer), answer)
+
+
+def answered_by_transformers(model: LlamaForCausalLM, answer: Answer) -> dict[str, torch.Tensor]:
+    targets = shift(LABELS)
+    if answer is Answer.SUM:
+        found = model(input_ids=IDS, labels=LABELS, use_cache=False).loss * (targets != IGNORED).sum()
+    else:
+        logits = model(input_ids=IDS, use_cache=False).logits.float()
+        shares = logits.log_softmax(-1).gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        found = (shares * (targets != IGNORED)).sum(-1).double()
+    return with_gradients(model, found, answer)
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    torch.testing.assert_close(found["answer"], expected["answer"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+HEADS = [
+    (LossHead.EAGER, None),
+    *[(LossHead.CHUNKED, size) for size in (1, 7, 20, 60, 1000, None)],
+    *[(LossHead.FUSED, size) for size in (1, 7, 256)],
+]
+FEW_HEADS = [(LossHead.EAGER, None), (LossHead.CHUNKED, 7), (LossHead.CHUNKED, 1000), (LossHead.FUSED, 7)]
+
+
+@pytest.fixture
+def slice_of(monkeypatch):
+    """Sets how many tokens the fused head takes at a time."""
+    return lambda size: size and monkeypatch.setattr(loss_slices, "FUSED_SLICE_TOKENS", size)
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("answer", WEIGHTS)
+@pytest.mark.parametrize(("head", "chunk_tokens"), HEADS)
+def test_every_head_answers_the_loss_and_the_log_probabilities_of_rows(head, chunk_tokens, answer, is_tied, slice_of):
+    slice_of(chunk_tokens if head is LossHead.FUSED else None)
+    expected = answered_by_transformers(build(is_tied=is_tied), answer)
+    found = answered(build(head, chunk_tokens, is_tied=is_tied), answer)
+    assert_same(found, expected)
+    assert answer is Answer.SUM or found["answer"][2] == 0, "the third row has no target"
+
+
+def assert_near_in_16_bit(found: dict[str, torch.Tensor]) -> None:
+    expected = answered(build(LossHead.EAGER))
+    torch.testing.assert_close(found["answer"], expected["answer"], rtol=2e-2, atol=0)
+    error = found["lm_head.weight"].float() - expected["lm_head.weight"]
+    assert error.norm() < 0.05 * expected["lm_head.weight"].norm()
+
+
+def test_the_chunked_head_adds_the_gradient_of_the_head_in_fp32_under_bf16():
+    found = answered(build(LossHead.CHUNKED, 3, dtype=torch.bfloat16))
+    assert found["lm_head.weight"].dtype is torch.bfloat16
+    assert_near_in_16_bit(found)
+
+
+@pytest.mark.parametrize("head", [LossHead.CHUNKED, LossHead.FUSED])
+def test_under_autocast_the_loss_is_fp32_and_the_gradients_are_those_of_fp32_weights(head):
+    model = build(head, 7)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=IDS, labels=LABELS)
+    found = with_gradients(model, loss, Answer.SUM)
+    assert found["answer"].dtype is found["lm_head.weight"].dtype is torch.float32
+    assert_near_in_16_bit(found)
+
+
+@pytest.mark.parametrize("answer", WEIGHTS)
+@pytest.mark.parametrize("softcap", [None, 0.7, 30.0])
+@pytest.mark.parametrize(("head", "size"), [(LossHead.CHUNKED, 7), (LossHead.FUSED, 7), (LossHead.FUSED, 256)])
+def test_heads_know_caps_and_biases(slice_of, head, size, softcap, answer):
+    slice_of(size)
+    expected = answered(build(LossHead.EAGER, softcap=softcap, has_bias=True), answer)
+    found = answered(build(head, size, softcap=softcap, has_bias=True), answer)
+    assert "lm_head.bias" in found
+    assert_same(found, expected)
+
+
+def test_the_fused_head_adds_up_over_micro_batches():
+    found = []
+    for model in (build(LossHead.EAGER), build(LossHead.FUSED)):
+        for part in (slice(0, 1), slice(1, 3)):
+            (model(input_ids=IDS[part], labels=LABELS[part]) * 0.37).backward()
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+def test_small_gradients_of_fp16_are_scaled_before_they_are_rounded():
+    """A loss scale counts: without it a share of 1e-7 would be rounded to a multiple of 6e-8."""
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 0] = 16.0  # the others have a share of 1.1e-7 each
+    exact = logits.clone().requires_grad_()
+    nn.functional.cross_entropy(exact, torch.tensor([0]), reduction="sum").mul(2.0**10).backward()
+    half = logits.half().requires_grad_()
+    FusedLoss.apply(half * 1, torch.tensor([0]), None).mul(2.0**10).backward()
+    torch.testing.assert_close(half.grad[0, 1:].float(), exact.grad[0, 1:], rtol=1e-2, atol=0)
+
+
+def test_the_fused_head_runs_backward_once():
+    loss = build(LossHead.FUSED)(input_ids=IDS, labels=LABELS)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward once"):
+        loss.backward()
+
+
+def test_evaluation_leaves_the_loss_of_the_fused_head_as_it_is():
+    model = build(LossHead.FUSED)
+    with torch.no_grad():
+        scored = model(input_ids=IDS, labels=LABELS)
+    assert torch.equal(scored, model(input_ids=IDS, labels=LABELS).detach())
+
+
+def peak_and_rest(linear: nn.Linear, hidden: torch.Tensor, loss_of: Callable[[], torch.Tensor]) -> tuple[int, int]:
+    """Allocator events of forward and backward: the highest rise in bytes, and the bytes that stay."""
+    linear(hidden)  # whatever is made once
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        loss_of().sum().backward()
+    events = list(_memory_events(profile))
+    return highest_rise(events)[0], sum(num_bytes for _, num_bytes in events)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [200, 1024])
+def test_the_fused_head_keeps_the_logits_once(dtype, num_tokens):
+    """Against the closed form in the module's docstring, within 10 %."""
+    vocab, hidden_size, c = 4000, 64, dtype.itemsize
+    torch.manual_seed(0)
+    linear = nn.Linear(hidden_size, vocab, bias=False).to(dtype)
+    hidden = torch.randn(num_tokens, hidden_size).to(dtype).requires_grad_()
+    targets = torch.randint(0, vocab, (num_tokens,))
+    peak, rest = peak_and_rest(linear, hidden, lambda: FusedLoss.apply(linear(hidden), targets, None))
+    logits, in_slice = c * vocab * num_tokens, 4 * vocab * min(num_tokens, FUSED_SLICE_TOKENS)
+    products = c * (vocab * hidden_size + num_tokens * hidden_size)
+    apart = 4 if dtype is torch.bfloat16 and this_cpu().sums_bf16_apart else 0  # bytes an element of a product
+    expected = logits + max(in_slice, products + apart * vocab * hidden_size, apart * vocab * num_tokens)
+    assert peak == pytest.approx(expected, rel=0.1)
+    assert rest == pytest.approx(products, rel=0.05)  # the gradients; nothing of the logits is left
+
+
+class LargestOutput(TorchDispatchMode):
+    """Notes the most elements that any operator put out with the vocabulary as its last dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_logits = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        is_weight = isinstance(out, torch.Tensor) and out.shape == (HIDDEN, VOCAB)  # the head's, transposed
+        if isinstance(out, torch.Tensor) and out.ndim and out.shape[-1] == VOCAB and not is_weight:
+            self.num_logits = max(self.num_logits, out.numel())
+        return out
+
+
+@pytest.mark.parametrize(("head", "num_logits"), [(LossHead.EAGER, 3 * WIDTH * VOCAB), (LossHead.CHUNKED, 7 * VOCAB)])
+def test_only_one_slice_of_logits_is_ever_made(head, num_logits):
+    with LargestOutput() as largest:
+        answered(build(head, 7))
+    assert largest.num_logits == num_logits
+
+
+def test_without_labels_the_model_still_answers_logits():
+    model: Any = build(LossHead.CHUNKED, 7)
+    assert torch.equal(model(input_ids=IDS).logits, build()(input_ids=IDS).logits)
+    assert model.generate(input_ids=IDS[:1], max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (1, WIDTH + 2)
+
+
+def test_labels_are_shifted_by_one_and_the_last_position_learns_nothing():
+    assert shift(torch.tensor([[1, 2, 3], [4, 5, IGNORED]])).tolist() == [[2, 3, IGNORED], [5, IGNORED, IGNORED]]
+
+
+def test_fused_linear_says_what_it_lacks(monkeypatch, tmp_path):
+    if not torch.cuda.is_available():
+        with pytest.raises(InputError, match=r"GPU.*pin\.loss=fused"):
+            build(LossHead.FUSED_LINEAR)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(InputError, match="liger-kernel") as told:
+        build(LossHead.FUSED_LINEAR)
+    assert set(requirements_in(str(told.value), tmp_path)) == {"liger-kernel"}
+
+
+class LigerFusedLinearCrossEntropyLoss(nn.Module):
+    """Stands in for Liger's, with its parameters, on a machine without a GPU."""
+
+    made: ClassVar[list["LigerFusedLinearCrossEntropyLoss"]] = []
+
+    def __init__(
+        self,
+        ce_weight: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.settings: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction}
+        self.softcap, self.accum_dtype = softcap, accum_dtype
+        self.made.append(self)
+
+    def forward(self, lin_weight, _input, target, bias=None):
+        assert (_input.ndim, target.ndim) == (2, 1)
+        logits = nn.functional.linear(_input, lin_weight, bias).float()
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return nn.functional.cross_entropy(logits, target, **self.settings)
+
+
+@pytest.fixture
+def liger(monkeypatch):
+    """Liger installed beside a GPU, as far as the loss head can tell."""
+    package, part = ModuleType("liger_kernel"), ModuleType("liger_kernel.transformers")
+    module: Any = ModuleType("liger_kernel.transformers.fused_linear_cross_entropy")
+    module.LigerFusedLinearCrossEntropyLoss = LigerFusedLinearCrossEntropyLoss
+    package.__spec__ = ModuleSpec("liger_kernel", None)
+    for found in (package, part, module):
+        monkeypatch.setitem(sys.modules, found.__name__, found)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CC", "true")
+
+
+@pytest.mark.usefixtures("liger")
+@pytest.mark.parametrize(("compiler", "package"), [("no-such-cc", "gcc"), ("false", "python3")])
+def test_ligers_kernels_need_a_c_compiler_and_pythons_headers(monkeypatch, compiler, package):
+    monkeypatch.setenv("CC", compiler)
+    with pytest.raises(EnvironmentFaultError, match=rf"pin\.loss(.|\n)*apt install {package}"):
+        build(LossHead.FUSED_LINEAR)
+
+
+@pytest.mark.usefixtures("liger")
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_liger_is_handed_what_the_head_is(softcap):
+    expected = answered(build(LossHead.EAGER, softcap=softcap, has_bias=True))
+    assert_same(answered(build(LossHead.FUSED_LINEAR, softcap=softcap, has_bias=True)), expected)
+    assert LigerFusedLinearCrossEntropyLoss.made[-1].accum_dtype is torch.float32
+
+
+@pytest.mark.usefixtures("liger")
+def test_without_labels_a_head_of_liger_answers_logits():
+    assert torch.equal(build(LossHead.FUSED_LINEAR)(input_ids=IDS).logits, build()(input_ids=IDS).logits)
+
+
+@pytest.mark.parametrize("head", [LossHead.CHUNKED, LossHead.FUSED])
+def test_rows_of_very_different_weights_keep_their_gradients_in_fp16(head):
+    """The softmax's smallest shares times 2**-10 are below what fp16 holds, those of the second row are not."""
+    weights = torch.tensor([2.0**-10, 2.0**10, 1.0], dtype=torch.float64)
+    found = []
+    for dtype in (torch.float32, torch.float16):
+        torch.manual_seed(4)
+        linear = nn.Linear(HIDDEN, VOCAB, bias=False).to(dtype)
+        hidden = torch.randn(3 * WIDTH, HIDDEN).to(dtype).requires_grad_()
+        targets = torch.randint(0, VOCAB, (3 * WIDTH,))
+        if head is LossHead.FUSED:
+            losses = FusedLoss.apply(linear(hidden), targets, None, WIDTH)
+        else:
+            losses = ChunkedLoss.apply(hidden, linear.weight, None, None, targets, 7, WIDTH)
+        (losses * weights).sum().backward()
+        found.append(linear.weight.grad.float())
+    error = found[1] - found[0]
+    assert error.isfinite().all() and error.norm() < 1e-2 * found[0].norm()
+
+
+@pytest.mark.parametrize("head", [LossHead.EAGER, LossHead.CHUNKED, LossHead.FUSED])
+def test_rows_cost_four_bytes_a_token_more_than_a_sum(head):
+    """With the same head and the same tokens."""
+    num_tokens, vocab, hidden_size = 1024, 2000, 32
+
+    def peak(row_tokens: int | None) -> int:
+        torch.manual_seed(0)
+        linear = nn.Linear(hidden_size, vocab, bias=False)
+        hidden = torch.randn(num_tokens, hidden_size).requires_grad_()
+        targets = torch.randint(0, vocab, (num_tokens,))
+
+        def loss() -> torch.Tensor:
+            if head is LossHead.CHUNKED:
+                return ChunkedLoss.apply(hidden, linear.weight, None, None, targets, 256, row_tokens)
+            return loss_heads._loss_of_logits(head, linear(hidden), targets, None, row_tokens)
+
+        return peak_and_rest(linear, hidden, loss)[0]
+
+    assert 0 <= peak(128) - peak(None) <= 4 * num_tokens + 1024, "1 KiB of numbers that do not grow with the tokens"
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize(("head", "chunk_tokens"), FEW_HEADS)
+def test_a_score_counts_the_targets_that_are_the_most_likely_token(head, chunk_tokens, softcap, slice_of):
+    slice_of(chunk_tokens if head is LossHead.FUSED else None)
+    with torch.no_grad():
+        likely = build(softcap=softcap)(input_ids=IDS, use_cache=False).logits.argmax(-1)
+    labels = LABELS.clone()
+    labels[0, 3:9] = likely[0, 2:8]  # six right ones at the least, whatever the row says
+    expected = ((likely == shift(labels)) & (shift(labels) != IGNORED)).sum()
+    model = build(head, chunk_tokens, softcap=softcap)
+    score = model(input_ids=IDS, labels=labels, answer=Answer.SCORE)
+    assert not score.requires_grad
+    assert score[1] == expected >= 6
+    torch.testing.assert_close(score[0], model(input_ids=IDS, labels=labels).detach().double(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("head", "num_logits"), [(LossHead.EAGER, 16), (LossHead.CHUNKED, 7), (LossHead.FUSED, 16)])
+def test_a_score_never_holds_more_logits_than_a_slice(head, num_logits, slice_of, monkeypatch):
+    slice_of(16)
+    monkeypatch.setattr(loss_heads, "FUSED_SLICE_TOKENS", 16)
+    model = build(head, 7)
+    with LargestOutput() as largest:
+        model(input_ids=IDS, labels=LABELS, answer=Answer.SCORE)
+    assert largest.num_logits == num_logits * VOCAB
+
+
+@pytest.mark.usefixtures("liger")
+def test_liger_has_a_score_and_no_rows():
+    models = [build(LossHead.FUSED_LINEAR), build(LossHead.EAGER)]
+    scores = [model(input_ids=IDS, labels=LABELS, answer=Answer.SCORE) for model in models]
+    torch.testing.assert_close(scores[0], scores[1], rtol=1e-6, atol=0)
+    with pytest.raises(InputError, match=r"DPO.*pin\.loss=chunked"):
+        models[0](input_ids=IDS, labels=LABELS, answer=Answer.ROWS)

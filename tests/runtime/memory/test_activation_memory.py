@@ -1,0 +1,158 @@
+"""What is recomputed in the backward pass: less is kept, the gradients are the same."""
+
+import pytest
+import torch
+from architecture_factory import TINY, VARIANTS
+from block_models import IDS, NUM_BLOCKS, assert_same_gradients, backward, build_blocks
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+from trainer.runtime.memory.activation_memory import (
+    _KeepsSome,
+    activation_facts,
+    apply_checkpointing,
+    count_checkpointed_blocks,
+    recomputed_blocks,
+)
+from trainer.runtime.run.blocks import attention_module, blocks_of
+from trainer.spec.errors import InputError
+from trainer.spec.strategy import Checkpointing
+
+RECOMPUTING = sorted(set(Checkpointing) - {Checkpointing.NONE})
+BLOCKS = dict.fromkeys(RECOMPUTING, NUM_BLOCKS) | {Checkpointing.NONE: 0, Checkpointing.EVERY_N: 2}
+DROPOUT = {
+    "llama": {"attention_dropout": 0.5},
+    "gpt2": {"attn_pdrop": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5},
+    "gpt_neox": {"attention_dropout": 0.5, "hidden_dropout": 0.5},
+    "falcon": {"attention_dropout": 0.5, "hidden_dropout": 0.5},
+}
+
+
+@pytest.mark.parametrize("checkpointing", Checkpointing)
+def test_so_many_blocks_recompute_something_and_are_seen_to(checkpointing):
+    model = build_blocks(checkpointing)
+    assert count_checkpointed_blocks(model) == BLOCKS[checkpointing]
+    backward(model)
+    seen = activation_facts(model)
+    assert (f"{BLOCKS[checkpointing]} of {NUM_BLOCKS}" in seen.get("checkpointing", "")) is bool(seen)
+    assert bool(seen) is (checkpointing is not Checkpointing.NONE)
+
+
+def test_a_recomputation_that_did_not_happen_is_not_reported():
+    model = build_blocks(Checkpointing.FULL)
+    model(input_ids=IDS, labels=IDS)  # no backward
+    assert f"0 of {NUM_BLOCKS}" in activation_facts(model)["checkpointing"]
+
+
+@pytest.mark.parametrize("checkpointing", RECOMPUTING)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_recomputing_keeps_less_and_changes_no_gradient(checkpointing, dropout):
+    config = {"attention_dropout": dropout}
+    plain, recomputed = (backward(build_blocks(each, config=config)) for each in (Checkpointing.NONE, checkpointing))
+    assert recomputed.kept_bytes < plain.kept_bytes * (0.95 if checkpointing is Checkpointing.ATTENTION else 0.75)
+    assert_same_gradients(recomputed, plain)
+
+
+@pytest.mark.parametrize("checkpointing", RECOMPUTING)
+@pytest.mark.parametrize("name", DROPOUT)
+def test_dropout_drops_the_same_elements_again(name, checkpointing):
+    plain, again = (
+        backward(build_blocks(each, fields=TINY[name], config=DROPOUT[name]))
+        for each in (Checkpointing.NONE, checkpointing)
+    )
+    others = backward(build_blocks(fields=TINY[name]))
+    assert any(not torch.equal(*pair) for pair in zip(plain.gradients, others.gradients, strict=True)), "dropout is on"
+    assert_same_gradients(again, plain, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("checkpointing", [Checkpointing.ATTENTION, Checkpointing.SELECTIVE])
+@pytest.mark.parametrize("name", sorted(set(TINY) - set(DROPOUT)))
+def test_every_architecture_recomputes_a_part_and_the_gradients_stay(name, checkpointing):
+    quiet = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    plain = backward(build_blocks(fields=TINY[name], config=quiet))
+    model = build_blocks(checkpointing, fields=TINY[name], config=quiet)
+    assert_same_gradients(backward(model), plain, tolerance=1e-5)
+    assert "3 of 3" in activation_facts(model)["checkpointing"]
+
+
+@pytest.mark.parametrize("config", [*TINY.values(), *VARIANTS.values()], ids=[*TINY, *VARIANTS])
+def test_the_attention_module_of_a_block_is_the_one_with_its_projections(config):
+    found = attention_module(blocks_of(build_blocks(fields=config))[0])
+    assert found is not None and "Attention" in type(found).__name__
+    linears = [module for module in found.modules() if type(module).__name__ in ("Linear", "Conv1D", "FalconLinear")]
+    assert len(linears) in (2, 4), "the projections, and nothing of the feed-forward half"
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "every_n", "expected"), [(4, 2, [0, 2]), (5, 2, [0, 2]), (6, 4, [0]), (3, 1, [0, 1, 2]), (3, 3, [0])]
+)
+def test_the_first_of_each_whole_group_is_recomputed(num_blocks, every_n, expected):
+    assert list(recomputed_blocks(Checkpointing.EVERY_N, num_blocks, every_n)) == expected
+
+
+@pytest.mark.parametrize("every_n", [None, 0, 5])
+def test_more_blocks_than_there_are_is_refused_with_both_numbers(every_n):
+    with pytest.raises(InputError, match=rf"checkpointing_n is {every_n}\b.* 4 "):
+        recomputed_blocks(Checkpointing.EVERY_N, 4, every_n)
+
+
+@pytest.mark.parametrize("checkpointing", RECOMPUTING)
+def test_a_model_without_blocks_is_refused(checkpointing):
+    with pytest.raises(InputError, match=r"pin\.checkpointing: Linear\b"):
+        apply_checkpointing(nn.Linear(2, 2), checkpointing, every_n=1)  # type: ignore[arg-type]
+
+
+def test_selective_keeps_the_first_third_and_fifth_product_and_the_attention_between():
+    model = build_blocks(Checkpointing.SELECTIVE)
+    backward(model)
+    fact = activation_facts(model)["checkpointing"]
+    assert "4 of 7 matrix products" in fact and "1 attention output" in fact
+
+
+def test_a_kernel_that_drops_inside_attention_runs_again():
+    """Its random numbers are part of the state that all that follows it draws from."""
+    operator, context = torch.ops.aten._scaled_dot_product_flash_attention.default, SelectiveCheckpointContext
+    keeps, query = _KeepsSome(), torch.zeros(1)
+    answers = [keeps(context(is_recompute=False), operator, query, query, query, p) for p in (0.0, 0.1)]
+    assert answers == [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]
+
+
+def test_every_kernel_of_pytorch_counts_as_attention():
+    keeps = _KeepsSome()
+    for kernel in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"):
+        operator = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default
+        keeps(SelectiveCheckpointContext(is_recompute=False), operator)
+    assert keeps.num_kept_attentions == 4
+    keeps(SelectiveCheckpointContext(is_recompute=False), torch.ops.aten.add.Tensor)
+    assert keeps.num_kept_attentions == 4
+
+
+def test_what_is_scored_is_not_recomputed():
+    model = build_blocks(Checkpointing.ATTENTION).eval()
+    with torch.no_grad():
+        loss = model(input_ids=IDS, labels=IDS)
+    assert loss.requires_grad is False
+    assert f"0 of {NUM_BLOCKS}" in activation_facts(model)["checkpointing"]
+
+
+def test_w26_accelerates_own_checkpointing_draws_other_masks_when_it_recomputes():
+    """`fsdp2_apply_ac` leaves the state of the random numbers as it is: dropout drops other elements."""
+    import inspect
+
+    from accelerate.utils.fsdp_utils import fsdp2_apply_ac
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    class Drops(nn.Module):
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            return functional.dropout(values, 0.5).square()
+
+    def is_same_mask(preserve_rng_state: bool) -> bool:
+        torch.manual_seed(0)
+        values = torch.ones(64, requires_grad=True)
+        answer = checkpoint_wrapper(Drops(), preserve_rng_state=preserve_rng_state)(values)
+        answer.sum().backward()
+        return torch.equal(values.grad > 0, answer > 0)
+
+    assert "preserve_rng_state=False" in inspect.getsource(fsdp2_apply_ac)
+    assert (is_same_mask(True), is_same_mask(False)) == (True, False)

@@ -1,0 +1,109 @@
+"""What blocks save is copied to host RAM, once each, and the gradients are the same; on a CPU the copies are real."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from block_models import BATCH, IDS, NUM_BLOCKS, SEQ_LEN, assert_same_gradients, backward, build_blocks, kept_storages
+from engine_plan_factory import TINY_LLAMA
+
+from trainer.runtime.memory import host_transfers
+from trainer.runtime.memory.activation_memory import activation_facts
+from trainer.runtime.memory.activation_offload import MIN_BYTES, offload_activations
+from trainer.spec.errors import InputError
+from trainer.spec.strategy import Checkpointing
+
+INPUT_BYTES = 4 * BATCH * SEQ_LEN * TINY_LLAMA["hidden_size"]  # of a block, in fp32
+
+
+def build(checkpointing: Checkpointing = Checkpointing.NONE, *, moves: bool = True, **config: Any) -> Any:
+    return build_blocks(checkpointing, activation_offload=moves, config=config)
+
+
+@pytest.mark.parametrize("checkpointing", sorted(set(Checkpointing) - {Checkpointing.SELECTIVE}))
+def test_moving_activations_changes_no_gradient(checkpointing):
+    model = build(checkpointing, attention_dropout=0.3)
+    assert_same_gradients(backward(model), backward(build(moves=False, attention_dropout=0.3)))
+    assert model.shardwise_activation_offload.num_moved_blocks == NUM_BLOCKS - 1, "the last keeps its own"
+
+
+def test_of_a_recomputed_block_only_its_input_moves():
+    model = build(Checkpointing.FULL)
+    backward(model)
+    offload = model.shardwise_activation_offload
+    assert (offload.num_copies, offload.moved_bytes) == (NUM_BLOCKS - 1, (NUM_BLOCKS - 1) * INPUT_BYTES)
+    assert all(fact in activation_facts(model)["activation_offload"] for fact in ("3 tensors", "3 blocks", "144 KiB"))
+
+
+def test_each_tensor_moves_once_however_many_operations_save_it():
+    """All that the blocks but the last keep, counted by their memory: parameters, small and shared tensors aside."""
+    plain, model = build(moves=False), build()
+    with kept_storages(plain) as kept:
+        held = plain.model(input_ids=IDS)
+    sizes = [size for size in kept.values() if size >= MIN_BYTES]
+    assert held.last_hidden_state.requires_grad
+    backward(model)
+    in_last_norm = 2 * INPUT_BYTES  # its input and its normalised input
+    of_a_block = (sum(sizes) - in_last_norm) // NUM_BLOCKS
+    assert model.shardwise_activation_offload.moved_bytes == pytest.approx((NUM_BLOCKS - 1) * of_a_block, rel=0.02)
+
+
+def test_what_moved_is_no_longer_held_where_it_was():
+    model, originals = build(), []
+    to_host = host_transfers._PlainTransfers.to_host
+
+    class Watching(host_transfers._PlainTransfers):
+        def to_host(self, tensor):
+            originals.append(weakref.ref(tensor.untyped_storage()))
+            return to_host(self, tensor)
+
+    model.shardwise_activation_offload._transfers = Watching()
+    loss = model(input_ids=IDS, labels=IDS)
+    assert len(originals) == model.shardwise_activation_offload.num_copies > 30
+    moved = [view for shelf in model.shardwise_activation_offload._shelves.values() for view in shelf._moved.values()]
+    loss.backward()
+    assert all(view.device is view.host for view in moved), "each came back"
+
+
+def test_after_the_backward_nothing_is_left_on_the_shelves():
+    model = build()
+    loss = model(input_ids=IDS, labels=IDS)
+    shelves = model.shardwise_activation_offload._shelves.values()
+    kept = [weakref.ref(moved) for shelf in shelves for moved in shelf._moved.values()]
+    assert len(kept) > 30 and all(reference() is not None for reference in kept)
+    loss.backward()
+    del loss
+    assert all(reference() is None for reference in kept)
+
+
+def test_nothing_moves_where_no_backward_follows():
+    model = build()
+    with torch.no_grad():
+        model(input_ids=IDS, labels=IDS)
+    assert model.shardwise_activation_offload.num_copies == 0
+
+
+def test_parameters_do_not_move():
+    """They are handed out as they are when the backward asks: an engine may have put them elsewhere by then."""
+    model = build()
+    loss = model(input_ids=IDS, labels=IDS)
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    before = weight.data
+    weight.data = torch.zeros_like(before)
+    loss.backward()
+    expected = build(moves=False)
+    backward(expected)
+    name = "model.layers.0.input_layernorm.weight"
+    ours, theirs = (dict(one.named_parameters())[name].grad for one in (model, expected))
+    assert not torch.allclose(ours, theirs), "the gradient of what lies before was made with the new weight"
+
+
+def test_selective_checkpointing_and_offload_exclude_each_other():
+    with pytest.raises(InputError, match=r"activation_offload .*pin\.checkpointing: selective"):
+        build(Checkpointing.SELECTIVE)
+
+
+def test_a_model_of_one_block_has_nothing_to_move():
+    with pytest.raises(InputError, match=r"pin\.activation_offload: Llama"):
+        offload_activations(build(moves=False, num_hidden_layers=1))

@@ -1,0 +1,111 @@
+"""Blocks are compiled in place and compute what they computed; where they cannot be, that is said before anything runs.
+
+Compiling takes a minute on a busy machine: one combination is in every run of the tests, the others are `long`.
+"""
+
+import re
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from block_models import IDS, assert_same_gradients, backward, build_blocks
+
+from trainer.runtime.memory.activation_memory import activation_facts
+from trainer.runtime.memory.compilation import compile_blocks
+from trainer.spec.errors import EnvironmentFaultError
+from trainer.spec.strategy import Checkpointing
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def no_earlier_graphs():
+    torch._dynamo.reset()
+
+
+def build(checkpointing: Checkpointing = Checkpointing.NONE, *, compiles: bool = True, **settings: Any):
+    config = {"num_hidden_layers": 2, **settings.pop("config", {})}
+    return build_blocks(checkpointing, compile=compiles, config=config, **settings)
+
+
+def counts(fact: str) -> list[int]:
+    """Of a fact about compilation: blocks that are compiled, all blocks, graphs and breaks."""
+    return [int(number) for number in re.findall(r"\d+", fact)]
+
+
+def check_same(model, expected, ids: torch.Tensor = IDS) -> None:
+    ours, theirs = backward(model, ids), backward(expected, ids)
+    torch.testing.assert_close(ours.loss, theirs.loss, rtol=TOLERANCE, atol=0)
+    assert_same_gradients(ours, theirs, tolerance=TOLERANCE)
+
+
+# torch's compiler reads names of its own that torch has renamed since.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+
+
+def test_compiled_and_recomputed_blocks_give_the_gradients_of_eager_ones():
+    model, eager = build(Checkpointing.FULL), build(compiles=False)
+    check_same(model, eager)
+    facts = activation_facts(model)
+    assert counts(facts["compile"]) == [2, 2, 1, 0], "one compilation serves both blocks, without a break"
+    assert counts(facts["checkpointing"]) == [2, 2]
+    assert backward(model).kept_bytes < backward(eager).kept_bytes / 3, "the recomputation was traced"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("checkpointing", sorted(set(Checkpointing) - {Checkpointing.FULL}))
+def test_every_kind_of_recomputation_is_traced_with_its_block(checkpointing):
+    model = build(checkpointing)
+    check_same(model, build(compiles=False))
+    graphs = 2 if checkpointing is Checkpointing.EVERY_N else 1
+    assert counts(activation_facts(model)["compile"]) == [2, 2, graphs, 0]
+    kept_by_full, kept, kept_by_none = (
+        backward(each).kept_bytes for each in (build(Checkpointing.FULL), model, build())
+    )
+    if checkpointing is not Checkpointing.NONE:
+        assert kept_by_full < kept < kept_by_none
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.FULL])
+def test_what_compiled_blocks_save_moves_to_host_ram(checkpointing):
+    model = build(checkpointing, activation_offload=True)
+    check_same(model, build(compiles=False))
+    facts = activation_facts(model)
+    assert counts(facts["compile"])[:2] == [2, 2]
+    assert "of 1 blocks" in facts["activation_offload"]
+
+
+@pytest.mark.long
+def test_widths_that_vary_cost_one_more_compilation():
+    model, eager = build(), build(compiles=False)
+    for width in (48, 40, 32, 24, 20):
+        check_same(model, eager, IDS[:, :width].contiguous())
+    assert counts(activation_facts(model)["compile"]) == [2, 2, 2, 0]
+
+
+@pytest.mark.long
+def test_a_compiled_block_that_recomputes_drops_the_same_elements_again():
+    dropout = {"attention_dropout": 0.5}
+    kept, again = (backward(build(each, config=dropout)) for each in (Checkpointing.NONE, Checkpointing.FULL))
+    torch.testing.assert_close(again.loss, kept.loss)
+    assert_same_gradients(again, kept, tolerance=TOLERANCE)
+
+
+def test_without_a_compiler_it_is_refused_before_anything_runs(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(EnvironmentFaultError, match=r"no-such-compiler.*install g\+\+"):
+        compile_blocks(build(compiles=False))
+
+
+def test_on_a_gpu_triton_needs_a_c_compiler_too(monkeypatch):
+    triton = ModuleType("triton")
+    triton.__spec__ = ModuleSpec("triton", None)
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(EnvironmentFaultError, match=r"pin\.compile(.|\n)*no-such-compiler(.|\n)*apt install gcc"):
+        compile_blocks(build(compiles=False))

@@ -1,0 +1,228 @@
+"""Code that comes with a model, in the process that runs it: the planned files, and nothing else."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers.dynamic_module_utils
+from custom_model import CONFIG, MARKER, code_of, write_custom_model
+from msgspec.structs import replace
+from rank_factory import rank_plan
+from registered_code import transformers_as_it_was
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedModel
+
+from trainer.runtime.data.document_check import check_documents_apart
+from trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
+from trainer.runtime.export.check import SAME, logits_of, prompt_ids, relative_difference, reloaded_logits
+from trainer.runtime.export.folder import write_model_folder
+from trainer.runtime.export.plan import plan_on
+from trainer.runtime.loop.sample import continue_prompt
+from trainer.runtime.models.build import build_model, build_skeleton
+from trainer.runtime.models.model_code import as_its_user, load_model_code
+from trainer.runtime.run.blocks import blocks_of
+from trainer.simulation.describe import describe
+from trainer.simulation.dry_run import simulate
+from trainer.spec.errors import InputError
+from trainer.spec.hardware import DeviceKind
+from trainer.spec.messages.simulation import SimulationRequest
+from trainer.spec.model.code import DescriptionRequest
+from trainer.spec.plan import Plan
+from trainer.spec.strategy import Attention, Checkpointing, Precision
+
+IDS = prompt_ids(320)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def each_test_registers_anew() -> Iterator[None]:
+    with transformers_as_it_was():
+        yield
+
+
+def described(folder: Path, *, trusts: bool = True):
+    return describe(
+        DescriptionRequest(
+            model_config=CONFIG,
+            origin="config.json",
+            model_code=code_of(folder) if trusts else None,
+            offers_code_of="org/tiny",
+        )
+    )
+
+
+def plan_with(folder: Path, **engine: Any) -> Plan:
+    plan = rank_plan(Path("rows"), model_config=CONFIG, **engine)
+    return replace(plan, model_code=code_of(folder), model_path=str(folder), model_shape=described(folder))
+
+
+def test_its_shape_is_described_from_the_code(tmp_path):
+    shape = described(write_custom_model(tmp_path / "tiny"))
+    assert (shape.block_class, shape.num_layers, shape.num_parameters) == ("TinyBlock", 2, 39_072)
+    assert shape.is_described and shape.loss_obstacle is None
+    assert shape.attentions == (Attention.FLASH, Attention.SDPA, Attention.EAGER)
+
+
+def test_without_the_word_of_the_job_the_refusal_names_what_to_write(tmp_path):
+    with pytest.raises(InputError) as refused:
+        described(write_custom_model(tmp_path / "tiny"), trusts=False)
+    assert "does not know tiny_custom" in str(refused.value)
+    assert "model.trust_remote_code=org/tiny runs the code of that repository on this machine" in str(refused.value)
+
+
+def test_a_type_that_transformers_knows_is_its_own_whatever_code_is_offered():
+    config = {**CONFIG, "model_type": "olmo2", "num_key_value_heads": 4}
+    shape = describe(DescriptionRequest(model_config=config, origin="config.json", offers_code_of="org/tiny"))
+    assert shape.block_class == "Olmo2DecoderLayer"
+
+
+def test_its_weights_give_the_logits_that_transformers_gives_and_each_file_runs_once(tmp_path, monkeypatch):
+    folder = write_custom_model(tmp_path / "tiny")
+    monkeypatch.setenv(MARKER, str(tmp_path / "marker"))
+    model = build_model(plan_on(plan_with(folder), DeviceKind.CPU))
+    assert sorted(line.split()[1] for line in (tmp_path / "marker").read_text().splitlines()) == sorted(
+        ["configuration_tiny", "modeling_tiny", "tiny_layers"]
+    )
+    with as_its_user(code_of(folder)) as trusts:
+        expected = reloaded_logits(folder, IDS, trust_remote_code=trusts)
+    assert relative_difference(expected, logits_of(model, IDS)) == 0
+    assert "transformers_modules" not in sys.modules
+
+
+def test_an_export_holds_the_code_and_loads_with_plain_transformers(tmp_path):
+    plan = plan_with(write_custom_model(tmp_path / "tiny"))
+    model = build_model(plan_on(plan, DeviceKind.CPU))
+    assert write_model_folder(model, plan, tmp_path / "out") is None
+    assert {path.name for path in (tmp_path / "out").glob("*.py")} == set(code_of(tmp_path / "tiny").files)
+    with as_its_user(plan.model_code) as trusts:
+        found = reloaded_logits(tmp_path / "out", IDS, trust_remote_code=trusts)
+    assert relative_difference(logits_of(model, IDS), found) < SAME
+    assert 'from_pretrained("THIS_FOLDER", trust_remote_code=True)' in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_code_beside_weights_is_not_run_by_a_folder_alone(tmp_path, monkeypatch):
+    folder = write_custom_model(tmp_path / "tiny")
+    monkeypatch.setenv(MARKER, str(tmp_path / "marker"))
+    with pytest.raises(ValueError, match="contains custom code"):
+        reloaded_logits(folder, IDS)
+    assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize("origin", ["read", "drawn"])
+@pytest.mark.parametrize("recomputes_buffers", [True, False])
+def test_a_skeleton_and_a_whole_build_have_the_same_weights_and_buffers(origin, recomputes_buffers, tmp_path):
+    """Code for older versions computes buffers in its constructor only, and transformers leaves them as they come."""
+    folder = write_custom_model(tmp_path / "tiny", recomputes_buffers=recomputes_buffers)
+    plan = plan_with(folder)
+    plan = plan if origin == "read" else replace(plan, model_path=None)
+    model, skeleton = build_model(plan), build_skeleton(plan)
+    (frequencies,) = (buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq"))
+    assert torch.equal(frequencies, 1.0 / 10000 ** (torch.arange(0, 8, 2) / 8))
+    for name, buffer in skeleton.model.named_buffers():
+        assert torch.equal(buffer, model.get_buffer(name)), name
+    found = {}
+    skeleton.source.deliver(lambda name, values: found.update({name: values.whole().clone()}))
+    assert found.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(weight, model.get_parameter(name)) for name, weight in found.items())
+
+
+def test_changed_code_is_refused_by_the_process_that_would_run_it(tmp_path):
+    folder = write_custom_model(tmp_path / "tiny")
+    plan = plan_with(folder)
+    planned = code_of(folder)
+    (folder / "tiny_layers.py").write_text("x = 1\n")
+    load_model_code(planned)  # what was run before is not read again
+    other = write_custom_model(tmp_path / "other", recomputes_buffers=False)
+    load_model_code(code_of(other))
+    with pytest.raises(InputError, match=r"tiny_layers\.py changed since the plan was made; start again"):
+        build_model(plan)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import no_such_package", r"raised ModuleNotFoundError: No module named 'no_such_package' \(tiny_layers"),
+        ("from .setup_everything import x", r"raised ModuleNotFoundError: No module named '.*setup_everything'"),
+        ("\n1 / 0", r"raised ZeroDivisionError: division by zero \(tiny_layers\.py, line 2\)"),
+    ],
+)
+def test_code_that_cannot_be_imported_is_an_error_with_its_line(text, words, tmp_path):
+    folder = write_custom_model(tmp_path / "tiny")
+    (folder / "tiny_layers.py").write_text(text)
+    with pytest.raises(InputError, match=words):
+        load_model_code(code_of(folder))
+
+
+@pytest.mark.parametrize("attention", [Attention.SDPA, Attention.EAGER])
+@pytest.mark.parametrize("keeps_apart", [True, False])
+def test_documents_of_a_packed_row_are_kept_apart_or_the_run_does_not_begin(keeps_apart, attention, tmp_path):
+    folder = write_custom_model(tmp_path / "tiny", keeps_documents_apart=keeps_apart)
+    plan = plan_with(folder, attention=attention)
+    model = build_model(plan)
+    packed = replace(plan, data=replace(plan.data, is_packed=True))
+    check_documents_apart(model, plan, CPU)
+    if keeps_apart:
+        check_documents_apart(model, packed, CPU)
+        assert model.training
+        return
+    with pytest.raises(InputError, match=r"looks across the documents of a packed row;\ngive data\.packing=false"):
+        check_documents_apart(model, packed, CPU)
+
+
+@pytest.mark.parametrize("checkpointing", [Checkpointing.FULL, Checkpointing.ATTENTION, Checkpointing.SELECTIVE])
+def test_blocks_that_are_plain_modules_are_recomputed_with_the_same_gradients(checkpointing, tmp_path):
+    folder = write_custom_model(tmp_path / "tiny")
+    kept, recomputed = (
+        build_model(plan_with(folder, checkpointing=each)) for each in (Checkpointing.NONE, checkpointing)
+    )
+    gradients = [gradients_of(model) for model in (kept, recomputed)]
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    assert [type(block).__name__ for block in blocks_of(recomputed)] == ["TinyBlock"] * 2
+    counts: list[Any] = [block.shardwise_recomputation for block in blocks_of(recomputed)]
+    assert [(each.num_forwards, each.num_repeats) for each in counts] == [(1, 1)] * 2
+
+
+def gradients_of(model: PreTrainedModel) -> list[torch.Tensor]:
+    model(input_ids=IDS, labels=IDS).backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_a_sample_is_drawn_and_one_that_the_code_cannot_make_is_left_out_with_a_word(tmp_path):
+    write_trained_tokenizer(train_tokenizer(["a b c"], vocab_size=260), tmp_path / "words")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "words")
+    model: Any = build_model(plan_on(plan_with(write_custom_model(tmp_path / "tiny")), DeviceKind.CPU))
+    assert not continue_prompt(model, [66, 67], tokenizer).startswith("none: ")
+    model.prepare_inputs_for_generation = None
+    assert continue_prompt(model, [66, 67], tokenizer).startswith("none: the model's own code raised TypeError: ")
+    assert model.training
+
+
+def test_a_dry_run_runs_the_code(tmp_path):
+    folder = write_custom_model(tmp_path / "tiny")
+    request = SimulationRequest(
+        model_config=CONFIG,
+        model_code=code_of(folder),
+        seq_len=32,
+        precision=Precision.FP32,
+        device_kind=DeviceKind.CPU,
+    )
+    simulation = simulate(request)
+    assert simulation.num_parameters == 39_072
+    assert simulation.peak_allocated_bytes > 12 * 39_072
+
+
+def test_what_transformers_copies_goes_into_a_folder_of_its_own_that_goes(tmp_path, monkeypatch):
+    folder = write_custom_model(tmp_path / "tiny")
+    modules: Any = transformers.dynamic_module_utils
+    monkeypatch.setattr(modules, "HF_MODULES_CACHE", str(tmp_path / "users"))
+    load_model_code(code_of(folder))
+    with as_its_user(code_of(folder)) as trusts:
+        reloaded_logits(folder, IDS, trust_remote_code=trusts)
+        private = Path(modules.HF_MODULES_CACHE)
+        assert {path.name for path in private.rglob("*tiny*.py")} == set(code_of(folder).files)
+    assert not private.exists() and not (tmp_path / "users").exists() and str(private) not in sys.path
+    assert str(tmp_path / "users") == modules.HF_MODULES_CACHE
+    assert "tiny_custom" in CONFIG_MAPPING, "the run's own classes are back"
+    assert not (folder / "__pycache__").exists()

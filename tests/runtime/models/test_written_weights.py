@@ -1,0 +1,123 @@
+"""What a run exports is read back from the disk and held against memory: nothing else gets the export's name."""
+
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from architecture_factory import TINY, VARIANTS
+from engine_plan_factory import TINY_LLAMA
+from rank_factory import rank_plan, write_attempt, write_rows
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, modeling_utils
+
+from trainer.runtime.export import folder as export_folder
+from trainer.runtime.loop.course import train
+from trainer.runtime.models.load import written_weights
+from trainer.runtime.models.load.written_weights import check_model_written, check_written
+from trainer.runtime.run.report_writer import ReportWriter, run_paths
+from trainer.runtime.run.state import RunState
+from trainer.spec.errors import EnvironmentFaultError
+from trainer.spec.job.sections import LoraJob
+from trainer.spec.strategy import Method
+
+MODELS = TINY | {name: VARIANTS[name] for name in ("llama, tied, wide heads",)}
+WEIGHTS = {"a": torch.arange(60.0).reshape(20, 3), "b": torch.full((5,), float("nan")), "c": torch.tensor(7)}
+
+
+def build(name: str) -> PreTrainedModel:
+    config = {key: value for key, value in MODELS[name].items() if key != "model_type"}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(MODELS[name]["model_type"], **config))
+
+
+def damage(path: Path, place: int = -10) -> None:
+    """Another byte at a place, by default in the last tensor."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 0x40
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_tensor_of_every_model_is_found_and_one_other_byte_is_seen(name, tmp_path):
+    model = build(name)
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    check_model_written(tmp_path, model, model.state_dict())
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 1
+    damage(files[-1])
+    with pytest.raises(EnvironmentFaultError, match=rf"{files[-1].name}: .* has other values"):
+        check_model_written(tmp_path, model, model.state_dict())
+
+
+def without(name: str) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in WEIGHTS.items() if key != name}
+
+
+LIES: list[tuple[Callable[[Path], object], str]] = [
+    (lambda path: save_file(without("a"), path), "folder: .* 1 tensors are missing, the first a;"),
+    (lambda path: save_file(WEIGHTS | {"d": torch.zeros(1)}, path), "d is no weight of the model"),
+    (lambda path: save_file(WEIGHTS | {"a": torch.zeros(3, 20)}, path), r"a has the shape \(3, 20\), it was \(20, 3\)"),
+    (lambda path: save_file(WEIGHTS | {"a": WEIGHTS["a"].int()}, path), "a is torch.int32, it was torch.float32"),
+    (lambda path: save_file(WEIGHTS | {"c": torch.tensor(8)}, path), "c has other values"),
+    (lambda path: path.write_bytes(path.read_bytes()[:-1]), "it cannot be read: "),
+    (lambda path: damage(path, 12), "it cannot be read: "),
+    (lambda path: path.unlink(), "3 tensors are missing, the first a;"),
+]
+
+
+@pytest.mark.parametrize(("lie", "words"), LIES, ids=[words[:24] for _, words in LIES])
+def test_what_the_disk_gives_back_is_told(lie, words, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    save_file(WEIGHTS, folder / "model.safetensors")
+    check_written(folder, WEIGHTS)
+    lie(folder / "model.safetensors")
+    with pytest.raises(EnvironmentFaultError, match=words) as caught:
+        check_written(folder, WEIGHTS)
+    assert "nothing was exported: check the disk" in str(caught.value)
+
+
+@pytest.mark.parametrize("row", [0, 6, 19])
+def test_a_tensor_is_read_in_slices_to_its_end(row, tmp_path, monkeypatch):
+    monkeypatch.setattr(written_weights, "SLICE_BYTES", 7 * 3 * 4)  # 20 rows of it are three slices
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    check_written(tmp_path, WEIGHTS)
+    other = WEIGHTS["a"].clone()
+    other[row, 1] += 1
+    with pytest.raises(EnvironmentFaultError, match="a has other values"):
+        check_written(tmp_path, WEIGHTS | {"a": other})
+
+
+@pytest.fixture
+def no_accelerate_state() -> Iterator[None]:
+    """Accelerate's state is global."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.mark.usefixtures("no_accelerate_state")
+@pytest.mark.parametrize("method", [Method.FULL, Method.LORA])
+def test_a_run_whose_disk_lies_fails_with_its_checkpoint_and_keeps_no_export(method, tmp_path, monkeypatch):
+    """The two functions that write safetensors files stand for the disk: both lose a bit of what they are given."""
+
+    def write_and_lose(tensors, filename, metadata=None):
+        save_file(tensors, filename, metadata=metadata)
+        damage(Path(filename))
+
+    monkeypatch.setattr(modeling_utils, "safe_save_file", write_and_lose)
+    monkeypatch.setattr(export_folder, "save_file", write_and_lose)
+    plan = rank_plan(
+        write_rows(tmp_path / "rows"), method=method, train={"lora": LoraJob(rank=4)}, model_config=TINY_LLAMA,
+        num_steps=2, micro_batch=8, accumulation=1,
+    )  # fmt: skip
+    paths, state = run_paths(write_attempt(tmp_path / "run", plan), started_at=datetime.now(UTC)), RunState()
+    with pytest.raises(EnvironmentFaultError, match=r"safetensors: what was written is not what the disk gives back"):
+        train(plan, paths, ReportWriter(paths, rank=0), state, lambda: False)
+    assert (state.export, state.checkpoint) == (None, "checkpoints/step-00000002")
+    assert not [path for path in (tmp_path / "run").iterdir() if "export" in path.name]
+    kept = tmp_path / "run" / "checkpoints" / "step-00000002"
+    assert load_file(next(kept.glob("*.safetensors")))

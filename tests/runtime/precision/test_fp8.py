@@ -1,0 +1,333 @@
+"""Which layers multiply in FP8, with which library, and the proof that they did.
+
+Stand-ins take the place of the two libraries (tests/factories/fake_te, fake_torchao): one counts what the real one
+would do on a GPU, the other multiplies in FP8 for real, on the CPU.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from engine_plan_factory import TINY_LLAMA
+from pasted_pip import requirements_in
+from rank_factory import rank_plan
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from trainer.runtime.models.adapters import add_adapters
+from trainer.runtime.models.build import build_model
+from trainer.runtime.precision.fp8 import check_fp8_ran, check_some_backend, fp8_facts, install_fp8, padded_to_multiple
+from trainer.runtime.precision.fp8_layers import ADAPTER, EDGE, EXPERT, OUTSIDE, ROUTER, fp8_layers
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.job.sections import LoraJob
+from trainer.spec.strategy import Checkpointing, Fp8Recipe, LossHead, Precision
+
+FACTORIES = Path(__file__).parents[2] / "factories"
+LINEARS_IN_A_BLOCK = 7
+
+
+@pytest.fixture
+def te(monkeypatch) -> Iterator[object]:
+    """The stand-in for Transformer Engine, in a state of its own."""
+    yield from _library(monkeypatch, "fake_te", "transformer_engine", "transformer_engine.pytorch")
+
+
+@pytest.fixture
+def torchao(monkeypatch) -> Iterator[object]:
+    """The stand-in for torchao, with PyTorch's own FP8 product: oneDNN's fails where instruction sets are limited."""
+    had_onednn = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    yield from _library(monkeypatch, "fake_torchao", "torchao", "torchao.float8")
+    torch._C._set_mkldnn_enabled(had_onednn)
+
+
+def _library(monkeypatch, folder: str, package: str, module: str) -> Iterator[object]:
+    monkeypatch.syspath_prepend(str(FACTORIES / folder))
+    _forget(package)
+    __import__(module)
+    yield sys.modules[module]
+    _forget(package)
+
+
+def _forget(package: str) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        del sys.modules[name]
+
+
+def fp8_plan(recipe: Fp8Recipe | None = Fp8Recipe.CURRENT, **engine):
+    return rank_plan(Path("nowhere"), precision=Precision.FP8, fp8_recipe=recipe, **engine)
+
+
+def fp8_model(recipe: Fp8Recipe | None = Fp8Recipe.CURRENT, **engine):
+    plan = fp8_plan(recipe, **engine)
+    model = build_model(plan)
+    install_fp8(model, plan.chosen)
+    return model
+
+
+def rows(count: int = 4, width: int = 40) -> torch.Tensor:
+    return torch.randint(0, 256, (count, width), generator=torch.Generator().manual_seed(0))
+
+
+def loss_of(model: nn.Module, ids: torch.Tensor, **more: object) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return model(input_ids=ids, labels=ids, **more)
+
+
+def value_of(loss: torch.Tensor) -> float:
+    return float(loss.detach())
+
+
+class Block(GradientCheckpointingLayer):
+    """A decoder block with everything that can be in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(64, 64)
+        self.narrow = nn.Linear(64, 24)
+        self.router = nn.Linear(64, 16)
+        self.mlp = nn.Module()
+        self.mlp.gate = nn.Linear(64, 32)
+        self.mlp.gate_proj = nn.Linear(64, 32, bias=False)
+        self.mlp.experts = nn.ModuleList([nn.Linear(64, 64)])
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(64, 16)})
+        self.odd = type("FourBitLinear", (nn.Linear,), {})(64, 64)
+
+
+class Blocks(nn.Module):
+    """A decoder of some blocks."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block() for _ in range(num_blocks)])
+        self.lm_head = nn.Linear(64, 256)
+
+
+def test_layers_are_chosen_inside_blocks_and_the_others_are_named_with_the_reason():
+    found = fp8_layers(Blocks(1), Fp8Recipe.CURRENT)
+    assert list(found.chosen) == ["layers.0.q_proj", "layers.0.mlp.gate_proj"]
+    (narrow,) = (reason for reason in found.skipped if reason.endswith("multiple of 16"))
+    assert found.skipped == {
+        narrow: ("layers.0.narrow",),
+        ROUTER: ("layers.0.router", "layers.0.mlp.gate"),
+        EXPERT: ("layers.0.mlp.experts.0",),
+        ADAPTER: ("layers.0.lora_A.default",),
+        "of class FourBitLinear": ("layers.0.odd",),
+        OUTSIDE: ("lm_head",),
+    }
+    assert "layers.0.router, layers.0.mlp.gate" in found.skipped_words
+
+
+@pytest.mark.parametrize(
+    ("recipe", "multiple", "chosen"),
+    [
+        (Fp8Recipe.DELAYED, 16, 3),
+        (Fp8Recipe.TORCHAO_ROWWISE, 16, 3),
+        (Fp8Recipe.MXFP8, 32, 2),
+        (Fp8Recipe.BLOCK, 128, 1),
+    ],
+)
+def test_each_recipe_cuts_weights_into_tiles_of_its_own(recipe, multiple, chosen):
+    model = Blocks(1)
+    block = model.layers[0] = GradientCheckpointingLayer()
+    block.a, block.b, block.c, block.d = (nn.Linear(128, size) for size in (128, 64, 48, 40))
+    found = fp8_layers(model, recipe)
+    assert len(found.chosen) == chosen
+    (skipped,) = (names for reason, names in found.skipped.items() if reason.endswith(f"multiple of {multiple}"))
+    assert len(skipped) == 4 - chosen
+
+
+def test_nvfp4_leaves_the_first_and_the_last_blocks_alone():
+    found = fp8_layers(Blocks(62), Fp8Recipe.NVFP4)
+    left = {int(name.split(".")[1]) for name in found.skipped[EDGE]}
+    assert left == {0, 1, *range(54, 62)}, "as in the paper"
+    assert EDGE not in fp8_layers(Blocks(62), Fp8Recipe.MXFP8).skipped
+    assert EDGE not in fp8_layers(Blocks(2), Fp8Recipe.NVFP4).skipped, "a small model has none to spare"
+
+
+def test_adapters_stay_and_their_bases_multiply_in_fp8(te):
+    plan = fp8_plan()
+    model = build_model(plan)
+    add_adapters(model, LoraJob(rank=16, alpha=16.0), Precision.BF16_MIXED)
+    install_fp8(model, plan.chosen)
+    loss_of(model, rows()).backward()
+    assert te.COUNTS["fp8 products with gradients"] == 2 * LINEARS_IN_A_BLOCK
+    assert type(model.model.layers[0].self_attn.q_proj.base_layer).__name__ == "Fp8Linear"
+    assert type(model.model.layers[0].self_attn.q_proj.lora_A["default"]) is nn.Linear
+
+
+def test_parameters_and_names_are_those_of_the_plain_model(te):
+    plan = fp8_plan(model_config={**TINY_LLAMA, "attention_bias": True, "tie_word_embeddings": True})
+    model = build_model(plan)
+    before, names = dict(model.named_parameters()), list(model.state_dict())
+    state = torch.random.get_rng_state()
+    install_fp8(model, plan.chosen)
+    assert torch.equal(torch.random.get_rng_state(), state), "nothing was drawn"
+    assert list(model.state_dict()) == names and not any("_extra_state" in name for name in names)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    layer = model.model.layers[0].self_attn.q_proj
+    assert isinstance(layer, te.Linear) and layer.weight.dtype == torch.float32 and layer.bias is not None
+
+
+@pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.FULL])
+def test_every_product_of_a_block_is_fp8_recomputed_ones_too(te, checkpointing):
+    model = fp8_model(checkpointing=checkpointing)
+    for _ in range(2):
+        loss_of(model, rows()).backward()
+    forwards = 2 * (2 if checkpointing is Checkpointing.FULL else 1)
+    assert te.COUNTS["fp8 products with gradients"] == 2 * LINEARS_IN_A_BLOCK * forwards
+    assert model.shardwise_fp8.num_products == 2 * LINEARS_IN_A_BLOCK * forwards
+    assert not any(name.startswith("16 bit") for name in te.COUNTS)
+    assert te.COUNTS["recipe Float8CurrentScaling"] == te.COUNTS["autocast"]
+    assert te._OPEN == [], "closed again"
+
+
+def test_a_score_is_taken_in_fp8_and_a_continuation_is_not(te):
+    model = fp8_model()
+    with torch.no_grad():
+        loss_of(model, rows())
+        model(input_ids=rows(1, 7))  # one token at a time fits no tile
+    assert te.COUNTS["fp8 products without"] == te.COUNTS["16 bit products without"] == 2 * LINEARS_IN_A_BLOCK
+
+
+def test_a_failing_forward_leaves_fp8_closed(te):
+    model = fp8_model()
+    with pytest.raises(IndexError):
+        loss_of(model, rows() + 1000)
+    assert te._OPEN == [] and not model.shardwise_fp8.region.is_open
+
+
+@pytest.mark.parametrize(
+    ("recipe", "class_name"),
+    [
+        (Fp8Recipe.DELAYED, "DelayedScaling"),
+        (Fp8Recipe.CURRENT, "Float8CurrentScaling"),
+        (Fp8Recipe.MXFP8, "MXFP8BlockScaling"),
+        (Fp8Recipe.NVFP4, "NVFP4BlockScaling"),
+        (None, "Float8CurrentScaling"),
+    ],
+)
+def test_the_recipe_of_the_plan_is_the_one_that_runs(te, recipe, class_name):
+    model = fp8_model(recipe)
+    loss_of(model, rows())
+    check_fp8_ran(model)
+    assert te.COUNTS[f"recipe {class_name}"] == te.COUNTS["autocast"] == 1
+    facts = fp8_facts(model)
+    assert facts["fp8 recipe"].startswith(recipe or "current") and facts["fp8 recipe"].endswith(class_name)
+    assert ("experimental" in facts["fp8 recipe"]) is (recipe in (Fp8Recipe.MXFP8, Fp8Recipe.NVFP4))
+    assert "transformer-engine" in facts["fp8 library"] and "lm_head" in facts["fp8 layers left in 16 bit"]
+    assert (facts["fp8 layers"], facts["fp8 products"].split()[0]) == ("14", "14")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "lacks"),
+    [(Fp8Recipe.CURRENT, "fp8"), (Fp8Recipe.BLOCK, "block"), (Fp8Recipe.MXFP8, "mxfp8"), (Fp8Recipe.NVFP4, "nvfp4")],
+)
+def test_a_device_without_the_recipe_is_refused_with_the_librarys_reason(te, monkeypatch, recipe, lacks):
+    monkeypatch.setenv("FAKE_TE_LACKS", lacks)
+    with pytest.raises(InputError, match=rf"{recipe}\b.*: {lacks} needs a newer device"):
+        fp8_model(recipe)
+
+
+def test_delayed_scales_and_recomputation_are_refused(te):
+    with pytest.raises(InputError, match=r"pin\.fp8_recipe: delayed.*pin\.checkpointing: none"):
+        fp8_model(Fp8Recipe.DELAYED, checkpointing=Checkpointing.FULL)
+
+
+def test_a_model_without_a_fitting_layer_is_refused(te):
+    with pytest.raises(InputError, match=r"LlamaForCausalLM.* 14 .*multiple of 128"):
+        fp8_model(Fp8Recipe.BLOCK)
+
+
+def test_layers_that_multiply_nothing_in_fp8_stop_the_run(te):
+    model = fp8_model()
+    with torch.no_grad():
+        model(input_ids=rows())
+    with pytest.raises(EnvironmentFaultError, match=r"14 layers.*transformer_engine"):
+        check_fp8_ran(model)
+
+
+def test_a_plain_model_has_nothing_to_prove():
+    model = build_model(rank_plan(Path("nowhere")))
+    check_fp8_ran(model)
+    assert fp8_facts(model) == {}
+
+
+@pytest.mark.parametrize("recipe", [Fp8Recipe.CURRENT, Fp8Recipe.MXFP8])
+@pytest.mark.parametrize("head", [LossHead.EAGER, LossHead.CHUNKED])
+def test_columns_are_added_until_the_tokens_fit_and_change_nothing(te, recipe, head):
+    """3 rows of 37 are 111 tokens, and 48 columns make 144 of them, or 64 make 192."""
+    plain, model = build_model(rank_plan(Path("nowhere"), loss=head)), fp8_model(recipe, loss=head)
+    widths = set()
+    model.model.layers[0].register_forward_hook(lambda _module, inputs, _out: widths.add(inputs[0].shape[1]))
+    found, expected = loss_of(model, rows(3, 37)), loss_of(plain, rows(3, 37))
+    assert widths == {48 if recipe is Fp8Recipe.CURRENT else 64}
+    assert value_of(found) == pytest.approx(value_of(expected), rel=1e-6)
+
+
+def test_packed_rows_have_to_fit_as_they_are():
+    inputs = {"input_ids": rows(1, 40), "labels": rows(1, 40), "position_ids": torch.arange(40)[None]}
+    assert padded_to_multiple(inputs, 8) is inputs
+    with pytest.raises(InputError, match=r"multiple of 16 .* 1 packed rows of 40\b"):
+        padded_to_multiple(inputs, 16)
+
+
+def test_a_missing_library_is_named_with_what_would_do(monkeypatch, tmp_path):
+    for package in ("transformer_engine", "torchao"):
+        monkeypatch.setitem(sys.modules, package, None)  # Python's way to say that it is not there
+    for recipe, library in ((Fp8Recipe.CURRENT, "transformer-engine"), (Fp8Recipe.TORCHAO_ROWWISE, "torchao")):
+        with pytest.raises(InputError, match=rf"\b{recipe} needs {library}") as told:
+            fp8_model(recipe)
+        assert set(requirements_in(str(told.value), tmp_path)) == {library}
+    with pytest.raises(InputError, match=r"pin\.precision: fp8") as told:
+        check_some_backend()
+    assert set(requirements_in(str(told.value), tmp_path)) == {"transformer-engine", "torchao"}
+
+
+@pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.FULL])
+def test_torchao_multiplies_in_fp8_for_real(torchao, checkpointing):
+    plain = loss_of(build_model(rank_plan(Path("nowhere"))), rows())
+    model = fp8_model(Fp8Recipe.TORCHAO_TENSORWISE, checkpointing=checkpointing)
+    loss = loss_of(model, rows())
+    loss.backward()
+    check_fp8_ran(model)
+    layer = model.model.layers[0].mlp.down_proj
+    assert isinstance(layer, torchao.Float8Linear) and layer.config.recipe_name == "tensorwise"
+    assert layer.num_products == (2 if checkpointing is Checkpointing.FULL else 1)
+    assert value_of(loss) == pytest.approx(value_of(plain), rel=1e-3) and value_of(loss) != value_of(plain)
+    assert "torchao_tensorwise" in fp8_facts(model)["fp8 recipe"]
+    assert list(model.state_dict()) == list(build_model(rank_plan(Path("nowhere"))).state_dict())
+
+
+def test_torchao_that_only_emulates_is_found_out(torchao, monkeypatch):
+    monkeypatch.setattr(torchao, "EMULATES", True)
+    model = fp8_model(Fp8Recipe.TORCHAO_TENSORWISE)
+    loss_of(model, rows())
+    with pytest.raises(EnvironmentFaultError, match=r"14 layers.*torchao"):
+        check_fp8_ran(model)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch asks itself while tracing
+def test_compiled_blocks_are_cut_around_transformer_engines_layers(te):
+    """Traced, not compiled to machine code: what a compiler makes of the graphs is not of interest."""
+    model = fp8_model(checkpointing=Checkpointing.FULL)
+    for block in model.model.layers:
+        block.compile(backend="eager")
+    for _ in range(3):
+        loss_of(model, rows()).backward()
+    assert te.COUNTS["fp8 products with gradients"] == model.shardwise_fp8.num_products == 3 * 2 * 14
+    check_fp8_ran(model)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch asks itself while tracing
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # as above
+def test_compiled_blocks_of_torchao_are_told_as_not_counted(torchao):
+    model = fp8_model(Fp8Recipe.TORCHAO_TENSORWISE)
+    for block in model.model.layers:
+        block.compile(backend="eager")
+    loss_of(model, rows()).backward()
+    check_fp8_ran(model)
+    assert "compiled" in fp8_facts(model)["fp8 products"]

@@ -1,0 +1,228 @@
+"""The memory figures against allocations whose size is known."""
+
+import errno
+import resource
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from galore_torch.galore_projector import GaLoreProjector
+from torch import nn
+
+from trainer.__main__ import error_line
+from trainer.runtime.profile.memory_profile import (
+    ACTIVATIONS,
+    GRADIENTS,
+    OPTIMIZER_STATE,
+    WEIGHTS,
+    MemoryProfile,
+    anonymous_bytes,
+    cap_memory,
+    held_bytes,
+    highest_rise,
+    is_out_of_memory,
+)
+from trainer.runtime.run.clock import Clock
+from trainer.spec.errors import InputError
+from trainer.spec.hardware import DeviceKind
+from trainer.spec.units import GIB
+
+SIZE = 512
+WEIGHT_BYTES = 4 * SIZE * SIZE
+CPU = torch.device("cpu")
+
+
+def test_the_rise_is_the_largest_running_sum_in_order_of_time():
+    assert highest_rise([(3, -60), (1, 100), (2, 50), (4, 80), (5, -170)]) == (170, 4)
+    assert highest_rise([(1, -5), (2, 3)]) == (0, 0)
+    assert highest_rise([]) == (0, 0)
+
+
+def trained_linear() -> tuple[nn.Linear, torch.optim.Optimizer]:
+    model = nn.Linear(SIZE, SIZE, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    model(torch.ones(1, SIZE)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_weights_and_moments_are_held_between_steps():
+    held = held_bytes(*trained_linear())
+    assert held == {WEIGHTS: WEIGHT_BYTES, OPTIMIZER_STATE: 2 * WEIGHT_BYTES + 4, GRADIENTS: 0}
+
+
+@pytest.mark.parametrize("sides", [1, 2])
+def test_projectors_are_state(sides):
+    """GaLore keeps them in an object beside the moments; one where a side is projected, two where both are."""
+    model, optimizer = trained_linear()
+    before = held_bytes(model, optimizer)[OPTIMIZER_STATE]
+    matrices = [torch.zeros(SIZE, 16) for _ in range(sides)]
+    projector = GaLoreProjector(16)
+    projector.ortho_matrix = matrices if sides > 1 else matrices[0]
+    optimizer.state[model.weight]["projector"] = projector
+    assert held_bytes(model, optimizer)[OPTIMIZER_STATE] - before == sides * 4 * SIZE * 16
+
+
+def test_tied_weights_count_once():
+    model = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False), nn.Linear(SIZE, SIZE, bias=False))
+    model[1].weight = model[0].weight
+    assert held_bytes(model, torch.optim.SGD(model.parameters()))[WEIGHTS] == WEIGHT_BYTES
+
+
+def test_what_a_profile_writes_down_is_no_part_of_a_cap():
+    """Or a run under a cap would end in the one step that is measured."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    cap = 2**40
+    model, optimizer = trained_linear()
+    profile = MemoryProfile(model, optimizer, CPU)
+    resource.setrlimit(resource.RLIMIT_DATA, (cap, before[1]))
+    try:
+        with profile.step():
+            assert resource.getrlimit(resource.RLIMIT_DATA) == (before[1], before[1])
+        assert cap <= resource.getrlimit(resource.RLIMIT_DATA)[0] < cap + 2**30
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def test_the_peak_of_a_step_is_what_it_held_at_once():
+    model, optimizer = trained_linear()
+    profile = MemoryProfile(model, optimizer, CPU)
+    with profile.step():
+        loss = model(torch.ones(8, SIZE)).sum()
+        loss.backward()  # the gradient: one more weight
+        scratch = torch.empty(1_000_000)  # 4 MB while everything else is alive
+        del scratch, loss
+        optimizer.zero_grad()
+        later = torch.empty(500_000)  # less, after the gradient is gone
+        del later
+    figures = profile.figures()
+    assert figures.steady_allocated_bytes == 3 * WEIGHT_BYTES + 4
+    assert figures.parts[GRADIENTS] == WEIGHT_BYTES
+    assert figures.parts[WEIGHTS] == WEIGHT_BYTES and figures.parts[OPTIMIZER_STATE] == 2 * WEIGHT_BYTES + 4
+    assert 4_000_000 <= figures.parts[ACTIVATIONS] < 4_000_000 + 64 * 1024
+    assert figures.peak_allocated_bytes == sum(figures.parts.values())
+    assert figures.peak_reserved_bytes is None and figures.device_bytes is None
+
+
+def test_the_peak_of_each_phase_is_told_beside_that_of_the_step():
+    model, optimizer = trained_linear()
+    profile, clock = MemoryProfile(model, optimizer, CPU), Clock(CPU)
+    with clock.measure("data"):
+        torch.empty(10_000_000)  # before the step, and no part of it
+    with profile.step(clock):
+        with clock.measure("forward"):
+            loss = model(torch.ones(8, SIZE)).sum()
+            scratch = torch.empty(1_000_000)
+            del scratch
+        with clock.measure("backward"):
+            loss.backward()
+        with clock.measure("optimizer"):
+            later = torch.empty(2_000_000)
+            del later
+    figures = profile.figures()
+    steady = 3 * WEIGHT_BYTES + 4
+    assert list(figures.peaks) == ["forward", "backward", "optimizer"]
+    assert steady + 4_000_000 <= figures.peaks["forward"] < steady + 4_000_000 + WEIGHT_BYTES
+    assert steady + WEIGHT_BYTES <= figures.peaks["backward"] < steady + 2 * WEIGHT_BYTES + 64 * 1024
+    assert figures.peaks["optimizer"] == max(figures.peaks.values()) == figures.peak_allocated_bytes
+    assert max(point.allocated_bytes for point in figures.timeline) == figures.peak_allocated_bytes
+    assert {point.phase for point in figures.timeline} - {""} == {"forward", "backward", "optimizer"}
+
+
+def test_a_gradient_that_comes_after_the_peak_is_no_part_of_it():
+    model, optimizer = trained_linear()
+    profile = MemoryProfile(model, optimizer, CPU)
+    with profile.step():
+        scratch = torch.empty(4_000_000)
+        del scratch
+        model(torch.ones(8, SIZE)).sum().backward()
+    assert profile.figures().parts[GRADIENTS] == 0
+
+
+def test_the_profile_leaves_no_hook_behind():
+    model, optimizer = trained_linear()
+    with MemoryProfile(model, optimizer, CPU).step():
+        pass
+    assert not model.weight._post_accumulate_grad_hooks
+
+
+def test_anonymous_memory_grows_with_what_is_written():
+    before = anonymous_bytes()
+    block = torch.ones(64_000_000)  # beyond 32 MiB malloc always maps anew instead of reusing what was freed
+    assert anonymous_bytes() - before > 0.9 * block.numel() * 4
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (MemoryError(), True),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried"),
+            True,
+        ),
+        (RuntimeError("a worker said: out of memory."), False),
+        (RuntimeError("Connection closed by peer"), False),
+        (ValueError("can't allocate memory"), False),
+        (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported later"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA driver error: out of memory"), True),
+        (RuntimeError("CUDA driver error: unknown error"), False),
+        (RuntimeError("NCCL error ... Last error:\nCuda failure 2 'out of memory'"), True),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (RuntimeError("can't start new thread"), False),
+        (None, False),
+    ],
+)
+def test_only_a_failed_allocation_counts_as_out_of_memory(error, is_memory):
+    assert is_out_of_memory(error) is is_memory
+
+
+def failed(*, with_cause: bool, cause: BaseException) -> InputError:
+    """What a user's function makes of another error, raised on purpose from it or while it was handled."""
+    try:
+        try:
+            raise cause
+        except Exception as error:
+            if with_cause:
+                raise InputError("extensions: loss raised it") from error
+            raise InputError("extensions: loss raised it")  # noqa: B904  # what a careless function does
+    except InputError as made:
+        return made
+
+
+@pytest.mark.parametrize("with_cause", [True, False])
+def test_an_error_that_was_made_of_one_counts_as_out_of_memory(with_cause):
+    assert is_out_of_memory(failed(with_cause=with_cause, cause=torch.OutOfMemoryError("CUDA out of memory")))
+    assert not is_out_of_memory(failed(with_cause=with_cause, cause=ValueError("another reason")))
+
+
+@pytest.mark.parametrize(("setting", "is_hinted"), [("expandable_segments:True", True), ("", False)])
+def test_a_driver_that_cannot_map_memory_ends_with_the_setting_that_mends_it(monkeypatch, setting, is_hinted):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", setting)
+    line = error_line(RuntimeError("CUDA driver error: unknown error\nException raised from ..."))
+    assert ("PYTORCH_ALLOC_CONF=expandable_segments:False" in line) is is_hinted and "\n" not in line
+    assert "PYTORCH_ALLOC_CONF" not in error_line(RuntimeError("CUDA error: invalid argument"))
+
+
+def test_a_thread_that_cannot_start_under_a_cap_is_out_of_memory():
+    program = (
+        "import resource; from trainer.runtime.profile.memory_profile import is_out_of_memory as told; "
+        'error = RuntimeError("can\'t start new thread"); before = told(error); '
+        "resource.setrlimit(resource.RLIMIT_DATA, (2**36, -1)); print(before, told(error))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).split() == ["False", "True"]
+
+
+def test_a_capped_card_holds_what_is_beside_the_allocator_too(monkeypatch):
+    shares = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: shares.append(share))
+    for cap, outside in ((8 * GIB, 2 * GIB), (90 * GIB, GIB), (GIB, 2 * GIB)):
+        cap_memory(DeviceKind.CUDA, torch.device("cuda:0"), cap, outside_bytes=outside)
+    assert shares == [6 / 80, 1.0, 0.0]

@@ -1,0 +1,107 @@
+"""Functions of a user's own in a run: a loss, a model, and what is told of every step."""
+
+import json
+import math
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attempt_runs import metrics_of, run_attempt
+from msgspec.structs import replace
+from rank_factory import rank_plan, write_packed_rows, write_rows
+
+from trainer.runtime.run.state import RunState
+from trainer.spec.errors import InputError
+from trainer.spec.messages.extension import Extension, Hook
+from trainer.spec.plan import Plan
+from trainer.spec.report import Ending
+from trainer.spec.strategy import LossHead
+
+CROSS_ENTROPY = """
+from torch.nn import functional
+
+def loss(logits, labels):
+    return {factor} * functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+    )
+"""
+
+
+def run(folder: Path, plan: Plan, body: str | None, *hooks: Hook) -> tuple[RunState, list[dict[str, Any]]]:
+    """The state after three steps, and the lines of metrics.jsonl."""
+    if body is not None:
+        path = folder / "mine.py"
+        path.write_text(body)
+        extension = Extension(path=str(path), sha256=sha256(body.encode()).hexdigest(), hooks=hooks)
+        plan = replace(plan, extension=extension)
+    ending, state = run_attempt(folder / "run", plan)
+    assert ending is Ending.FINISHED
+    return state, metrics_of(folder / "run")
+
+
+def plan_of(cache_dir: Path) -> Plan:
+    return rank_plan(cache_dir, num_steps=3, loss=LossHead.EAGER)
+
+
+@pytest.mark.parametrize("writes", [write_rows, write_packed_rows])
+def test_a_loss_that_is_cross_entropy_is_the_loss_of_every_head(tmp_path, writes):
+    plan = plan_of(writes(tmp_path / "rows"))
+    for name in ("plain", "own"):
+        (tmp_path / name).mkdir()
+    _, plain = run(tmp_path / "plain", plan, None)
+    _, own = run(tmp_path / "own", plan, CROSS_ENTROPY.format(factor=1), Hook.LOSS)
+    assert [line["loss"] for line in own] == pytest.approx([line["loss"] for line in plain], rel=1e-5)
+    assert [line["grad_norm"] for line in own] == pytest.approx([line["grad_norm"] for line in plain], rel=1e-4)
+
+
+def test_another_loss_is_what_is_learned(tmp_path):
+    plan = plan_of(write_rows(tmp_path / "rows"))
+    (tmp_path / "plain").mkdir()
+    _, plain = run(tmp_path / "plain", plan, None)
+    _, doubled = run(tmp_path, plan, CROSS_ENTROPY.format(factor=2), Hook.LOSS)
+    assert doubled[0]["loss"] == pytest.approx(2 * plain[0]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("answer", ["logits.sum().detach()", "logits.sum(0)", "1.0"])
+def test_a_loss_that_is_no_number_with_a_gradient_is_refused(tmp_path, answer):
+    plan = plan_of(write_rows(tmp_path / "rows"))
+    with pytest.raises(InputError, match=r"extensions?: loss\b.*gradient"):
+        run(tmp_path, plan, f"def loss(logits, labels):\n    return {answer}\n", Hook.LOSS)
+
+
+def test_a_model_of_ones_own_is_the_one_that_is_trained(tmp_path):
+    body = (
+        "from transformers import AutoModelForCausalLM\n\ndef build_model(config, dtype):\n"
+        "    model = AutoModelForCausalLM.from_config(config)\n"
+        "    model.lm_head.weight.data.zero_()\n    return model\n"
+    )
+    plan = plan_of(write_rows(tmp_path / "rows"))
+    _, lines = run(tmp_path, plan, body, Hook.BUILD_MODEL)
+    assert lines[0]["loss"] == pytest.approx(math.log(plan.model_config["vocab_size"]), rel=1e-5), "all logits are 0"
+
+
+def test_a_model_that_is_none_is_refused(tmp_path):
+    plan = plan_of(write_rows(tmp_path / "rows"))
+    with pytest.raises(InputError, match=r"build_model .*dict"):
+        run(tmp_path, plan, "def build_model(config, dtype):\n    return {}\n", Hook.BUILD_MODEL)
+
+
+def test_every_step_is_told_with_what_the_metrics_get(tmp_path):
+    body = (
+        f"import json\n\ndef on_step(step, metrics):\n    with open({str(tmp_path / 'told.jsonl')!r}, 'a') as stream:\n"
+        "        stream.write(json.dumps([step, metrics]) + '\\n')\n"
+    )
+    state, lines = run(tmp_path, plan_of(write_rows(tmp_path / "rows")), body, Hook.ON_STEP)
+    told = [json.loads(line) for line in (tmp_path / "told.jsonl").read_text().splitlines()]
+    assert [step for step, _ in told] == [1, 2, 3]
+    assert [metrics["loss"] for _, metrics in told] == [line["loss"] for line in lines]
+    assert not state.incidents
+
+
+def test_what_on_step_raises_is_an_incident_and_not_the_end(tmp_path):
+    body = "def on_step(step, metrics):\n    assert step < 2, 'enough'\n"
+    state, lines = run(tmp_path, plan_of(write_rows(tmp_path / "rows")), body, Hook.ON_STEP)
+    assert len(lines) == 3
+    (incident,) = state.incidents
+    assert all(fact in incident for fact in ("on_step", "AssertionError: enough", "mine.py, line 2"))

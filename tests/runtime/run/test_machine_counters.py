@@ -1,0 +1,127 @@
+"""What the machine counts: a driver's library that a test compiled, disks, and machines that have neither."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.runtime.run.machine_counters import CardSample, CardWatch, Traffic, pinned_bytes, throttle_words
+
+UUID = "GPU-5d1a4b2e-0000-1111-2222-333344445555"
+LIBRARY = """
+#include <string.h>
+typedef struct { unsigned gpu, memory; } Rates;
+typedef struct { unsigned long long total, free, used; } Memory;
+int nvmlInitWithFlags(unsigned flags) { return 0; }
+int nvmlShutdown(void) { return 0; }
+const char *nvmlErrorString(int code) { return "no"; }
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **device) {
+    *device = (void *)1;
+    return strcmp(uuid, "%s") ? 6 : 0; /* NVML_ERROR_NOT_FOUND */
+}
+int nvmlDeviceGetUtilizationRates(void *device, Rates *rates) { rates->gpu = 87; return 0; }
+int nvmlDeviceGetMemoryInfo(void *device, Memory *memory) { memory->used = 12345678; return 0; }
+int nvmlDeviceGetTemperature(void *device, int sensor, unsigned *value) { *value = 66; return 0; }
+%s
+"""
+POWER = "int nvmlDeviceGetPowerUsage(void *device, unsigned *value) { *value = 312500; return 0; }"
+NO_POWER = "int nvmlDeviceGetPowerUsage(void *device, unsigned *value) { return 3; /* not supported */ }"
+REASONS = "int nvmlDeviceGetCurrentClocks%sReasons(void *device, unsigned long long *bits) { *bits = 0x24; return 0; }"
+ASK = """
+import ctypes, json, threading
+ctypes.CDLL({driver!r})  # found from here on by its name, as one that is installed is
+from msgspec import to_builtins
+from trainer.runtime.run.machine_counters import card_samples
+stop = threading.Event()
+samples = card_samples("{uuid}", stop, every_s=0.0)
+first = next(samples)
+stop.set()
+assert list(samples) == []
+print(json.dumps(to_builtins(first)))
+"""
+
+
+def ask(folder: Path, functions: str, *, uuid: str = UUID) -> "subprocess.CompletedProcess[str]":
+    """Asks a driver with these functions in a process of its own."""
+    (folder / "nvml.c").write_text(LIBRARY % (UUID, functions))
+    compiler, name = os.environ.get("CC", "cc"), "libnvidia-ml.so.1"
+    driver = folder / name
+    subprocess.run([compiler, "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", driver, folder / "nvml.c"], check=True)
+    return subprocess.run(
+        [sys.executable, "-c", ASK.format(uuid=uuid, driver=str(driver))],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_a_card_tells_how_busy_hot_and_held_down_it_is(tmp_path: Path):
+    answer = ask(tmp_path, POWER + REASONS % "Event", uuid=UUID.removeprefix("GPU-"))  # as torch has it
+    assert answer.returncode == 0, answer.stderr
+    assert json.loads(answer.stdout) == {
+        "utilization": 0.87,
+        "power_w": 312.5,
+        "temperature_c": 66,
+        "throttle": "power cap, temperature",
+        "used_bytes": 12345678,
+    }
+
+
+def test_an_older_driver_and_a_card_that_lacks_a_counter_tell_what_they_have(tmp_path: Path):
+    found = json.loads(ask(tmp_path, NO_POWER + REASONS % "Throttle").stdout)
+    assert found["power_w"] is None and found["throttle"] == "power cap, temperature"
+    found = json.loads(ask(tmp_path, NO_POWER).stdout)
+    assert found["throttle"] is None and found["temperature_c"] == 66
+
+
+def test_a_card_that_is_not_there_ends_the_thread_and_nothing_else(tmp_path: Path):
+    assert "NVMLError_NotFound" in ask(tmp_path, POWER, uuid="GPU-other").stderr
+
+    watch = CardWatch(torch.device("cpu"))
+    thread = threading.Thread(target=watch._sample, args=("GPU-none",))  # without a driver, or without this card
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive() and watch.newest == CardSample()
+
+
+def test_of_a_cpu_nothing_is_asked():
+    before = threading.active_count()
+    with CardWatch(torch.device("cpu")).watching() as watch:
+        assert threading.active_count() == before and watch.newest == CardSample()
+
+
+@pytest.mark.parametrize(
+    ("bits", "words"),
+    [(None, None), (0, None), (0x1, None), (0x4, "power cap"), (0x48, "hardware slowdown, hardware temperature")],
+)
+def test_only_what_holds_clocks_down_is_a_throttle(bits, words):
+    assert throttle_words(bits) == words
+
+
+def test_traffic_is_what_the_disk_was_given_since_the_last_look():
+    traffic = Traffic()
+    assert traffic.since_last() is not None
+    with tempfile.TemporaryFile(dir=Path(__file__).parent) as stream:  # temporary folders may lie in memory
+        stream.write(os.urandom(2**20))
+        os.fsync(stream.fileno())
+    deadline = time.monotonic() + 10
+    written = 0
+    while written < 2**20 and time.monotonic() < deadline:
+        found = traffic.since_last()
+        assert found is not None
+        written += found[1]
+    assert 2**20 <= written < 2**22
+    found = traffic.since_last()
+    assert found is not None and found[1] < 2**20, "told once"
+
+
+def test_without_cuda_nothing_is_pinned():
+    assert pinned_bytes() is None

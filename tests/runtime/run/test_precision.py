@@ -1,0 +1,104 @@
+"""What each precision is to the libraries, and what is refused before anything is built for it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rank_factory import rank_plan
+
+from trainer.planning.setting import fp8_recipe_of
+from trainer.runtime.precision.fp8 import check_precision
+from trainer.runtime.run.types import accelerate_precision, compute_type, weight_type
+from trainer.spec import codec
+from trainer.spec.errors import InputError
+from trainer.spec.plan import Plan
+from trainer.spec.strategy import Fp8Recipe, Precision
+
+TIMEOUT_S = 120
+
+
+@pytest.mark.parametrize(
+    ("precision", "to_accelerate", "weights", "computes"),
+    [
+        (Precision.FP32, "no", torch.float32, torch.float32),
+        (Precision.FP16_MIXED, "no", torch.float32, torch.float16),
+        (Precision.BF16_MIXED, "bf16", torch.float32, torch.bfloat16),
+        (Precision.BF16, "no", torch.bfloat16, torch.bfloat16),
+        (Precision.FP8, "bf16", torch.float32, torch.bfloat16),
+    ],
+)
+def test_what_a_precision_is_to_each_library(precision, to_accelerate, weights, computes):
+    assert accelerate_precision(precision) == to_accelerate
+    assert (weight_type(precision), compute_type(precision)) == (weights, computes)
+
+
+def test_fp8_without_a_library_is_refused_before_a_model_is_loaded(monkeypatch):
+    for package in ("transformer_engine", "torchao"):
+        monkeypatch.setitem(sys.modules, package, None)  # Python's way to say that it is not there
+    with pytest.raises(InputError, match="Transformer Engine or torchao"):
+        check_precision(Precision.FP8)
+    for precision in set(Precision) - {Precision.FP8}:
+        check_precision(precision)
+
+
+# oneDNN reads what it may use when it is first asked, so each child of one process has its own limit.
+FP16_PROGRAM = """
+import os
+import deepspeed.accelerator
+from engine_plan_factory import engine_plan
+from trainer.runtime.precision.mixed_precision import install_precision
+from trainer.spec.strategy import Precision, Sharding
+plan = engine_plan(Sharding.ZERO2, precision=Precision.FP16_MIXED, num_ranks=2)
+for limit in ("AVX2", "DEFAULT"):
+    if pid := os.fork():
+        os.waitpid(pid, 0)
+        continue
+    os.environ["ONEDNN_MAX_CPU_ISA"] = limit
+    try:
+        install_precision(None, plan.chosen, plan.device_kind)
+        print(limit, "no error", flush=True)
+    except Exception as error:
+        print(limit, type(error).__name__, error, flush=True)
+    os._exit(0)
+"""
+
+
+def test_deepspeed_needs_fp16_units_on_a_cpu():
+    """oneDNN is kept from the units that this CPU may have."""
+    folders = [Path(__file__).parents[3], Path(__file__).parents[2] / "factories"]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    done = subprocess.run(
+        [sys.executable, "-c", FP16_PROGRAM], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S,
+        check=True,
+    )  # fmt: skip
+    limited, plain = (line for line in done.stdout.splitlines() if line.startswith(("AVX2", "DEFAULT")))
+    assert limited.startswith("AVX2 InputError pin.precision") and "avx512_fp16" in limited
+    has_units = torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    assert plain.startswith("DEFAULT no error" if has_units else "DEFAULT InputError pin.precision")
+
+
+def test_a_plan_keeps_its_recipe_and_one_without_is_read(tmp_path):
+    plan = rank_plan(tmp_path, precision=Precision.FP8, fp8_recipe=Fp8Recipe.BLOCK)
+    path = tmp_path / "plan.json"
+    codec.write(path, plan)
+    assert codec.read(path, Plan).chosen.fp8_recipe is Fp8Recipe.BLOCK
+    older = json.loads(path.read_text())
+    del older["candidates"][0]["fp8_recipe"]
+    path.write_text(json.dumps(older))
+    assert codec.read(path, Plan).chosen.fp8_recipe is None
+
+
+@pytest.mark.parametrize(
+    ("precision", "pinned", "recipe"),
+    [
+        (Precision.FP8, None, Fp8Recipe.CURRENT),
+        (Precision.FP8, Fp8Recipe.MXFP8, Fp8Recipe.MXFP8),
+        (Precision.BF16_MIXED, None, None),
+    ],
+)
+def test_the_recipe_is_the_pinned_one_or_current_scaling(precision, pinned, recipe):
+    assert fp8_recipe_of(precision, pinned) is recipe

@@ -1,0 +1,84 @@
+"""Whether FP8 pays is timed on the model's own matrix shapes, and on a GPU only."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from engine_plan_factory import TINY_LLAMA, engine_plan
+from msgspec.structs import replace
+from planning_factory import fp8_gain_of
+
+from trainer.runtime.precision.fp8 import timed_facts
+from trainer.runtime.tools.fp8_gain import linear_shapes, main, time_shapes
+from trainer.spec import codec
+from trainer.spec.messages.measurement import Fp8GainRequest
+from trainer.spec.plan import Fp8Gain, ShapeTimes
+from trainer.spec.strategy import Fp8Recipe, Precision, Sharding
+
+FAKE_TE = Path(__file__).parents[2] / "factories" / "fake_te"
+
+
+def test_the_shapes_are_those_of_the_layers_that_would_be_converted():
+    """Two blocks: q and o, k and v, gate and up, down."""
+    assert linear_shapes(TINY_LLAMA, Fp8Recipe.CURRENT) == {(64, 64): 4, (64, 32): 4, (64, 128): 4, (128, 64): 2}
+    assert linear_shapes({**TINY_LLAMA, "hidden_size": 56, "head_dim": 14}, Fp8Recipe.CURRENT) == {}
+
+
+def test_each_shape_runs_in_both_types(monkeypatch):
+    monkeypatch.syspath_prepend(str(FAKE_TE))
+    import transformer_engine.pytorch as te
+
+    te.COUNTS.clear()
+    shapes = linear_shapes(TINY_LLAMA, Fp8Recipe.CURRENT)
+    times = time_shapes(shapes, Fp8Recipe.CURRENT, torch.device("cpu"), tokens=32, budget_s=0.0)
+    assert {(each.in_features, each.out_features): each.count for each in times} == shapes
+    assert all(each.bf16_s > 0 and each.fp8_s > 0 for each in times)
+    assert te.COUNTS["fp8 products with gradients"] == 4 * len(shapes), "one to warm up, three timed"
+    assert not any(name.startswith("16 bit") for name in te.COUNTS)
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_the_gain_counts_each_shape_as_often_as_the_model_has_it():
+    shapes = (
+        ShapeTimes(in_features=64, out_features=64, count=3, bf16_s=2.0, fp8_s=1.0),
+        ShapeTimes(in_features=64, out_features=32, count=1, bf16_s=1.0, fp8_s=2.0),
+    )
+    gain = Fp8Gain(recipe=Fp8Recipe.CURRENT, tokens=32, shapes=shapes)
+    assert gain.speedup == 7 / 5 and gain.pays
+    assert not Fp8Gain(recipe=Fp8Recipe.CURRENT, tokens=32, shapes=shapes[1:]).pays
+    nothing = Fp8Gain(recipe=Fp8Recipe.CURRENT, tokens=32, problem="no device")
+    assert nothing.speedup is None and not nothing.pays
+
+
+def test_without_a_gpu_the_answer_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    path, answered = tmp_path / "request.json", tmp_path / "answer.json"
+    codec.write(path, Fp8GainRequest(model_config=TINY_LLAMA, tokens=4096))
+    assert main([str(path), str(answered)]) == 0
+    answer = codec.read(answered, Fp8Gain)
+    assert (answer.recipe, answer.tokens, answer.shapes) == (Fp8Recipe.CURRENT, 4096, ())
+    assert answer.problem is not None and "CUDA" in answer.problem
+
+
+def test_the_report_of_a_run_in_fp8_has_what_was_timed_before_it():
+    gain = fp8_gain_of(1.31)
+    run = replace(engine_plan(Sharding.NONE, precision=Precision.FP8), fp8_gain=gain)
+    assert "1.31x" in timed_facts(run)["fp8 gain"]
+    assert timed_facts(replace(run, fp8_gain=None)) == {}
+    assert timed_facts(replace(engine_plan(Sharding.NONE, precision=Precision.BF16_MIXED), fp8_gain=gain)) == {}
+
+
+@pytest.mark.parametrize(
+    ("content", "fact"),
+    [(None, "No such file"), ("{}", "model_config"), ("{", "fp8gainrequest")],
+)
+def test_a_request_that_cannot_be_read_is_told_in_a_line(tmp_path, capsys, content, fact):
+    path = tmp_path / "request.json"
+    if content is not None:
+        path.write_text(content)
+    assert main([str(path), str(tmp_path / "answer.json")]) == 2
+    error = capsys.readouterr().err
+    assert "request.json" in error and fact in error
+    assert main([str(path)]) == 2

@@ -1,0 +1,64 @@
+"""Embeddings with room for new tokens: the old rows to the bit, new ones near their mean, and nothing else changed."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from trainer.runtime.tools.grow_vocabulary import grow_vocabulary, main
+from trainer.spec.errors import InputError
+
+IDS = torch.arange(12).reshape(2, 6)
+
+
+def write_llama(folder, *, is_tied, shard_size="5GB", dtype=torch.float32):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=48, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        tie_word_embeddings=is_tied,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(dtype).eval()
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("is_tied", "shard_size", "dtype"),
+    [(True, "5GB", torch.float32), (True, "20KB", torch.bfloat16), (False, "20KB", torch.float32)],
+)
+def test_old_rows_stay_to_the_bit_and_so_what_the_model_says_of_known_tokens(tmp_path, is_tied, shard_size, dtype):
+    model = write_llama(tmp_path / "model", is_tied=is_tied, shard_size=shard_size, dtype=dtype)
+    grow_vocabulary(tmp_path / "model", 64, tmp_path / "grown")
+    grown = AutoModelForCausalLM.from_pretrained(tmp_path / "grown", dtype="auto").eval()
+    assert (grown.config.vocab_size, grown.dtype) == (64, dtype)
+    grown, model = grown.float(), model.float()  # a product in 16 bit may be rounded another way where it is larger
+    with torch.no_grad():
+        torch.testing.assert_close(grown(IDS).logits[..., :48], model(IDS).logits, rtol=0, atol=1e-6)
+    assert torch.equal(grown.get_input_embeddings().weight[:48], model.get_input_embeddings().weight)
+    new, old = grown.get_input_embeddings().weight[48:], model.get_input_embeddings().weight
+    assert (new.float() - old.float().mean(0)).abs().max() < 0.1 * old.float().std() + 1e-3
+    assert len({tuple(row.tolist()) for row in new}) == 16
+
+
+def test_files_without_an_embedding_are_links_and_a_second_time_gives_the_same(tmp_path):
+    write_llama(tmp_path / "model", is_tied=False, shard_size="20KB")
+    for name in ("a", "b"):
+        grow_vocabulary(tmp_path / "model", 64, tmp_path / name)
+    links = [path for path in (tmp_path / "a").glob("*.safetensors") if path.is_symlink()]
+    assert 0 < len(links) < len(list((tmp_path / "a").glob("*.safetensors")))
+    for path in (tmp_path / "a").glob("*.safetensors"):
+        first, second = load_file(path), load_file(tmp_path / "b" / path.name)
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_folder_without_an_embedding_of_that_size_is_refused_and_leaves_nothing(tmp_path, capsys):
+    write_llama(tmp_path / "model", is_tied=True)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"vocab_size": 47}))
+    with pytest.raises(InputError, match="47 rows"):
+        grow_vocabulary(tmp_path / "model", 64, tmp_path / "grown")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert main([str(tmp_path / "model"), "64", str(tmp_path / "grown")]) == 2
+    assert "47 rows" in capsys.readouterr().err

@@ -1,0 +1,111 @@
+"""The measurement of a device and of copies between devices, on this machine's CPU."""
+
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from trainer.runtime.run.stopwatch import MIN_REPETITIONS, best_seconds
+from trainer.runtime.tools.measure import attention_flops_per_s, host_adam_bytes_per_s, measure, memory_bytes_per_s
+from trainer.runtime.tools.measure_peers import peer_copies
+from trainer.spec import codec
+from trainer.spec.hardware import PeerCopy
+from trainer.spec.messages.measurement import Measurement
+
+CPU = torch.device("cpu")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+
+
+def test_a_cpu_has_its_rates_one_figure_after_the_other():
+    measurements = list(measure(CPU, budget_s=0.02))
+    rates = measurements[-1].rates
+    assert measurements[-1].notes == ()
+    assert rates.matmul_flops_per_s is not None
+    assert rates.matmul_flops_per_s > 10**9  # any core of the last ten years does more
+    assert rates.matmul_precision in ("fp32", "bf16")
+    for figure in (rates.attention_flops_per_s, rates.memory_bytes_per_s, rates.host_adam_bytes_per_s):
+        assert figure is not None
+        assert figure > 10**8
+    assert rates.host_to_device_bytes_per_s is None
+    known = [sum(value not in (None, ()) for value in vars_of(step)) for step in measurements]
+    assert all(before < after for before, after in pairwise(known))
+
+
+def vars_of(measurement: Measurement) -> list[object]:
+    return [getattr(measurement.rates, name) for name in measurement.rates.__struct_fields__]
+
+
+def test_a_figure_that_cannot_be_had_is_a_line_and_the_others_follow(monkeypatch):
+    def no_kernel(*_: object, **__: object) -> object:
+        raise RuntimeError("No available kernel. Aborting execution.\nmore")
+
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", no_kernel)
+    last = list(measure(CPU, budget_s=0.01))[-1]
+    assert last.notes == ("attention: not measured, No available kernel. Aborting execution.",)
+    assert last.rates.attention_flops_per_s is None
+    assert last.rates.memory_bytes_per_s is not None
+
+
+def test_after_an_error_of_the_gpu_nothing_more_is_asked_of_it(monkeypatch):
+    def sick(*_: object, **__: object) -> object:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("torch.mm", sick)
+    (last,) = measure(CPU, budget_s=0.01)
+    assert last.notes == ("matrix products: not measured, CUDA error: an illegal memory access was encountered",)
+
+
+def test_work_is_counted_as_it_is_done(monkeypatch):
+    monkeypatch.setattr("trainer.runtime.tools.measure.best_seconds", lambda work, device, budget_s: 2.0)
+    assert memory_bytes_per_s(CPU, 4000, 1.0) == 4000  # read and written
+    assert host_adam_bytes_per_s(1000, 1.0) == 28 * 1000 // 2
+    # two products of 2 flops an element, half of the scores masked
+    assert attention_flops_per_s(CPU, torch.float32, (1, 2, 8, 4), 1.0) == 2 * 2 * 2 * 8 * 8 * 4 // 2 // 2
+
+
+def test_the_first_repetition_is_not_counted_and_there_are_at_least_three_more():
+    runs: list[int] = []
+    best_seconds(lambda: runs.append(1), CPU, 0.0)
+    assert len(runs) == 1 + MIN_REPETITIONS
+
+
+def test_the_module_writes_its_answer(tmp_path: Path):
+    answer = tmp_path / "rates.json"
+    subprocess.run(
+        [sys.executable, "-m", "trainer.runtime.tools.measure", answer, "cpu", "0.02"], check=True, env=ENVIRONMENT
+    )
+    assert codec.read(answer, Measurement).rates.matmul_flops_per_s is not None
+
+
+def test_every_pair_is_tried_both_ways_and_entered_before_it_starts():
+    steps = list(peer_copies([CPU, CPU], budget_s=0.0))
+    assert [[(copy.a, copy.b, copy.is_correct) for copy in step] for step in steps] == [
+        [(0, 1, False)],
+        [(0, 1, True)],
+        [(0, 1, True), (1, 0, False)],
+        [(0, 1, True), (1, 0, True)],
+    ]
+    assert steps[0][0] == PeerCopy(a=0, b=1)
+    assert all(copy.bytes_per_s is not None for copy in steps[-1])
+
+
+def test_a_copy_that_delivers_other_values_is_seen(monkeypatch):
+    def corrupting(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        target[:] = source
+        target[-1] += 1
+        return target
+
+    monkeypatch.setattr(torch.Tensor, "copy_", corrupting)
+    *_, last = peer_copies([CPU, CPU], budget_s=0.0)
+    assert [copy.is_correct for copy in last] == [False, False]
+
+
+def test_a_card_without_room_says_nothing_about_its_link(monkeypatch):
+    def full(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr("torch.zeros", full)
+    assert list(peer_copies([CPU, CPU], budget_s=0.0)) == []

@@ -1,0 +1,85 @@
+"""What a person sees of a row: every character of it, and which tokens are learned."""
+
+import pytest
+from chat_tokenizers import byte_level_folder, metaspace_folder
+from conversations import assistant, user
+
+from trainer.runtime.data.chat.rendering import Renderer
+from trainer.runtime.data.chat.template import load_chat_template
+from trainer.runtime.data.sources.examples import Chat
+from trainer.runtime.data.tokenizer import load_tokenizer
+from trainer.runtime.tools.show_example import show
+from trainer.spec.job.sections import LossOn
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return byte_level_folder(tmp_path_factory.mktemp("tokenizers") / "folder", bos=None, eos="<|endoftext|>")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def row(tokenizer, folder):
+    renderer = Renderer(tokenizer, load_chat_template("chatml", folder), LossOn.AUTO, 100)
+    return renderer.render(Chat([user("What is\n2+2?"), assistant("It is four.")]))
+
+
+def test_without_a_terminal_each_stretch_stands_behind_its_name(row, tokenizer):
+    num_learned = sum(row.is_learned)
+    assert show(row.ids, row.is_learned, tokenizer, width=80, colour=False).splitlines() == [
+        f"{len(row.ids)} tokens: {num_learned} learned, {len(row.ids) - num_learned} only read",
+        r"read    | <|im_start|>user\n",
+        r"        | What is\n",
+        r"        | 2+2?<|im_end|>\n",
+        r"        | <|im_start|>assistant\n",
+        r"learned | It is four.<|im_end|>",
+        r"read    | \n",
+    ]
+
+
+def test_in_a_terminal_the_text_stays_in_place(row, tokenizer):
+    lines = show(row.ids, row.is_learned, tokenizer, width=80, colour=True).splitlines()
+    assert lines[1:] == [
+        "\x1b[2m<|im_start|>user\x1b[0m",
+        "\x1b[2mWhat is\x1b[0m",
+        "\x1b[2m2+2?<|im_end|>\x1b[0m",
+        "\x1b[2m<|im_start|>assistant\x1b[0m",
+        "\x1b[1mIt is four.<|im_end|>\x1b[0m",
+    ]
+
+
+def test_a_long_line_is_broken_at_the_width(tokenizer):
+    [ids] = tokenizer.encode(["weather " * 30])
+    lines = show(ids, None, tokenizer, width=50, colour=False).splitlines()[1:]
+    assert max(map(len, lines)) == 50
+    assert "".join(line[10:] for line in lines) == "weather " * 30
+
+
+def test_documents_of_a_packed_row_are_told_apart(tokenizer):
+    [one, other] = tokenizer.encode(["Hi there", "Bye"])
+    lines = show([*one, *other], None, tokenizer, width=40, colour=False, document_starts=[0, len(one)]).splitlines()
+    total = len(one) + len(other)
+    assert lines[0] == f"{total} tokens: {total - 2} learned, 2 only read; 2 documents"
+    assert lines[1] == f"--- document 1, {len(one)} tokens ".ljust(40, "-")
+    second = lines.index(f"--- document 2, {len(other)} tokens ".ljust(40, "-"))
+    assert "".join(line[10:] for line in lines[2:second]) == "Hi there"
+    assert "".join(line[10:] for line in lines[second + 1 :]) == "Bye"
+
+
+def test_control_characters_are_spelt_out(tokenizer):
+    [ids] = tokenizer.encode(["a\x1b[31mb\rc"])
+    text = show(ids, None, tokenizer, width=80, colour=False)
+    assert "\x1b" not in text
+    assert r"\x1b[31mb\r" in text.replace("\n        | ", "").replace("\nlearned | ", "")
+
+
+def test_no_space_is_lost_where_sentencepiece_drops_one(tmp_path):
+    tokenizer = load_tokenizer(metaspace_folder(tmp_path / "folder"))
+    [ids] = tokenizer.encode(["What is two"])
+    middle = len(ids) // 2
+    lines = show(ids, [place >= middle for place in range(len(ids))], tokenizer, width=80, colour=False).splitlines()
+    assert "".join(line[10:] for line in lines[1:]) == "What is two"

@@ -1,0 +1,272 @@
+"""Shapes from config.json: exact against transformers' own models, block by block, and what is refused."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from architecture_factory import TINY, VARIANTS
+
+from trainer.spec.errors import InputError
+from trainer.spec.model.shape import Linear, ModelShape, read_model_shape, supported_model_types
+from trainer.spec.strategy import Attention
+
+PRESETS = sorted((Path(__file__).parents[3] / "trainer" / "presets").glob("*.json"))
+
+# Elements of all tensors in the published safetensors files, but for masks that gpt2 and pythia store as well, and
+# for weights that are stored twice (falcon). Of gemma-3-4b and 12b the published 4,300,079,472 and 12,187,325,040 less
+# 416,866,032 of the vision tower and 1152 x (hidden size + 1) of the projector.
+PUBLISHED_PARAMETERS = {
+    "falcon-7b": 6_921_720_704,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-3-12b-text": 11_766_034_176,
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-4b-text": 3_880_263_168,
+    "gpt2": 124_439_808,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-7b": 6_738_415_616,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mixtral-8x7b": 46_702_792_704,
+    "mpt-7b": 6_649_286_656,
+    "phi-3-mini": 3_821_079_552,
+    "phi-4": 14_659_507_200,
+    "pythia-1b": 1_011_781_632,
+    "pythia-6.9b": 6_857_302_016,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-8b": 8_190_735_360,
+    "stablelm-2-1.6b": 1_644_515_328,
+    "starcoder": 15_517_456_384,
+    "tiny-llama": 2_361_024,  # ours: nothing is published
+}
+PRESET_CONFIGS = {path.stem: json.loads(path.read_text()) for path in PRESETS}
+SMALL = {**{f"{name}, plain": config for name, config in TINY.items()}, **VARIANTS}
+CONFIGS = {**PRESET_CONFIGS, **SMALL}
+LLAMA = CONFIGS["tiny-llama"]
+EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+EACH_SMALL = pytest.mark.parametrize("config", SMALL.values(), ids=SMALL)
+
+
+def built_by_transformers(config: dict[str, Any]):
+    """The model that transformers builds, on the meta device."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {name: value for name, value in config.items() if name != "model_type"}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **fields))
+
+
+def blocks_of(model, shape: ModelShape) -> list:
+    return [part for part in model.modules() if type(part).__name__ == shape.block_class]
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_parameters_of_every_preset_equal_the_published_ones(path):
+    assert read_model_shape(CONFIGS[path.stem]).num_parameters == PUBLISHED_PARAMETERS[path.stem]
+
+
+def test_every_architecture_is_tested():
+    assert set(TINY) == set(supported_model_types())
+
+
+@EACH
+def test_parameters_equal_those_of_the_model_that_transformers_builds(config):
+    shape, model = read_model_shape(config), built_by_transformers(config)
+    blocks = blocks_of(model, shape)
+    sizes = sorted(sum(weight.numel() for weight in block.parameters()) for block in blocks)
+    num_usual = shape.num_layers - shape.num_dense_layers
+    assert shape.num_parameters == sum(weight.numel() for weight in model.parameters())
+    assert sizes == sorted(
+        [shape.parameters_per_block] * num_usual + [shape.dense_parameters_per_block] * shape.num_dense_layers
+    )
+    assert shape.block_parameters == sum(sizes)
+    assert shape.largest_tensor == max(weight.numel() for weight in model.parameters())
+    assert shape.embedding_parameters == model.get_input_embeddings().weight.numel()
+    assert shape.is_tied == (model.get_input_embeddings().weight is model.get_output_embeddings().weight)
+
+
+def every_linear(shape: ModelShape) -> list[tuple[Linear, int]]:
+    """Each linear layer of a block with the number of blocks that have it."""
+    num_usual = shape.num_layers - shape.num_dense_layers
+    return [
+        *((linear, num_usual) for linear in shape.linears),
+        *((linear, shape.num_dense_layers) for linear in shape.dense_linears),
+    ]
+
+
+@EACH_SMALL
+def test_linear_modules_are_those_of_the_blocks(config):
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    shape, model = read_model_shape(config), built_by_transformers(config)
+    expected: Counter[tuple[str, int, int, bool]] = Counter()
+    found: Counter[tuple[str, int, int, bool]] = Counter()
+    for linear, times in every_linear(shape):
+        if linear.is_linear_module:
+            expected[(linear.name, linear.num_inputs, linear.num_outputs, linear.has_bias)] += times
+    for block in blocks_of(model, shape):
+        for name, part in block.named_modules():
+            if isinstance(part, nn.Linear):
+                sizes = (part.in_features, part.out_features, part.bias is not None)
+                found[(name.rpartition(".")[2], *sizes)] += 1
+            elif isinstance(part, Conv1D):
+                found[(name.rpartition(".")[2], part.nx, part.nf, True)] += 1
+    assert found == expected
+
+
+@EACH_SMALL
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads the old name
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")  # and transposes Conv1D by itself
+@pytest.mark.filterwarnings("ignore:.*were ignored:RuntimeWarning")  # a rank for experts that it looks for as modules
+@pytest.mark.filterwarnings("ignore:.*no parameter was matched:RuntimeWarning")  # all blocks dense
+def test_adapters_on_all_linear_are_as_large_as_the_shape_says(config):
+    from peft import LoraConfig, get_peft_model
+
+    shape, rank = read_model_shape(config), 3
+    adapted = get_peft_model(built_by_transformers(config), LoraConfig(r=rank, target_modules="all-linear"))
+    assert sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad) == sum(
+        times * linear.num_copies * linear.adapter_rank_factor * rank * (linear.num_inputs + linear.num_outputs)
+        for linear, times in every_linear(shape)
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in SMALL if "mixtral" in name or "moe" in name])
+def test_what_is_no_linear_module_is_a_parameter_of_that_shape(name):
+    shape, model = read_model_shape(SMALL[name]), built_by_transformers(SMALL[name])
+    block = max(blocks_of(model, shape), key=lambda block: sum(weight.numel() for weight in block.parameters()))
+    parameters = {name.removeprefix("mlp."): weight.shape for name, weight in block.named_parameters()}
+    for linear in shape.linears:
+        if not linear.is_linear_module:
+            copies = (linear.num_copies,) if linear.num_copies > 1 else ()
+            full_name = linear.name if copies else f"{linear.name}.weight"
+            assert parameters[full_name] == (*copies, linear.num_outputs, linear.num_inputs)
+
+
+@EACH_SMALL
+def test_norms_positions_windows_and_attention_are_those_of_transformers(config):
+    shape, model = read_model_shape(config), built_by_transformers(config)
+    norms = [
+        name
+        for name, part in blocks_of(model, shape)[0].named_modules()
+        if "norm" in type(part).__name__.lower() and not any(of in name for of in ("q_", "k_"))
+    ]
+    angles = [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq") and "original" not in name]
+    settings = model.config
+    windows = getattr(settings, "sliding_window", None)
+    layer_types = getattr(settings, "layer_types", None) or ["sliding_attention"] * shape.num_layers
+    assert len(norms) == shape.num_norms
+    assert {2 * buffer.numel() for buffer in angles} <= {shape.rotary_dim or shape.head_dim}
+    assert bool(angles) == (shape.positions == "rotary") or settings.model_type == "falcon"
+    assert shape.num_sliding_layers == (layer_types.count("sliding_attention") if windows else 0)
+    assert shape.sliding_window == (windows if shape.num_sliding_layers else None)
+    assert (Attention.SDPA in shape.attentions) == model._supports_sdpa
+    refuses_flash = getattr(settings, "alibi", False)  # Falcon's forward does, with ALiBi
+    assert (Attention.FLASH in shape.attentions) == (model._supports_flash_attn and not refuses_flash)
+
+
+def test_a_minimal_config_has_the_defaults_of_the_published_benchmarks():
+    shape = read_model_shape(
+        {
+            "model_type": "mpt",
+            "d_model": 4096,
+            "n_layers": 32,
+            "n_heads": 32,
+            "expansion_ratio": 4,
+            "vocab_size": 50432,
+            "max_seq_len": 8192,
+        }
+    )
+    assert (shape.num_parameters, shape.max_positions) == (6_649_286_656, 8192)
+
+
+def test_the_text_part_of_a_config_with_vision_is_read():
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    shape = read_model_shape({"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1152}})
+    assert shape == read_model_shape(CONFIGS["gemma-3-4b-text"])
+
+
+def test_a_shape_adds_up_from_its_linear_layers():
+    shape = read_model_shape(LLAMA)
+    assert (shape.query_size, shape.kv_size, shape.head_dim) == (192, 64, 32)
+    assert shape.linear_parameters_per_block == 192 * (192 + 64 + 64 + 192) + 3 * 192 * 512
+    assert shape.parameters_per_block == shape.linear_parameters_per_block + 2 * 192
+    assert shape.embedding_parameters == 4096 * 192
+    assert shape.head_parameters == 0
+    assert shape.max_positions == 1024
+
+
+def test_a_token_passes_its_own_experts_only():
+    shape = read_model_shape(VARIANTS["qwen3_moe with a dense block"])
+    assert (shape.num_experts, shape.experts_per_token, shape.ffn_size) == (6, 2, 24)
+    assert {(linear.num_copies, linear.num_used) for linear in shape.linears} == {(1, 1), (6, 2)}
+    assert {(linear.num_copies, linear.num_used) for linear in shape.dense_linears} == {(1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("gemma2, plain", {"attention_softcap": 50.0, "logit_softcap": 30.0, "activation": "gelu_pytorch_tanh"}),
+        ("gemma3 with a capped head", {"attention_softcap": None, "logit_softcap": 5.0, "has_qk_norm": True}),
+        ("gpt2, plain", {"hidden_dropout": 0.1, "attention_dropout": 0.1, "activation": "gelu_new", "is_gated": False}),
+        ("gpt_bigcode, plain", {"num_kv_heads": 1, "position_parameters": 96 * 64}),
+        ("gpt_neox, plain", {"is_parallel": True, "num_norms": 2}),
+        ("phi, plain", {"is_parallel": True, "num_norms": 1, "head_bias_parameters": 200}),
+        ("falcon, plain", {"is_parallel": True, "num_kv_heads": 1, "num_norms": 1}),
+        ("falcon rw", {"is_parallel": False, "num_kv_heads": 4, "positions": "alibi"}),
+        ("stablelm with everything", {"is_parallel": True, "has_qk_norm": True, "norm": "layer"}),
+    ],
+)
+def test_a_shape_says_how_its_blocks_differ(name, fields):
+    shape = read_model_shape(CONFIGS[name])
+    assert {field: getattr(shape, field) for field in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        (
+            {"model_type": "bert"},
+            r"'bert'.*falcon, gemma2, .*stablelm.*`shardwise plan --simulate`",
+        ),
+        ({"model_type": None}, "model_type None"),
+        ({"hidden_size": None}, "llama .*'hidden_size'"),
+        ({"hidden_size": "wide"}, r"hidden_size .*'wide'"),
+        ({"vocab_size": 0}, r"vocab_size .*0"),
+        ({"num_hidden_layers": True}, r"num_hidden_layers .*True"),
+        ({"num_key_value_heads": 4}, "num_attention_heads 6 .*num_key_value_heads 4"),
+        ({"hidden_size": 194, "head_dim": None}, "194 .* 6"),
+        ({"tie_word_embeddings": "yes"}, r"tie_word_embeddings .*'yes'"),
+        ({"attention_dropout": "some"}, r"attention_dropout .*'some'"),
+        ({**TINY["mpt"], "expansion_ratio": 2}, "expansion_ratio is 2; .*4"),
+        ({**TINY["gpt2"], "add_cross_attention": True}, "add_cross_attention is true"),
+        (
+            {**TINY["qwen3_moe"], "mlp_only_layers": "first"},
+            r"mlp_only_layers .*'first'",
+        ),
+        ({**TINY["mpt"], "attn_config": [1]}, r"attn_config .*\[1\]"),
+    ],
+)
+def test_a_config_that_is_not_understood_is_refused(change, fact):
+    with pytest.raises(InputError, match=rf"config\.json: .*{fact}"):
+        read_model_shape({**LLAMA, **change})
+
+
+def test_the_same_config_gives_the_same_shape():
+    assert isinstance(read_model_shape(LLAMA), ModelShape)
+    assert read_model_shape(LLAMA) == read_model_shape(dict(reversed(LLAMA.items())))
+
+
+def test_a_model_of_absurd_depth_is_counted_without_walking_its_blocks():
+    shape = read_model_shape({**TINY["qwen3_moe"], "num_hidden_layers": 10**12, "mlp_only_layers": [1, 10**13]})
+    assert shape.num_dense_layers == 1

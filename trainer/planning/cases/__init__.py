@@ -1,0 +1,1 @@
+"""Prediction cases: everything pinned, nothing searched."""

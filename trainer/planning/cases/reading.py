@@ -1,0 +1,178 @@
+"""A prediction case as it is written: the fields of one JSON object, strict about names, types and members.
+
+What a field means is in docs/estimate.md. A case pins everything that decides memory and speed, so most of `train` has
+no default: what was left out would be a guess. Every fault is one sentence that names the field, what stood there and
+what may stand there.
+"""
+
+import re
+from collections.abc import Mapping
+from enum import Enum, StrEnum
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from trainer.planning.setting import OUR_STACK
+from trainer.spec.errors import InputError
+from trainer.spec.hardware import Hardware
+from trainer.spec.job.sections import GaloreJob, LoraJob
+from trainer.spec.nearest import close_matches
+from trainer.spec.strategy import (
+    Attention,
+    Checkpointing,
+    Fp8Recipe,
+    LossHead,
+    Method,
+    Offload,
+    Optimizer,
+    Precision,
+    Quant,
+    Sharding,
+)
+from trainer.spec.value import Value
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=10**9)]  # far above any machine, far below what overflows a float
+V = TypeVar("V", bound=Value)
+
+
+class ElementType(StrEnum):
+    """The type of a tensor's elements."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 if self is ElementType.FP32 else 2
+
+
+class MachineInput(Value, frozen=True, kw_only=True):
+    """Equal nodes of equal GPUs that the catalogue knows."""
+
+    gpu: str
+    gpus_per_node: Count = 1
+    nodes: Count = 1
+    vram_bytes: Annotated[int, msgspec.Meta(ge=1)] | None = None  # caps each GPU, never raises it
+
+
+class TrainInput(Value, frozen=True, kw_only=True):
+    """What runs, on every axis."""
+
+    method: Method
+    sharding: Sharding
+    precision: Precision
+    optimizer: Optimizer
+    micro_batch: Count
+    seq_len: Count
+    checkpointing: Checkpointing
+    attention: Attention
+    loss: LossHead
+    grad_accum: Count = 1
+    offload: Offload = Offload.NONE
+    lora_rank: Count | None = None
+    lora_targets: str | tuple[str, ...] | None = None  # all-linear, or names of linear layers of a block
+    galore_rank: Count | None = None
+    quant: Quant | None = None
+    fp8_recipe: Fp8Recipe | None = None
+    n: Count | None = None  # blocks between two checkpoints, of every_n
+    loss_chunk_tokens: Count | None = None
+    compile: bool = False
+    optimizer_in_backward: bool = False
+    activation_offload: bool = False
+    layerwise: bool = False  # of galore
+
+    @property
+    def lora(self) -> LoraJob:
+        default, said = LoraJob(), self.lora_targets
+        targets = (said,) if isinstance(said, str) else said
+        return LoraJob(rank=self.lora_rank or default.rank, targets=default.targets if targets is None else targets)
+
+    @property
+    def galore(self) -> GaloreJob:
+        return GaloreJob(rank=self.galore_rank or GaloreJob().rank, layerwise=self.layerwise)
+
+
+class RecipeInput(Value, frozen=True, kw_only=True):
+    """What the software or the machine does beyond the axes; null: as the stack does, as the catalogue says."""
+
+    longest_seq: Count | None = None
+    residual_dtype: ElementType | None = None
+    adapter_dtype: ElementType | None = None
+    reduce_dtype: ElementType | None = None
+    reduce_every_micro_batch: bool | None = None
+    node_network_bytes_per_s: Annotated[float, msgspec.Meta(ge=1.0, le=1e18)] | None = None
+    pcie_p2p: bool | None = None
+
+
+class CaseInput(Value, frozen=True, kw_only=True):
+    """One case; `model` is a config.json, `hardware` a machine of the catalogue or a whole hardware.json."""
+
+    id: str
+    model: dict[str, Any]
+    hardware: dict[str, Any]
+    train: TrainInput
+    stack: str = OUR_STACK
+    recipe: RecipeInput = RecipeInput()
+
+    def machine(self) -> MachineInput | Hardware:
+        """The hardware, in whichever of its two forms."""
+        if "gpus" in self.hardware or "host" in self.hardware:
+            return _convert(self.hardware, Hardware, at="hardware")
+        return _convert(self.hardware, MachineInput, at="hardware")
+
+
+def parse_case(case: Mapping[str, Any]) -> CaseInput:
+    """The fields of a case; InputError is one sentence on the first that is wrong."""
+    return _convert(case, CaseInput)
+
+
+_SECTIONS: dict[str, type[Value]] = {
+    "": CaseInput,
+    "train": TrainInput,
+    "recipe": RecipeInput,
+    "hardware": MachineInput,
+}
+
+
+def _convert(content: Any, kind: type[V], *, at: str = "") -> V:  # noqa: ANN401 - whatever JSON held
+    try:
+        return msgspec.convert(content, kind)
+    except msgspec.ValidationError as error:
+        raise InputError(_sentence(str(error), kind, content, at)) from None
+
+
+def _sentence(message: str, kind: type[Value], content: Any, at: str) -> str:  # noqa: ANN401 - whatever JSON held
+    """msgspec says what it expected and where; this adds what may stand there."""
+    said, _, place = message.partition(" - at `$")
+    steps = [step for step in (at, *place.rstrip("`").split(".")) if step]
+    for pattern, write in ((r"Object contains unknown field `(.*)`", _unknown), (r"(Invalid enum value) .*", _member)):
+        found = re.fullmatch(pattern, said)
+        section = _SECTIONS.get(".".join(steps[: 1 if write is _member else None])) if kind is not Hardware else None
+        if found and section:
+            return write(found[1], steps, section, content)
+    missing = re.fullmatch(r"Object missing required field `(.*)`", said)
+    if missing:
+        return f"{'.'.join([*steps, missing[1]])} is missing"
+    return f"{'.'.join(steps) or 'a case'}: {said[0].lower()}{said[1:].replace('`', '')}"
+
+
+def _unknown(name: str, steps: list[str], section: type[Value], _content: object) -> str:
+    legal = section.__struct_fields__
+    near = close_matches(name, legal)
+    hint = f"did you mean {near[0]}?" if near else f"fields: {', '.join(legal)}"
+    return f"{'.'.join([*steps, name])} is not a field; {hint}"
+
+
+def _member(_said: str, steps: list[str], section: type[Value], content: Any) -> str:  # noqa: ANN401
+    value = content
+    for step in steps:
+        value = value[step]
+    return f"{'.'.join(steps)}: {value!r} is not one of {', '.join(_members(section, steps[-1]))}"
+
+
+def _members(section: type[Value], name: str) -> list[str]:
+    field = next(field for field in msgspec.structs.fields(section) if field.name == name)
+    kinds = getattr(field.type, "__args__", (field.type,))
+    enum = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum))
+    return [member.value for member in enum]

@@ -1,0 +1,77 @@
+"""What every rule and every search is asked about: the job, the machine and the model, seen for one method."""
+
+from trainer.planning.calibrate import NO_CORRECTIONS, Corrections
+from trainer.planning.device import Device
+from trainer.spec.data.profile import DataProfile
+from trainer.spec.hardware import DeviceKind, Hardware
+from trainer.spec.job.sections import Job
+from trainer.spec.messages.extension import Hook
+from trainer.spec.model.shape import ModelShape
+from trainer.spec.plan import Fp8Gain, Schedule
+from trainer.spec.strategy import Method
+from trainer.spec.units import format_bytes
+from trainer.spec.value import Value
+
+
+class Situation(Value, frozen=True, kw_only=True):
+    """The inputs of a decision, put together once."""
+
+    job: Job
+    hardware: Hardware
+    device: Device
+    shape: ModelShape
+    schedule: Schedule
+    method: Method
+    num_eval_tokens: int = 0
+    data: DataProfile | None = None  # None: rows of seq_len tokens
+    corrections: Corrections = NO_CORRECTIONS  # what earlier runs teach of every row
+    fp8_gain: Fp8Gain | None = None  # what timing this model's matrix shapes found
+    hooks: tuple[Hook, ...] = ()  # of the user's extensions file
+
+    @property
+    def num_ranks(self) -> int:
+        return self.hardware.num_devices
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.kind is DeviceKind.CPU
+
+    @property
+    def sequences_per_rank(self) -> int:
+        """Sequences of one step on the rank that has most of them."""
+        return -(-self.schedule.sequences_per_step // self.num_ranks)
+
+    @property
+    def host_ram_bytes(self) -> int | None:
+        """What a node's processes may take of its RAM; None where nobody said."""
+        host = self.hardware.host
+        known = [size for size in (self.job.limits.host_ram, host.ram_available_bytes or host.ram_bytes) if size]
+        return min(known) if known else None
+
+    @property
+    def nvme_bytes(self) -> int | None:
+        """What offload may write under limits.nvme.path; None where nobody said."""
+        nvme = self.job.limits.nvme
+        if nvme.size is not None or nvme.path is None:
+            return nvme.size
+        disks = [disk for disk in self.hardware.host.disks if nvme.path.startswith(disk.path)]
+        return max(disks, key=lambda disk: len(disk.path)).free_bytes if disks else None
+
+    @property
+    def fast_bf16(self) -> bool:
+        """Bf16 matrix products in hardware: compute capability 8.0, or AMX on a CPU."""
+        if self.is_cpu:
+            return "amx_bf16" in self.hardware.host.cpu_flags
+        return (self.device.compute_capability or (0, 0)) >= (8, 0)
+
+    def has_library(self, name: str) -> bool:
+        """Whether the probe found the package; names as on the package index."""
+        installed = {library.replace("_", "-").lower() for library in self.hardware.libraries}
+        return name in installed
+
+    @property
+    def device_words(self) -> str:
+        """`H100-SXM5-80GB has 79.1 GiB usable`, the other half of every sentence on memory."""
+        capped = self.hardware.vram_cap_bytes
+        limit = " (limits.vram)" if capped is not None and capped <= self.device.usable_bytes else ""
+        return f"{self.device.name} has {format_bytes(self.device.usable_bytes)} usable{limit}"

@@ -1,0 +1,66 @@
+"""What each entry that `allow` leaves out would open, where it gains enough to be worth a line."""
+
+from collections.abc import Iterator, Sequence
+
+from msgspec.structs import replace
+
+from trainer.planning.context import Situation
+from trainer.planning.rules.rule import Rule, may_run, rule_named
+from trainer.planning.search.choice import best_of, one_a_layout
+from trainer.planning.search.settings_choices import takes_tf32
+from trainer.planning.tables.catalogue import CATALOGUE
+from trainer.spec.job.sections import Allowance
+from trainer.spec.plan import Candidate, Plan, Rejection
+from trainer.spec.strategy import Strategy
+from trainer.spec.value import Value
+
+WORTH_A_LINE = 1.10  # times as fast
+WORTH_LEAVE = 1.25  # times the memory
+
+
+class Leave(Value, frozen=True, kw_only=True):
+    """The best candidate that an entry of `allow` would open."""
+
+    allowance: Allowance
+    candidate: Candidate
+
+
+def leaves(situation: Situation, plan: Plan) -> tuple[Leave, ...]:
+    """What each entry that `allow` leaves out would open, where it is faster or needs less than what was chosen."""
+    waiting = list(_waiting(plan.rejections))
+    found = (
+        (allowance, _opened_by(situation, allowance, waiting, plan.chosen.strategy))
+        for allowance in Allowance
+        if allowance not in situation.job.allow
+    )
+    return tuple(
+        Leave(allowance=allowance, candidate=candidate)
+        for allowance, candidate in found
+        if candidate is not None and _is_worth_leave(candidate, plan.chosen)
+    )
+
+
+def _waiting(rejections: Sequence[Rejection]) -> Iterator[tuple[Strategy, Rule]]:
+    """The rows that a rule on leave refuses."""
+    rows = {row.name: row for row in CATALOGUE}
+    for rejection in rejections:
+        rule = None if rejection.rule is None else rule_named(rejection.rule)
+        if rule is not None and rule.asks_leave:
+            yield rows[rejection.strategy], rule
+
+
+def _opened_by(
+    situation: Situation, allowance: Allowance, waiting: Sequence[tuple[Strategy, Rule]], chosen: Strategy
+) -> Candidate | None:
+    """The best of the rows, each with the rule it breaks first, which this leave would open; TF32 speeds up any row."""
+    allowed = replace(situation, job=replace(situation.job, allow=(*situation.job.allow, allowance)))
+    opened = [row for row, rule in waiting if not rule.is_broken(allowed, row) and may_run(allowed, row)]
+    if allowance is Allowance.TF32 and takes_tf32(allowed, chosen.precision):
+        opened = [chosen]
+    best, _ = best_of(allowed, one_a_layout(opened))
+    return best
+
+
+def _is_worth_leave(candidate: Candidate, chosen: Candidate) -> bool:
+    gains_time = chosen.speed.step_s > WORTH_A_LINE * candidate.speed.step_s
+    return gains_time or candidate.memory.need_bytes < chosen.memory.need_bytes / WORTH_LEAVE

@@ -1,0 +1,215 @@
+"""Why the chosen setting is what it is, and what a reader must know beside it: sentences, each with its number."""
+
+from collections.abc import Iterator, Sequence
+
+from msgspec.structs import replace
+
+from trainer.planning.candidates import candidate_of, setting_of, with_micro_batch
+from trainer.planning.context import Situation
+from trainer.planning.reasons.certainty import certainty_words, trial_words
+from trainer.planning.reasons.data_words import data_words
+from trainer.planning.rules.rule import capability_words
+from trainer.planning.search.settings_choices import attention, micro_batches, updates_in_backward
+from trainer.planning.search.settings_search import SAME_SPEED
+from trainer.planning.speed.step import speed_notes
+from trainer.spec.data.profile import DataProfile
+from trainer.spec.messages.extension import Hook
+from trainer.spec.plan import Candidate, TrialResult
+from trainer.spec.strategy import Checkpointing, LossHead, Offload, Precision, Sharding, Strategy
+from trainer.spec.units import format_bytes
+
+_WHY_SHARDING = {
+    Sharding.NONE: "one device: nothing to share",
+    Sharding.DDP: "the whole state fits on every device, and ddp exchanges gradients only",
+    Sharding.ZERO1: "optimizer state is spread over the ranks",
+    Sharding.ZERO2: "optimizer state and gradients are spread over the ranks",
+    Sharding.ZERO3: "weights, gradients and optimizer state are spread over the ranks",
+    Sharding.FSDP: "weights, gradients and optimizer state are spread over the ranks",
+    Sharding.FSDP_GRAD_OP: "gradients and optimizer state are spread; weights stay gathered until the backward ends",
+    Sharding.HSDP: "state is spread inside each node and replicated across nodes",
+}
+
+_TIMES_FP8_FIRST = "`shardwise train` times it on this model's matrix shapes first and takes it only where it pays"
+
+
+def reasons(situation: Situation, candidate: Candidate) -> tuple[str, ...]:
+    """Why each setting of `candidate` was taken."""
+    row = candidate.strategy
+    return (
+        f"{row.sharding}: {_why_sharding(row, candidate.num_ranks)}",
+        f"{row.precision}: {_why_precision(situation, row.precision)}",
+        f"micro batch {candidate.micro_batch}: {_why_micro_batch(situation, candidate)}",
+        f"checkpointing {candidate.checkpointing}: {_why_checkpointing(situation, candidate)}",
+        f"attention {candidate.attention}: {attention(situation, row.precision)[1]}",
+        f"loss {candidate.loss}: {_why_loss(situation, candidate)}",
+    )
+
+
+def notes(
+    situation: Situation, data: DataProfile, trials: Sequence[TrialResult], candidates: Sequence[Candidate]
+) -> tuple[str, ...]:
+    """What a reader must know before believing the plan that takes `candidates[0]`."""
+    chosen = candidates[0]
+    return (
+        *_batch_notes(situation, chosen),
+        *_update_notes(situation, chosen),
+        *_extension_notes(situation),
+        *_data_notes(data, chosen),
+        *trial_words(trials),
+        *certainty_words(situation.corrections, chosen, situation.device),
+        *_engine_notes(candidates),
+        *_fp8_notes(situation, candidates),
+        *_host_notes(situation, chosen),
+        *speed_notes(situation.device),
+        *situation.hardware.notes,
+    )
+
+
+def _extension_notes(situation: Situation) -> Iterator[str]:
+    """What no closed form can know of a user's own functions."""
+    if Hook.BUILD_MODEL in situation.hooks:
+        yield "build_model of extensions: memory and time are those of the config's model, whatever it builds"
+    if Hook.LOSS in situation.hooks:
+        yield "loss of extensions: counted as a cross entropy of whole logits; what it takes beside is not predicted"
+    if Hook.ON_STEP in situation.hooks:
+        yield "on_step of extensions: its time is not predicted"
+
+
+def _update_notes(situation: Situation, chosen: Candidate) -> Iterator[str]:
+    if situation.job.train.clip and updates_in_backward(situation, chosen.strategy):
+        yield "train.clip is not applied: updates inside the backward pass never have all gradients at once"
+
+
+def _why_sharding(row: Strategy, num_ranks: int) -> str:
+    if num_ranks == 1 and row.offload is not Offload.NONE:
+        return f"one device: nothing to spread, but its engine does the offload ({row.offload})"
+    return _WHY_SHARDING[row.sharding]
+
+
+def _why_precision(situation: Situation, precision: Precision) -> str:
+    if precision is Precision.FP8:
+        return _why_fp8(situation)
+    if situation.job.pin.precision is not None:
+        return "the job file pins it"
+    if situation.is_cpu:
+        return "the CPU has amx_bf16" if situation.fast_bf16 else "this CPU has no fast 16-bit matrix products"
+    if precision in (Precision.FP32, Precision.FP16_MIXED):
+        return f"bf16 needs compute capability 8.0; {capability_words(situation)}"
+    return f"bf16 from compute capability 8.0; {capability_words(situation)}"
+
+
+def _why_fp8(situation: Situation) -> str:
+    is_pinned, timed = situation.job.pin.precision is not None, _fp8_words(situation)
+    if is_pinned:
+        return f"the job file pins it; {timed}" if timed else "the job file pins it"
+    return timed or f"its speed is assumed; {_TIMES_FP8_FIRST}"
+
+
+def _fp8_words(situation: Situation) -> str | None:
+    gain = situation.fp8_gain
+    if gain is None:
+        return None
+    return f"{gain.words} ({gain.library})" if gain.library else gain.words
+
+
+def _fp8_notes(situation: Situation, candidates: Sequence[Candidate]) -> Iterator[str]:
+    """Of rows in FP8 that stand behind the chosen one."""
+    chosen = candidates[0].strategy
+    if chosen.precision is Precision.FP8 or all(row.strategy.precision is not Precision.FP8 for row in candidates):
+        return
+    timed = _fp8_words(situation) or f"the speed of its rows is assumed; {_TIMES_FP8_FIRST}"
+    yield f"fp8: {timed}" + ("; rows that are exact come first" if chosen.is_exact else "")
+
+
+def _why_micro_batch(situation: Situation, candidate: Candidate) -> str:
+    if situation.job.pin.micro_batch is not None:
+        return "the job file pins it"
+    larger = next((size for size in micro_batches(situation, candidate.strategy) if size > candidate.micro_batch), None)
+    if larger is None:
+        return "a rank's whole share of a step at once"
+    other = candidate_of(situation, with_micro_batch(situation, setting_of(situation, candidate), larger))
+    if not other.memory.fits:
+        return f"{larger} would need {format_bytes(other.memory.need_bytes)}"
+    gain = candidate.speed.step_s / other.speed.step_s - 1
+    return f"{larger} would be {gain:.1%} faster" if gain > 0 else f"{larger} would be no faster"
+
+
+def _why_checkpointing(situation: Situation, candidate: Candidate) -> str:
+    if situation.job.pin.checkpointing is not None:
+        return f"the job file pins it{_every_n_words(situation, candidate)}"
+    is_kept = candidate.checkpointing is Checkpointing.NONE
+    setting = setting_of(situation, candidate)
+    other = candidate_of(
+        situation, replace(setting, checkpointing=Checkpointing.FULL if is_kept else Checkpointing.NONE)
+    )
+    if is_kept:
+        share = other.speed.step_s / candidate.speed.step_s - 1
+        return f"activations fit; recomputing them would cost {share:.0%} of the speed"
+    if other.memory.fits:
+        gain = candidate.speed.step_s / other.speed.step_s - 1
+        slower = "a larger micro batch gains more" if gain > SAME_SPEED else "recomputing them costs no time"
+        return f"kept activations would fit at {format_bytes(other.memory.need_bytes)}, but {slower}"
+    return f"kept activations would need {format_bytes(other.memory.need_bytes)}"
+
+
+def _every_n_words(situation: Situation, candidate: Candidate) -> str:
+    """Which blocks `every_n` recomputes; nothing for other kinds."""
+    every, blocks = candidate.checkpoint_every_n, situation.shape.num_layers
+    if every is None:
+        return ""
+    words = f"; the first of every {every} blocks is recomputed, {blocks // every} of {blocks}"
+    return words if situation.job.pin.checkpointing_n is not None else f"{words} (pin.checkpointing_n)"
+
+
+def _why_loss(situation: Situation, candidate: Candidate) -> str:
+    if situation.job.pin.loss is not None:
+        return "the job file pins it"
+    if candidate.loss is LossHead.CHUNKED:
+        tokens = candidate.micro_batch * candidate.seq_len
+        logits = format_bytes(4 * situation.shape.vocab_size * tokens)
+        if tokens <= (candidate.loss_chunk_tokens or 0):
+            return f"one slice holds all {tokens} tokens of a micro batch; kept for no longer than it is used"
+        return f"slices of {candidate.loss_chunk_tokens} tokens; all logits would be {logits} in fp32, and copies of it"
+    return "whole logits fit and save a second product of the head"
+
+
+def _batch_notes(situation: Situation, chosen: Candidate) -> Iterator[str]:
+    train, schedule = situation.job.train, situation.schedule
+    if schedule.tokens_per_step != train.tokens_per_step:
+        yield (
+            f"train.tokens_per_step {train.tokens_per_step} is no multiple of seq_len {train.seq_len}: a step has "
+            f"{schedule.sequences_per_step} sequences, {schedule.tokens_per_step} tokens"
+        )
+    num_rows = chosen.num_ranks * chosen.micro_batch * chosen.accumulation
+    if schedule.sequences_per_step < chosen.num_ranks:
+        yield (
+            f"a step has {schedule.sequences_per_step} sequences for {chosen.num_ranks} ranks: some idle; "
+            f"train.tokens_per_step: {chosen.num_ranks * train.seq_len} or more keeps all busy"
+        )
+    elif num_rows > schedule.sequences_per_step:
+        empty = num_rows - schedule.sequences_per_step
+        yield f"{empty} of {num_rows} rows of each step are padding: the global batch does not divide evenly"
+
+
+def _data_notes(data: DataProfile, chosen: Candidate) -> Iterator[str]:
+    yield from data.notes
+    yield from data_words(data, chosen.micro_batch)
+    if data.source == "estimated":
+        yield "the data was not read yet: steps and hours follow from an estimate of its tokens by file size"
+
+
+def _host_notes(situation: Situation, chosen: Candidate) -> Iterator[str]:
+    if not situation.is_cpu and situation.host_ram_bytes is None:
+        need = format_bytes(chosen.memory.pinned_bytes + chosen.memory.host_bytes)
+        yield f"host RAM of the nodes is unknown; the plan needs {need} a node"
+
+
+def _engine_notes(candidates: Sequence[Candidate]) -> Iterator[str]:
+    chosen = candidates[0]
+    number, fastest = min(enumerate(candidates, start=1), key=lambda numbered: numbered[1].speed.step_s)
+    ratio = chosen.speed.step_s / fastest.speed.step_s
+    if fastest.strategy.sharding.shards_optimizer and ratio > 1 + SAME_SPEED:
+        yield (
+            f"{fastest.strategy.name} (--take {number}) is predicted {ratio:.2f}x as fast; an engine that shards is "
+            "taken where it gains more than a prediction of it may err"
+        )

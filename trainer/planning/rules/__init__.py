@@ -1,0 +1,1 @@
+"""Which configurations may run, each rule with its reason."""

@@ -1,0 +1,186 @@
+"""What runs together, as far as it is settled, and a reason why two parts of it cannot.
+
+An incompatibility is about two settings, or a setting and hardware, and is data: a name, a test, the reason, what to
+use instead, and the evidence: what was measured, or which source, issue or paper says so. The tables are
+`incompatible_rows` (axes of a row, with method and machine) and `incompatible_settings` (everything beside the row).
+The planner asks them of every row and of what a job pins, `shardwise estimate` of every case, and
+`benchmarks/support_matrix.py` of every pair of values, so the documents cannot say anything else than the program.
+"""
+
+from collections.abc import Callable, Iterable
+from enum import IntEnum
+
+from trainer.planning.device import Device
+from trainer.planning.setting import Setting
+from trainer.spec.hardware import DeviceKind
+from trainer.spec.job.clashes import OFFLOAD_SHARDINGS
+from trainer.spec.job.kinds import one_of
+from trainer.spec.job.sections import GaloreJob, LoraJob
+from trainer.spec.model.shape import ModelShape
+from trainer.spec.pip_lines import extra_lines
+from trainer.spec.strategy import (
+    Attention,
+    Checkpointing,
+    Fp8Recipe,
+    LossHead,
+    Method,
+    Offload,
+    Optimizer,
+    Strategy,
+)
+from trainer.spec.value import Value
+
+IN_BACKWARD = (Optimizer.LOMO, Optimizer.ADALOMO)  # optimizers that are nothing but an update inside backward
+
+FP8_TILES = {Fp8Recipe.BLOCK: 128, Fp8Recipe.MXFP8: 32, Fp8Recipe.NVFP4: 32}  # the others: 16
+
+
+class Combination(Value, frozen=True, kw_only=True):
+    """A row with method, machine and settings; None or False: not settled, which breaks no rule."""
+
+    strategy: Strategy
+    method: Method
+    num_ranks: int
+    device: Device
+    shape: ModelShape
+    accumulation: int | None = None
+    checkpointing: Checkpointing | None = None
+    attention: Attention | None = None
+    loss: LossHead | None = None
+    compile: bool = False
+    activation_offload: bool = False
+    optimizer_in_backward: bool = False
+    fp8_recipe: Fp8Recipe | None = None
+    lora: LoraJob = LoraJob()
+    galore: GaloreJob = GaloreJob()
+    libraries: frozenset[str] | None = None  # as on the package index; None: whatever is needed is there
+    cpu_flags: frozenset[str] | None = None  # of the host; None: whatever is needed is there
+    trusts_unknown_cards: bool = False  # a card whose compute capability nobody knows is taken to be able to
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.kind is DeviceKind.CPU
+
+    @property
+    def backward_update(self) -> str | None:
+        """What updates weights while the backward pass runs, as a job file spells it; None where nothing does."""
+        if self.optimizer_in_backward:
+            return "optimizer_in_backward"
+        if self.strategy.optimizer in IN_BACKWARD:
+            return f"optimizer: {self.strategy.optimizer}"
+        return "layerwise" if self.method is Method.GALORE and self.galore.layerwise else None
+
+    @property
+    def tile(self) -> int:
+        """What both dimensions of a weight have to be a multiple of to be multiplied in FP8."""
+        return FP8_TILES.get(self.fp8_recipe, 16) if self.fp8_recipe is not None else 16
+
+    def capability_below(self, least: tuple[int, int]) -> bool:
+        """Whether the GPU is older; False on a CPU."""
+        unknown = (99, 0) if self.trusts_unknown_cards else (0, 0)
+        return not self.is_cpu and (self.device.compute_capability or unknown) < least
+
+    def lacks(self, library: str) -> bool:
+        """Whether a package is known not to be installed."""
+        return self.libraries is not None and library not in self.libraries
+
+    def lacks_flag(self, flag: str) -> bool:
+        """Whether the CPU is known not to have a unit."""
+        return self.cpu_flags is not None and flag not in self.cpu_flags
+
+
+def combination_of(
+    setting: Setting,
+    shape: ModelShape,
+    device: Device,
+    *,
+    libraries: frozenset[str] | None = None,
+    trusts_unknown_cards: bool = False,
+) -> Combination:
+    """A setting with model and device: all is settled but the host, of which it knows `libraries` at most."""
+    return Combination(
+        strategy=setting.strategy,
+        method=setting.method,
+        num_ranks=setting.num_ranks,
+        device=device,
+        shape=shape,
+        accumulation=setting.accumulation,
+        checkpointing=setting.checkpointing,
+        attention=setting.attention,
+        loss=setting.loss,
+        compile=setting.compile,
+        activation_offload=setting.activation_offload,
+        optimizer_in_backward=setting.optimizer_in_backward,
+        fp8_recipe=setting.fp8_recipe,
+        lora=setting.lora,
+        galore=setting.galore,
+        libraries=libraries,
+        trusts_unknown_cards=trusts_unknown_cards,
+    )
+
+
+class Reach(IntEnum):
+    """Whom an incompatibility binds."""
+
+    PLANNER = 0  # ours runs it, and something else is better in every respect
+    OURS = 1  # our runtime; other software may
+    ALL = 2  # all software: the arithmetic, the chip, or the only library that has the feature
+
+
+class Incompatibility(Value, frozen=True, kw_only=True):
+    """Two settings, or a setting and hardware, that do not go together; the words are filled with `facts_of`."""
+
+    name: str
+    is_broken: Callable[[Combination], bool]
+    reason: str
+    evidence: str
+    instead: str | None = None
+    reach: Reach = Reach.OURS
+
+    def reason_of(self, combination: Combination) -> str:
+        return self.reason.format(**facts_of(combination))
+
+    def instead_of(self, combination: Combination) -> str | None:
+        return None if self.instead is None else self.instead.format(**facts_of(combination))
+
+
+def first_broken(
+    rules: Iterable[Incompatibility], combination: Combination, *, reach: Reach = Reach.PLANNER
+) -> Incompatibility | None:
+    """The first incompatibility that binds at least so far and is there; None where all goes together."""
+    return next((rule for rule in rules if rule.reach >= reach and rule.is_broken(combination)), None)
+
+
+def facts_of(combination: Combination) -> dict[str, object]:
+    """What reasons are filled with."""
+    strategy = combination.strategy
+    shardings = OFFLOAD_SHARDINGS.get(strategy.offload, ())
+    is_plain = strategy.offload is Offload.NONE
+    return {
+        "sharding": strategy.sharding,
+        "offload": strategy.offload,
+        "optimizer": strategy.optimizer,
+        "precision": strategy.precision,
+        "layout": strategy.sharding if is_plain else f"{strategy.sharding}+{strategy.offload}",
+        "offload_shardings": one_of(shardings) if shardings else "",
+        "method": combination.method,
+        "device": combination.device.name,
+        "capability": capability_words(combination.device),
+        "num_ranks": combination.num_ranks,
+        "num_nodes": combination.device.num_nodes,
+        "accumulation": combination.accumulation,
+        "backward_update": combination.backward_update,
+        "checkpointing": combination.checkpointing,
+        "loss": combination.loss,
+        "recipe": combination.fp8_recipe,
+        "tile": combination.tile,
+        "install": extra_lines(),
+    }
+
+
+def capability_words(device: Device) -> str:
+    """`V100-16GB has 7.0`, the other half of a sentence on compute capability."""
+    if device.kind is DeviceKind.CPU:
+        return f"{device.name} is a CPU"
+    capability = device.compute_capability
+    return f"{device.name} has " + (f"{capability[0]}.{capability[1]}" if capability else "an unknown one")

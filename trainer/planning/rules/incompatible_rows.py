@@ -1,0 +1,272 @@
+"""What of a row cannot go together: sharding, offload, optimizer and precision, with method, ranks and hardware.
+
+Two tables. `LAYOUTS` looks at the row alone; no row of the catalogue breaks it, so the planner never asks it: it says
+why a row is not there. `ROWS` holds what rules out a row of the catalogue for a method or on a machine. In both the
+first that is broken is the reason, so what is more fundamental stands first.
+"""
+
+from trainer.planning.rules.combination import IN_BACKWARD, Combination, Incompatibility, Reach
+from trainer.planning.tables.catalogue import LAYOUTS as CATALOGUED
+from trainer.spec.job.clashes import GALORE_OPTIMIZERS, OFFLOAD_SHARDINGS
+from trainer.spec.strategy import Method, Offload, Optimizer, Precision, Sharding
+
+BF16 = (Precision.BF16_MIXED, Precision.BF16, Precision.FP8)
+_BITSANDBYTES = (
+    Optimizer.ADAMW_8BIT,
+    Optimizer.PAGED_ADAMW,
+    Optimizer.PAGED_ADAMW_8BIT,
+    Optimizer.LION_8BIT,
+    Optimizer.LAMB_8BIT,
+)
+_WHOLE_MATRICES = (Optimizer.ADAFACTOR, Optimizer.MUON)
+_OF_ADAM = (Optimizer.ADAMW, Optimizer.ADAMW_FUSED)
+# Other software's GaLore takes these forms of Adam as well.
+_ADAM_INSIDE_GALORE = (*GALORE_OPTIMIZERS, Optimizer.ADAMW_FUSED, Optimizer.PAGED_ADAMW, Optimizer.PAGED_ADAMW_8BIT)
+
+
+def _only_zero3_moves(c: Combination) -> bool:
+    """NVMe is DeepSpeed's alone, and so is moving parameters where DeepSpeed is the engine."""
+    sharding, offload = c.strategy.sharding, c.strategy.offload
+    is_bound = offload.uses_nvme or (offload.moves_parameters and sharding.uses_deepspeed)
+    return is_bound and sharding is not Sharding.ZERO3
+
+
+def _is_offloaded(c: Combination) -> bool:
+    return c.strategy.offload is not Offload.NONE
+
+
+def _adapts_experts(c: Combination) -> bool:
+    """Whether adapters go on parameters that are no modules."""
+    in_one = any(linear.adapter_rank_factor and not linear.is_linear_module for linear in c.shape.linears)
+    return in_one and c.lora.targets == ("all-linear",)
+
+
+LAYOUTS: tuple[Incompatibility, ...] = (
+    Incompatibility(
+        name="only_zero3_moves_parameters",
+        is_broken=_only_zero3_moves,
+        reason="offload: {offload} needs sharding: zero3, not {sharding}",
+        instead="zero3",
+        evidence="DeepSpeed 0.19.8, zero/config.py: offload_param is of stage 3; no other engine here writes to NVMe",
+        reach=Reach.ALL,
+    ),
+    Incompatibility(
+        name="offload_needs_an_engine",
+        is_broken=lambda c: _is_offloaded(c) and c.strategy.sharding not in OFFLOAD_SHARDINGS[c.strategy.offload],
+        reason="offload: {offload} needs sharding: {offload_shardings}, not {sharding}",
+        instead="{offload_shardings}",
+        evidence="torch, DDP and FSDP2 update where weights lie; DeepSpeed moves the optimizer alone, FSDP2 all shards",
+    ),
+    Incompatibility(
+        name="offload_has_a_better_layout",
+        is_broken=lambda c: (c.strategy.sharding, c.strategy.offload) not in CATALOGUED,
+        reason="{layout} holds more on the device than a layout that is there and exchanges as much",
+        instead="zero2 for the optimizer, zero3 or fsdp for parameters too",
+        evidence="ZeRO-2 sends a gradient to its owner once, as ZeRO-1 does, and drops it (arXiv:1910.02054, 5.2)",
+        reach=Reach.PLANNER,
+    ),
+    Incompatibility(
+        name="cpu_adam_needs_an_offload",
+        is_broken=lambda c: c.strategy.optimizer is Optimizer.DEEPSPEED_CPU_ADAM and not _is_offloaded(c),
+        reason="optimizer: deepspeed_cpu_adam updates state in host RAM and needs an offload",
+        instead="adamw_fused",
+        evidence="DeepSpeed 0.19.8, ops/adam/cpu_adam.py: it asserts that parameters are CPU tensors",
+        reach=Reach.ALL,
+    ),
+    Incompatibility(
+        name="cpu_adam_is_of_deepspeed",
+        is_broken=lambda c: (
+            c.strategy.optimizer is Optimizer.DEEPSPEED_CPU_ADAM and not c.strategy.sharding.uses_deepspeed
+        ),
+        reason="optimizer: deepspeed_cpu_adam needs zero1, zero2 or zero3, not {sharding}",
+        instead="adamw_fused",
+        evidence="FSDP2 hands its optimizer DTensors, which the operator does not take",
+        reach=Reach.ALL,
+    ),
+    Incompatibility(
+        name="zero_offload_updates_with_cpu_adam",
+        is_broken=lambda c: (
+            _is_offloaded(c)
+            and c.strategy.sharding.uses_deepspeed
+            and c.strategy.optimizer is not Optimizer.DEEPSPEED_CPU_ADAM
+        ),
+        reason="optimizer: {optimizer} does not work under {layout}: state in host RAM is updated there",
+        instead="deepspeed_cpu_adam",
+        evidence="Accelerate 1.15 exchanges any other for it without a word (docs/workarounds.md, W5)",
+    ),
+    Incompatibility(
+        name="fsdp_offload_updates_with_adamw",
+        is_broken=lambda c: _is_offloaded(c) and c.strategy.sharding.uses_fsdp and c.strategy.optimizer not in _OF_ADAM,
+        reason="optimizer: {optimizer} does not work under {layout}: shards are updated in host RAM",
+        instead="adamw_fused",
+        evidence="torch's AdamW has a fused CPU kernel; the others of FSDP2 were not tried on shards in host RAM",
+    ),
+    Incompatibility(
+        name="lomo_needs_one_rank",
+        is_broken=lambda c: c.strategy.optimizer in IN_BACKWARD and c.strategy.sharding is not Sharding.NONE,
+        reason="optimizer: {optimizer} does not work under {sharding}: it updates before ranks add up gradients",
+        instead="sharding: none, or adamw_fused",
+        evidence="LOMO, arXiv:2306.09782, algorithm 1: a hook uses and frees each gradient as it comes",
+    ),
+    Incompatibility(
+        name="bitsandbytes_takes_plain_tensors",
+        is_broken=lambda c: c.strategy.optimizer in _BITSANDBYTES and c.strategy.sharding.uses_fsdp,
+        reason="optimizer: {optimizer} does not work under {sharding}: its kernels take plain tensors, not DTensors",
+        instead="zero2 or zero3, or adamw_fused",
+        evidence="bitsandbytes#89, pytorch/ao#1213; ZeRO's flat partitions are plain tensors",
+    ),
+    Incompatibility(
+        name="lamb_needs_whole_tensors",
+        is_broken=lambda c: c.strategy.optimizer is Optimizer.LAMB_8BIT and c.strategy.sharding.shards_optimizer,
+        reason="optimizer: {optimizer} does not work under {sharding}: its trust ratio needs the norm of a whole layer",
+        instead="ddp, or adamw_8bit",
+        evidence="LAMB, arXiv:1904.00962, algorithm 2; ZeRO's partition joins layers and cuts them anywhere",
+    ),
+    Incompatibility(
+        name="matrix_updates_need_whole_matrices",
+        is_broken=lambda c: c.strategy.optimizer in _WHOLE_MATRICES and c.strategy.sharding.shards_optimizer,
+        reason="optimizer: {optimizer} does not work under {sharding}: its update needs whole matrices",
+        instead="ddp, or adamw_fused",
+        evidence="Adafactor, arXiv:1804.04235: row and column means; torch.optim.Muon refuses what is not a matrix",
+    ),
+)
+
+
+ROWS: tuple[Incompatibility, ...] = (
+    Incompatibility(
+        name="several_ranks_share_nothing",
+        is_broken=lambda c: c.strategy.sharding is Sharding.NONE and c.num_ranks > 1,
+        reason="{sharding} would train {num_ranks} different models on {num_ranks} ranks",
+        instead="ddp, or --gpus 0 for one device",
+        evidence="nobody adds up gradients: two such ranks of a tiny Llama were 0.059 off in loss within eight steps",
+    ),
+    Incompatibility(
+        name="one_rank_has_no_peer",
+        is_broken=lambda c: (
+            c.strategy.sharding is not Sharding.NONE and c.strategy.offload is Offload.NONE and c.num_ranks == 1
+        ),
+        reason="{sharding} spreads state over ranks, and there is one",
+        instead="none",
+        evidence="a partition over one rank is the whole state, and its buffers come on top (docs/memory-model.md)",
+        reach=Reach.PLANNER,
+    ),
+    Incompatibility(
+        name="hsdp_needs_nodes",
+        is_broken=lambda c: c.strategy.sharding is Sharding.HSDP and c.device.num_nodes < 2,
+        reason="hsdp shards inside a node and replicates across nodes; {num_nodes} node is fsdp",
+        instead="fsdp",
+        evidence="the mesh of one node has one replica",
+    ),
+    Incompatibility(
+        name="hsdp_needs_shards",
+        is_broken=lambda c: c.strategy.sharding is Sharding.HSDP and c.device.devices_per_node < 2,
+        reason="hsdp shards inside a node and replicates across nodes; nodes of one device each are ddp",
+        instead="ddp",
+        evidence="accelerate 1.15, parallelism_config.py: 'no dimension for FSDP to shard across' at dp_shard_size 1",
+    ),
+    Incompatibility(
+        name="bf16_needs_ampere",
+        is_broken=lambda c: c.strategy.precision in BF16 and c.capability_below((8, 0)),
+        reason="{precision} needs compute capability 8.0; {capability}",
+        instead="fp16-mixed from compute capability 7.0, else fp32",
+        evidence="CUDA C programming guide, tensor cores: bf16 from 8.0; older chips emulate it",
+    ),
+    Incompatibility(
+        name="fp16_needs_tensor_cores",
+        is_broken=lambda c: c.strategy.precision is Precision.FP16_MIXED and c.capability_below((7, 0)),
+        reason="{precision} needs compute capability 7.0; {capability}",
+        instead="fp32",
+        evidence="CUDA C programming guide, tensor cores: fp16 from 7.0",
+    ),
+    Incompatibility(
+        name="zero_multiplies_fp16_in_hardware",
+        is_broken=lambda c: (
+            c.strategy.precision is Precision.FP16_MIXED
+            and c.strategy.sharding.uses_deepspeed
+            and c.is_cpu
+            and c.lacks_flag("avx512_fp16")
+        ),
+        reason="{precision} under {sharding} needs fp16 units, and {device} has no avx512_fp16",
+        instead="ddp or fsdp, or fp32",
+        evidence="DeepSpeed 0.19.8, engine.py: 'Type fp16 is not supported on your device'; autocast needs no units",
+    ),
+    Incompatibility(
+        name="fp8_needs_ada",
+        is_broken=lambda c: c.strategy.precision is Precision.FP8 and (c.is_cpu or c.capability_below((8, 9))),
+        reason="fp8 needs compute capability 8.9; {capability}",
+        instead="bf16-mixed",
+        evidence="Transformer Engine 2, supported hardware: FP8 matrix products from Ada and Hopper on",
+        reach=Reach.ALL,
+    ),
+    Incompatibility(
+        name="fsdp_offload_needs_cuda",
+        is_broken=lambda c: c.strategy.sharding.uses_fsdp and _is_offloaded(c) and c.is_cpu,
+        reason="FSDP2's offload to host RAM needs an accelerator; {device} is none",
+        instead="fsdp",
+        evidence="torch 2.13: 'Cannot access accelerator device when none is available' as shards are made",
+    ),
+    Incompatibility(
+        name="galore_needs_whole_gradients",
+        is_broken=lambda c: c.method is Method.GALORE and c.strategy.sharding.shards_optimizer,
+        reason="galore projects whole gradients and sharding: {sharding} cuts them",
+        instead="ddp, or lora",
+        evidence="galore-torch 1.0, galore_projector.py: an SVD of the gradient matrix of each weight",
+    ),
+    Incompatibility(
+        name="galore_is_around_adam_or_adafactor",
+        is_broken=lambda c: c.method is Method.GALORE and c.strategy.optimizer not in _ADAM_INSIDE_GALORE,
+        reason="inside galore runs adamw, adamw_8bit or adafactor, not {optimizer}",
+        instead="adamw",
+        evidence="galore-torch 1.0 has GaLoreAdamW, GaLoreAdamW8bit and GaLoreAdafactor",
+        reach=Reach.ALL,
+    ),
+    Incompatibility(
+        name="galore_inner_optimizer",
+        is_broken=lambda c: c.method is Method.GALORE and c.strategy.optimizer not in GALORE_OPTIMIZERS,
+        reason="inside galore runs adamw, adamw_8bit or adafactor, not {optimizer}",
+        instead="adamw",
+        evidence="galore-torch 1.0 has no fused and no paged form",
+    ),
+    Incompatibility(
+        name="galore_8bit_needs_cuda",
+        is_broken=lambda c: c.method is Method.GALORE and c.strategy.optimizer is Optimizer.ADAMW_8BIT and c.is_cpu,
+        reason="{optimizer} inside galore waits for a CUDA device after each weight; {capability}",
+        instead="adamw or adafactor",
+        evidence="galore-torch 1.0, adamw8bit.py: torch.cuda.synchronize() in step; it fails on a CPU build",
+    ),
+    Incompatibility(
+        name="nvme_takes_fp32_partitions",
+        is_broken=lambda c: c.strategy.offload.uses_nvme and c.strategy.precision is Precision.BF16,
+        reason="DeepSpeed takes a bf16 partition on NVMe for fp32 and stops",
+        instead="bf16-mixed",
+        evidence="DeepSpeed 0.19.8, optimizer_utils.release_memory: its assert on the dtype fails at the first step",
+    ),
+    Incompatibility(
+        name="qlora_needs_whole_weights",
+        is_broken=lambda c: c.method is Method.QLORA and c.strategy.sharding is Sharding.ZERO3,
+        reason="ZeRO-3 partitions flat weights and cannot cut 4-bit blocks",
+        instead="fsdp or zero2",
+        evidence="bitsandbytes 0.50: a Params4bit is unpacked with the scales of its whole tensor",
+    ),
+    Incompatibility(
+        name="fp8_multiplies_no_4_bit_weights",
+        is_broken=lambda c: c.method is Method.QLORA and c.strategy.precision is Precision.FP8,
+        reason="{precision} converts linear layers, and those of qlora's base are 4-bit ones",
+        instead="bf16-mixed, or lora",
+        evidence="bitsandbytes' Linear4bit multiplies in 16 bit; nothing plain is left in the blocks",
+    ),
+    Incompatibility(
+        name="dora_needs_layers_of_their_own",
+        is_broken=lambda c: c.lora.dora and c.method.freezes_base and _adapts_experts(c),
+        reason="train.lora.dora adapts linear layers, and the experts of this model lie in one tensor",
+        instead="train.lora.targets with the layers beside the experts, or train.lora.dora: false",
+        evidence="PEFT 0.21, lora/layer.py: ParamWrapper does not work with use_dora",
+    ),
+    Incompatibility(
+        name="frozen_base_has_no_update",
+        is_broken=lambda c: c.method.freezes_base and c.strategy.optimizer in (*IN_BACKWARD, Optimizer.MUON),
+        reason="{optimizer} is made for whole weights; {method} trains small adapters",
+        instead="adamw_fused",
+        evidence="LOMO, arXiv:2306.09782, saves gradients of whole weights, which a frozen base has not",
+    ),
+)

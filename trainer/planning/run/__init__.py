@@ -1,0 +1,1 @@
+"""The run in steps, and what its rows cost in padding."""

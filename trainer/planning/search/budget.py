@@ -1,0 +1,97 @@
+"""What a candidate may take besides its device: host RAM, pinned memory, NVMe, hours and money.
+
+A plan that the kernel would kill for its host RAM does not fit, and neither does a week of swapping in a day. Each
+answer is a sentence with both numbers, and the setting that would lift the limit.
+"""
+
+import math
+
+from trainer.planning.candidates import run_cost, run_hours
+from trainer.planning.context import Situation
+from trainer.spec.plan import Candidate, MemoryEstimate
+from trainer.spec.units import GIB, format_bytes, format_seconds
+from trainer.spec.value import Value
+
+
+class Excess(Value, frozen=True, kw_only=True):
+    """A budget that a candidate exceeds."""
+
+    reason: str
+    remedy: str
+    is_host: bool = False  # host RAM, pinned or not
+
+
+def excess(situation: Situation, candidate: Candidate) -> Excess | None:
+    """The first budget that `candidate` exceeds, or None where it stays within all of them."""
+    return (
+        device_excess(situation, candidate.memory)
+        or _host_excess(situation, candidate)
+        or _nvme_excess(situation, candidate.memory)
+        or _time_excess(situation, run_hours(situation, candidate))
+    )
+
+
+def device_excess(situation: Situation, memory: MemoryEstimate) -> Excess | None:
+    """More than the device grants."""
+    if memory.fits:
+        return None
+    return Excess(
+        reason=f"needs {format_bytes(memory.need_bytes)} {_each(situation)}; {situation.device_words}",
+        remedy=f"a device with {whole_gib(memory.need_bytes)} usable",
+    )
+
+
+def whole_gib(num_bytes: int) -> str:
+    """Rounded up, so that what is named does suffice."""
+    return f"{math.ceil(num_bytes / GIB)} GiB"
+
+
+def _each(situation: Situation) -> str:
+    return "a rank" if situation.is_cpu else "a GPU"
+
+
+def _host_excess(situation: Situation, candidate: Candidate) -> Excess | None:
+    memory, host = candidate.memory, situation.hardware.host
+    need, granted = memory.pinned_bytes + memory.host_bytes, situation.host_ram_bytes
+    if situation.is_cpu or granted is None:
+        return None  # a CPU's memory is its host RAM; where the RAM is unknown a rule has refused offload
+    is_capped = granted == situation.job.limits.host_ram
+    if need > granted:
+        return Excess(
+            reason=f"needs {format_bytes(need)} of host RAM a node; {format_bytes(granted)} are granted",
+            remedy=f"limits.host_ram: {whole_gib(need)}" if is_capped else f"nodes with {whole_gib(need)} of RAM",
+            is_host=True,
+        )
+    if host.pinned_limit_bytes is not None and memory.pinned_bytes > host.pinned_limit_bytes:
+        return Excess(
+            reason=f"needs {format_bytes(memory.pinned_bytes)} of pinned host RAM; the limit is "
+            f"{format_bytes(host.pinned_limit_bytes)}",
+            remedy=f"ulimit -l of {whole_gib(memory.pinned_bytes)}",
+            is_host=True,
+        )
+    return None
+
+
+def _nvme_excess(situation: Situation, memory: MemoryEstimate) -> Excess | None:
+    if not memory.nvme_bytes:
+        return None
+    granted = situation.nvme_bytes
+    if granted is not None and memory.nvme_bytes <= granted:
+        return None
+    known = "its free space is unknown" if granted is None else f"{format_bytes(granted)} are granted"
+    return Excess(
+        reason=f"needs {format_bytes(memory.nvme_bytes)} under limits.nvme.path; {known}",
+        remedy=f"limits.nvme.size: {whole_gib(memory.nvme_bytes)}, where the disk has it",
+    )
+
+
+def _time_excess(situation: Situation, hours: float) -> Excess | None:
+    limits, cost = situation.job.limits, run_cost(situation, hours)
+    if hours > limits.hours:
+        return Excess(
+            reason=f"takes {format_seconds(hours * 3600)}; limits.hours is {limits.hours:g}",
+            remedy=f"limits.hours: {math.ceil(hours)}",
+        )
+    if cost is None or limits.cost is None or cost <= limits.cost:
+        return None
+    return Excess(reason=f"costs {cost:.2f}; limits.cost is {limits.cost:g}", remedy=f"limits.cost: {math.ceil(cost)}")

@@ -1,0 +1,218 @@
+"""The ranking of every row for one method: what can run, best first, and what cannot, with the number or the rule.
+
+Exact rows come before those that change the update, and the faster before the slower. Of those within 1 % of the
+fastest that is left the one with the least machinery comes first (`catalogue.LAYOUTS`, state that is not paged), then
+the one that needs least. A trial that was run counts more than a prediction: what it measured ranks first, what ran
+out of memory in it is out.
+
+Some rows must be faster by a handicap to be taken: those under an engine that shards, as their gain over one that does
+not is predicted and not yet measured side by side, and those whose speed nobody has published a measurement of:
+offload, and paged state.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from msgspec.structs import replace
+
+from trainer.planning.candidates import candidate_of
+from trainer.planning.context import Situation
+from trainer.planning.rules.rule import PAGED, may_run, refuse
+from trainer.planning.search.budget import excess
+from trainer.planning.search.remedies import remedy_for
+from trainer.planning.search.settings_search import (
+    SAME_SPEED,
+    Bounded,
+    best_candidate,
+    best_setting,
+    bounded_starts,
+    least_need,
+    loss_handicap,
+    with_grown_buckets,
+)
+from trainer.planning.setting import Setting
+from trainer.planning.tables.catalogue import CATALOGUE, LAYOUTS
+from trainer.spec.plan import Candidate, Rejection, TrialResult
+from trainer.spec.strategy import Offload, Sharding, Strategy
+from trainer.spec.value import Value
+
+# A choice of ours, from when such runs could not be resumed: without it two CPU ranks take ZeRO, and 1B on one RTX 4090
+# the optimizer in host RAM. To be replaced by what engines measure beside each other on one machine.
+SHARDING_HANDICAP = 1.25
+OFFLOAD_HANDICAP = 1.10  # more than nine in ten predictions err where there are measurements to hold them against
+# The driver moves paged state page by page as it is touched, where a prediction takes the rate of the link. For
+# adapters the state is too small to matter.
+PAGED_HANDICAP = 1.5
+
+
+class Ranking(Value, frozen=True, kw_only=True):
+    """Every row of the catalogue, once: a candidate or a rejection.
+
+    `smallest` holds the least setting of each row that the rules allow and a number forbids.
+    """
+
+    candidates: tuple[Candidate, ...]
+    rejections: tuple[Rejection, ...]
+    smallest: dict[str, Candidate]
+
+
+def rank(situation: Situation, trials: Sequence[TrialResult] = ()) -> Ranking:
+    """All rows for the situation's method; remedies are left to `with_remedies`."""
+    candidates: list[Candidate] = []
+    rejections: list[Rejection] = []
+    smallest: dict[str, Candidate] = {}
+    for row in CATALOGUE:
+        refusal = refuse(situation, row)
+        if refusal is not None:
+            rejections.append(
+                Rejection(strategy=row.name, reason=refusal.reason, remedy=refusal.instead, rule=refusal.rule)
+            )
+            continue
+        candidate = best_candidate(situation, row) or least_need(situation, row)
+        rejection = _rejection(situation, candidate, trials)
+        if rejection is None:
+            candidates.append(candidate)
+        else:
+            rejections.append(rejection)
+            smallest[row.name] = candidate
+    ordered = in_order(situation, candidates, trials)
+    return Ranking(candidates=ordered, rejections=tuple(rejections), smallest=smallest)
+
+
+def survey(situation: Situation) -> Ranking:
+    """The best row for the situation's method, where only that is asked: one row a layout, exact ones first."""
+    rows = one_a_layout(CATALOGUE, lambda row: may_run(situation, row))
+    best, beyond = best_of(situation, rows)
+    candidates = () if best is None else (best,)
+    smallest = (
+        {}
+        if best is not None
+        else beyond | {row.name: least_need(situation, row) for row in rows if row.name not in beyond}
+    )
+    return Ranking(candidates=candidates, rejections=(), smallest=smallest)
+
+
+def best_of(situation: Situation, rows: Iterable[Strategy]) -> tuple[Candidate | None, dict[str, Candidate]]:
+    """What `in_order` puts first of the rows, and those met on the way that fit the device and no other budget.
+
+    By branch and bound: a row that cannot come within a per cent of the best so far is not searched.
+    """
+    bounded = [(_least_rank(situation, row, starts := bounded_starts(situation, row)), row, starts) for row in rows]
+    candidates: list[Candidate] = []
+    beyond: dict[str, Candidate] = {}
+    settings: dict[str, Setting] = {}
+    best: tuple[bool, float] | None = None
+    for (is_approximate, bound), row, starts in sorted(bounded, key=lambda entry: entry[0]):
+        if best is not None and (is_approximate, bound) > (best[0], (1 + SAME_SPEED) * best[1]):
+            break
+        setting = best_setting(situation, row, starts)
+        if setting is None:
+            continue
+        candidate = candidate_of(situation, setting)  # larger buffers change neither its time nor its host RAM
+        if excess(situation, candidate) is not None:
+            beyond[row.name] = candidate
+            continue
+        candidates.append(candidate)
+        settings[row.name] = setting
+        rank = is_approximate, _predicted_seconds(situation, candidate)
+        best = rank if best is None else min(best, rank)
+    if not candidates:
+        return None, beyond
+    first = in_order(situation, candidates)[0]
+    return with_grown_buckets(situation, settings[first.strategy.name]), beyond
+
+
+def _least_rank(situation: Situation, row: Strategy, starts: Sequence[Bounded]) -> tuple[bool, float]:
+    """What no setting of a row ranks before: approximate or not, and seconds as earlier runs correct them."""
+    factor = situation.corrections.of(row, situation.method).step.value
+    return not row.is_exact, starts[0].seconds * factor * handicap(situation, row)
+
+
+def with_remedies(situation: Situation, ranking: Ranking) -> tuple[Rejection, ...]:
+    """The rejections, each that memory decided with the smallest change that would make the row fit."""
+    return tuple(
+        rejection
+        if (smallest := ranking.smallest.get(rejection.strategy)) is None
+        else replace(rejection, remedy=remedy_for(situation, smallest) or rejection.remedy)
+        for rejection in ranking.rejections
+    )
+
+
+def handicap(situation: Situation, row: Strategy) -> float:
+    """What the time of a row's candidate is multiplied by when it is ranked."""
+    pages_much = row.optimizer in PAGED and not situation.method.freezes_base
+    sharded = SHARDING_HANDICAP if row.sharding.shards_optimizer else 1.0
+    paged = PAGED_HANDICAP if pages_much else 1.0
+    return sharded * paged * (OFFLOAD_HANDICAP if row.offload is not Offload.NONE else 1.0)
+
+
+def in_order(
+    situation: Situation, candidates: Iterable[Candidate], trials: Sequence[TrialResult] = ()
+) -> tuple[Candidate, ...]:
+    """Best first."""
+
+    def rank_of(candidate: Candidate) -> tuple[bool, bool, float]:
+        measured = [trial.step_s for trial in _trials_of(candidate, trials) if trial.step_s is not None]
+        if not measured:
+            return not candidate.strategy.is_exact, True, _predicted_seconds(situation, candidate)
+        return not candidate.strategy.is_exact, False, min(measured) * handicap(situation, candidate.strategy)
+
+    left = sorted(((rank_of(candidate), candidate) for candidate in candidates), key=lambda ranked: ranked[0])
+    ordered: list[Candidate] = []
+    while left:
+        (*kind, seconds), _ = left[0]
+        peers = [
+            candidate
+            for (*its_kind, its_seconds), candidate in left
+            if its_kind == kind and its_seconds <= (1 + SAME_SPEED) * seconds
+        ]
+        ordered += sorted(peers, key=_machinery)
+        left = left[len(peers) :]
+    return tuple(ordered)
+
+
+def _predicted_seconds(situation: Situation, candidate: Candidate) -> float:
+    return loss_handicap(candidate.loss) * candidate.speed.step_s * handicap(situation, candidate.strategy)
+
+
+def _machinery(candidate: Candidate) -> tuple[int, bool, int, int]:
+    row = candidate.strategy
+    return (
+        LAYOUTS.index((row.sharding, row.offload)),
+        row.optimizer in PAGED,
+        candidate.memory.need_bytes,
+        CATALOGUE.index(row),
+    )
+
+
+def one_a_layout(
+    rows: Sequence[Strategy], is_taken: Callable[[Strategy], bool] = lambda _: True
+) -> tuple[Strategy, ...]:
+    """The first exact and the first approximate row of each layout that `is_taken`: the one the catalogue prefers."""
+    first: dict[tuple[Sharding, Offload, bool], Strategy] = {}
+    for row in rows:
+        layout = row.sharding, row.offload, row.is_exact
+        if layout not in first and is_taken(row):
+            first[layout] = row
+    return tuple(first.values())
+
+
+def _rejection(situation: Situation, candidate: Candidate, trials: Sequence[TrialResult]) -> Rejection | None:
+    name = candidate.strategy.name
+    over = excess(situation, candidate)
+    if over is not None:
+        return Rejection(strategy=name, reason=over.reason, remedy=over.remedy)
+    if any(trial.ran_out_of_memory for trial in _trials_of(candidate, trials)):
+        return Rejection(
+            strategy=name,
+            reason=f"ran out of memory in a trial at micro batch {candidate.micro_batch}",
+            remedy=f"pin.micro_batch: {max(1, candidate.micro_batch // 2)}",
+        )
+    return None
+
+
+def _trials_of(candidate: Candidate, trials: Sequence[TrialResult]) -> list[TrialResult]:
+    return [
+        trial
+        for trial in trials
+        if trial.strategy == candidate.strategy.name and trial.micro_batch == candidate.micro_batch
+    ]

@@ -1,0 +1,231 @@
+"""How far a machine goes: the longest sequence, the largest micro batch and the largest model that fit.
+
+Each answer is a ladder. Its first rung costs nothing, and each further one reaches higher for a price: recomputed
+activations, another sharding, offload, and in the end another method. A mechanism that costs more than another and
+reaches no further is left out.
+
+Memory and the budgets of host RAM, pinned RAM and NVMe decide; hours and money do not. Whatever the micro batch, need
+grows with the length of the rows, and whatever the length, with the micro batch; but a share of the global batch that
+is taken at once keeps no gradients beside those being computed, so each of the two cases is searched by itself.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from msgspec.structs import replace
+
+from trainer.planning.calibrate import NO_CORRECTIONS
+from trainer.planning.candidates import candidate_of, predicted_memory, predicted_speed, with_micro_batch
+from trainer.planning.context import Situation
+from trainer.planning.rules.rule import may_run, obstacle_to
+from trainer.planning.search.budget import excess
+from trainer.planning.search.choice import OFFLOAD_HANDICAP, one_a_layout, survey
+from trainer.planning.search.settings_choices import (
+    activation_offloads,
+    checkpointings,
+    chunk_sizes,
+    first_setting,
+    losses,
+    micro_batches,
+)
+from trainer.planning.setting import Setting
+from trainer.planning.tables.catalogue import CATALOGUE
+from trainer.spec.model.shape import ModelShape
+from trainer.spec.plan import Candidate
+from trainer.spec.strategy import Method, Offload, Strategy
+from trainer.spec.value import Value
+
+SEQ_UNIT = 128  # tokens; lengths are multiples of it
+MAX_SEQ_LEN = 2**22
+MAX_MICRO_BATCH = 2**14
+WORTH_A_STEP = 1.25  # times as far as the rung before
+
+
+class Rung(Value, frozen=True, kw_only=True):
+    """What is reached with one mechanism, and what that costs."""
+
+    method: Method
+    size: int  # tokens of a sequence, sequences of a micro batch, or parameters
+    candidate: Candidate
+    slowdown: float  # time of a token beside the fastest rung of the method
+    name: str | None = None  # of a preset
+
+    @property
+    def price(self) -> float:
+        """What rungs are ordered by: the time of a token, and what predictions of offload may miss."""
+        offloads = self.candidate.activation_offload or self.candidate.strategy.offload is not Offload.NONE
+        return self.slowdown * (OFFLOAD_HANDICAP if offloads else 1.0)
+
+
+def longest_sequences(situations: Mapping[Method, Situation]) -> tuple[Rung, ...]:
+    """The longest sequences that fit at micro batch 1, by method, in multiples of `SEQ_UNIT`."""
+    return _ladders(situations, _longest)
+
+
+def largest_batches(situations: Mapping[Method, Situation]) -> tuple[Rung, ...]:
+    """The largest micro batches that fit at the job's sequence length, by method."""
+    return _ladders(situations, _largest_batch)
+
+
+def largest_models(situations: Mapping[Method, Situation], presets: Mapping[str, ModelShape]) -> tuple[Rung, ...]:
+    """The largest preset that fits, by method."""
+    found = (_largest_model(_without_deadline(situation), presets) for situation in situations.values())
+    return tuple(rung for rung in found if rung is not None)
+
+
+def _without_deadline(situation: Situation) -> Situation:
+    """The situation with all the time there is, and every row as long as it may be."""
+    job = situation.job
+    free = replace(job, limits=replace(job.limits, hours=math.inf, cost=None))
+    data = situation.data if situation.data is not None and situation.data.is_packed else None
+    return replace(situation, job=free, data=data)
+
+
+def _ladders(
+    situations: Mapping[Method, Situation], reach: Callable[[Situation, Setting], Setting | None]
+) -> tuple[Rung, ...]:
+    return tuple(
+        rung
+        for situation in situations.values()
+        for rung in _with_slowdowns(_frontier(_reached(_without_deadline(situation), reach)))
+    )
+
+
+def _reached(situation: Situation, reach: Callable[[Situation, Setting], Setting | None]) -> list[Rung]:
+    """What each mechanism that the job allows reaches."""
+    rows = [row for row in CATALOGUE if may_run(situation, row)]
+    starts = [
+        replace(
+            first_setting(situation, row, checkpointing=checkpointing, loss=losses(situation)[0]),
+            activation_offload=offloads,
+        )
+        for row in one_a_layout(rows)
+        for checkpointing in checkpointings(situation)
+        for offloads in activation_offloads(situation)
+    ]
+    settings = [setting for start in starts if (setting := reach(situation, start)) is not None]
+    is_sequence = reach is _longest
+    return [
+        Rung(
+            method=situation.method,
+            size=setting.seq_len if is_sequence else setting.micro_batch,
+            candidate=candidate_of(situation, setting),
+            slowdown=_seconds_per_token(
+                situation, setting if not is_sequence else _at_the_jobs_length(situation, setting)
+            ),
+        )
+        for setting in settings
+    ]
+
+
+def _frontier(rungs: Iterable[Rung]) -> list[Rung]:
+    """Rungs that no cheaper one reaches, exact ones first, each worth its step; the farthest is always among them."""
+    kept: list[Rung] = []
+    for is_exact in (True, False):
+        reached = max((rung.size for rung in kept), default=0)
+        ordered = sorted(
+            (rung for rung in rungs if rung.candidate.strategy.is_exact is is_exact),
+            key=lambda rung: (rung.price, -rung.size),
+        )
+        farthest = max((rung.size for rung in ordered), default=0)
+        for rung in ordered:
+            if rung.size > reached and (rung.size >= WORTH_A_STEP * reached or rung.size == farthest):
+                kept.append(rung)
+                reached = rung.size
+    return kept
+
+
+def _with_slowdowns(rungs: Sequence[Rung]) -> list[Rung]:
+    fastest = min((rung.slowdown for rung in rungs), default=1.0)
+    return [replace(rung, slowdown=rung.slowdown / fastest) for rung in rungs]
+
+
+def _seconds_per_token(situation: Situation, setting: Setting) -> float:
+    return 1 / predicted_speed(situation, setting).tokens_per_s_per_gpu
+
+
+def _at_the_jobs_length(situation: Situation, setting: Setting) -> Setting:
+    return with_micro_batch(situation, replace(setting, seq_len=situation.job.train.seq_len), 1)
+
+
+def _longest(situation: Situation, start: Setting) -> Setting | None:
+    tokens, num_ranks = situation.schedule.tokens_per_step, situation.num_ranks
+
+    def at(seq_len: int) -> Setting:
+        sequences = max(1, tokens // seq_len)
+        return replace(start, micro_batch=1, seq_len=seq_len, accumulation=-(-sequences // num_ranks))
+
+    at_once = (tokens // (num_ranks + 1) // SEQ_UNIT + 1) * SEQ_UNIT  # from here on a rank has one sequence a step
+    return _largest_fitting(situation, at, first_at_once=max(SEQ_UNIT, at_once), unit=SEQ_UNIT, limit=MAX_SEQ_LEN)
+
+
+def _largest_batch(situation: Situation, start: Setting) -> Setting | None:
+    def at(micro_batch: int) -> Setting:
+        return with_micro_batch(situation, start, micro_batch)
+
+    return _largest_fitting(situation, at, first_at_once=situation.sequences_per_rank, unit=1, limit=MAX_MICRO_BATCH)
+
+
+def _largest_fitting(
+    situation: Situation, at: Callable[[int], Setting], *, first_at_once: int, unit: int, limit: int
+) -> Setting | None:
+    """The largest size that fits: a share taken at once is searched first, then smaller ones that add up."""
+    for low, high in ((first_at_once, limit), (unit, first_at_once - unit)):
+        if low <= high and _fits(situation, at(low)):
+            return at(_bisect(lambda size: _fits(situation, at(size)), low, high, unit))
+    return None
+
+
+def _bisect(fits: Callable[[int], bool], low: int, high: int, unit: int) -> int:
+    """The largest of low, low + unit, ... up to `high` that fits; `low` does, and what fits has no gap."""
+    step = unit
+    while low + step <= high and fits(low + step):
+        low, step = low + step, 2 * step
+    while step >= unit:
+        if low + step <= high and fits(low + step):
+            low += step
+        else:
+            step //= 2
+    return low
+
+
+def _fits(situation: Situation, setting: Setting) -> bool:
+    return obstacle_to(situation, setting) is None and excess(situation, candidate_of(situation, setting)) is None
+
+
+def _largest_model(situation: Situation, presets: Mapping[str, ModelShape]) -> Rung | None:
+    seq_len = situation.job.train.seq_len
+    takes = {name: shape for name, shape in presets.items() if seq_len <= (shape.max_positions or seq_len)}
+    for name, shape in sorted(takes.items(), key=lambda preset: -preset[1].num_parameters):
+        asked = replace(situation, shape=shape, corrections=NO_CORRECTIONS)
+        ranking = survey(asked) if _may_fit(asked) else None
+        if ranking is not None and ranking.candidates:
+            return Rung(
+                method=situation.method,
+                size=shape.num_parameters,
+                candidate=ranking.candidates[0],
+                slowdown=1.0,
+                name=name,
+            )
+    return None
+
+
+def _may_fit(situation: Situation) -> bool:
+    """Whether any row's smallest setting fits the device: most presets are passed over by this alone."""
+    rows = [row for row in CATALOGUE if may_run(situation, row)]
+    sizes = micro_batches(situation)
+    return any(
+        predicted_memory(situation, with_micro_batch(situation, start, micro_batch)).fits
+        for row in one_a_layout(rows)
+        for start in (_smallest_start(situation, row),)
+        for micro_batch in {sizes[0], sizes[-1]}
+    )
+
+
+def _smallest_start(situation: Situation, row: Strategy) -> Setting:
+    start = first_setting(situation, row, checkpointing=checkpointings(situation)[0], loss=losses(situation)[0])
+    return replace(
+        start,
+        activation_offload=activation_offloads(situation)[-1],
+        loss_chunk_tokens=chunk_sizes(situation.shape, start.loss)[-1],
+    )

@@ -1,0 +1,1 @@
+"""The speed of one training step in closed form."""

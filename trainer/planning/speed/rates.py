@@ -1,0 +1,206 @@
+"""Rates a device reaches, as opposed to those on its datasheet.
+
+A rate that was measured on the machine replaces its datasheet figure and the share of it that is reached. A measured
+copy or collective had the machine to itself; in a step it shares memory with products, which the two `_BESIDE_PRODUCTS`
+take off. Where nothing is known a rate is so low that nothing is promised, and `speed_notes` says so.
+"""
+
+from trainer.planning.device import Device
+from trainer.planning.setting import Setting
+from trainer.planning.speed import constants as constants
+from trainer.planning.speed.stacks import speed_stack_of
+from trainer.planning.tables.gpu_chips import Generation
+from trainer.planning.tables.gpu_rating import GDDR_GENERATIONS
+from trainer.spec.hardware import DeviceKind, LinkKind
+from trainer.spec.strategy import Precision
+from trainer.spec.value import Value
+
+# Sustained 16-bit products per watt relative to Hopper. Ampere's is above what limits an A100, so no row depends on
+# it; the others are ratios of dense peak to board power, rounded down, and matter where a board is capped.
+WATT_BY_GENERATION = {
+    Generation.VOLTA: 0.5,
+    Generation.TURING: 0.4,
+    Generation.AMPERE: 0.75,
+    Generation.GA10X: 0.45,
+    Generation.ADA: 0.8,
+    Generation.HOPPER: 1.0,
+    Generation.BLACKWELL: 1.5,
+    Generation.GB20X: 0.8,
+}
+# Watts of the board that a chip was made for; smaller boards of the same chip are capped. Others: their own.
+REFERENCE_WATTS = {Generation.AMPERE: 400.0, Generation.HOPPER: 700.0, Generation.BLACKWELL: 1000.0}
+EMULATED_SHARE = 0.25  # of the fp32 peak: 16-bit types without a unit are converted operation by operation
+COPY_BESIDE_PRODUCTS = 0.9  # a copy on H200 reaches 4.0 of 4.8 TB/s, elementwise kernels of a step 0.749 of it
+LINK_BESIDE_PRODUCTS = 0.62  # nccl-tests reach 231 of 300 GB/s on A100, collectives of a step 0.479 of it
+# What strategies are ranked by on a GPU of unknown speed: below any data-centre card of the last ten years. No figure
+# that follows from these is a prediction, and a plan says that the speed is not known.
+UNKNOWN_FLOPS_PER_S = 5e12
+UNKNOWN_MEMORY_BYTES_PER_S = 200e9
+UNKNOWN_LINK_BYTES_PER_S = 4e9
+UNKNOWN_NETWORK_BYTES_PER_S = 1e9
+
+
+class Rates(Value, frozen=True, kw_only=True):
+    """What one device reaches, per second."""
+
+    matmul: float  # FLOP, in the computing type
+    linear: float  # the same in linear layers: fp8 where it is on
+    attention: float
+    fp32: float  # products in fp32, outside tensor units
+    memory: float  # bytes
+    link: float  # bytes each way through one device of a ring over all of them
+    inner_link: float  # the same inside a node
+    pcie: float
+    host_adam: float  # bytes of state, weight and gradient that the CPUs of a node update
+    nvme: float
+
+
+def rates_of(setting: Setting, device: Device) -> Rates:
+    """The rates that the formulas of `speed` divide by."""
+    precision = setting.strategy.precision
+    exact = _matmul_rate(device, precision)
+    matmul = max(exact, _tf32_rate(device)) if setting.tf32 else exact
+    inner = _inner_link(device)
+    spans_nodes = setting.num_ranks > setting.ranks_per_node
+    return Rates(
+        matmul=matmul,
+        linear=_fp8_rate(device, matmul) if precision is Precision.FP8 else matmul,
+        attention=_attention_rate(device, precision, exact, speed_stack_of(setting.stack).flash_generation),
+        fp32=device.peak_flops_per_s.get(Precision.FP32) or matmul,
+        memory=_memory_rate(device),
+        link=_ring(device, inner) if spans_nodes else inner,
+        inner_link=inner,
+        pcie=_pcie_rate(device),
+        host_adam=float(device.measured_host_adam_bytes_per_s or constants.HOST_ADAM_BYTES_PER_S),
+        nvme=float(device.nvme_bytes_per_s or constants.NVME_BYTES_PER_S),
+    )
+
+
+def speed_notes(device: Device) -> tuple[str, ...]:
+    """What to know before believing a predicted speed; empty where every rate is measured or from a datasheet."""
+    notes = []
+    if device.kind is DeviceKind.CPU:
+        if device.is_matmul_assumed:
+            assumed = device.matmul_flops_per_s or 0
+            notes.append(
+                f"the speed of this CPU is assumed ({assumed / 1e9:.0f} GFLOP/s a rank); "
+                "`shardwise probe --measure` measures it"
+            )
+    elif not device.has_known_speed:
+        notes.append(
+            f"the speed of {device.name} is not known: the GPU catalogue does not have it, its driver does not report "
+            "its cores and clocks, and it was not measured; times and tokens/s only rank strategies; "
+            "`shardwise probe --measure` measures it"
+        )
+    elif device.matmul_flops_per_s is None and device.is_rated_by_driver:
+        peak = max(device.peak_flops_per_s.get(kind, 0) for kind in (Precision.FP16_MIXED, Precision.BF16_MIXED))
+        notes.append(
+            f"{device.name} is not in the GPU catalogue: cores, clocks and bus that its driver reports make "
+            f"{peak / 1e12:.3g} TFLOP/s in 16 bit and {(device.memory_bytes_per_s or 0) / 1e9:.0f} GB/s; "
+            "`shardwise probe --measure` measures it"
+        )
+    elif device.matmul_flops_per_s is None:
+        notes.append("speeds are from datasheet rates; `shardwise probe --measure` replaces them by measured ones")
+    if device.lowest_watts is not None and device.matmul_flops_per_s is None:
+        notes.append(
+            f"{device.name} is sold with {device.lowest_watts} to {device.rated_watts:g} W: {device.rated_watts:g} W "
+            f"is assumed; --hardware 1x{device.name}-{device.lowest_watts}W states another"
+        )
+    return tuple(notes)
+
+
+def _matmul_rate(device: Device, precision: Precision) -> float:
+    if precision is Precision.FP32 and device.measured_fp32_flops_per_s is not None:
+        return float(device.measured_fp32_flops_per_s)
+    if device.matmul_flops_per_s is not None:
+        return float(device.matmul_flops_per_s)
+    # fp8 runs as 16-bit products with a gain, which the fit needs.
+    wanted = Precision.BF16_MIXED if precision is Precision.FP8 else precision
+    peak = device.peak_flops_per_s.get(wanted)
+    if peak is None:
+        fp32 = device.peak_flops_per_s.get(Precision.FP32)
+        return UNKNOWN_FLOPS_PER_S if fp32 is None else EMULATED_SHARE * fp32
+    if precision is Precision.FP32:
+        return constants.MATMUL_SHARE * peak
+    rate = peak * (constants.HALVED_MATMUL_SHARE if device.halves_fp32_sums else constants.MATMUL_SHARE)
+    if device.generation and device.board_watts:
+        rate = min(rate, _power_limited_rate(device.generation, device.board_watts, device.rated_watts))
+    return rate
+
+
+def _tf32_rate(device: Device) -> float:
+    """Tensor units reach the same share of either peak."""
+    half = device.peak_flops_per_s.get(Precision.BF16_MIXED)
+    if half is None or device.tf32_flops_per_s is None:
+        return 0.0
+    return _matmul_rate(device, Precision.BF16_MIXED) * device.tf32_flops_per_s / half
+
+
+def _power_limited_rate(generation: Generation, watts: float, rated_watts: float | None) -> float:
+    """What a board sustains under its power limit: less than in proportion is lost where a chip is capped."""
+    reference = REFERENCE_WATTS.get(generation) or rated_watts or watts
+    uncapped = constants.WATT_FLOPS * WATT_BY_GENERATION[generation] * reference
+    return float(uncapped * (watts / reference) ** constants.WATT_EXPONENT)
+
+
+def _fp8_rate(device: Device, matmul: float) -> float:
+    if device.measured_fp8_speedup is not None:
+        return device.measured_fp8_speedup * matmul
+    if device.measured_fp8_flops_per_s is not None:
+        return float(device.measured_fp8_flops_per_s)
+    return constants.FP8_GAIN * matmul if Precision.FP8 in device.peak_flops_per_s else matmul
+
+
+def _attention_rate(device: Device, precision: Precision, matmul: float, flash_generation: int) -> float:
+    newest = _newest_attention_rate(device, precision, matmul)
+    return constants.FLASH_1_SHARE * newest if flash_generation == 1 else newest
+
+
+def _newest_attention_rate(device: Device, precision: Precision, matmul: float) -> float:
+    """Both shares are of the dense peak, and of no more than products reach.
+
+    A halved peak leaves the rest of the kernel, the softmax, the time it takes beside a full one: a unit of work takes
+    1 / share of which 1 / MATMUL_SHARE are products, and only those take twice as long.
+    """
+    is_as_measured = device.kind is DeviceKind.CPU or precision is not Precision.FP32
+    if device.measured_attention_flops_per_s is not None and is_as_measured:
+        return float(device.measured_attention_flops_per_s)
+    if device.kind is DeviceKind.CPU:
+        return constants.CPU_ATTENTION_SHARE * matmul
+    if device.halves_fp32_sums:
+        softmax = 1 / constants.ATTENTION_SHARE - 1 / constants.MATMUL_SHARE
+        return matmul / (1 + constants.HALVED_MATMUL_SHARE * softmax / 2)
+    is_filled = (device.compute_capability or (0, 0)) < (9, 0)
+    share = constants.ATTENTION_SHARE if is_filled else constants.ATTENTION_SHARE_HOPPER
+    return min(matmul, share / constants.MATMUL_SHARE * matmul)
+
+
+def _memory_rate(device: Device) -> float:
+    is_cpu = device.kind is DeviceKind.CPU
+    if device.measured_memory_bytes_per_s is not None:
+        return device.measured_memory_bytes_per_s * (1.0 if is_cpu else COPY_BESIDE_PRODUCTS)
+    if device.memory_bytes_per_s is None:
+        return UNKNOWN_MEMORY_BYTES_PER_S
+    if is_cpu:
+        return float(device.memory_bytes_per_s)
+    gain = constants.GDDR_GAIN if device.generation in GDDR_GENERATIONS else 1.0
+    return device.memory_bytes_per_s * constants.MEMORY_SHARE * gain
+
+
+def _inner_link(device: Device) -> float:
+    if device.measured_link_bytes_per_s is not None:
+        return LINK_BESIDE_PRODUCTS * device.measured_link_bytes_per_s
+    rate = device.link_bytes_per_s or UNKNOWN_LINK_BYTES_PER_S
+    bounces = device.has_peer_access is False and device.link_kind is not LinkKind.NVLINK
+    return constants.LINK_SHARE * rate * (constants.NO_PEER_SHARE if bounces else 1.0)
+
+
+def _ring(device: Device, inner: float) -> float:
+    """The slower of a node's fabric and its network, whose adapters serve one ring together."""
+    return min(inner, constants.LINK_SHARE * (device.network_bytes_per_s or UNKNOWN_NETWORK_BYTES_PER_S))
+
+
+def _pcie_rate(device: Device) -> float:
+    if device.measured_pcie_bytes_per_s is not None:
+        return float(device.measured_pcie_bytes_per_s)
+    return constants.PCIE_SHARE * (device.pcie_bytes_per_s or UNKNOWN_LINK_BYTES_PER_S)

@@ -1,0 +1,276 @@
+"""What a step has to do, counted: FLOPs, bytes through the device's memory, operators the host starts.
+
+Bytes of one element in one forward, counted from the kernels that run; a backward moves twice as many:
+
+    RMSNorm     36 as transformers writes it (a chain that rounds up to fp32 and back), 28 on fp32, 2 r fused
+    LayerNorm   2 r: one kernel; r bytes an element of the residual stream
+    residual    3 r; with dropout 5 more for a mask
+    rotary      20, fused 4; queries and keys are moved once more, 4, to where attention wants them
+    activation  gated 10, fused 6; one matrix 4, and 0 where the compiler joins it to its neighbours
+    adapter     4 an input and 8 an output in 16 bit; fp32 matrices on 16-bit layers 23 and 12: inputs are cast and kept
+    DoRA        24 an output in 16 bit, 48 in fp32; for the lengths of a weight i x o, whatever the batch is,
+                4 i i + 14 i o in 16 bit, 12 i i + 38 i o in fp32
+    autocast    6 an input of every linear layer, since activations are fp32 until a product casts them
+    experts     12 an element of a token's hidden state for each expert it is sent to and fetched from
+
+Nothing here is fitted. Operators are counted the same way: views, attention and residual 8 a block, one a linear
+layer, 6 a norm, 10 for rotary embeddings, 10 an adapter, 30 with DoRA, 8 an NF4 layer, 20 a unit of FSDP, 20 a
+block's experts: transformers sorts tokens by expert and multiplies in groups, however many experts there are.
+"""
+
+from functools import lru_cache
+
+from trainer.planning.memory.stacks import stack_of
+from trainer.planning.setting import Setting
+from trainer.planning.speed.stacks import speed_stack_of
+from trainer.spec.model.architecture import Norm, Positions
+from trainer.spec.model.shape import Linear, ModelShape
+from trainer.spec.strategy import Checkpointing, LossHead, Method, Precision, Sharding
+from trainer.spec.value import Value
+
+# Bytes of a logit through memory in forward and backward; chunked computes its slices twice in plain torch.
+LOGIT_BYTES = {LossHead.EAGER: 40, LossHead.CHUNKED: 64, LossHead.FUSED: 14, LossHead.FUSED_LINEAR: 10}
+# Of our own `fused`, plain torch in slices: forward 30 (cast, highest, difference, exponential, sum), backward 36.
+OWN_FUSED_LOGIT_BYTES = 66
+# Of the head's weight, for each slice of `chunked`: read three times, in fp32 added to a gradient that is written once.
+SLICE_WEIGHT_BYTES, SLICE_GRADIENT_BYTES = 6, 12
+SLICE_OPERATORS = 24  # forward and backward
+TILE_TOKENS = 128  # rows of a tile of a matrix product; of each expert's last tile half is empty, on average
+_AGAIN = {Checkpointing.NONE: 0.0, Checkpointing.SELECTIVE: 0.5, Checkpointing.ATTENTION: 0.1}
+
+
+class LinearWork(Value, frozen=True, kw_only=True):
+    """Linear layers of equal size, over all blocks."""
+
+    num_layers: int
+    inputs: int
+    outputs: int
+    num_copies: int
+    num_used: int
+
+
+class Work(Value, frozen=True, kw_only=True):
+    """The sizes of a model that decide its speed, summed once for thousands of estimates; elements, over all blocks."""
+
+    linears: tuple[LinearWork, ...]
+    linear_inputs: int  # of a token
+    linear_parameters: int
+    parameters: int
+    used_parameters: int  # that a token is multiplied with, embeddings included
+    table: int
+    num_tables: int
+    normed: int  # elements that norms read, of a token
+    added: int  # elements of residual additions
+    rotated: int
+    moved: int  # queries, keys and values on their way to attention
+    activated: int
+    routed: int
+    scored: int  # query elements in blocks that see the whole row
+    scored_in_window: int
+    blocks: int
+    linear_operators: int
+    plain_operators: int
+    fused_operators: int
+    has_layer_norm: bool
+    is_gated: bool
+    has_dropout: bool
+
+
+class Adapters(Value, frozen=True, kw_only=True):
+    """The low-rank matrices of a setting, over all blocks."""
+
+    count: int = 0
+    inputs: int = 0
+    outputs: int = 0
+    squares: int = 0  # of the inputs
+    weights: int = 0  # elements of the layers they are beside
+
+    @property
+    def sizes(self) -> int:
+        return self.inputs + self.outputs
+
+
+_NO_ADAPTERS = Adapters()
+
+
+@lru_cache(maxsize=256)
+def work_of(shape: ModelShape) -> Work:
+    """The sizes that the formulas use."""
+    blocks, groups = shape.num_layers, _groups(shape)
+    has_layer_norm = shape.norm is Norm.LAYER
+    query, kv, hidden = shape.query_size, shape.kv_size, shape.hidden_size
+    rotates = shape.positions is Positions.ROTARY
+    rotary_share = (shape.rotary_dim or shape.head_dim) / shape.head_dim if rotates else 0.0
+    linears = sum(group.num_layers for group in groups)
+    expert_operators = 20 * (blocks - shape.num_dense_layers) if shape.num_experts > 1 else 0
+    # views, attention, residual; then what is fused or a chain of kernels
+    plain = 8 + shape.num_norms * (1 if has_layer_norm else 6) + (10 if rotates else 0) + 1 + shape.is_gated
+    fused = 8 + shape.num_norms + (2 if rotates else 0) + 1
+    windowed = shape.num_sliding_layers if shape.sliding_window else 0
+    return Work(
+        linears=groups,
+        linear_inputs=sum(group.num_layers * group.num_used * group.inputs for group in groups),
+        linear_parameters=sum(group.num_layers * group.num_copies * group.inputs * group.outputs for group in groups),
+        parameters=shape.num_parameters,
+        used_parameters=shape.num_parameters
+        - sum(
+            group.num_layers * (group.num_copies - group.num_used) * group.inputs * group.outputs for group in groups
+        ),
+        table=shape.embedding_parameters,
+        num_tables=1 if shape.is_tied else 2,
+        normed=blocks * (shape.num_norms * hidden + (query + kv if shape.has_qk_norm else 0)),
+        added=blocks * 2 * hidden,
+        rotated=round(blocks * rotary_share * (query + kv)),
+        moved=blocks * (query + kv),
+        activated=blocks * shape.ffn_size * shape.experts_per_token + _shared_experts(shape),
+        routed=(blocks - shape.num_dense_layers) * hidden * shape.experts_per_token if shape.num_experts > 1 else 0,
+        scored=(blocks - windowed) * query,
+        scored_in_window=windowed * query,
+        blocks=blocks,
+        linear_operators=linears,
+        plain_operators=blocks * plain + linears + expert_operators,
+        fused_operators=blocks * fused + linears + expert_operators,
+        has_layer_norm=has_layer_norm,
+        is_gated=shape.is_gated,
+        has_dropout=shape.hidden_dropout > 0,
+    )
+
+
+def _groups(shape: ModelShape) -> tuple[LinearWork, ...]:
+    counts: dict[tuple[int, int, int, int], int] = {}
+    for num_blocks, linears in (
+        (shape.num_layers - shape.num_dense_layers, shape.linears),
+        (shape.num_dense_layers, shape.dense_linears),
+    ):
+        for linear in linears if num_blocks else ():
+            key = (linear.num_inputs, linear.num_outputs, linear.num_copies, linear.num_used)
+            counts[key] = counts.get(key, 0) + num_blocks
+    return tuple(
+        LinearWork(num_layers=count, inputs=inputs, outputs=outputs, num_copies=copies, num_used=used)
+        for (inputs, outputs, copies, used), count in counts.items()
+    )
+
+
+def _shared_experts(shape: ModelShape) -> int:
+    """What every token passes besides its own experts."""
+    if shape.num_experts == 1:
+        return 0
+    shared = sum(linear.num_inputs for linear in shape.linears if linear.name == "down_proj")
+    return (shape.num_layers - shape.num_dense_layers) * shared
+
+
+def adapters_of(shape: ModelShape, setting: Setting) -> Adapters:
+    """The adapters of a setting; none for methods without."""
+    return _adapters(shape, setting.lora.targets) if setting.method.freezes_base else _NO_ADAPTERS
+
+
+@lru_cache(maxsize=256)
+def _adapters(shape: ModelShape, targets: tuple[str, ...]) -> Adapters:
+    def is_target(linear: Linear) -> bool:
+        return linear.name in targets if targets != ("all-linear",) else linear.is_linear_module
+
+    usual = [linear for linear in shape.linears if is_target(linear)]
+    dense = [linear for linear in shape.dense_linears if is_target(linear)]
+    weights = [(shape.num_layers - shape.num_dense_layers, usual), (shape.num_dense_layers, dense)]
+    return Adapters(
+        count=sum(blocks * len(linears) for blocks, linears in weights),
+        inputs=sum(blocks * linear.num_inputs for blocks, linears in weights for linear in linears),
+        outputs=sum(blocks * linear.num_outputs for blocks, linears in weights for linear in linears),
+        squares=sum(blocks * linear.num_inputs**2 for blocks, linears in weights for linear in linears),
+        weights=sum(
+            blocks * linear.num_inputs * linear.num_outputs for blocks, linears in weights for linear in linears
+        ),
+    )
+
+
+def trained_parameters(setting: Setting, work: Work, adapters: Adapters) -> int:
+    if not setting.method.freezes_base:
+        return work.parameters
+    return setting.lora.rank * adapters.sizes + (adapters.outputs if setting.lora.dora else 0)
+
+
+def tokens_computed(setting: Setting) -> int:
+    """Tokens of a micro batch with padding: every row is as long as the longest."""
+    recipe = setting.recipe
+    return setting.micro_batch * recipe.rows_per_example * (recipe.longest_seq or setting.seq_len)
+
+
+def recomputation(setting: Setting) -> float:
+    """How much of a block's forward runs again in its backward."""
+    if setting.checkpointing is Checkpointing.EVERY_N:
+        return 1 / (setting.checkpoint_every_n or 1)
+    return _AGAIN.get(setting.checkpointing, 1.0)
+
+
+def has_fused_kernels(setting: Setting) -> bool:
+    """Whether norms and rotary embeddings are one kernel each."""
+    return setting.compile or (setting.loss is not LossHead.EAGER and stack_of(setting.stack).has_fused_kernels)
+
+
+def is_autocast(setting: Setting) -> bool:
+    """Whether torch.autocast casts fp32 weights and activations: mixed precision without an engine of its own."""
+    sharding, precision = setting.strategy.sharding, setting.strategy.precision
+    return precision not in (Precision.FP32, Precision.BF16) and sharding in (Sharding.NONE, Sharding.DDP)
+
+
+def elementwise_bytes(setting: Setting, work: Work, adapters: Adapters) -> float:
+    """Bytes that one token moves outside matrix products in one forward of all blocks."""
+    is_fused, width = has_fused_kernels(setting), setting.strategy.precision.compute_bytes / 2
+    casts = is_autocast(setting) and not setting.method.freezes_base
+    residual = setting.recipe.residual_bytes or (4 if casts else 2 * width)
+    norm = 2 * residual if is_fused or work.has_layer_norm else 36 if residual == 2 else 28
+    moved = norm * work.normed + (3 * residual + 5 * work.has_dropout) * work.added
+    rotary = 4 if is_fused else 20
+    moved += width * (
+        rotary * work.rotated + 4 * work.moved + _activation_bytes(setting, work, is_fused=is_fused) * work.activated
+    )
+    moved += width * 12 * work.routed
+    if casts:
+        moved += 6 * work.linear_inputs
+    per_input, per_output = _adapter_bytes(setting)
+    return moved + per_input * adapters.inputs + per_output * adapters.outputs
+
+
+def _activation_bytes(setting: Setting, work: Work, *, is_fused: bool) -> int:
+    if work.is_gated:
+        return 6 if is_fused else 10
+    return 0 if setting.compile else 4
+
+
+def _adapter_bytes(setting: Setting) -> tuple[int, int]:
+    """Bytes of each input and output that an adapter moves beside its products."""
+    stack, precision = stack_of(setting.stack), setting.strategy.precision
+    own = setting.recipe.adapter_bytes or stack.adapter_bytes or precision.master_bytes
+    is_fused = setting.compile or (
+        stack.fuses_adapters and setting.method is Method.QLORA and setting.loss is not LossHead.EAGER
+    )
+    in_one_type, is_dora = is_fused or own == precision.compute_bytes, setting.lora.dora
+    if in_one_type:
+        return 2 * precision.compute_bytes, (12 if is_dora else 4) * precision.compute_bytes
+    return 23, 48 if is_dora else 12
+
+
+def weight_norm_bytes(setting: Setting, adapters: Adapters) -> float:
+    """Bytes that DoRA moves in one forward for the lengths of its weights' rows."""
+    if not setting.lora.dora:
+        return 0.0
+    width, stack = setting.strategy.precision.compute_bytes, stack_of(setting.stack)
+    own = setting.recipe.adapter_bytes or stack.adapter_bytes or setting.strategy.precision.master_bytes
+    if own == width:  # identity written and read; product, its multiple, sum and length
+        return 2 * width * adapters.squares + 7 * width * adapters.weights
+    return 12 * adapters.squares + 38 * adapters.weights
+
+
+def operators(setting: Setting, work: Work, adapters: Adapters) -> int:
+    """Operators that the host starts in one forward of all blocks."""
+    is_fused = has_fused_kernels(setting)
+    count = work.fused_operators if is_fused else work.plain_operators
+    count += (4 if setting.compile else 10) * (3 if setting.lora.dora else 1) * adapters.count
+    if setting.method is Method.QLORA:
+        count += (2 if setting.compile else 8) * work.linear_operators
+    if setting.strategy.sharding in (Sharding.NONE, Sharding.DDP):
+        return count
+    units = work.blocks
+    if speed_stack_of(setting.stack).wraps_adapters:
+        units += 2 * adapters.count
+    return count + 20 * units

@@ -1,0 +1,1 @@
+"""Facts: strategies, GPUs, learning rates."""

@@ -1,0 +1,297 @@
+"""Names of GPUs as people, nvidia-smi and Slurm write them, and the row of the catalogue that each means.
+
+A name is cut into a model, a memory, a form (SXM, PCIe, NVL), a MIG profile and a board power, and so is every name of
+the catalogue: `4070Ti`, `RTX 3060 12GB`, `rtx-a6000`, `A100-SXM4-80GB-MIG-1g.10gb`, `RTX-4070-Laptop-80W`.
+
+Where several rows fit, the one with the smallest memory is taken, and said to be assumed: a plan that fits it fits the
+others. Of equal memory it is the one on a baseboard where a node has 4, 8 or 16, as baseboards do, else the other.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from trainer.planning.tables.gpu_specs import GPU_SPECS, MIG_MARK, GpuSpec, gpu_spec
+from trainer.spec.errors import InputError
+from trainer.spec.hardware import Gpu, Hardware, Host
+from trainer.spec.nearest import close_matches
+from trainer.spec.units import GIB
+from trainer.spec.value import Value
+
+SPEC_FORM = "[NODESx]GPUSxNAME, such as 8xH100-SXM5-80GB, 4x8xA100-SXM4-80GB, 1xRTX-4090 or 2xCPU"
+BASEBOARD_GPUS = (4, 8, 16)
+# A card is called by the size of its chips, of which ECC and the driver take up to 7 %: 45 GiB of a 48 GB A40.
+_MEMORY_TOLERANCE = 0.08
+# fmt: off
+_NOISE = frozenset((
+    "nvidia", "tesla", "geforce", "quadro", "jetson", "gpu", "card", "graphics", "generation", "edition", "blackwell",
+    "workstation", "with", "design", "mig", "sku", "type", "name",
+))
+# fmt: on
+_FORMS = {"nvlink": "sxm", "smx": "sxm", "pci": "pcie"}
+_LAPTOP = frozenset(("laptop", "mobile", "notebook"))
+# Models under which a card is known besides its own names.
+_ALSO_CALLED = {
+    "GB10": ("dgxspark", "spark"),
+    "Orin-AGX-64GB": ("agxorin", "orin"),
+    "Thor-AGX-128GB": ("agxthor", "thor"),
+    "RTX-6000-Ada": ("rtxa6000ada", "a6000ada"),
+    "RTX-PRO-6000": ("rtx6000", "rtx6000pro", "6000pro"),
+}
+_MIG_PROFILE = re.compile(r"(?:[\s_-]mig[\s_-]+)?(?<![.\d])(\d)g\.(\d+)gb(?:\+\w+(?:\.\w+)?)?", re.IGNORECASE)
+_EXAMPLES = ("V100-16GB", "T4", "RTX-3060-12GB", "RTX-4090", "RTX-A6000", "A100-SXM4-80GB", "H100-SXM5-80GB", "B200")
+
+
+class CardName(Value, frozen=True, kw_only=True):
+    """The parts of a card's name."""
+
+    model: str  # "" where the name has none
+    memory_gib: int | None = None
+    form: str | None = None  # sxm, pcie, nvl, or the kind of its memory, hbm3
+
+
+class CardMatch(Value, frozen=True, kw_only=True):
+    """The row that a name means."""
+
+    spec: GpuSpec
+    others: tuple[str, ...] = ()  # other rows that the name fits
+    watts: float | None = None  # the board power that the name states
+
+
+def card_name(text: str) -> CardName:
+    """A name as its parts: `nvidia_a100-sxm4-80gb` is a100, 80, sxm."""
+    model, memory, form, is_laptop, is_max_q = "", None, None, False, False
+    spaced = re.sub(r"max[\s_-]?q", " maxq ", text.lower())
+    spaced = re.sub(r"(\d)\s+(gi?b)\b", r"\1\2", re.sub(r"(sxm|pcie|nvl)(?=\d?\b)", r" \1", spaced))
+    for word in re.findall(r"[a-z0-9]+", spaced):
+        size = re.fullmatch(r"(?:hbm|gpu|vram|mem)?(\d{1,3})g(?:i?b)?|gpu(\d{2,3})", word)
+        bare = word.rstrip("0123456789")
+        if size is not None:
+            memory = int(size[1] or size[2])
+        elif bare in ("sxm", "pcie", "nvl", *_FORMS):
+            form = form or _FORMS.get(bare, bare)
+        elif re.fullmatch(r"hbm\d?e?", word):
+            form = form or word
+        elif word in _LAPTOP:
+            is_laptop = True
+        elif word == "maxq":
+            is_max_q = True
+        elif word not in _NOISE:
+            model += word.removeprefix("gpu").removeprefix("geforce")
+    model += ("maxq" if is_max_q else "") + ("laptop" if is_laptop else "") if model else ""
+    return CardName(model=model, memory_gib=memory, form=form)
+
+
+def rows_of_model(model: str) -> tuple[GpuSpec, ...]:
+    """The rows of a model, its `rtx` left out or not."""
+    return tuple(row for row in GPU_SPECS.values() if model in _models(row.name))
+
+
+def rows_of_name(text: str, memory_hints: Sequence[int] = ()) -> tuple[GpuSpec, ...]:
+    """The rows a name may mean: those whose very name it is, else those of its model, memory and form.
+
+    `memory_hints` are sizes in GiB from elsewhere, for a name without one.
+    """
+    named = _rows_called(text)
+    if named:
+        return of_memory(named, memory_hints)
+    name = card_name(text)
+    rows = rows_of_model(name.model) if name.model else ()
+    if name.memory_gib:
+        without = re.sub(rf"{name.memory_gib}\s*g(i?b)?\b", "", text, flags=re.IGNORECASE)
+        called = [row for row in _rows_called(without) if _is_near(row, name.memory_gib)]
+        rows = tuple(called or (row for row in rows if _is_near(row, name.memory_gib)))
+    return _of_form(of_memory(rows, [name.memory_gib] if name.memory_gib else memory_hints), name.form)
+
+
+def preferred_row(rows: Sequence[GpuSpec], count: int) -> GpuSpec:
+    """The row to assume for `count` equal cards of a node."""
+    return min(rows, key=lambda row: (row.memory_bytes, ("sxm" in _forms(row.name)) is not (count in BASEBOARD_GPUS)))
+
+
+def of_memory(rows: tuple[GpuSpec, ...], hints: Sequence[int]) -> tuple[GpuSpec, ...]:
+    """The rows of the size that is hinted at; all of them where nothing is, or where hints disagree."""
+    nearest = {_nearest(rows, hint) for hint in hints} - {None}
+    if len(nearest) != 1:
+        return rows
+    (size,) = nearest
+    return tuple(row for row in rows if abs(row.memory_bytes - (size or 0)) < GIB)
+
+
+def mig_profile(text: str) -> tuple[str | None, str]:
+    """`3g.20gb` and what is left of a name.
+
+    Media engines (`+me`) do not count; a compute instance (`1c.3g.20gb`) has an unknown part of its slice's SMs.
+    """
+    match = _MIG_PROFILE.search(text)
+    if match is None:
+        return None, text
+    return f"{match[1]}g.{match[2]}gb", f"{text[: match.start()]} {text[match.end() :]}"
+
+
+def find_gpu_spec(name: str) -> GpuSpec:
+    """The row that a name means; InputError names the nearest ones."""
+    return match_card(name).spec
+
+
+def match_card(name: str, *, count: int = 1) -> CardMatch:
+    """The row that a name means for `count` equal cards of a node; InputError names the nearest ones."""
+    stated = re.search(r"[\s_-](\d{2,4})\s*w\b", name, re.IGNORECASE)
+    watts = float(stated[1]) if stated else None
+    profile, rest = mig_profile(name[: stated.start()] + name[stated.end() :] if stated else name)
+    rows = rows_of_name(rest)
+    if not rows:
+        raise InputError(f"unknown GPU {name!r}; {_near_names(rest)}")
+    if profile is None:
+        chosen = preferred_row(rows, count)
+        return CardMatch(spec=chosen, others=_others(rows, chosen), watts=watts)
+    slices = tuple(row for row in rows if gpu_spec(f"{row.name}{MIG_MARK}{profile}") is not None)
+    if not slices:
+        profiles = [one.name for one in rows[0].mig_profiles]
+        there = f"it has {', '.join(profiles)}" if profiles else "it is not divided, as far as the catalogue knows"
+        raise InputError(f"unknown GPU {name!r}; {rows[0].name} has no MIG profile {profile}: {there}")
+    chosen = preferred_row(slices, count)
+    spec = gpu_spec(f"{chosen.name}{MIG_MARK}{profile}")
+    assert spec is not None
+    return CardMatch(spec=spec, others=_others(slices, chosen), watts=watts)
+
+
+def match_gpu_name(nvidia_smi_name: str, memory_bytes: int | None) -> str | None:
+    """The row of a card, or of a MIG slice, that nvidia-smi reports; None: the catalogue has none of that name.
+
+    The name decides, and of rows that share a name the memory: cards are sold under one name with two sizes, and with
+    ECC or an exchanged memory a card has another size at the same speed. A name that no row lists word for word must
+    agree in memory too.
+    """
+    card, mark, profile = nvidia_smi_name.strip().partition(" MIG ")
+    rows = tuple(row for row in GPU_SPECS.values() if _bare(card) in map(_bare, row.smi_names))
+    if mark:
+        wanted = mig_profile(profile)[0]
+        slices = [gpu_spec(f"{row.name}{MIG_MARK}{wanted}") for row in rows or rows_of_name(card)]
+        return _nearest_name([one for one in slices if one is not None], memory_bytes)
+    if not rows and memory_bytes:
+        rows = tuple(row for row in rows_of_name(card) if _is_near(row, memory_bytes / GIB))
+    return _nearest_name(rows, memory_bytes)
+
+
+def hardware_from_spec(text: str, *, local_host: Callable[[], Host]) -> Hardware:
+    """The machine that a SPEC on the command line describes; InputError says what a SPEC looks like.
+
+    `2xCPU` is two ranks that share this machine's CPU and RAM, `4x2xCPU` four machines like it; nothing else asks
+    `local_host`. Of other machines that are not here the host is unknown.
+    """
+    match = re.fullmatch(r"\s*(?:(\d+)\s*x)?(?:(\d+)\s*x)?\s*([A-Za-z0-9].*?)\s*", text, re.IGNORECASE)
+    if match is None:
+        raise InputError(f"{text!r} is not a hardware SPEC; it has the form {SPEC_FORM}")
+    first, second, name = match.groups()
+    num_nodes, num_devices = (int(first), int(second)) if second else (1, int(first or 1))
+    if not num_nodes or not num_devices:
+        raise InputError(f"{text!r}: a machine needs at least one device; a SPEC has the form {SPEC_FORM}")
+    source = f"catalogue {text.strip()}"
+    if name.upper() == "CPU":
+        return Hardware(gpus=(), host=local_host(), num_nodes=num_nodes, num_cpu_devices=num_devices, source=source)
+    try:
+        found = match_card(name, count=num_devices)
+    except InputError as error:
+        raise InputError(f"{text!r}: {error}\na SPEC has the form {SPEC_FORM}") from None
+    if MIG_MARK in found.spec.name and num_devices > 1:
+        raise InputError(f"{text!r}: MIG slices do not work together; name one, 1x{found.spec.name}")
+    gpus = tuple(_gpu_of(found, index) for index in range(num_devices))
+    unknown_host = Host(cpu_name=None, num_cores=None, ram_bytes=None, ram_available_bytes=None)
+    return Hardware(gpus=gpus, host=unknown_host, num_nodes=num_nodes, notes=_assumed(name, found), source=source)
+
+
+def _gpu_of(found: CardMatch, index: int) -> Gpu:
+    spec = found.spec
+    stated = found.watts or (None if spec.lowest_watts else float(spec.board_watts))
+    return Gpu(
+        index=index,
+        name=spec.name,
+        spec_name=spec.name,
+        memory_bytes=spec.memory_bytes,
+        usable_bytes=spec.usable_bytes,
+        compute_capability=spec.compute_capability,
+        is_mig_on=True if MIG_MARK in spec.name else None,
+        power_limit_w=stated,
+    )
+
+
+def _assumed(name: str, found: CardMatch) -> tuple[str, ...]:
+    if not found.others:
+        return ()
+    return (f"{name} is taken for {found.spec.name}; it also names {', '.join(found.others)}",)
+
+
+def _others(rows: Sequence[GpuSpec], chosen: GpuSpec) -> tuple[str, ...]:
+    return tuple(row.name for row in rows if row is not chosen)
+
+
+def _near_names(name: str) -> str:
+    wanted, by_key = card_name(name).model or _bare(name), _rows_by_key()
+    near = [row.name for row in rows_of_model(wanted)]
+    near += [row for key, row in by_key.items() if len(wanted) > 1 and wanted in key]
+    near += [by_key[key] for key in close_matches(wanted, by_key, count=4)]
+    unique = list(dict.fromkeys(near))[:4]
+    if unique:
+        return f"did you mean {', '.join(unique)}?"
+    num_others = len(GPU_SPECS) - len(_EXAMPLES)
+    return f"known: {', '.join(_EXAMPLES)} and {num_others} more (trainer/planning/tables/gpu_specs.py)"
+
+
+@cache
+def _rows_by_key() -> dict[str, str]:
+    """Row names by their models, and by themselves."""
+    keys = {model: row.name for row in reversed(GPU_SPECS.values()) for model in sorted(_models(row.name))}
+    return keys | {_bare(row.name): row.name for row in GPU_SPECS.values()}
+
+
+def _rows_called(text: str) -> tuple[GpuSpec, ...]:
+    """The row of this very name, else those that nvidia-smi calls so."""
+    wanted = _bare(text)
+    own = tuple(row for row in GPU_SPECS.values() if _bare(row.name) == wanted)
+    return own or tuple(row for row in GPU_SPECS.values() if wanted in map(_bare, row.smi_names))
+
+
+@cache
+def _bare(text: str) -> str:
+    """`NVIDIA GH200 480GB` and `nvidia_gh200_480gb` without what tells them apart."""
+    return re.sub(r"^(nvidia|tesla)+", "", re.sub(r"[^a-z0-9]", "", text.lower()))
+
+
+@cache
+def _models(row_name: str) -> frozenset[str]:
+    """Every model under which a row is known: with and without rtx or gtx, `super` written out or as s."""
+    row = GPU_SPECS[row_name]
+    models = {card_name(name).model for name in (row.name, *row.smi_names)}
+    models |= {model.removesuffix("ada") for model in models if model.endswith("ada")}  # RTX 6000
+    models |= set(_ALSO_CALLED.get(row.name, ()))
+    models |= {re.sub("super", "s", model) for model in models}
+    return frozenset(models | {re.sub("^(rtx|gtx)", "", model) for model in models})
+
+
+@cache
+def _forms(row_name: str) -> frozenset[str]:
+    row = GPU_SPECS[row_name]
+    named = {form for name in (row.name, *row.smi_names) if (form := card_name(name).form) is not None}
+    return frozenset(named) or frozenset({"sxm" if row.nvlink_bytes_per_s else "pcie"})
+
+
+def _of_form(rows: tuple[GpuSpec, ...], form: str | None) -> tuple[GpuSpec, ...]:
+    return tuple(row for row in rows if form in _forms(row.name)) or rows if form else rows
+
+
+def _nearest(rows: Sequence[GpuSpec], memory_gib: int) -> int | None:
+    near = [row.memory_bytes for row in rows if _is_near(row, memory_gib)]
+    return min(near, key=lambda size: abs(size - memory_gib * GIB), default=None)
+
+
+def _is_near(row: GpuSpec, memory_gib: float) -> bool:
+    return abs(row.memory_bytes - memory_gib * GIB) <= _MEMORY_TOLERANCE * memory_gib * GIB
+
+
+def _nearest_name(rows: Sequence[GpuSpec], memory_bytes: int | None) -> str | None:
+    """Of equally near ones the slowest."""
+    if not rows:
+        return None
+    wanted = memory_bytes or rows[0].memory_bytes
+    return min(rows, key=lambda row: (round(abs(row.memory_bytes - wanted) / GIB), row.fp16_flops_per_s)).name

@@ -1,0 +1,1 @@
+"""Attention: which kernel runs, and packed rows."""

@@ -1,0 +1,333 @@
+"""Attention over packed rows: a token sees the tokens before it in its own document, and nothing else of its row.
+
+Documents are told apart by their positions, which start at 0 in each (data.py). What is done with them:
+
+    sdpa     one kernel call for all documents of a micro batch, or one for each, without any mask: with its first
+             packed rows a model changes to a function of ours, which is transformers' own for all others
+        CUDA, 16 bit, head dimension a multiple of 8 up to 256    torch's `varlen_attn`, a FlashAttention kernel
+        CPU                                                       the kernel behind PyTorch's attention, a document at
+                                                                  a time
+        else, or with attention dropout                           PyTorch's attention, a document at a time, with
+                                                                  grouped heads repeated where its kernel takes none
+    flash    flash-attn's function for rows of variable length, its own or the hub's: transformers calls it where it is
+             given the bounds
+    eager    transformers makes the mask from the positions
+
+Falcon and MPT tell neither transformers nor the kernel where documents start: they are given a mask of row x row, bool
+or in the type of the weights, for each row of a micro batch, where transformers makes one for all rows. Falcon with
+ALiBi takes no such mask: it is refused. Falcon and StableLM under flash-attn get their rows as one, the only form that
+they hand positions on in.
+
+Positions that start anew are all that learned and rotated ones need. ALiBi adds to a score what depends on the distance
+alone, up to a constant for each query: it needs nothing.
+
+Memory: the first two kernels keep query, key, value, output and a log-sum-exp a head, as for a row of one document.
+Elsewhere each document keeps its own output, and the row one more. A window longer than every document costs nothing;
+a shorter one is the kernel's own on CUDA, else a mask of document x document while it runs.
+
+The bounds go from the model's forward to each attention function as keyword arguments with transformers' names, so
+that recomputation and engines hand them on; a model that lost them on the way stops the run.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import varlen
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.utils.generic import is_flash_attention_requested
+
+from trainer.runtime.attention.kernels import computing_type, kernel_for, takes_grouped_heads
+from trainer.spec.errors import InputError
+from trainer.spec.model.attention_kernel import AttentionKernel
+
+SDPA, PACKED_SDPA, FLASH = "sdpa", "packed_sdpa", "flash_attention_2"
+_NEEDS_MASK = ("falcon", "mpt")  # model types that make their mask without the positions
+_LOSES_BOUNDS = ("falcon", "stablelm")  # whose attention is handed positions, and no other keyword arguments (W31)
+
+
+def grouped_heads(kernel: Callable[..., Any]) -> dict[str, Any]:
+    """What `varlen_attn` is told of grouped heads: torch 2.11 takes them as they are, later ones only so."""
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
+
+
+_GROUPED_HEADS = grouped_heads(varlen.varlen_attn)
+
+
+def isolate_documents(model: PreTrainedModel) -> None:
+    """Makes a model with PyTorch's attention keep documents apart by their bounds, where it would take a mask.
+
+    Once is enough; InputError for a model whose documents nothing keeps apart.
+    """
+    if model.config.model_type == "falcon" and model.config.alibi:
+        raise InputError(
+            "data.packing: falcon with ALiBi cannot be told where a document of a packed row starts;\n"
+            "give data.packing=false"
+        )
+    if model.config._attn_implementation != SDPA or model.config.model_type in _NEEDS_MASK:
+        return
+    AttentionInterface.register(PACKED_SDPA, packed_sdpa)
+    AttentionMaskInterface.register(PACKED_SDPA, _no_mask_of_documents)
+    model.config._attn_implementation = PACKED_SDPA
+
+
+def packed_inputs(
+    model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, bounds: tuple[int, ...] = ()
+) -> dict[str, Any]:
+    """What the decoder is called with for packed rows [B, S], so that no token sees another document.
+
+    Without `bounds`, which the data knows, the host waits for the device to find them in the positions. Where the
+    decoder is called with one row, [1, B x S], its hidden states are one row too.
+    """
+    isolate_documents(model)
+    name, is_masked = model.config._attn_implementation, model.config.model_type in _NEEDS_MASK
+    is_flash = is_flash_attention_requested(model.config)  # by whichever name
+    if is_flash and model.config.model_type in _LOSES_BOUNDS:
+        return {"input_ids": input_ids.reshape(1, -1), "position_ids": position_ids.reshape(1, -1)}
+    inputs: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids}
+    if is_masked:
+        embedding: Any = model.get_input_embeddings()
+        inputs["attention_mask"] = _row_mask(position_ids, torch.bool if name == SDPA else embedding.weight.dtype)
+    elif is_flash or name == PACKED_SDPA:
+        bounds, longest = bounds or document_bounds(position_ids), position_ids.shape[1]
+        there = torch.tensor(bounds, dtype=torch.int32).to(position_ids.device, non_blocking=True)
+        inputs |= {"cu_seq_lens_q": there, "cu_seq_lens_k": there if is_flash else np.asarray(bounds)}
+        inputs |= {"max_length_q": longest, "max_length_k": longest}
+    return inputs
+
+
+def document_bounds(position_ids: Tensor) -> tuple[int, ...]:
+    """Where documents start in rows [B, S] laid end to end, and the end."""
+    starts = (position_ids.flatten().cpu() == 0).nonzero().squeeze(-1)
+    return *starts.tolist(), position_ids.numel()
+
+
+def packed_sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: NDArray[np.int64] | None = None,
+    **settings: Any,  # noqa: ANN401  # what else a model hands to its attention
+) -> tuple[Tensor, None]:
+    """transformers' attention function for query [B, H, S, D] and key and value [B, K, S, D]: the output [B, S, H, D].
+
+    The bounds of documents come twice: on the device for its kernel, in host memory for a loop. Without them it is
+    transformers' own function.
+    """
+    bounds, on_host = cu_seq_lens_q, cu_seq_lens_k
+    if bounds is None and attention_mask is not None and not attention_mask.numel():
+        on_host = _bounds_of(module, settings.get("position_ids"))
+        bounds = torch.tensor(on_host, dtype=torch.int32, device=query.device)
+    if bounds is None or on_host is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, sliding_window=sliding_window, **settings
+        )
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value = (x.to(computing_type(x)) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    # Qwen2-MoE does not pass its window on.
+    window = sliding_window if sliding_window is not None else getattr(module, "sliding_window", None)
+    kernel = _kernel(query, dropout)
+    module.document_kernel = kernel  # type: ignore[assignment]  # what ran, for the report
+    if kernel == VARLEN:
+        return _by_bounds(query, key, value, bounds, window, scale), None
+    if kernel == ON_CPU:
+        return documents_on_cpu(query, key, value, on_host, window, scale), None
+    return _one_by_one(query, key, value, on_host, window, scale, dropout), None
+
+
+def _bounds_of(module: nn.Module, position_ids: Tensor | None) -> NDArray[np.int64]:
+    """The bounds of the documents from their positions, which StableLM hands on where it loses the bounds (W31)."""
+    if position_ids is None:
+        raise RuntimeError(f"{type(module).__name__} was not handed the bounds of its documents")
+    return np.asarray(document_bounds(position_ids))
+
+
+VARLEN, ON_CPU, ONE_BY_ONE = "varlen_attn", "PyTorch's CPU kernel by document", "PyTorch's attention by document"
+
+
+def document_kernels(model: nn.Module) -> tuple[str, ...]:
+    """What kept documents apart in the attention of the model's blocks so far; () where no bounds have come."""
+    found = {getattr(module, "document_kernel", None) for module in model.modules()}
+    return tuple(sorted(kernel for kernel in found if kernel is not None))
+
+
+def _kernel(query: Tensor, dropout: float) -> str:
+    if dropout:
+        return ONE_BY_ONE
+    if query.device.type == "cpu":
+        return ON_CPU
+    is_taken = query.device.type == "cuda" and kernel_for(query) is AttentionKernel.FLASH
+    return VARLEN if is_taken and query.shape[-1] % 8 == 0 else ONE_BY_ONE
+
+
+def _no_mask_of_documents(*, q_length: int, kv_length: int, allow_is_causal_skip: bool = True, **settings: Any) -> Any:  # noqa: ANN401  # transformers' settings
+    """transformers' mask for `sdpa`; an empty tensor, no mask at all, where it would be one of documents.
+
+    transformers insists on a mask for rows of several documents, and for one new token on a compiled cache.
+    """
+    if not allow_is_causal_skip and q_length == kv_length > 1:
+        return torch.empty((1, 1, 0, 0), dtype=torch.bool, device=settings.get("device"))
+    return sdpa_mask(q_length=q_length, kv_length=kv_length, allow_is_causal_skip=allow_is_causal_skip, **settings)
+
+
+def _row_mask(position_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, 1, S, S]: True, or 0, where a query sees a key; False, or the least number, where it does not."""
+    document = (position_ids == 0).cumsum(-1)
+    is_seen = (document[:, None, :, None] == document[:, None, None, :]).tril()
+    if dtype is torch.bool:
+        return is_seen
+    return torch.zeros((), dtype=dtype, device=is_seen.device).where(is_seen, torch.finfo(dtype).min)
+
+
+def _by_bounds(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, window: int | None, scale: float) -> Tensor:
+    batch, heads, width, _ = query.shape
+    queries, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    out = varlen.varlen_attn(
+        queries,
+        keys,
+        values,
+        bounds,
+        bounds,
+        width,
+        width,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        **(_GROUPED_HEADS if key.shape[1] != heads else {}),
+    )
+    assert isinstance(out, Tensor)
+    return out.view(batch, width, heads, -1)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # its loop follows the data
+def documents_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, bounds: NDArray[np.int64], window: int | None, scale: float
+) -> Tensor:
+    """Attention [B, H, S, D] of each document by the kernel that PyTorch has for a row on a CPU."""
+    out = _DocumentAttention.apply(query, key, value, tuple(bounds.tolist()), window, scale)  # type: ignore[no-untyped-call]  # torch's
+    assert isinstance(out, Tensor)
+    return out
+
+
+class _Document(NamedTuple):
+    """Tokens `places` of row `row`."""
+
+    row: int
+    places: slice
+    mask: Tensor | None
+
+    def of(self, heads: Tensor) -> Tensor:
+        """This document [1, H, L, D] of all rows [B, H, S, D], a view."""
+        return heads[self.row : self.row + 1, :, self.places]
+
+
+class _DocumentAttention(torch.autograd.Function):
+    """Causal attention of each document by the kernel that PyTorch has for a row on a CPU; heads may be grouped.
+
+    A function of its own for what it keeps: the inputs, the output and its log-sum-exp, all of them once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401  # torch's context
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bounds: tuple[int, ...],
+        window: int | None,
+        scale: float,
+    ) -> Tensor:
+        batch, heads, width, size = query.shape
+        out = query.new_empty(batch, width, heads, size)
+        log_sums = query.new_empty(batch, width, heads, dtype=torch.float32)
+        for document in _documents(bounds, width, window, query.dtype):
+            inputs = (document.of(x) for x in (query, key, value))
+            outputs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *inputs, 0.0, document.mask is None, attn_mask=document.mask, scale=scale
+            )
+            for total, part in zip((out, log_sums), outputs, strict=True):
+                document.of(total.transpose(1, 2)).copy_(part)
+        ctx.save_for_backward(query, key, value, out, log_sums)
+        ctx.bounds, ctx.window, ctx.scale = bounds, window, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # torch's context
+        query, key, value, out, log_sums = ctx.saved_tensors
+        by_head = [x.transpose(1, 2) for x in (*grad_outputs, out, log_sums)]
+        grads = [torch.empty_like(x) for x in (query, key, value)]
+        for document in _documents(ctx.bounds, query.shape[2], ctx.window, query.dtype):
+            grad_out, *others = (document.of(x) for x in (by_head[0], query, key, value, *by_head[1:]))
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad_out, *others, 0.0, document.mask is None, attn_mask=document.mask, scale=ctx.scale
+            )
+            for total, part in zip(grads, parts, strict=True):
+                document.of(total).copy_(part)
+        return (*grads, None, None, None)
+
+
+def _documents(bounds: tuple[int, ...], width: int, window: int | None, dtype: torch.dtype) -> Iterator[_Document]:
+    for start, end in pairwise(bounds):
+        row, place = divmod(start, width)
+        mask = _window_mask(end - start, window, torch.device("cpu"))
+        yield _Document(row, slice(place, place + end - start), mask if mask is None else _additive(mask, dtype))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # its loop follows the data
+def _one_by_one(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: NDArray[np.int64],
+    window: int | None,
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    lengths, num_groups = np.diff(bounds).tolist(), query.shape[1] // key.shape[1]
+    rows = [x.transpose(1, 2).flatten(0, 1).split(lengths) for x in (query, key, value)]  # each [L, H, D]
+    masks = (_window_mask(length, window, query.device) for length in lengths)
+    outputs = []
+    for *document, mask in zip(*rows, masks, strict=True):
+        queries, keys, values = (x.transpose(0, 1)[None] for x in document)
+        is_grouped = num_groups > 1 and takes_grouped_heads(keys, is_masked=mask is not None)
+        if not is_grouped:
+            keys, values = (repeat_kv(x, num_groups) for x in (keys, values))
+        out = functional.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=is_grouped,
+        )
+        outputs.append(out[0].transpose(0, 1))
+    batch, heads, width, _ = query.shape
+    return torch.cat(outputs).view(batch, width, heads, -1)
+
+
+def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """[L, L]: True where a query sees a key; None where the window is no shorter than the document."""
+    if window is None or length <= window:
+        return None
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros((), dtype=dtype).where(mask, float("-inf"))

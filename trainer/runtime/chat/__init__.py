@@ -1,0 +1,1 @@
+"""Chat with what a run trained."""

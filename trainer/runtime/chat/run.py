@@ -1,0 +1,241 @@
+"""Talks with what a run trained: questions from the terminal or a pipe, one a line; answers as they are made.
+
+    python -m trainer.runtime.chat.run RUN_DIR [--checkpoint best|last|step-N] [--max-new-tokens N] ...
+
+Answers go to stdout and everything else to stderr. Ctrl-C ends an answer, which counts as given; at the prompt it ends
+the program. With a chat template the whole talk is the prompt, and its oldest turns are left out where it grows beyond
+what the model reads; without one each line is continued by itself.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextStreamer,
+)
+from transformers.utils.logging import disable_progress_bar
+
+from trainer.runtime.chat.model import Partner, load_partner
+from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
+
+DEFAULT_TEMPERATURE = 0.7  # where neither the command line nor the model's own settings say how to draw
+LEAST_ANSWER_TOKENS = 16  # room for an answer below which old turns are left out
+
+
+class Manner(NamedTuple):
+    """How answers are drawn; `temperature` None: as the model's own settings say."""
+
+    max_new_tokens: int
+    temperature: float | None = None
+
+
+class Interrupts:
+    """Ctrl-C: a flag while an answer is made, KeyboardInterrupt otherwise."""
+
+    def __init__(self) -> None:
+        self.is_answering = False
+        self.was_asked = False
+        signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, _signal: int, _frame: FrameType | None) -> None:
+        if not self.is_answering:
+            raise KeyboardInterrupt
+        self.was_asked = True
+
+
+class Talk:
+    """A conversation with a model."""
+
+    def __init__(self, partner: Partner, manner: Manner, system: str | None, interrupts: Interrupts) -> None:
+        if system is not None and not partner.has_template:
+            raise InputError("--system: this tokenizer has no chat template, and so no system message; leave it out")
+        self._partner, self._manner, self._interrupts = partner, manner, interrupts
+        self._opening: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
+        self._turns: list[dict[str, str]] = []
+
+    def answer(self, question: str, streamer: TextStreamer | None = None) -> str:
+        """The model's answer, shown as it is made; InputError for a question longer than the model reads."""
+        ids = self._prompt(question)
+        tokenizer = self._partner.tokenizer
+        made = self._generate(ids, streamer)
+        text = str(tokenizer.decode(made, skip_special_tokens=True))
+        self._turns += [{"role": "user", "content": question}, {"role": "assistant", "content": text}]
+        return text
+
+    def _prompt(self, question: str) -> list[int]:
+        """Ids of the talk with a question at its end, short enough to leave room for an answer."""
+        longest = self._partner.max_positions
+        room = None if longest is None else longest - min(self._manner.max_new_tokens, LEAST_ANSWER_TOKENS)
+        while True:
+            ids = self._ids(question)
+            if room is None or len(ids) <= room:
+                return ids
+            if not self._turns or not self._partner.has_template:
+                raise InputError(f"the question has {len(ids)} tokens; the model reads {room} and an answer")
+            del self._turns[:2]  # a question and its answer
+
+    def _ids(self, question: str) -> list[int]:
+        tokenizer = self._partner.tokenizer
+        if not self._partner.has_template:
+            return [*self._partner.prefix, *tokenizer(question, add_special_tokens=False)["input_ids"]]
+        messages = [*self._opening, *self._turns, {"role": "user", "content": question}]
+        try:
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except TemplateError as error:
+            what = "--system: " if self._opening else ""
+            raise InputError(f"{what}the tokenizer's chat template refuses this talk: {error}") from error
+        ids: list[int] = tokenizer(str(text), add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _generate(self, prompt: list[int], streamer: TextStreamer | None) -> list[int]:
+        model: Any = self._partner.model
+        ids = torch.tensor([prompt], device=model.device)
+        longest = self._partner.max_positions
+        num_new = self._manner.max_new_tokens if longest is None else longest - len(prompt)
+        self._interrupts.is_answering, self._interrupts.was_asked = True, False
+        try:
+            with torch.inference_mode():
+                made = model.generate(
+                    input_ids=ids,
+                    attention_mask=torch.ones_like(ids),
+                    generation_config=self._settings(min(self._manner.max_new_tokens, num_new)),
+                    streamer=streamer,
+                    stopping_criteria=StoppingCriteriaList([_Interrupted(self._interrupts)]),
+                )
+        except torch.cuda.OutOfMemoryError as error:
+            raise EnvironmentFaultError(
+                "the GPU's memory ran out; a shorter talk or --max-new-tokens needs less, CUDA_VISIBLE_DEVICES= none"
+            ) from error
+        finally:
+            self._interrupts.is_answering = False
+        answer: list[int] = made[0, len(prompt) :].tolist()
+        return answer
+
+    def _settings(self, num_new: int) -> GenerationConfig:
+        """The model's own way of drawing, or the one asked for."""
+        own: GenerationConfig = self._partner.model.generation_config
+        temperature = self._manner.temperature
+        drawn: dict[str, Any] = {}
+        if temperature == 0:
+            drawn = {"do_sample": False}
+        elif temperature is not None:
+            drawn = {"do_sample": True, "temperature": temperature, "top_p": own.top_p, "top_k": own.top_k}
+        elif own.do_sample:
+            drawn = {"do_sample": True, "temperature": own.temperature, "top_p": own.top_p, "top_k": own.top_k}
+        else:
+            drawn = {"do_sample": True, "temperature": DEFAULT_TEMPERATURE}
+        tokenizer, end_ids = self._partner.tokenizer, list(self._partner.end_ids)
+        pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        return GenerationConfig(
+            **{name: each for name, each in drawn.items() if each is not None},
+            max_new_tokens=num_new,
+            eos_token_id=end_ids or None,
+            pad_token_id=pad_id,
+        )
+
+
+class _Interrupted(StoppingCriteria):
+    """Ends an answer after Ctrl-C."""
+
+    def __init__(self, interrupts: Interrupts) -> None:
+        self._interrupts = interrupts
+
+    def __call__(self, input_ids: Tensor, _scores: Tensor, **_: Any) -> Tensor:  # noqa: ANN401  # theirs
+        return torch.full((input_ids.shape[0],), self._interrupts.was_asked, device=input_ids.device)
+
+
+def talk(talk: Talk, tokenizer: PreTrainedTokenizerBase, questions: Iterator[str]) -> None:
+    """Answers each question on stdout until they end; one that cannot be answered is said, and the next one taken."""
+    for question in questions:
+        if not question.strip():
+            continue
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        try:
+            talk.answer(question, streamer)
+        except InputError as error:
+            _say(f"shardwise: {error}")
+
+
+def _questions() -> Iterator[str]:
+    """Lines of a pipe as they are; at a terminal, behind a prompt and with a line editor."""
+    if not sys.stdin.isatty():
+        for line in sys.stdin:
+            yield line.rstrip("\r\n")
+        return
+    import readline  # noqa: F401  # input() uses it once it is here
+
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            _say("")
+            return
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201  # the program of a person
+
+
+def _opening_words(partner: Partner) -> str:
+    how = (
+        "by the tokenizer's chat template"
+        if partner.has_template
+        else "without a chat template, which this tokenizer lacks: each line is continued as plain text"
+    )
+    ends = "; Ctrl-C ends an answer, Ctrl-D the talk" if sys.stdin.isatty() else ""
+    return f"{partner.title} on {partner.model.device}, {how}{ends}"
+
+
+def main() -> None:
+    """Parses the command line and talks; ends with the error's exit code, or 130 for Ctrl-C at the prompt."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.runtime.chat.run", description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--checkpoint")
+    parser.add_argument("--max-new-tokens", type=int, default=512)
+    parser.add_argument("--temperature", type=float)
+    parser.add_argument("--system")
+    chosen = parser.parse_args()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as in export_run
+    disable_progress_bar()
+    sys.exit(int(_ended(lambda: _run(chosen))))
+
+
+def _run(chosen: argparse.Namespace) -> None:
+    interrupts = Interrupts()
+    partner = load_partner(chosen.run_dir, checkpoint=chosen.checkpoint)
+    conversation = Talk(partner, Manner(chosen.max_new_tokens, chosen.temperature), chosen.system, interrupts)
+    _say(_opening_words(partner))
+    talk(conversation, partner.tokenizer, _questions())
+
+
+def _ended(work: Callable[[], None]) -> ExitCode:
+    try:
+        work()
+    except ShardwiseError as error:
+        _say(f"shardwise: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more changes nothing: the program is on its way out
+        _say("")
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        sys.stderr.close()  # nobody listens any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return ExitCode.DONE
+
+
+if __name__ == "__main__":
+    main()

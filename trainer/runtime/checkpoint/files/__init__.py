@@ -1,0 +1,1 @@
+"""Files of a checkpoint: shards, manifest, commit, search."""

@@ -1,0 +1,1 @@
+"""How each engine and optimizer holds state, and its pieces in a checkpoint."""

@@ -1,0 +1,1 @@
+"""Data: from sources to rows of token ids, and the batches of a step."""

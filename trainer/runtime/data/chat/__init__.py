@@ -1,0 +1,1 @@
+"""Chats: messages, templates, rendering."""

@@ -1,0 +1,255 @@
+"""Turns examples into token ids and says which of them are learned.
+
+    text                 its ids and nothing around them: it may be a stretch of a long document
+    prompt, completion   [bos] + prompt + completion + eos; the two are cut into tokens where generation would cut them
+    messages             what the chat template makes of them, bos and all, as one text, tokenised once: as transformers
+                         does (`apply_chat_template`), and as the model will be asked
+
+What is learned (`data.loss_on`; auto: all of a text, the assistant of a chat, the completion otherwise):
+
+    all          every token
+    assistant    every turn of the assistant
+    completion   the last of them; of a prompt with a completion, all of the completion
+
+A turn is learned from after the generation prompt through the token that ends it, which the model must learn to write;
+what the template puts between turns, such as a newline, is not. A template's own {% generation %} marks are taken as
+they are; for others see `chat_turns`. A token belongs where its first character does: one that begins in the prompt and
+ends in the answer is not learned, as generation never has the choice of it. Where a template ends the last answer
+without any special token, eos is put after it, or the model would never stop.
+
+A marker in somebody's words (`<|im_end|>` typed by a user) becomes the special token, as it does for everyone who uses
+the template through transformers; it is never taken for the end of a turn.
+
+An example that cannot be used answers with the reason, a sentence for the list of bad rows.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from tokenizers import Encoding
+
+from trainer.runtime.data.chat.messages import plain_messages, takes_parts, with_arguments
+from trainer.runtime.data.chat.template import TEMPLATE_NAMES, ChatTemplate, TemplateRefusalError
+from trainer.runtime.data.chat.turns import TurnFinder, num_shared
+from trainer.runtime.data.sources.examples import Chat, Completion, Content, Message, Preference, TokenIds
+from trainer.runtime.data.tokenizer import TextTokenizer, special_tokens
+from trainer.spec.errors import InputError
+from trainer.spec.job.sections import LossOn
+
+
+class PreferenceIds(NamedTuple):
+    """Two answers to one prompt; of each the prompt comes first and is not learned."""
+
+    chosen: TokenIds
+    rejected: TokenIds
+
+
+Rendered = TokenIds | PreferenceIds | str  # str: why the example cannot be used
+
+
+class _Text(NamedTuple):
+    """Plain text."""
+
+    text: str
+
+
+class _Continued(NamedTuple):
+    """A prompt and the same with its completion."""
+
+    prompt: str
+    whole: str
+    learns_prompt: bool
+
+
+class _Told(NamedTuple):
+    """A conversation; `spans` are the characters [begin, end) that are learned, None: all."""
+
+    text: str
+    spans: Sequence[tuple[int, int]] | None
+    adds_eos: bool
+
+
+_Draft = _Text | _Continued | _Told
+
+
+class Renderer:
+    """Renders examples of one job; `template` may be None where none of them holds messages."""
+
+    def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate | None, loss_on: LossOn, seq_len: int) -> None:
+        self._tokenizer, self._template, self._loss_on, self._seq_len = tokenizer, template, loss_on, seq_len
+        self._special = special_tokens(tokenizer)
+        self._finder = TurnFinder(template, self._special) if template and not template.marks_learned else None
+        self._takes_parts = template is not None and takes_parts(template)
+
+    def render(self, content: Content) -> Rendered:
+        """Token ids of one example, or why it cannot be used."""
+        return self.render_many([content])[0]
+
+    def render_many(self, contents: Sequence[Content]) -> list[Rendered]:
+        """As `render`, in order; the tokenizer cuts all of them at once, on all cores.
+
+        InputError where an example holds messages and there is no template.
+        """
+        drafts = [self._drafts(content) for content in contents]
+        texts = [
+            text for drafted in drafts if not isinstance(drafted, str) for draft in drafted for text in _texts(draft)
+        ]
+        encodings = iter(self._tokenizer.tokenizer.encode_batch(texts, add_special_tokens=False))
+        return [
+            drafted if isinstance(drafted, str) else self._rendered(content, drafted, encodings)
+            for content, drafted in zip(contents, drafts, strict=True)
+        ]
+
+    def _drafts(self, content: Content) -> list[_Draft] | str:
+        """One sequence, two of a preference, none of what came tokenised; or the reason against it."""
+        try:
+            if isinstance(content, TokenIds):
+                return []
+            if isinstance(content, str):
+                return [self._text(content)]
+            if isinstance(content, Chat):
+                return [self._chat(content)]
+            if isinstance(content, Completion):
+                return [self._completion(content, self._loss_on)]
+            answers = (content.chosen, content.rejected)
+            return [self._completion(Completion(content.prompt, answer), LossOn.COMPLETION) for answer in answers]
+        except TemplateRefusalError as refusal:
+            return str(refusal)
+
+    def _text(self, text: str) -> _Text:
+        if self._loss_on in (LossOn.ASSISTANT, LossOn.COMPLETION):
+            raise TemplateRefusalError(
+                f"is plain text, in which nothing is told apart as {self._loss_on} (data.loss_on)"
+            )
+        return _Text(text)
+
+    def _completion(self, content: Completion, loss_on: LossOn) -> _Draft:
+        prompt, completion = content
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return _Continued(prompt, prompt + completion, learns_prompt=loss_on is LossOn.ALL)
+        before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        after = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        first = 0 if loss_on is LossOn.ASSISTANT else len(before)
+        return self._told([*before, *after], None, None if loss_on is LossOn.ALL else first)
+
+    def _chat(self, content: Chat) -> _Draft:
+        if self._loss_on is LossOn.ALL:
+            return self._told(*content, None)
+        roles = [message.get("role") for message in content.messages if isinstance(message, dict)]
+        only_last = self._loss_on is LossOn.COMPLETION and "assistant" in roles
+        return self._told(*content, len(roles) - 1 - roles[::-1].index("assistant") if only_last else 0)
+
+    def _told(self, messages: Sequence[Message], tools: Sequence[Any] | None, first: int | None) -> _Told:
+        """A conversation in which the assistant is learned from message `first` on; None: everything is learned."""
+        if self._template is None:
+            raise InputError(
+                "data.chat_template: the tokenizer has no chat template, and the rows hold messages;\n"
+                f"name one ({', '.join(TEMPLATE_NAMES)}) or a file"
+            )
+        given = plain_messages(messages, takes_parts=self._takes_parts)
+        objects = with_arguments(given, as_text=False)
+        try:
+            return self._told_as(self._template, objects, tools, first)
+        except TemplateRefusalError:
+            texts = with_arguments(given, as_text=True)
+            if texts == objects:
+                raise
+            return self._told_as(self._template, texts, tools, first)
+
+    def _told_as(
+        self, template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Any] | None, first: int | None
+    ) -> _Told:
+        text, marked = template.render(messages, tools)
+        _check_tools_are_told(messages, tools, text)
+        adds_eos = messages[-1]["role"] == "assistant" and not text.rstrip().endswith(self._special)
+        if first is None:
+            return _Told(text, None, adds_eos)
+        if self._finder is not None:
+            turns = self._finder.turns(messages, tools, text)
+            return _Told(text, [(turn.begin, turn.end) for turn in turns if turn.message >= first], adds_eos)
+        if first > 0:
+            prompt = template.render(messages[:first], tools, add_generation_prompt=True).text
+            begin = num_shared(prompt, text)
+            marked = tuple(span for span in marked if span[1] > begin)
+        return _Told(text, marked, adds_eos)
+
+    def _rendered(self, content: Content, drafts: Sequence[_Draft], encodings: Iterator[Encoding]) -> Rendered:
+        if isinstance(content, TokenIds):
+            return _nothing_learned(content) or content
+        sequences = [self._token_ids(draft, encodings) for draft in drafts]
+        if isinstance(content, str):
+            return sequences[0]  # a long text is cut or packed, never too long
+        for sequence, name in zip(sequences, ("chosen: ", "rejected: ") if len(drafts) > 1 else ("",), strict=True):
+            if len(sequence.ids) > self._seq_len:
+                return f"too long: {name}{len(sequence.ids)} tokens, train.seq_len is {self._seq_len}"
+            if reason := _nothing_learned(sequence):
+                return f"{name}{reason}"
+        if not isinstance(content, Preference):
+            return sequences[0]
+        chosen, rejected = sequences
+        return PreferenceIds(chosen, rejected) if chosen != rejected else "chosen and rejected are the same tokens"
+
+    def _token_ids(self, draft: _Draft, encodings: Iterator[Encoding]) -> TokenIds:
+        if isinstance(draft, _Text):
+            return TokenIds(next(encodings).ids)
+        if isinstance(draft, _Continued):
+            return self._continued(draft, next(encodings).ids, next(encodings).ids)
+        encoding = next(encodings)
+        ids = encoding.ids
+        is_learned = None if draft.spans is None else _are_within(encoding.offsets, draft.spans)
+        if draft.adds_eos:
+            ids.append(self._tokenizer.eos_id)
+            if is_learned is not None:
+                is_learned.append(True)
+        return TokenIds(ids, is_learned)
+
+    def _continued(self, draft: _Continued, prompt: list[int], whole: list[int]) -> TokenIds:
+        """The prompt as generation is given it, and the rest in tokens that can follow it."""
+        begins_alike = whole[: len(prompt)] == prompt
+        answer = whole[len(prompt) :] if begins_alike else self._ids_inside(draft.whole[len(draft.prompt) :])
+        if answer[-1:] != [self._tokenizer.eos_id]:
+            answer.append(self._tokenizer.eos_id)
+        before = [*self._tokenizer.document_prefix, *prompt]
+        if draft.learns_prompt:
+            return TokenIds(before + answer)
+        return TokenIds(before + answer, [False] * len(before) + [True] * len(answer))
+
+    def _ids_inside(self, text: str) -> list[int]:
+        """Ids of a text that does not begin a document: without the space that sentencepiece puts before one."""
+        line_end, after_line_end, alone = self._tokenizer.encode(["\n", "\n" + text, text])
+        begins_alike = after_line_end[: len(line_end)] == line_end
+        return after_line_end[len(line_end) :] if begins_alike else alone
+
+
+def _texts(draft: _Draft) -> tuple[str, ...]:
+    return (draft.prompt, draft.whole) if isinstance(draft, _Continued) else (draft.text,)
+
+
+def _check_tools_are_told(messages: Sequence[Message], tools: Sequence[Any] | None, text: str) -> None:
+    """TemplateRefusalError where the template passes over a tool or a call of one in silence, as many do."""
+    functions = [*(tools or ()), *(call for message in messages for call in message.get("tool_calls") or ())]
+    for function in functions:
+        told = function.get("function", function) if isinstance(function, dict) else {}
+        name = told.get("name") if isinstance(told, dict) else None
+        if isinstance(name, str) and name not in text:
+            raise TemplateRefusalError(
+                f"the chat template leaves out the tool {name}; name another (data.chat_template)"
+            )
+
+
+def _are_within(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
+    """For each token whether its first character lies in a span."""
+    begins = [begin for begin, _ in offsets]
+    is_learned = [False] * len(begins)
+    for begin, end in spans:
+        first, stop = bisect_left(begins, begin), bisect_left(begins, end)
+        is_learned[first:stop] = [True] * (stop - first)
+    return is_learned
+
+
+def _nothing_learned(sequence: TokenIds) -> str | None:
+    """A reason where no token is learned; the first has none before it that could tell it."""
+    if sequence.is_learned is None or any(sequence.is_learned[1:]):
+        return None
+    return "nothing of it is learned: no answer of the assistant is in it"

@@ -1,0 +1,264 @@
+"""Chat templates: the tokenizer's own, one of ours by name, or a file, rendered as transformers renders them.
+
+A template gets what `apply_chat_template` of transformers gives it (utils/chat_template_utils.py): `messages` without
+keys that hold nothing, `tools`, `add_generation_prompt`, the tokenizer's named tokens, `raise_exception`, a `tojson`
+that escapes no HTML, loop controls and {% generation %} blocks, in jinja2's immutable sandbox, as a template from a
+hub is code of others. transformers itself is not imported: that takes a second in each process, and its generation
+blocks are placed wrongly inside macros.
+
+`strftime_now` answers with one fixed day, the one that the templates of Llama 3.1 and 3.2 fall back to. Today's date
+would put the day of the preparation into every row: the same data would become other ids tomorrow, in a cache that is
+keyed by content, and after a resume; and the model would learn one date in either case. `prints_date` tells a caller
+that a template asks for it.
+
+The marks that a template puts around what the assistant wrote travel through jinja2 as noncharacters of Unicode, which
+text never holds; a message that does is refused.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from trainer.runtime.data.sources.examples import Message
+from trainer.runtime.data.tokenizer import END_OF_TEXT, TextTokenizer, named_tokens
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.model.template_tokens import TEMPLATE_TOKENS
+
+TEMPLATE_DAY = datetime(2024, 7, 26)
+OPENS_LEARNED, CLOSES_LEARNED = "\ufdd0", "\ufdd1"
+OPENS_SLOT, CLOSES_SLOT = "\ufdd2", "\ufdd3"
+RESERVED = (OPENS_LEARNED, CLOSES_LEARNED, OPENS_SLOT, CLOSES_SLOT)
+# What a template may raise on a conversation it was not made for; jinja2's own errors are TemplateErrors.
+_FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_TOKEN = re.compile(r"<\|[^\s|<>]+\|>|<\uff5c[^\s\uff5c<>]+\uff5c>|<(?:start|end)_of_turn>")
+_TEMPLATES = Path(__file__).with_name("templates")
+TEMPLATE_NAMES = tuple(TEMPLATE_TOKENS)
+_TOOL_USE = "tool_use"  # what transformers calls the template for conversations with tools
+_MORE_TEMPLATES = "additional_chat_templates"
+
+
+class TemplateRefusalError(Exception):
+    """The template, or we, cannot put this conversation into text; the message is the reason."""
+
+
+class ChatText(NamedTuple):
+    """A conversation as text, and the stretches that the template marks as the assistant's, in characters."""
+
+    text: str
+    learned: tuple[tuple[int, int], ...]
+
+
+class ChatTemplate:
+    """One chat template, or two where a tokenizer has another for conversations with tools.
+
+    `source` and `tool_source` are what must go into the name of a cache; `named_tokens` what {{ bos_token }} and its
+    like stand for.
+    """
+
+    def __init__(
+        self, source: str, tokens: Mapping[str, str], *, name: str | None = None, tool_source: str | None = None
+    ) -> None:
+        """InputError for a source that jinja2 does not read; `name` is that of one of ours."""
+        self.source, self.tool_source, self.name = source, tool_source, name
+        self.named_tokens = dict(tokens)
+        self._plain = _environment().from_string(_checked(source))
+        self._with_tools = self._plain if tool_source is None else _environment().from_string(_checked(tool_source))
+        sources = [source] if tool_source is None else [source, tool_source]
+        trees = [_environment().parse(text) for text in sources]
+        self.prints_date = any(name.name == "strftime_now" for tree in trees for name in tree.find_all(nodes.Name))
+        self.marks_learned = all(_has_generation_block(text) for text in sources)
+        self.literals = tuple(literal for tree in trees for literal in _literals(tree))
+        self.tested_words = frozenset(word for tree in trees for word in _tested_words(tree))
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = False
+    ) -> ChatText:
+        """The conversation as text; TemplateRefusalError with the reason where the template has no form for it."""
+        template = self._with_tools if tools else self._plain
+        try:
+            text = template.render(
+                messages=list(messages),
+                tools=list(tools) if tools else None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.named_tokens,
+            )
+        except _FAULTS as error:
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise TemplateRefusalError(f"the chat template refuses it: {said}") from error
+        return _without_marks(text)
+
+
+def load_chat_template(choice: str | None, tokenizer_folder: Path | None) -> ChatTemplate | None:
+    """The template that `data.chat_template` chooses: None is the tokenizer's own, and answers None if it has none.
+
+    Otherwise one of TEMPLATE_NAMES, another named one of the tokenizer, or a file. `tokenizer_folder` is None for a
+    tokenizer that is made from the data. InputError for a choice that is none of these.
+    """
+    tokens = {"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
+    own: dict[str, str] = {}
+    if tokenizer_folder is not None:
+        tokens, own = named_tokens(tokenizer_folder), _templates_of(tokenizer_folder)
+    if choice is None:
+        if "default" not in own:
+            return None
+        return ChatTemplate(own["default"], tokens, tool_source=own.get(_TOOL_USE))
+    if choice in TEMPLATE_NAMES:
+        return ChatTemplate(_read(_TEMPLATES / f"{choice}.jinja"), tokens, name=choice)
+    if choice in own:
+        return ChatTemplate(own[choice], tokens)
+    if Path(choice).is_file():
+        return ChatTemplate(_read(Path(choice)), tokens)
+    names = ", ".join([*TEMPLATE_NAMES, *sorted(own.keys() - {"default", _TOOL_USE})])
+    raise InputError(f"data.chat_template: {choice} is no file and no template by that name;\nthere are {names}")
+
+
+def missing_tokens(template: ChatTemplate, tokenizer: TextTokenizer) -> tuple[str, ...]:
+    """Tokens that the template writes and the tokenizer would cut into pieces, in the order of the template.
+
+    Of one of ours its special tokens; of any other whatever in its text looks like one, `<|...|>` or `<..._of_turn>`.
+    A model does learn such a marker spelt in pieces, but slowly, and nothing that serves it stops there.
+    """
+    return tuple(token for token in written_tokens(template) if tokenizer.tokenizer.token_to_id(token) is None)
+
+
+def written_tokens(template: ChatTemplate) -> tuple[str, ...]:
+    """The special tokens that the template writes itself."""
+    if template.name is not None:
+        return TEMPLATE_TOKENS[template.name]
+    return tuple(dict.fromkeys(_TOKEN.findall("\0".join(template.literals))))
+
+
+def write_chat_template(template: ChatTemplate, folder: Path) -> None:
+    """Writes the template where transformers looks first, before tokenizer_config.json."""
+    (folder / "chat_template.jinja").write_text(template.source, encoding="utf-8")
+    if template.tool_source is not None:
+        (folder / _MORE_TEMPLATES).mkdir(exist_ok=True)
+        (folder / _MORE_TEMPLATES / f"{_TOOL_USE}.jinja").write_text(template.tool_source, encoding="utf-8")
+
+
+def _templates_of(folder: Path) -> dict[str, str]:
+    """The tokenizer's templates by name; files come before tokenizer_config.json, as in transformers."""
+    files = {path.stem: _read(path) for path in sorted((folder / _MORE_TEMPLATES).glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        files["default"] = _read(folder / "chat_template.jinja")
+    path = folder / "tokenizer_config.json"
+    if files or not path.is_file():
+        return files
+    try:
+        found = json.loads(_read(path)).get("chat_template")
+        return {each["name"]: each["template"] for each in found} if isinstance(found, list) else _default(found)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path}: its chat_template cannot be read: {error}") from error
+
+
+def _default(found: str | None) -> dict[str, str]:
+    return {} if found is None else {"default": found}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise EnvironmentFaultError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: is not text in UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def _checked(source: str) -> str:
+    try:
+        _environment().parse(source)
+    except TemplateSyntaxError as error:
+        raise InputError(
+            f"data.chat_template: jinja2 does not read the template: line {error.lineno}: {error.message}"
+        ) from error
+    return source
+
+
+class _GenerationBlocks(Extension):
+    """{% generation %} ... {% endgeneration %}: what stands in it is the assistant's."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Macro) -> str:
+        return f"{OPENS_LEARNED}{caller()}{CLOSES_LEARNED}"
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlocks, loopcontrols],
+        autoescape=False,  # a template makes text for a model, not HTML
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = TEMPLATE_DAY.strftime
+    return environment
+
+
+def _to_json(
+    value: Any,  # noqa: ANN401 - any JSON
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - templates pass it by place
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,  # noqa: FBT001, FBT002 - as above
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: object) -> None:
+    raise TemplateError(str(message))
+
+
+def _has_generation_block(source: str) -> bool:
+    return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
+
+
+def _without_marks(text: str) -> ChatText:
+    if OPENS_LEARNED not in text and CLOSES_LEARNED not in text:
+        return ChatText(text, ())
+    pieces = re.split(f"([{OPENS_LEARNED}{CLOSES_LEARNED}])", text)
+    if pieces[1::2] != [OPENS_LEARNED, CLOSES_LEARNED] * (len(pieces) // 4):
+        raise TemplateRefusalError("the chat template puts one generation block inside another")
+    length = 0
+    begins, learned = 0, []
+    for place, piece in enumerate(pieces):
+        if place % 4 == 1:
+            begins = length
+        elif place % 4 == 3:
+            learned.append((begins, length))
+        else:
+            length += len(piece)
+    return ChatText("".join(pieces[::2]), tuple(learned))
+
+
+def _literals(tree: nodes.Template) -> list[str]:
+    """Every piece of text that stands in the template."""
+    texts = [node.data for node in tree.find_all(nodes.TemplateData)]
+    return texts + [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
+
+
+def _tested_words(tree: nodes.Template) -> list[str]:
+    """Words by whose presence in a message the template may decide, such as </think>: '...' in x, x.split('...')."""
+    comparisons = tree.find_all(nodes.Compare)
+    operands: list[nodes.Node] = [each.expr for each in comparisons if each.ops[0].op in ("in", "notin")]
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr):
+            operands.extend(call.args)
+    words = [operand.value for operand in operands if isinstance(operand, nodes.Const)]
+    return [word for word in words if isinstance(word, str) and len(word.strip()) > 2]

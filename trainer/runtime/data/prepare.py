@@ -1,0 +1,330 @@
+"""Turns sources of data into rows of token ids, once: `python -m trainer.runtime.data.prepare REQUEST ANSWER`.
+
+Three passes over the files, each in bounded memory. The first takes digests, which with the tokenizer and the settings
+are the fingerprint: a prepared folder of that name ends the work. The second looks at every row: which cannot be used,
+and what the split holds out. The third tokenises, on all cores, and writes rows. Where the tokenizer is to be made
+from the data, that stands between the two and sees the training side only.
+
+Of a stream (`window_bytes`) only the first window is prepared here, which is read once, into memory; see stream_window.
+
+Progress goes to stdout, a plain line a second at most; a problem to stderr, with the exit code of its error.
+"""
+
+import errno
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from trainer.runtime.data.chat.template import (
+    ChatTemplate,
+    load_chat_template,
+    missing_tokens,
+    write_chat_template,
+    written_tokens,
+)
+from trainer.runtime.data.data_cache import prepared_once
+from trainer.runtime.data.held_out import content_hash
+from trainer.runtime.data.lengths import batch_widths, length_histogram
+from trainer.runtime.data.prepared_rows import Work, is_packed, write_rows
+from trainer.runtime.data.row_writer import Rows
+from trainer.runtime.data.sources.census import Census, Sources, SurveyedFile, survey_sources, take_census, units_of
+from trainer.runtime.data.sources.examples import texts_of
+from trainer.runtime.data.sources.row_files import holds_rows
+from trainer.runtime.data.stream.files import FileFetcher
+from trainer.runtime.data.stream.folder import scratch_folder
+from trainer.runtime.data.stream.values import START_NAME
+from trainer.runtime.data.stream.window import FirstWindow, identity_in_stream
+from trainer.runtime.data.token_rows import CACHE_FORMAT, TokenRows, unigram_entropy_nats
+from trainer.runtime.data.tokenizer import (
+    TextTokenizer,
+    add_special_tokens,
+    copy_tokenizer,
+    load_tokenizer,
+    tokenizer_digest,
+    train_tokenizer,
+    write_trained_tokenizer,
+)
+from trainer.runtime.run.process import end_with_parent
+from trainer.spec import codec
+from trainer.spec.data.profile import DataProfile, stream_words
+from trainer.spec.data.request import PrepareRequest, content_suffix
+from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
+from trainer.spec.job.sections import DataFormat, LossOn
+
+TOKENIZER_TRAINING_CHARS = 100_000_000
+T = TypeVar("T")
+
+
+def prepare(request: PrepareRequest, report: Callable[[str], None]) -> DataProfile:
+    """The profile of the prepared data; `report` is given lines of progress."""
+    if not request.files:
+        raise InputError("data.train: names no file; give a file, a folder or python-stdlib")
+    if request.seq_len < 2:
+        raise InputError(f"train.seq_len: a row of {request.seq_len} tokens has no target; 2 are the least")
+    if request.window_bytes is not None:
+        with scratch_folder(Path(request.cache_root, "streams"), "first") as scratch:
+            reader = FirstWindow(request, FileFetcher(scratch), report)
+            return _prepare_once(request, reader.sources, lambda work: _build_first(work, reader))
+    return _prepare_once(request, survey_sources(request, report), lambda work: _build(work).profile)
+
+
+def _prepare_once(request: PrepareRequest, sources: Sources, build: Callable[[Work], DataProfile]) -> DataProfile:
+    _check_shape(request, sources.reading.format)
+    fingerprint = _fingerprint(request, sources)
+    root = Path(request.cache_root, "data")
+    profile = prepared_once(
+        root, fingerprint, lambda folder: build(Work(request, sources, fingerprint, folder)), sources.report
+    )
+    return replace(profile, cache_dir=str(root / fingerprint))
+
+
+def _check_shape(request: PrepareRequest, shape: DataFormat) -> None:
+    """InputError where the rows have nothing of what the job says of them."""
+    if shape is DataFormat.PREFERENCE and request.packing:
+        raise InputError("data.packing: pairs of rows are compared and cannot be packed; leave it out")
+    if shape in (DataFormat.TEXT, DataFormat.TOKENS) and request.loss_on in (LossOn.COMPLETION, LossOn.ASSISTANT):
+        raise InputError(
+            f"data.loss_on: {request.loss_on} is asked for, and the rows are {shape}, in which nobody is told apart;\n"
+            "leave it out, or give rows of chats or of prompts and completions"
+        )
+
+
+def _fingerprint(request: PrepareRequest, sources: Sources) -> str:
+    """A name for the content of the files, the tokenizer and every setting that changes a row; paths are not in it.
+
+    Of a stream, nobody reads all of the content: what it was listed as stands for it.
+    """
+    settings: dict[str, object] = {
+        "cache_format": CACHE_FORMAT,
+        "train": [_identity(file) for file in sources.train],
+        "held_out": [_identity(file) for file in sources.held_out],
+        "tokenizer": "train" if request.tokenizer is None else tokenizer_digest(Path(request.tokenizer)).hex(),
+        "eval_share": request.eval_share,
+        "format": sources.reading.format,
+        "fields": sorted(request.fields.items()),
+        "is_packed": is_packed(request, sources.reading.format),
+        "bad_rows": [request.bad_rows, request.bad_rows_max],
+        "seq_len": request.seq_len,
+        "vocab_size": request.vocab_size,
+        "loss_on": request.loss_on,
+        "template": _template_identity(request, sources.reading.format),
+        "format_row": None if sources.reading.format_row is None else request.extension,
+    }
+    if request.window_bytes is not None:
+        settings["stream"] = [request.window_bytes, [identity_in_stream(file) for file in request.files]]
+    return blake2b(msgspec.json.encode(settings), digest_size=16).hexdigest()
+
+
+def _identity(file: SurveyedFile) -> tuple[str, str, float]:
+    """The same bytes as .csv and as .tsv are other rows; texts are texts."""
+    suffix = content_suffix(file.source.path) if holds_rows(file.source) else ""
+    return file.survey.digest.hex(), suffix, file.source.weight
+
+
+def _template_identity(request: PrepareRequest, shape: DataFormat) -> tuple[str, str | None] | None:
+    template = _template(request, shape)
+    return None if template is None else (template.source, template.tool_source)
+
+
+def _template(request: PrepareRequest, shape: DataFormat) -> ChatTemplate | None:
+    """The chat template of rows that hold messages; None where there is none, or no use for it."""
+    if shape in (DataFormat.TEXT, DataFormat.TOKENS):
+        return None
+    return load_chat_template(request.chat_template, None if request.tokenizer is None else Path(request.tokenizer))
+
+
+class _Built(NamedTuple):
+    """What was made of the sources, and what the look at every row found."""
+
+    profile: DataProfile
+    census: Census
+
+
+def _build_first(work: Work, reader: FirstWindow) -> DataProfile:
+    """Fills the folder with the first window of a stream."""
+    window = reader.read()
+    built = _build(work._replace(sources=work.sources._replace(window=window)))
+    codec.write(work.folder / START_NAME, reader.start(built.profile.num_rows, built.census))
+    return replace(
+        built.profile,
+        is_stream=True,
+        longest_row=work.request.seq_len,  # the next window may have one
+        notes=(*built.profile.notes, stream_words(reader.window_bytes, eval_share=work.request.eval_share)),
+    )
+
+
+def _build(work: Work) -> _Built:
+    """Fills the folder of the work."""
+    census = take_census(work.request, work.sources)
+    tokenizer = _tokenizer(work, census)
+    rows = write_rows(work, census, tokenizer)
+    _check_enough(work.request, rows)
+    per_example = 2 if work.shape is DataFormat.PREFERENCE else 1
+    has_entropy = len(rows.held_out) > 0 and per_example == 1
+    lengths = rows.train[:, 1]
+    cut = np.minimum(rows.documents, work.request.seq_len) if work.is_packed else lengths
+    widths = lengths.reshape(-1, per_example).max(axis=1) if per_example > 1 else cut
+    profile = DataProfile(
+        source="prepared",
+        format=work.shape,
+        num_rows=len(rows.train) // per_example,
+        num_tokens=int(lengths.sum()),
+        num_targets=rows.num_targets,
+        longest_row=int(lengths.max()),
+        is_packed=work.is_packed,
+        packing_efficiency=rows.packing_efficiency if work.is_packed else None,
+        fingerprint=work.fingerprint,
+        vocab_size=tokenizer.vocab_size if tokenizer else work.request.vocab_size,
+        num_eval_rows=len(rows.held_out) // per_example,
+        num_eval_tokens=int(rows.held_out[:, 1].sum()),
+        eval_unigram_entropy_nats=unigram_entropy_nats(TokenRows.open(work.folder, "eval")) if has_entropy else None,
+        lengths=length_histogram(lengths),
+        num_documents=len(rows.documents) // per_example,
+        mean_document_tokens=float(rows.documents.mean()),
+        mean_cut_tokens=float(cut.mean()),
+        documents=length_histogram(rows.documents),
+        batch_widths=batch_widths(widths, seq_len=work.request.seq_len),
+        skipped_rows=census.bad_rows.num,
+        cut_rows=rows.num_cut,
+        dropped_tokens=rows.num_dropped_tokens,
+        notes=tuple(_notes(work.request, census, rows)),
+    )
+    return _Built(profile, census)
+
+
+def _tokenizer(work: Work, census: Census) -> TextTokenizer | None:
+    """The tokenizer, with its files in the folder; None for data that came tokenised without one."""
+    request, folder = work.request, work.folder / "tokenizer"
+    template = _template(request, work.shape)
+    if request.tokenizer is not None:
+        tokenizer = load_tokenizer(Path(request.tokenizer))
+        _check_vocabulary(tokenizer, request)
+        copy_tokenizer(tokenizer, Path(request.tokenizer), folder)
+    elif work.shape is DataFormat.TOKENS:
+        return None
+    else:
+        reserved = () if template is None else written_tokens(template)
+        work.sources.report(f"making a tokenizer of {request.vocab_size} tokens")
+        texts, size = _texts_to_train_on(work, census), request.vocab_size - len(reserved)
+        tokenizer = _interruptibly(lambda: train_tokenizer(texts, vocab_size=size))
+        write_trained_tokenizer(tokenizer, folder)
+    if template is not None:
+        _take_template(template, tokenizer, request, folder)
+    return tokenizer
+
+
+def _take_template(template: ChatTemplate, tokenizer: TextTokenizer, request: PrepareRequest, folder: Path) -> None:
+    """Gives the tokenizer the tokens that the template writes, and its folder the template that the job names."""
+    missing = missing_tokens(template, tokenizer)
+    if missing:
+        add_special_tokens(tokenizer, missing, folder)
+        if tokenizer.vocab_size > request.vocab_size:
+            raise InputError(
+                f"data.chat_template: its tokens {', '.join(missing)} are new to the tokenizer, which then has "
+                f"{tokenizer.vocab_size};\nthe model's vocabulary has room for {request.vocab_size}"
+            )
+    if request.chat_template is not None:
+        write_chat_template(template, folder)
+
+
+def _interruptibly(call: Callable[[], T]) -> T:
+    """`call` in a thread: it is seconds of native code, in which the main thread would not hear a signal."""
+    executor = ThreadPoolExecutor(max_workers=1)
+    try:
+        future = executor.submit(call)
+        while not wait([future], timeout=0.1).done:  # a signal that comes just before a wait does not end it
+            pass
+        return future.result()
+    finally:
+        executor.shutdown(wait=False)
+
+
+def _texts_to_train_on(work: Work, census: Census) -> Iterator[str]:
+    """The training side; of very much text a sample that depends on nothing but the text."""
+    threshold = int(min(1.0, TOKENIZER_TRAINING_CHARS / census.num_chars) * 2**64)
+    for unit in units_of(work.sources, census.split, "reading"):
+        if not unit.is_held_out and content_hash(unit.content) < threshold:
+            yield from texts_of(unit.content)
+
+
+def _check_vocabulary(loaded: TextTokenizer, request: PrepareRequest) -> None:
+    """InputError for the tokenizer of another model; tokens added to one count only when the text holds them."""
+    num_plain = loaded.tokenizer.get_vocab_size(with_added_tokens=False)
+    highest = max(num_plain - 1, loaded.eos_id, *loaded.document_prefix)
+    if highest >= request.vocab_size:
+        raise InputError(
+            f"model.tokenizer: {request.tokenizer} has ids up to {highest}, "
+            f"the model's vocabulary of {request.vocab_size} ends at {request.vocab_size - 1};\n"
+            "use the tokenizer that belongs to the model"
+        )
+
+
+def _check_enough(request: PrepareRequest, rows: Rows) -> None:
+    """InputError if a side that is needed has no row."""
+    if not len(rows.train):
+        raise InputError(
+            f"data.train: {len(rows.documents)} documents give no row: one needs two tokens,\n"
+            "and a weight below 1 takes that share of the rows; give more text, or a higher weight"
+        )
+    if not len(rows.held_out) and (request.eval_share is not None or request.eval_files):
+        asked = "its source" if request.eval_share is None else f"{request.eval_share:.3%} of the text"
+        raise InputError(
+            f"data.eval: {asked} has no document of two tokens, so there is nothing to predict;\n"
+            "hold out more (data.eval=10%), or give data.eval=none"
+        )
+
+
+def _notes(request: PrepareRequest, census: Census, rows: Rows) -> Iterator[str]:
+    if request.revisions:
+        yield f"from the hub: {', '.join(request.revisions)}"
+    if census.bad_rows.num:
+        yield f"{census.bad_rows.num} bad rows were left out: {census.bad_rows}"
+    if rows.num_cut:
+        yield f"{rows.num_cut} documents were longer than {request.seq_len} tokens and lost their end"
+    if census.split.piece_chars:
+        yield f"few documents: the held-out part is pieces of {census.split.piece_chars} characters out of them"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Answers the request in the first file with a profile in the second; the exit code."""
+    if len(arguments) != 2:
+        sys.stderr.write("usage: python -m trainer.runtime.data.prepare REQUEST.json ANSWER.json\n")
+        return ExitCode.INPUT
+    try:
+        request = codec.read(Path(arguments[0]), PrepareRequest)
+        codec.write(Path(arguments[1]), _prepare_or_explain(request))
+    except ShardwiseError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return ExitCode.DONE
+
+
+def _prepare_or_explain(request: PrepareRequest) -> DataProfile:
+    """`prepare`, with what the system refuses as an EnvironmentFaultError."""
+    try:
+        return prepare(request, _say)
+    except OSError as error:
+        remedy = "free some space or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        place = error.filename or request.cache_root
+        raise EnvironmentFaultError(f"{place}: {error.strerror}; {remedy}name another cache folder") from error
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except SystemExit as ending:
+        os._exit(int(ending.code or 0))  # a thread may still be in native code; nothing is left to clean up

@@ -1,0 +1,237 @@
+"""Reads files of rows: JSON lines and arrays, CSV and TSV, Parquet, Arrow, each as it is or compressed.
+
+A row is a mapping from column to value. Rows are numbered from 1 as a person counts them: by line in JSON lines (blank
+lines have a number and are no rows), by record below the header in CSV (a record may span lines), by place elsewhere.
+A row that cannot be read is a BadRow at its number; a file that cannot be read on, or not at all, is an InputError,
+because nobody knows what is lost.
+
+Everything is read in bounded memory: lines one by one, Parquet at most a row group at a time. The exceptions are a
+`.json` array, as JSON has no way to read half of one, and a row itself.
+"""
+
+import codecs
+import csv
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trainer.runtime.data.sources.source_streams import BadRow, open_content, open_for_seeking
+from trainer.spec.data.request import ROW_SUFFIXES, SourceFile, content_suffix
+from trainer.spec.errors import InputError
+
+READ_BYTES = 2**20
+BATCH_BYTES = 2**24
+BATCH_ROWS = 2**12
+CELL_CHARS = 2**26
+_ARROW_FILE_MAGIC = b"ARROW1"
+_ARROW_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError)  # what pyarrow says of damaged bytes
+_DELIMITERS = ",;\t|"
+
+Row = dict[str, Any]
+
+
+def holds_rows(file: SourceFile) -> bool:
+    """Whether the file holds a document a row; any other is one text."""
+    return content_suffix(file.path) in ROW_SUFFIXES
+
+
+def read_rows(file: SourceFile) -> Iterator[tuple[int, Row | BadRow]]:
+    """(row number from 1, row) of a file that holds rows; InputError where the file itself is damaged."""
+    suffix = content_suffix(file.path)
+    if suffix in (".csv", ".tsv"):
+        return _delimited_rows(file, "\t" if suffix == ".tsv" else None)
+    if suffix in (".parquet", ".arrow"):
+        return _batched_rows(file, _parquet_batches if suffix == ".parquet" else _arrow_batches)
+    return _json_rows(file)
+
+
+def decode_json(content: bytes | str) -> Any:  # noqa: ANN401 - any JSON
+    """What is written in `content`; ValueError, whose text completes "the row ...", where it is not JSON."""
+    try:
+        return msgspec.json.decode(content)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 ({error.reason})") from None
+    except RecursionError:
+        raise ValueError("is not a row of data: nested too deep") from None
+    except msgspec.DecodeError as error:
+        raise ValueError(f"is not valid JSON: {str(error).removeprefix('JSON is malformed: ')}") from None
+
+
+def kind_of(value: object) -> str:
+    """What a value is, as a person would say it."""
+    names = {str: "text", bytes: "bytes", list: "a list", dict: "an object", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
+
+
+def _json_rows(file: SourceFile) -> Iterator[tuple[int, Row | BadRow]]:
+    is_one_document = content_suffix(file.path) == ".json" and _holds_one_document(file)
+    with open_content(file) as stream:
+        if is_one_document:
+            rows = _decoded(stream.read(), file.path)
+            for number, row in enumerate(rows if isinstance(rows, list) else [rows], start=1):
+                yield number, _row(row, f"{file.path}:{number}")
+            return
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                where = f"{file.path}:{number}"
+                yield number, _row(_decoded(line, where), where)
+
+
+def _holds_one_document(file: SourceFile) -> bool:
+    """Whether a `.json` file is an array, or an object over several lines; else it is JSON lines by another name."""
+    with open_content(file) as stream:
+        start = stream.read(READ_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
+    first_line = start.partition(b"\n")[0].rstrip()
+    return start.startswith(b"[") or (start.startswith(b"{") and first_line.endswith((b"{", b"[", b",")))
+
+
+def _decoded(content: bytes, where: str) -> Any:  # noqa: ANN401 - any JSON
+    try:
+        return decode_json(content.removeprefix(codecs.BOM_UTF8))
+    except ValueError as error:
+        return BadRow(where, str(error))
+
+
+def _row(row: Any, where: str) -> Row | BadRow:  # noqa: ANN401 - any JSON
+    return row if isinstance(row, dict | BadRow) else BadRow(where, f"is {kind_of(row)}, not an object")
+
+
+def _delimited_rows(file: SourceFile, delimiter: str | None) -> Iterator[tuple[int, Row | BadRow]]:
+    """Every record below the header; a cell that is not UTF-8 makes its record a bad row, not the file."""
+    csv.field_size_limit(CELL_CHARS)  # of the whole process; without it 128 KiB, which documents exceed
+    with open_content(file) as stream:
+        lines = (line.decode("utf-8", "surrogateescape") for line in stream)
+        first = next(lines, "").removeprefix("\ufeff")
+        records = csv.reader(chain([first], lines), delimiter=delimiter or _delimiter_of(first), strict=True)
+        header = _header(records, file.path)
+        number = 0
+        while True:
+            try:
+                record = next(records, None)
+            except csv.Error as error:
+                number += 1
+                reason = "a quote is left open" if "unexpected end" in str(error) else str(error)
+                yield number, BadRow(f"{file.path}:{number}", f"is not CSV: {reason} (line {records.line_num})")
+                continue
+            if record is None:
+                return
+            if record:
+                number += 1
+                yield number, _record(record, header, f"{file.path}:{number}", records.line_num)
+
+
+def _delimiter_of(header: str) -> str:
+    """The comma, unless the header has none and something else that separates columns."""
+    return "," if "," in header else max(_DELIMITERS, key=lambda mark: (header.count(mark), mark == ","))
+
+
+def _header(records: Iterator[list[str]], path: str) -> list[str]:
+    """The names in the first record that is not blank; no list where there is none."""
+    try:
+        header = next(filter(None, records), [])
+        "".join(header).encode()
+    except csv.Error as error:
+        raise InputError(f"{path}: its header is not CSV: {error}") from None
+    except UnicodeEncodeError:
+        raise InputError(f"{path}: its header is not UTF-8; save the file as UTF-8") from None
+    twice = next((name for position, name in enumerate(header) if name in header[:position]), None)
+    if twice is not None:
+        raise InputError(f'{path}: its header names "{twice}" twice; the first line of a CSV file names its columns')
+    return header
+
+
+def _record(record: list[str], header: list[str], where: str, line: int) -> Row | BadRow:
+    if len(record) != len(header):
+        return BadRow(where, f"has {len(record)} cells, the header names {len(header)} (line {line})")
+    if not all(map(str.isascii, record)):
+        try:
+            "".join(record).encode()
+        except UnicodeEncodeError as error:
+            byte = ord(error.object[error.start]) - 0xDC00
+            return BadRow(where, f"is not UTF-8 (byte 0x{byte:02x}, line {line})")
+    return dict(zip(header, record, strict=True))
+
+
+def _batched_rows(
+    file: SourceFile, batches_of: Callable[[BinaryIO], Iterator[pa.RecordBatch]]
+) -> Iterator[tuple[int, Row | BadRow]]:
+    """The rows of each batch; what pyarrow says of damaged bytes is one sentence with the place."""
+    num_rows = 0
+    with open_for_seeking(file) as stream:
+        batches = batches_of(stream)
+        while True:
+            try:
+                batch = next(batches, None)
+                rows = [] if batch is None else _rows_of_batch(batch, file.path, num_rows)
+            except _ARROW_ERRORS as error:
+                raise _damage(file.path, num_rows, error) from error
+            if batch is None:
+                return
+            yield from enumerate(rows, start=num_rows + 1)
+            num_rows += batch.num_rows
+
+
+def _rows_of_batch(batch: pa.RecordBatch, path: str, num_before: int) -> list[Row | BadRow]:
+    batch = batch.select([place for place, kind in enumerate(batch.schema.types) if not _is_of_no_use(kind)])
+    try:
+        return batch.to_pylist()  # type: ignore[no-any-return]
+    except UnicodeDecodeError:  # somewhere in these rows; the others can be used
+        return [_one_row(batch, number, f"{path}:{num_before + number + 1}") for number in range(batch.num_rows)]
+
+
+def _is_of_no_use(kind: pa.DataType) -> bool:
+    """Times and decimals: no example has them, and Python cannot say all that Arrow can."""
+    return bool(pa.types.is_temporal(kind) or pa.types.is_decimal(kind))
+
+
+def _one_row(batch: pa.RecordBatch, number: int, where: str) -> Row | BadRow:
+    try:
+        return batch.slice(number, 1).to_pylist()[0]  # type: ignore[no-any-return]
+    except UnicodeDecodeError as error:
+        return BadRow(where, f"is not UTF-8 ({error.reason})")
+
+
+def _parquet_batches(stream: BinaryIO) -> Iterator[pa.RecordBatch]:
+    with pq.ParquetFile(stream, pre_buffer=False, buffer_size=READ_BYTES) as table:
+        groups = [table.metadata.row_group(index) for index in range(table.metadata.num_row_groups)]
+        widest = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
+        yield from table.iter_batches(batch_size=min(BATCH_ROWS, max(1, BATCH_BYTES // max(widest, 1))))
+
+
+def _arrow_batches(stream: BinaryIO) -> Iterator[pa.RecordBatch]:
+    """Of an IPC file or an IPC stream (what datasets writes); both are called `.arrow`."""
+    is_file = stream.read(len(_ARROW_FILE_MAGIC)) == _ARROW_FILE_MAGIC
+    stream.seek(0)
+    if is_file:
+        table = pa.ipc.open_file(stream)
+        batches = (table.get_batch(index) for index in range(table.num_record_batches))
+    else:
+        batches = iter(pa.ipc.open_stream(stream))
+    for batch in batches:
+        _check_offsets(batch)
+        size = max(1, BATCH_BYTES * batch.num_rows // max(batch.nbytes, 1))
+        for start in range(0, batch.num_rows, min(size, BATCH_ROWS)):
+            yield batch.slice(start, min(size, BATCH_ROWS))
+
+
+def _check_offsets(batch: pa.RecordBatch) -> None:
+    """Unlike Parquet, Arrow is memory as it lay: a damaged offset would be followed, and end the process."""
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid as error:
+        if "UTF8" not in str(error):  # which is judged row by row
+            raise
+
+
+def _damage(path: str, num_rows: int, error: Exception) -> InputError:
+    what = f"is damaged after row {num_rows}" if num_rows else "cannot be read"
+    sentence = str(error).partition("\n")[0].rstrip(". ")
+    return InputError(
+        f"{path}: {what}: not a whole {Path(path).suffix} file ({sentence});\n"
+        "fetch it again, or leave it out of data.train"
+    )

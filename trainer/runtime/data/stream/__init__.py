@@ -1,0 +1,1 @@
+"""Data that are read while training goes on."""

@@ -1,0 +1,325 @@
+"""A stream as a rank sees it: the window that a step learns from, waited for where it is not there yet.
+
+Window k has floor(examples / sequences of a step) steps, and what is left of it is dropped: a step never spans two
+windows. So the window of a step follows from the sizes of the windows before it, which stand in an index. The run keeps
+it (`stream/index.json`): a resumed run begins at the window of its step, at the place in the stream where that began.
+Without it the stream is read again from the start, up to there.
+
+Within a window the order is that of any prepared data (trainer.spec.data.order), with a seed of its own: a function of
+the step, whatever the ranks, the micro batch or the attempt.
+"""
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from bisect import bisect_right
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+from trainer.runtime.data.stream.folder import hold_folder, remove_held
+from trainer.runtime.data.stream.values import (
+    ENTRY_NAME,
+    ERROR_NAME,
+    INDEX_NAME,
+    START_NAME,
+    Failure,
+    Place,
+    ProducerRequest,
+    StreamIndex,
+    StreamStart,
+    Window,
+    window_folder,
+)
+from trainer.runtime.data.token_rows import TokenRows
+from trainer.runtime.run.report_writer import RunPaths, start_of_launch
+from trainer.spec import codec
+from trainer.spec.data.request import LISTING_NAME
+from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
+from trainer.spec.plan import Plan
+
+POLL_S = 0.02
+GRACE_S = 5.0
+_PRODUCER_NAME = "producer.json"
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_ENVIRONMENT = {"PYTHONSAFEPATH": "1", "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "true"}
+
+
+class StepRows(NamedTuple):
+    """Where a step of the run is: a step of one window, counted from 0, and the seed of its order."""
+
+    rows: TokenRows
+    step: int
+    seed: int
+
+
+class NodePlace(NamedTuple):
+    """Which of its machine's ranks this is."""
+
+    local_rank: int
+    num_local_ranks: int
+
+    @classmethod
+    def of_this_process(cls) -> "NodePlace":
+        """As torchrun numbered it; alone where nothing did."""
+        return cls(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+class StreamRows:
+    """The windows of a run, one at a time, from that of the first step asked for."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        paths: RunPaths,
+        *,
+        on_wait: Callable[[str], None],
+        incidents: list[str],
+        is_first: bool = True,
+        node: NodePlace | None = None,
+    ) -> None:
+        assert plan.data.cache_dir is not None
+        self._cache_dir = Path(plan.data.cache_dir)
+        self._seed, self._sequences = plan.job.train.seed, plan.schedule.sequences_per_step
+        self._fingerprint, self._paths = plan.data.fingerprint, paths
+        self._is_first, self._is_trial = is_first, plan.is_trial
+        # Ranks with a kernel from the hub are kept off it, a stream is not.
+        self._environment = _ENVIRONMENT | ({"HF_HUB_OFFLINE": "0"} if plan.chosen.flash_kernel is not None else {})
+        self._on_wait, self._incidents = on_wait, incidents
+        self._node = node or NodePlace.of_this_process()
+        self._folder = self._cache_dir.parent.parent / "streams" / _name_of_launch(paths, self._node)
+        self._producer: _Producer | None = None
+        self._windows = self._known_windows(resumes=plan.resume)
+        self._starts = [0]  # first step of each window, and of the one after the last
+        for window in self._windows:
+            self._append_start(window)
+        self._rows: TokenRows | None = None
+        self._number = self._asked = self._waited_for = -1
+
+    def at(self, step: int) -> StepRows:
+        """Where step `step` of the run is, counted from 0; steps are asked for in ascending order.
+
+        Waits for its window. Raises what the producer ended with.
+        """
+        number = self._number_of(step)
+        while number is None:
+            self._open(len(self._windows))
+            number = self._number_of(step)
+        if number != self._number:
+            self._open(number)
+        assert self._rows is not None
+        return StepRows(self._rows, step - self._starts[number], self._seed + number * _GOLDEN_GAMMA)
+
+    def is_next_window(self, step: int) -> bool:
+        """Whether `at(step)` goes on to another window; the same on every rank."""
+        return self._number_of(step) != self._number
+
+    def is_ready(self, step: int) -> bool:
+        """Whether that window is there; what the producer ended with is raised here too."""
+        number = self._number_of(step)
+        number = len(self._windows) if number is None else number
+        return number == 0 or self._is_whole(self._ask_for(number), number)
+
+    def close(self) -> None:
+        """Ends the producer, where this rank started it."""
+        if self._producer is not None:
+            self._producer.end()
+            self._producer = None
+
+    def _number_of(self, step: int) -> int | None:
+        """The window of a step; None where it is beyond those that are known."""
+        if step >= self._starts[-1]:
+            return None
+        return bisect_right(self._starts, step) - 1
+
+    def _open(self, number: int) -> None:
+        """Makes window `number` the one that is read from."""
+        if number == 0:
+            folder = self._cache_dir
+            if not self._is_trial:  # a few steps are measured alone
+                self._start_producer(1)
+        else:
+            folder = self._ask_for(number)
+            while not self._is_whole(folder, number):
+                time.sleep(POLL_S)
+        self._rows = None
+        gc.collect()  # rows and their order refer to each other; what is mapped stays on the disk, removed or not
+        self._rows, self._number = TokenRows.open(folder, "train"), number
+        if number == len(self._windows):
+            self._add(codec.read(folder / ENTRY_NAME, Window))
+        if self._is_first:
+            self._write_index()
+
+    def _add(self, window: Window) -> None:
+        before = self._windows[-1]
+        self._windows.append(window)
+        self._append_start(window)
+        step = self._starts[window.number]
+        for source, (begin, end) in enumerate(zip(before.end, window.end, strict=True)):
+            if _is_in_second_pass(end) and not _is_in_second_pass(begin):
+                which = f"source {source + 1} of the stream" if len(window.end) > 1 else "the stream"
+                self._incidents.append(f"{which} came to its end, and began again in the window of step {step + 1}")
+        if window.num_bad_rows:
+            self._tell_bad_rows()
+
+    def _append_start(self, window: Window) -> None:
+        num_steps = window.num_examples // self._sequences
+        if num_steps == 0:
+            raise InputError(
+                f"data.streaming: window {window.number} of the stream has {window.num_examples} rows, a step takes "
+                f"{self._sequences};\nlower train.tokens_per_step, or leave data.streaming out, as so little data fits"
+            )
+        self._starts.append(self._starts[-1] + num_steps)
+
+    def _tell_bad_rows(self) -> None:
+        """One incident for all windows, kept up to date."""
+        bad = [window for window in self._windows[1:] if window.num_bad_rows]
+        head = "bad rows of the stream were left out: "
+        count = sum(window.num_bad_rows for window in bad)
+        self._incidents[:] = [incident for incident in self._incidents if head not in incident]
+        self._incidents.append(f"{count} {head}{bad[0].bad_rows}" + (f"; in {len(bad)} windows" if bad[1:] else ""))
+
+    def _known_windows(self, *, resumes: bool) -> list[Window]:
+        """Those of the index that the run left, or the first one alone."""
+        first = codec.read(self._cache_dir / START_NAME, StreamStart).first
+        if not resumes:
+            return [first]
+        path = self._paths.resume_dir / "stream" / INDEX_NAME
+        try:
+            index = codec.read(path, StreamIndex)
+        except InputError:
+            self._incidents.append(f"{path} is gone or damaged: the stream is read again from its start")
+            return [first]
+        if index.fingerprint != self._fingerprint or [window.end for window in index.windows[:1]] != [first.end]:
+            raise InputError(
+                f"{path}: is of another stream (fingerprint {index.fingerprint[:12]}, this job has "
+                f"{self._fingerprint[:12]});\nundo the change, or start a new run without --resume"
+            )
+        return list(index.windows)
+
+    def _write_index(self) -> None:
+        """What a resumed run needs, which may be one that was carried to another machine."""
+        folder = self._paths.run_dir / "stream"
+        folder.mkdir(parents=True, exist_ok=True)
+        codec.write(folder / INDEX_NAME, StreamIndex(fingerprint=self._fingerprint, windows=tuple(self._windows)))
+        if not (folder / LISTING_NAME).is_file():
+            codec.write_bytes(folder / LISTING_NAME, (self._cache_dir / LISTING_NAME).read_bytes())
+
+    def _start_producer(self, number: int) -> None:
+        """Where this rank is the first of its machine; others wait for the folder that it makes."""
+        if self._node.local_rank == 0 and self._producer is None:
+            known = self._windows[number].begin if number < len(self._windows) else self._windows[number - 1].end
+            self._producer = _Producer(
+                self._cache_dir, self._folder, number, known, self._node.num_local_ranks, self._environment
+            )
+        while not self._folder.is_dir():
+            time.sleep(POLL_S)
+
+    def _ask_for(self, number: int) -> Path:
+        """Says that this rank has left the windows before this one; where it will be."""
+        self._start_producer(number)
+        if self._asked != number:
+            codec.write_bytes(self._folder / f"reader-{self._node.local_rank}", str(number).encode())
+            self._asked = number
+        return window_folder(self._folder, number)
+
+    def _is_whole(self, folder: Path, number: int) -> bool:
+        if folder.is_dir():
+            return True
+        if (self._folder / ERROR_NAME).is_file():
+            raise _error_of(codec.read(self._folder / ERROR_NAME, Failure))
+        if self._producer is not None:
+            self._producer.check()
+        if self._waited_for != number:
+            self._on_wait(f"waiting for window {number} of the stream")
+            self._waited_for = number
+        return False
+
+
+class _Producer:
+    """The process that prepares windows, and the folder that it shares with the ranks of its machine."""
+
+    def __init__(
+        self,
+        cache_dir: Path,
+        folder: Path,
+        number: int,
+        begin: tuple[Place, ...],
+        num_readers: int,
+        environment: dict[str, str],
+    ) -> None:
+        self._folder = folder
+        self._lock = hold_folder(folder)
+        request = ProducerRequest(
+            cache_dir=str(cache_dir),
+            folder=str(folder),
+            number=number,
+            begin=begin,
+            num_readers=num_readers,
+            parent_pid=os.getpid(),
+        )
+        codec.write(folder / _PRODUCER_NAME, request)
+        with (folder / "errors.txt").open("wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "trainer.runtime.data.stream.producer", str(folder / _PRODUCER_NAME)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env=os.environ | environment,
+                pass_fds=(self._lock,),  # the folder is held while either of the two lives
+                start_new_session=True,
+            )
+
+    def check(self) -> None:
+        """Leaves a Failure for every rank where the process has ended without one."""
+        code = self._process.poll()
+        if code is None or (self._folder / ERROR_NAME).is_file():
+            return
+        lines = (self._folder / "errors.txt").read_text(errors="replace").strip().splitlines()
+        if code < 0:
+            name = signal.Signals(-code).name
+            message = (
+                f"the process that prepares the stream was ended by {name}; SIGKILL often means that host memory ran "
+                "out:\ngo on from the last checkpoint with --resume"
+            )
+            failure = Failure(message=message, exit_code=int(ExitCode.ENVIRONMENT))
+        else:
+            message = (
+                f"the process that prepares the stream failed with exit code {code}:\n{lines[-1] if lines else ''}"
+            )
+            failure = Failure(message=message, exit_code=int(ExitCode.INTERNAL))
+        codec.write(self._folder / ERROR_NAME, failure)
+
+    def end(self) -> None:
+        """Asks the process to go, kills it if it does not, and removes the folder."""
+        self._process.terminate()
+        try:
+            self._process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        remove_held(self._folder)
+        with contextlib.suppress(OSError):
+            os.close(self._lock)
+
+
+def _is_in_second_pass(place: Place) -> bool:
+    return place.num_passes > 0 and place != Place(num_passes=1)
+
+
+def _name_of_launch(paths: RunPaths, node: NodePlace) -> str:
+    """The same on every rank of one launch on one machine, and of no other."""
+    started = start_of_launch(world_size=node.num_local_ranks)
+    launcher = os.getppid() if node.num_local_ranks > 1 else os.getpid()
+    words = f"{paths.attempt_dir.resolve()} {os.uname().nodename} {launcher} {started.isoformat()}"
+    return f"run-{blake2b(words.encode(), digest_size=8).hexdigest()}"
+
+
+def _error_of(failure: Failure) -> ShardwiseError:
+    kinds = {ExitCode.INPUT: InputError, ExitCode.ENVIRONMENT: EnvironmentFaultError}
+    return kinds.get(ExitCode(failure.exit_code), ShardwiseError)(failure.message)

@@ -1,0 +1,186 @@
+"""The prepared data as it lies on disk, and how a rank reads it: memory-mapped, by row number.
+
+    <cache>/data/<fingerprint>/
+        layout.json       how to read the rest
+        tokens.bin        the ids of all rows, uint16 or uint32, little-endian
+        train_rows.npy    int64 [num_rows, 2]: first token and length of each row; a row drawn twice stands twice
+        eval_rows.npy     the same for the held-out rows
+        starts.bin        int64, little-endian, ascending: the token with which each document of a packed row starts
+        learned.bin       a bit a token, the lowest of a byte first: 1 where it is learned; only where some are not
+        tokenizer/        a Hugging Face tokenizer folder; missing where the data came tokenised without one
+        profile.json      the DataProfile
+
+Every token is predicted from those before it in its document. So a row of n tokens has n - 1 targets, and one less for
+each document that starts after its first token; under a mask as many as are learned, which a first token never is. The
+pieces of a document that is longer than a row are documents of their own.
+
+An example is what training draws: a row, or the two rows of a preference pair, the chosen answer's and the rejected
+one's, which stand one after the other in the table.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.spec import codec
+from trainer.spec.data.order import DataOrder
+from trainer.spec.errors import EnvironmentFaultError
+from trainer.spec.value import Value
+
+CACHE_FORMAT = 4
+WIDTH_MULTIPLE = 8  # a batch is padded to its longest row, rounded up to this
+IGNORED_LABEL = -100
+SplitName = Literal["train", "eval"]
+
+
+class TokenLayout(Value, frozen=True, kw_only=True):
+    """How tokens.bin is read."""
+
+    format: int = CACHE_FORMAT
+    dtype: Literal["uint16", "uint32"]
+    num_tokens: int
+    seq_len: int
+    pad_id: int
+    num_starts: int = 0  # in starts.bin; 0: every row is one document, and there need be no such file
+    rows_per_example: int = 1  # 2: preference pairs
+    is_packed: bool = False
+    is_masked: bool = False  # there is learned.bin; else every token is learned that has one before it
+
+
+class TokenRows:
+    """The examples of one split, `len` of them, and their rows."""
+
+    def __init__(
+        self,
+        tokens: NDArray[np.unsignedinteger],
+        rows: NDArray[np.int64],
+        layout: TokenLayout,
+        starts: NDArray[np.int64] | None = None,
+        learned: NDArray[np.uint8] | None = None,
+    ) -> None:
+        self.layout = layout
+        self._tokens = tokens
+        self._rows = rows  # [num_examples * rows_per_example, 2]
+        self._starts = np.zeros(0, np.int64) if starts is None else starts  # of documents, in tokens
+        self._learned = learned  # packed bits
+        self._orders: dict[tuple[int, int], DataOrder] = {}
+
+    @classmethod
+    def open(cls, cache_dir: Path, split: SplitName) -> "TokenRows":
+        """Maps the rows; EnvironmentFaultError if the cache is not whole."""
+        layout = codec.read(cache_dir / "layout.json", TokenLayout)
+        tokens = _mapped(cache_dir / "tokens.bin", np.dtype(layout.dtype).newbyteorder("<"), layout.num_tokens)
+        starts = _mapped(cache_dir / "starts.bin", np.dtype("<i8"), layout.num_starts) if layout.num_starts else None
+        num_bytes = -(-layout.num_tokens // 8)
+        learned = _mapped(cache_dir / "learned.bin", np.dtype(np.uint8), num_bytes) if layout.is_masked else None
+        try:
+            rows = np.asarray(np.load(cache_dir / f"{split}_rows.npy", mmap_mode="r", allow_pickle=False))
+        except (OSError, ValueError) as error:
+            raise EnvironmentFaultError(f"{cache_dir}: is damaged ({error}); delete it and start again") from error
+        return cls(tokens, rows, layout, starts, learned)
+
+    def __len__(self) -> int:
+        return len(self._rows) // self.layout.rows_per_example
+
+    def rows_of(self, example: int) -> range:
+        """The numbers of the rows of an example: one, or the chosen answer's and the rejected one's."""
+        return range(example * self.layout.rows_per_example, (example + 1) * self.layout.rows_per_example)
+
+    def row(self, number: int) -> NDArray[np.int64]:
+        """The ids of one row, a copy."""
+        start, length = self._rows[number]
+        return self._tokens[start : start + length].astype(np.int64)
+
+    def labels(self, number: int) -> NDArray[np.int64]:
+        """The ids of one row where they are learned, IGNORED_LABEL elsewhere."""
+        labels = self.row(number)
+        labels[[0, *self.document_starts(number)]] = IGNORED_LABEL
+        if self._learned is not None:
+            labels[~self._is_learned(self._learned, number)] = IGNORED_LABEL
+        return labels
+
+    def length(self, number: int) -> int:
+        """Tokens of one row, without reading them."""
+        return int(self._rows[number, 1])
+
+    def document_starts(self, number: int) -> NDArray[np.int64]:
+        """Places in a row, ascending, of the tokens after its first with which another document starts."""
+        first, length = self._rows[number]
+        begin, end = np.searchsorted(self._starts, (first + 1, first + length))
+        starts: NDArray[np.int64] = self._starts[begin:end] - first
+        return np.asarray(starts)
+
+    def num_targets(self, number: int) -> int:
+        """Tokens of a row that are learned, without reading them."""
+        if self._learned is not None:
+            return int(self._is_learned(self._learned, number).sum())
+        return self.length(number) - 1 - len(self.document_starts(number))
+
+    def num_terms(self, example: int) -> int:
+        """What the loss is the mean over: the targets of a row; a preference pair is one."""
+        return self.num_targets(example) if self.layout.rows_per_example == 1 else 1
+
+    def example_length(self, example: int) -> int:
+        """Tokens of the longest row of an example: the width that it asks for."""
+        return max(self.length(number) for number in self.rows_of(example))
+
+    @cached_property
+    def example_lengths(self) -> NDArray[np.int64]:
+        """`example_length` of every example."""
+        lengths: NDArray[np.int64] = self._rows[:, 1].reshape(-1, self.layout.rows_per_example).max(axis=1)
+        return lengths
+
+    def order(self, *, seed: int, sequences_per_step: int) -> DataOrder:
+        """In which order the examples are learned: grouped by length where they are not packed."""
+        key = (seed, sequences_per_step)
+        if key not in self._orders:
+            self._orders[key] = DataOrder(
+                self.example_length,
+                num_rows=len(self),
+                longest=int(np.argmax(self.example_lengths)),
+                seed=seed,
+                sequences_per_step=sequences_per_step,
+                is_grouped=not self.layout.is_packed,
+            )
+        return self._orders[key]
+
+    def _is_learned(self, bits: NDArray[np.uint8], number: int) -> NDArray[np.bool_]:
+        start, length = (int(value) for value in self._rows[number])
+        in_bytes = np.unpackbits(bits[start // 8 : -(-(start + length) // 8)], bitorder="little")
+        return in_bytes[start % 8 : start % 8 + length].astype(bool)
+
+
+def _mapped(path: Path, dtype: np.dtype[Any], num_elements: int) -> NDArray[Any]:
+    """A file of so many numbers, memory-mapped."""
+    expected_bytes = num_elements * dtype.itemsize
+    try:
+        found_bytes = path.stat().st_size
+    except OSError as error:
+        raise EnvironmentFaultError(f"{path.parent}: is damaged ({error}); delete it and start again") from error
+    if found_bytes != expected_bytes:
+        raise EnvironmentFaultError(
+            f"{path}: has {found_bytes} bytes, {expected_bytes} were written; delete {path.parent} and start again"
+        )
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r")) if num_elements else np.zeros(0, dtype)
+
+
+def padded_width(lengths: Sequence[int], *, seq_len: int) -> int:
+    """Width of a batch of these rows: the longest, rounded up where `seq_len` allows; one multiple for no rows."""
+    longest = max(lengths, default=1)
+    return max(longest, min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, seq_len))
+
+
+def unigram_entropy_nats(rows: TokenRows) -> float:
+    """Entropy of the empirical distribution of the rows' targets: the loss of knowing frequencies and nothing else."""
+    counts = np.zeros(0, np.int64)
+    for number in range(len(rows) * rows.layout.rows_per_example):
+        labels = rows.labels(number)
+        row_counts = np.bincount(labels[labels != IGNORED_LABEL])
+        counts = np.pad(counts, (0, max(0, len(row_counts) - len(counts))))
+        counts[: len(row_counts)] += row_counts
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())

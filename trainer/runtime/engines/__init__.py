@@ -1,0 +1,1 @@
+"""Engines: what Accelerate, DeepSpeed and FSDP2 build, and its verification."""

@@ -1,0 +1,172 @@
+"""Loads an exported folder as its user will, with plain transformers and PEFT, and compares logits with the model.
+
+Both sides compute in fp32, whatever type the weights are held in: each module's 16-bit weights are widened while it
+runs and no longer. So the same weights give the same logits to 1e-5, and a comparison needs the memory of the weights
+and of one module in fp32 beside them. The models are never in memory together: the caller has let go of its own.
+
+    relative difference = max |a - b| / max |a|,  over the logits of PROMPT_TOKENS fixed tokens
+
+Where weights were rounded to 16 bit on the way (merged, or written in another type) a second tolerance is for that
+rounding: eps of the type is 2^-8 (bf16) and 2^-11 (fp16), and the layers add it up.
+"""
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+
+from trainer.runtime.models.methods import quantised_layers
+from trainer.runtime.models.model_code import compute_buffers
+from trainer.spec.errors import EnvironmentFaultError
+
+PROMPT_TOKENS = 24
+SAME = 1e-5
+ROUNDED = {torch.float32: SAME, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_STRIDE = 7919  # a prime: the prompt's ids are spread over any vocabulary
+
+
+def prompt_ids(vocab_size: int, *, batch: int = 1, length: int = PROMPT_TOKENS) -> Tensor:
+    """Fixed ids [batch, length] from all over a vocabulary."""
+    return (torch.arange(batch * length).reshape(batch, length) * _STRIDE + 1) % vocab_size
+
+
+def logits_of(model: nn.Module, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    """Logits [B, T, V] of a model on the CPU, computed in fp32 with the weights it has."""
+    mask = torch.ones_like(ids) if attention_mask is None else attention_mask
+    was_training = model.training
+    model.eval()
+    with torch.no_grad(), computed_in_fp32(model):
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    model.train(was_training)
+    assert isinstance(logits, Tensor)
+    return logits.float()
+
+
+def reloaded_logits(folder: Path, ids: Tensor, *, trust_remote_code: bool = False) -> Tensor:
+    """Logits of a folder of whole weights."""
+    model = _from_folder(folder, trust_remote_code=trust_remote_code)
+    return _and_let_go(model, ids)
+
+
+def reloaded_adapter_logits(folder: Path, base: Path, ids: Tensor, *, dtype: torch.dtype, is_quantised: bool) -> Tensor:
+    """Logits of a PEFT folder on its base, which is held in `dtype`, or in 4 bit that compute in it.
+
+    Code that comes with the base is what the run's plan names, already registered.
+    """
+    from peft import PeftModel  # takes seconds
+
+    settings: dict[str, Any] = {"dtype": dtype}
+    if is_quantised:
+        settings["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+        )
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning
+        )  # PEFT asks for it
+        loaded = _from_folder(base, trust_remote_code=False, **settings)
+        compute_buffers(loaded, dtype, with_persistent=False)
+        model = PeftModel.from_pretrained(loaded, str(folder))
+    del loaded
+    return _and_let_go(model, ids)
+
+
+def relative_difference(expected: Tensor, found: Tensor) -> float:
+    """`max |expected - found| / max |expected|`; infinite where the shapes differ."""
+    if expected.shape != found.shape:
+        return float("inf")
+    return float((expected - found).abs().max() / expected.abs().max())
+
+
+def check_logits(expected: Tensor, found: Tensor, *, tolerance: float, what: str) -> float:
+    """The relative difference; EnvironmentFaultError where it is beyond the tolerance, or no number."""
+    measured = relative_difference(expected, found)
+    if not measured <= tolerance:  # a NaN is not
+        raise EnvironmentFaultError(
+            f"{what}: logits differ by {measured:.2g} of the largest; {tolerance:g} is allowed; nothing was exported"
+        )
+    return measured
+
+
+@contextmanager
+def computed_in_fp32(model: nn.Module) -> Iterator[None]:
+    """Modules of the model see their own 16-bit parameters in fp32 while they run; 4-bit layers compute in fp32.
+
+    Adapters, which PEFT reads from outside of their modules, are fp32 all the while.
+    """
+    layers = quantised_layers(model)
+    before = [
+        (each, each.compute_dtype, each.weight.quant_state.dtype, each.support_avx512bf16_for_cpu) for each in layers
+    ]
+    adapters = [parameter for name, parameter in model.named_parameters() if ".lora_" in name and _is_narrow(parameter)]
+    narrow = [(parameter, parameter.data) for parameter in adapters]
+    handles = []
+    try:
+        for layer in layers:
+            layer.compute_dtype = layer.weight.quant_state.dtype = torch.float32  # also of what DoRA reads
+            layer.support_avx512bf16_for_cpu = False  # else the CPU's kernel is of bf16
+        for parameter, held in narrow:
+            parameter.data = held.float()
+        for module in model.modules():
+            read, seam = [*module.parameters(recurse=False)], cast(Any, module)
+            if hasattr(module, "parameter_name"):
+                read.append(seam.get_param())  # PEFT's wrapper around experts casts adapters to what it finds there
+            own = [parameter for parameter in read if _is_narrow(parameter)]
+            if own:
+                widen, restore = _widening(own)
+                handles += [
+                    module.register_forward_pre_hook(widen),
+                    module.register_forward_hook(restore, always_call=True),
+                ]
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter, held in narrow:
+            parameter.data = held
+        for layer, compute_dtype, decoded_dtype, uses_avx512 in before:
+            layer.compute_dtype, layer.weight.quant_state.dtype = compute_dtype, decoded_dtype
+            layer.support_avx512bf16_for_cpu = uses_avx512
+
+
+def _widening(parameters: list[nn.Parameter]) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Two hooks: one makes the parameters fp32, the other gives them back what they held."""
+    held: list[Tensor] = []
+
+    def widen(*_: object) -> None:
+        held.extend(parameter.data for parameter in parameters)
+        for parameter in parameters:
+            parameter.data = parameter.data.float()
+
+    def restore(*_: object) -> None:
+        for parameter, values in zip(parameters, held, strict=True):
+            parameter.data = values
+        held.clear()
+
+    return widen, restore
+
+
+def _is_narrow(parameter: nn.Parameter) -> bool:
+    return parameter.dtype in (torch.bfloat16, torch.float16) and not hasattr(parameter, "quant_state")
+
+
+def _from_folder(folder: Path, *, trust_remote_code: bool, **settings: Any) -> PreTrainedModel:  # noqa: ANN401  # transformers'
+    options = {"dtype": "auto", **settings}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, use_safetensors=True, trust_remote_code=trust_remote_code, **options
+    )
+    assert isinstance(loaded, PreTrainedModel)
+    return loaded
+
+
+def _and_let_go(model: nn.Module, ids: Tensor) -> Tensor:
+    logits = logits_of(model, ids)
+    del model
+    gc.collect()
+    return logits

@@ -1,0 +1,305 @@
+"""Exports what a run trained from one of its checkpoints, whatever engine saved it, on the CPU and in one process.
+
+    python -m trainer.runtime.export.run RUN_DIR OUT [--merge] [--format hf|onnx] [--checkpoint best|last|step-N] ...
+
+    1  the model of the checkpoint is built, and its logits are taken
+    2  it is merged or rounded, where that was asked for, and its logits are taken again
+    3  the folder is written beside OUT, and the model is let go
+    4  the folder is loaded by plain transformers (and PEFT, or onnxruntime), and its logits are compared
+
+Only then is the folder called OUT. At no time is there more than one model in memory (`export_check`).
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from trainer.runtime.checkpoint import CheckpointFolder, import_weights, read_weights
+from trainer.runtime.export.check import (
+    ROUNDED,
+    SAME,
+    check_logits,
+    logits_of,
+    prompt_ids,
+    reloaded_adapter_logits,
+    reloaded_logits,
+)
+from trainer.runtime.export.checkpoint import checkpoint_of, evaluation_of
+from trainer.runtime.export.folder import add_tokenizer, save_adapters, save_model, staged, write_card
+from trainer.runtime.export.merge import merge_adapters, round_weights
+from trainer.runtime.export.model_card import Export
+from trainer.runtime.export.plan import plan_on, read_plan
+from trainer.runtime.models.adapters import base_type
+from trainer.runtime.models.build import build_model, model_from_config
+from trainer.runtime.models.model_code import as_its_user, write_model_code
+from trainer.spec import codec
+from trainer.spec.errors import InputError, ShardwiseError
+from trainer.spec.hardware import DeviceKind
+from trainer.spec.plan import Plan
+from trainer.spec.report import Report
+from trainer.spec.strategy import Attention, Method, Precision
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_HELD_AS = {
+    torch.float32: Precision.FP32,
+    torch.bfloat16: Precision.BF16_MIXED,
+    torch.float16: Precision.FP16_MIXED,
+}  # the precision whose frozen base is of a type
+
+
+class Wish(NamedTuple):
+    """What was asked for; `dtype` None: as trained, or of what is merged, the base's own."""
+
+    merge: bool = False
+    format: str = "hf"
+    dtype: torch.dtype | None = None
+    checkpoint: str | None = None
+    checks: bool = True
+    hides_paths: bool = False  # what is uploaded does not tell where things lie on this machine
+
+
+class Done(NamedTuple):
+    """What was exported, and what there is to say of it."""
+
+    checkpoint: CheckpointFolder
+    checks: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+class _Written(NamedTuple):
+    """A model that lies in a folder and is no longer in memory."""
+
+    logits: Tensor | None  # of what was written; None where nothing is compared
+    dtype: torch.dtype
+    checks: tuple[str, ...]
+
+
+def export_run(run_dir: Path, out: Path, wish: Wish) -> Done:
+    """Exports a checkpoint of a run to `out`.
+
+    InputError where there is none, `out` is in use, or the wish does not go with the run; EnvironmentFaultError where
+    a library is missing, or what was written does not give the logits of what was trained.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise InputError(f"{out}: is not empty; name another folder")
+    plan = read_plan(run_dir)
+    _check_wish(plan, wish)
+    checkpoint, notes = checkpoint_of(run_dir, plan, wish.checkpoint)
+    export = Export(
+        plan=plan,
+        step=checkpoint.step,
+        evaluation=evaluation_of(checkpoint),
+        report=codec.read(run_dir / "report.json", Report) if (run_dir / "report.json").is_file() else None,
+    )
+    with staged(out) as folder:
+        if wish.format == "onnx":
+            export, more = _write_onnx(export, checkpoint, folder, wish)
+        elif plan.chosen.method.freezes_base and not wish.merge:
+            export, more = _write_adapters(export, checkpoint, folder, wish)
+        else:
+            export, more = _write_whole(export, checkpoint, folder, wish)
+        write_card(export, folder)
+    return Done(checkpoint, export.checks, (*notes, *more))
+
+
+def _check_wish(plan: Plan, wish: Wish) -> None:
+    """InputError for what this run cannot be exported as."""
+    freezes = plan.chosen.method.freezes_base
+    if wish.merge and not freezes:
+        raise InputError(
+            f"--merge: {plan.chosen.method} trains all weights; there are no adapters to merge: leave it out"
+        )
+    if wish.format == "onnx" and freezes and not wish.merge:
+        raise InputError(
+            f"--format onnx: {plan.chosen.method} trained adapters, and a graph holds one whole model; add --merge"
+        )
+    if wish.format == "onnx" and wish.dtype is torch.bfloat16:
+        raise InputError("--format onnx: onnxruntime has no bf16 kernels for most operators; take --dtype fp32 or fp16")
+    if wish.dtype is not None and freezes and not wish.merge:
+        raise InputError("--dtype: adapters are written in the type they were trained in; add --merge, or leave it out")
+
+
+def _write_adapters(export: Export, checkpoint: CheckpointFolder, folder: Path, wish: Wish) -> tuple[Export, list[str]]:
+    """PEFT's folder, checked on its base where that can be loaded."""
+    plan = export.plan
+    expected = _adapted_logits(plan, checkpoint) if wish.checks and plan.model_path is not None else None
+    weights = read_weights(checkpoint)
+    save_adapters(weights, plan, folder, hides_paths=wish.hides_paths)
+    incident = add_tokenizer(plan, folder)
+    notes = [incident] if incident is not None else []
+    checks: tuple[str, ...] = ()
+    if expected is not None and plan.model_path is not None:
+        found = reloaded_adapter_logits(
+            folder,
+            Path(plan.model_path),
+            prompt_ids(plan.model_shape.vocab_size),
+            dtype=base_type(plan.chosen.method, plan.chosen.strategy.precision),
+            is_quantised=plan.chosen.method is Method.QLORA,
+        )
+        measured = check_logits(expected, found, tolerance=SAME, what=f"{folder.name}: loaded by PEFT")
+        checks = (f"loaded again by PEFT: logits within {measured:.2g} of the trained model's ({SAME:g} allowed)",)
+    elif wish.checks:
+        notes.append(
+            "not compared: the base of these adapters was made up and lies in no folder; --merge exports it whole"
+        )
+    return export._replace(kind="adapters", checks=checks), notes
+
+
+def _adapted_logits(plan: Plan, checkpoint: CheckpointFolder) -> Tensor:
+    return logits_of(_trained(plan_on(plan, DeviceKind.CPU), checkpoint), prompt_ids(plan.model_shape.vocab_size))
+
+
+def _write_whole(export: Export, checkpoint: CheckpointFolder, folder: Path, wish: Wish) -> tuple[Export, list[str]]:
+    """A model folder of all weights, merged and rounded as asked for."""
+    plan = export.plan
+    written = _save_whole(plan, checkpoint, folder, wish)
+    write_model_code(plan.model_code, folder)
+    incident = add_tokenizer(plan, folder)
+    checks = written.checks
+    if written.logits is not None:
+        with as_its_user(plan.model_code) as trusts:
+            found = reloaded_logits(folder, prompt_ids(plan.model_shape.vocab_size), trust_remote_code=trusts)
+        measured = check_logits(written.logits, found, tolerance=SAME, what=f"{folder.name}: loaded by transformers")
+        checks += (
+            f"loaded again by transformers: logits within {measured:.2g} of what was written ({SAME:g} allowed)",
+        )
+    kind = "merged" if wish.merge else "model"
+    export = export._replace(kind=kind, dtype=_NAMES[written.dtype], checks=checks)
+    return export, [incident] if incident is not None else []
+
+
+def _write_onnx(export: Export, checkpoint: CheckpointFolder, folder: Path, wish: Wish) -> tuple[Export, list[str]]:
+    """A graph beside config and tokenizer; the model is written as safetensors first, and read from there."""
+    from trainer.runtime.export.onnx import check_onnx_installed, write_graph  # loads the exporter
+
+    check_onnx_installed()
+    dtype = wish.dtype or torch.float32
+    whole, notes = _write_whole(export, checkpoint, folder, wish._replace(dtype=dtype))
+    measured = write_graph(folder)
+    for path in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
+        path.unlink()
+    return whole._replace(kind="onnx", checks=(*whole.checks, measured)), notes
+
+
+def _save_whole(plan: Plan, checkpoint: CheckpointFolder, folder: Path, wish: Wish) -> _Written:
+    """Writes the weights; the model ends with this function."""
+    dtype = wish.dtype or (_merged_type(plan) if wish.merge else None)
+    model = _trained(_merging_plan(plan) if wish.merge else plan_on(plan, DeviceKind.CPU), checkpoint)
+    ids = prompt_ids(plan.model_shape.vocab_size)
+    logits = logits_of(model, ids) if wish.checks else None
+    checks: tuple[str, ...] = ()
+    held = next(model.parameters()).dtype
+    if dtype is not None and (wish.merge or dtype != held):
+        _change(model, dtype, plan, merge=wish.merge)
+        if logits is not None:
+            changed = logits_of(model, ids)
+            doing = "merging" if wish.merge else "rounding"
+            tolerance = ROUNDED[dtype]
+            measured = check_logits(logits, changed, tolerance=tolerance, what=f"{doing} to {_NAMES[dtype]}")
+            checks = (f"{doing}: logits within {measured:.2g} of the trained model's ({tolerance:g} allowed)",)
+            logits = changed
+    save_model(model, folder)
+    return _Written(logits, dtype or held, checks)
+
+
+def _change(model: PreTrainedModel, dtype: torch.dtype, plan: Plan, *, merge: bool) -> None:
+    if not merge:
+        round_weights(model, dtype)
+        return
+    with torch.device("meta"):
+        plain = model_from_config(plan.model_config, dtype=dtype, attention=Attention.EAGER)
+    merge_adapters(model, dtype, plain=plain)
+
+
+def _trained(plan: Plan, checkpoint: CheckpointFolder) -> PreTrainedModel:
+    """The model of a checkpoint; InputError where the base that it needs is gone."""
+    if plan.model_path is not None and not Path(plan.model_path).is_dir():
+        raise InputError(
+            f"{plan.model_path}: the base model is not there any more; put it back, or export the adapters alone "
+            "with --no-check"
+        )
+    model = build_model(plan)
+    import_weights(model, checkpoint)
+    model.eval()
+    return model
+
+
+def _merging_plan(plan: Plan) -> Plan:
+    """The plan with its base as adapters are merged into it: LoRA's as it lies on the disk, QLoRA's in 4 bit."""
+    plan = plan_on(plan, DeviceKind.CPU)
+    if plan.chosen.method is Method.QLORA or plan.model_path is None:
+        return plan
+    return plan_on(plan, DeviceKind.CPU, precision=_HELD_AS[_stored_type(Path(plan.model_path))])
+
+
+def _merged_type(plan: Plan) -> torch.dtype:
+    """The base's own type; of a base that was made up, the one it was held in."""
+    if plan.model_path is None:
+        return base_type(plan.chosen.method, plan.chosen.strategy.precision)
+    return _stored_type(Path(plan.model_path))
+
+
+def _stored_type(folder: Path) -> torch.dtype:
+    """The type that most weights of a folder are stored in; fp32 for any that is neither fp32 nor 16 bit."""
+    counts: dict[str, int] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118  # no mapping
+                part = file.get_slice(key)
+                counts[part.get_dtype()] = counts.get(part.get_dtype(), 0) + torch.Size(part.get_shape()).numel()
+    return _STORED.get(max(counts, key=lambda each: counts[each]), torch.float32) if counts else torch.float32
+
+
+def main() -> None:
+    """Parses the command line, exports, and ends with the error's exit code where that fails."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.runtime.export.run", description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--merge", action="store_true")
+    parser.add_argument("--format", choices=("hf", "onnx"), default="hf")
+    parser.add_argument("--dtype", choices=sorted(DTYPES))
+    parser.add_argument("--checkpoint")
+    parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--hide-paths", action="store_true")
+    chosen = parser.parse_args()
+    wish = Wish(
+        merge=chosen.merge,
+        format=chosen.format,
+        dtype=DTYPES[chosen.dtype] if chosen.dtype is not None else None,
+        checkpoint=chosen.checkpoint,
+        checks=not chosen.no_check,
+        hides_paths=chosen.hide_paths,
+    )
+    answer(lambda: _lines(chosen.out, export_run(chosen.run_dir, chosen.out, wish)))
+
+
+def answer(work: Callable[[], list[str]]) -> None:
+    """Does the work and prints its lines; a ShardwiseError ends the process with its exit code instead."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports DeepSpeed to save; it would look for GPUs
+    disable_progress_bar()
+    try:
+        lines = work()
+    except ShardwiseError as error:
+        print(error, file=sys.stderr)  # noqa: T201  # the answer of a program
+        sys.exit(int(error.exit_code))
+    for line in lines:
+        print(line)  # noqa: T201  # the answer of a program
+
+
+def _lines(out: Path, done: Done) -> list[str]:
+    return [f"{out}: exported from {done.checkpoint.path.name}", *done.checks, *done.notes]
+
+
+if __name__ == "__main__":
+    main()

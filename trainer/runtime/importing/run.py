@@ -1,0 +1,285 @@
+"""Makes a plain Hugging Face folder of a foreign checkpoint, weights only, on the CPU.
+
+    python -m trainer.runtime.importing.run REQUEST.json ANSWER.json
+
+    1  what the folder is, and which of its files are the weights        import_kinds
+    2  names, shapes and types of their tensors; nothing is run          import_tensors, import_dcp, import_zero
+    3  each held against the model of the config, built without weights  import_names
+    4  written tensor by tensor beside OUT, each looked at for NaN       import_writer
+
+Only then is the folder called OUT. The answer is a value in a file, progress goes to stdout; an error is one to three
+lines on stderr and the exit code of its kind.
+"""
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
+
+from trainer.runtime.importing.adapter import base_name, merged
+from trainer.runtime.importing.dcp import read_dcp
+from trainer.runtime.importing.files import (
+    CONFIG_BYTES,
+    checked_file,
+    copy_file,
+    copy_tokenizer,
+    has_file,
+    printable,
+    read_json,
+    read_weight_map,
+)
+from trainer.runtime.importing.kinds import ADAPTER_CONFIG, NAMES, Form, Found, find_kind
+from trainer.runtime.importing.names import Placed, build_empty, place_tensors
+from trainer.runtime.importing.tensors import SAFETENSORS_TYPES, Stored, Tensors, read_safetensors, read_torch_files
+from trainer.runtime.importing.writer import check_finite, most_common_type, num_bytes, write_tensors
+from trainer.runtime.importing.zero import read_zero
+from trainer.runtime.run.process import end_with_parent
+from trainer.spec import codec
+from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
+from trainer.spec.messages.import_request import Imported, ImportKind, ImportRequest, WeightType
+from trainer.spec.units import format_bytes
+
+REPORT_EVERY_S = 10.0
+_TYPES = {WeightType.FP32: torch.float32, WeightType.BF16: torch.bfloat16, WeightType.FP16: torch.float16}
+
+
+class _Opened(NamedTuple):
+    """The tensors of a checkpoint."""
+
+    tensors: dict[str, Stored]
+    described: str
+    files: tuple[Path, ...] = ()  # safetensors that hold them as they are
+
+
+class _Config(NamedTuple):
+    """A config.json, and what it is called in messages."""
+
+    content: dict[str, Any]
+    origin: str
+    folder: Path | None  # that it was found in
+
+
+def import_checkpoint(request: ImportRequest, report: Callable[[str], None] = lambda _: None) -> Imported:
+    """Writes the folder that was asked for; `report` is given lines of progress.
+
+    InputError where the checkpoint is damaged, unsafe, incomplete or of another model; EnvironmentFaultError where the
+    disk is in the way.
+    """
+    folder, out = Path(request.checkpoint), Path(request.out)
+    found = find_kind(folder, request.kind)
+    dtype = None if request.dtype is None else _TYPES[request.dtype]
+    if request.base is not None and found.kind is not ImportKind.PEFT:
+        raise InputError(f"--base: {folder} is {NAMES[found.kind]} and no adapter; leave it out")
+    if found.kind is ImportKind.PEFT:
+        config, opened, placed = _merged_adapter(request, found)
+    else:
+        opened = _open(found)
+        config = _config_of(request, folder, found.folder)
+        placed = _place(config, opened, found)
+    total_bytes = num_bytes(placed.tensors, dtype)
+    placed = placed._replace(tensors=_Progress(placed.tensors, report).tensors)
+    with _staged(out) as staging:
+        held_as = most_common_type(placed.tensors, dtype)
+        if not _link(opened, placed, found, dtype, staging):
+            _check_room(out, total_bytes)
+            write_tensors(placed.tensors, staging, dtype=dtype, origin=str(folder))
+        _write_config(config.content, placed, held_as, staging)
+        notes = (*_notes(found), *placed.notes, *_add_tokenizer(request, folder, config, staging))
+    return Imported(
+        kind=found.kind,
+        source=f"{NAMES[found.kind]}: {opened.described}",
+        num_tensors=len(placed.tensors),
+        num_bytes=total_bytes,
+        dtype=SAFETENSORS_TYPES[held_as],
+        notes=tuple(printable(note.replace("\n", " ")) for note in notes),
+    )
+
+
+class _Progress:
+    """Tensors that say, when one is read, how much has been read."""
+
+    def __init__(self, tensors: Tensors, report: Callable[[str], None]) -> None:
+        self._total_bytes = sum(stored.num_bytes for stored in tensors.values())
+        self._num_bytes, self._told_s, self._report = 0, time.monotonic(), report
+        self.tensors = {name: each._replace(read=partial(self._read, each)) for name, each in tensors.items()}
+
+    def _read(self, stored: Stored) -> Tensor:
+        self._num_bytes += stored.num_bytes
+        if time.monotonic() - self._told_s >= REPORT_EVERY_S:
+            self._told_s = time.monotonic()
+            self._report(f"{format_bytes(self._num_bytes)} of {format_bytes(self._total_bytes)}")
+        return stored.read()
+
+
+def _open(found: Found) -> _Opened:
+    if found.form is Form.SAFETENSORS:
+        tensors, files = read_safetensors(found.folder, found.name)
+        return _Opened(tensors, found.name, files)
+    if found.form is Form.TORCH:
+        return _Opened(read_torch_files(found.folder, found.name), found.name)
+    if found.form is Form.DCP:
+        return _Opened(read_dcp(found.folder), f"the parts in {found.name}")
+    zero = read_zero(found.folder)
+    return _Opened(zero.tensors, f"{zero.described}, {found.name}")
+
+
+def _place(config: _Config, opened: _Opened, found: Found) -> Placed:
+    model = build_empty(config.content, config.origin, most_layers=len(opened.tensors))
+    is_nested = found.form is Form.DCP
+    return place_tensors(model, opened.tensors, str(found.folder), config_origin=config.origin, is_nested=is_nested)
+
+
+def _config_of(request: ImportRequest, *folders: Path) -> _Config:
+    """The config that was named, or the checkpoint's own."""
+    if request.config is not None:
+        return _Config(request.config, request.config_origin or "--config", None)
+    for folder in folders:
+        if has_file(folder, "config.json"):
+            path = checked_file(folder, "config.json", most_bytes=CONFIG_BYTES)
+            return _Config(read_json(path), str(path), folder)
+    raise InputError(
+        f"{folders[0]}: holds no config.json; say which model it is of: --config FOLDER, a hub id or a preset"
+    )
+
+
+def _merged_adapter(request: ImportRequest, found: Found) -> tuple[_Config, _Opened, Placed]:
+    path = checked_file(found.folder, ADAPTER_CONFIG, most_bytes=CONFIG_BYTES)
+    adapter_config = read_json(path)
+    if request.base is None:
+        raise InputError(
+            f"{found.folder}: is an adapter of {base_name(adapter_config)}, and training starts from whole models;\n"
+            "name its base to have it merged: --base FOLDER or a hub id"
+        )
+    base = Path(request.base)
+    base_found = find_kind(base, ImportKind.HUGGINGFACE)
+    opened, adapter = _open(base_found), _open(found)
+    config = _config_of(request, base)
+    placed = _place(config, opened, base_found)
+    tensors = merged(placed.tensors, placed.model_names, adapter.tensors, adapter_config, found.folder)
+    described = f"{found.name}, merged into {base.name}"
+    return config, _Opened(tensors, described), placed._replace(tensors=tensors)
+
+
+def _link(opened: _Opened, placed: Placed, found: Found, dtype: torch.dtype | None, staging: Path) -> bool:
+    """Takes over safetensors files as they are, where nothing in them changes: checked, and linked or copied."""
+    is_same = placed.tensors.keys() == opened.tensors.keys()
+    changes = [each for each in placed.tensors.values() if dtype not in (None, each.dtype)]
+    if not opened.files or not is_same or changes:
+        return False
+    for name, stored in placed.tensors.items():
+        check_finite(name, stored.read(), str(found.folder))
+    for path in opened.files:
+        name = path.name if found.name.endswith(".index.json") else "model.safetensors"
+        try:
+            os.link(path.resolve(), staging / name)
+        except OSError:  # another file system, or one without links
+            shutil.copyfile(path, staging / name)
+    if found.name.endswith(".index.json"):
+        index = {
+            "metadata": {"total_size": sum(stored.num_bytes for stored in placed.tensors.values())},
+            "weight_map": read_weight_map(found.folder, found.name),
+        }
+        (staging / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return True
+
+
+def _write_config(config: dict[str, Any], placed: Placed, held_as: torch.dtype, staging: Path) -> None:
+    """The config as it was, with the type of the weights that are there and without code that is not."""
+    written = {name: value for name, value in config.items() if name not in ("auto_map", "_name_or_path", "dtype")}
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    written[key] = str(held_as).removeprefix("torch.")
+    (staging / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+
+
+def _add_tokenizer(request: ImportRequest, folder: Path, config: _Config, staging: Path) -> tuple[str, ...]:
+    named = [Path(place) for place in (request.tokenizer, request.base) if place is not None]
+    places = [folder, *([config.folder] if config.folder is not None else []), *named]
+    for place in places:
+        copy_file(place, "generation_config.json", staging, most_bytes=CONFIG_BYTES)
+        if has_file(staging, "generation_config.json"):
+            break
+    source = copy_tokenizer(places, staging)
+    if source is None:
+        return ("no tokenizer was found: a job that trains from it names one with model.tokenizer",)
+    return () if source == folder else (f"tokenizer: that of {source.name}",)
+
+
+def _notes(found: Found) -> Iterator[str]:
+    for form, name in found.others:
+        remedy = "; --kind deepspeed takes its fp32 masters" if form is Form.ZERO else ""
+        yield f"{name} is there as well and was not taken{remedy}"
+    if found.not_read:
+        names = ", ".join(found.not_read[:3])
+        more = f" and {len(found.not_read) - 3} more" if len(found.not_read) > 3 else ""
+        yield f"not read, as weights only are imported: {names}{more}"
+
+
+@contextmanager
+def _staged(out: Path) -> Iterator[Path]:
+    """An empty folder beside `out` that gets its name at the end, and goes where anything fails."""
+    staging = out.with_name(f".{out.name}.partial")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+        yield staging
+        staging.rename(out)  # fails where there is a folder that is not empty by now
+        _sync(out.parent)
+    except OSError as error:
+        raise EnvironmentFaultError(f"{out}: cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _check_room(out: Path, total_bytes: int) -> None:
+    free_bytes = shutil.disk_usage(out.parent).free
+    if free_bytes < total_bytes:
+        raise EnvironmentFaultError(
+            f"{out}: needs {format_bytes(total_bytes)}, and {format_bytes(free_bytes)} are free there"
+        )
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Answers the request in the first file with a value in the second; the exit code."""
+    if len(arguments) != 2:
+        sys.stderr.write("usage: python -m trainer.runtime.importing.run REQUEST.json ANSWER.json\n")
+        return ExitCode.INPUT
+    disable_progress_bar()
+    try:
+        request = codec.read(Path(arguments[0]), ImportRequest)
+        codec.write(Path(arguments[1]), import_checkpoint(request, _say))
+    except ShardwiseError as error:
+        sys.stderr.write(printable(str(error)) + "\n")
+        return error.exit_code
+    except OSError as error:
+        sys.stderr.write(printable(f"{error.filename}: cannot be read: {error.strerror or error}") + "\n")
+        return ExitCode.ENVIRONMENT
+    return ExitCode.DONE
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    sys.exit(main(sys.argv[1:]))

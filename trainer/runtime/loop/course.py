@@ -1,0 +1,319 @@
+"""The course of a run, the same lines on every rank: steps, evaluations, checkpoints, the end.
+
+What happens at which step is a function of the step and of what all ranks agreed on, never of one rank's view: the
+stop flag is put to a vote at each step boundary, and checkpoints that are due by time go by rank 0's clock.
+
+Under `eval.early_stop` a run also ends where so many evaluations in a row were no better than the best before them.
+They stand in each checkpoint, so a resumed run goes on counting. What is sampled and exported then is the best.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+
+import msgspec
+from msgspec.structs import replace
+
+from trainer.runtime.data.batches import MicroBatch, padding_share, step_micro_batches
+from trainer.runtime.data.stream.rows import POLL_S, StepRows
+from trainer.runtime.engines.verification import facts_after_step
+from trainer.runtime.loop.evaluation import evaluate, evaluations_without_gain
+from trainer.runtime.loop.metrics import MetricsFile, StepMetrics
+from trainer.runtime.loop.objectives import Objectives, build_objectives
+from trainer.runtime.loop.periodic_saves import PeriodicSaves
+from trainer.runtime.loop.profile_step import is_traced, traced_step
+from trainer.runtime.loop.recovery import go_back, must_go_back, note_step
+from trainer.runtime.loop.sample import can_sample, continue_prompt, prompt_of
+from trainer.runtime.loop.saving import export_model, keep_best, load_best, save_state
+from trainer.runtime.loop.session import Session, build_session
+from trainer.runtime.loop.step import run_step
+from trainer.runtime.loop.step_metrics import DoneStep, StepObserver
+from trainer.runtime.models.build import plain_model
+from trainer.runtime.precision.fp8 import check_fp8_ran, timed_facts
+from trainer.runtime.profile.memory_profile import MemoryProfile
+from trainer.runtime.run.clock import Clock
+from trainer.runtime.run.machine_counters import CardWatch
+from trainer.runtime.run.report_writer import ReportWriter, RunPaths
+from trainer.runtime.run.spikes import find_fault, step_of_rows
+from trainer.runtime.run.state import SKIPPED_STEPS, RunState
+from trainer.spec.errors import InputError
+from trainer.spec.lr_schedule import learning_rate
+from trainer.spec.messages.extension import Hook
+from trainer.spec.messages.heartbeat import HOOK_PHASE
+from trainer.spec.plan import Plan
+from trainer.spec.report import Ending, Evaluation
+
+
+def train(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunState, wants_stop: Callable[[], bool]) -> Ending:
+    """Runs the plan to its end or to a stop; `state` is up to date whenever this raises."""
+    session = build_session(plan, paths, writer, state)
+    with closing(session.stream) if session.stream is not None else nullcontext():
+        objectives = build_objectives(session, wants_stop)
+        if objectives is None:
+            save_state(session, "the stop")
+            ending = Ending.STOPPED
+        else:
+            ending = _train(session, objectives, wants_stop)
+    session.ranks.barrier()  # a rank that leaves early would break what the others still do together
+    return ending
+
+
+def _train(session: Session, objectives: Objectives, wants_stop: Callable[[], bool]) -> Ending:
+    if session.plan.is_trial:
+        return _run_steps(session, objectives, wants_stop)
+    _sample(session, is_before=True)
+    ending = _run_steps(session, objectives, wants_stop)
+    if ending is Ending.FINISHED:
+        _finish(session, objectives)
+    return ending
+
+
+def _run_steps(session: Session, objectives: Objectives, wants_stop: Callable[[], bool]) -> Ending:
+    schedule, state = session.plan.schedule, session.state
+    saves, watch = PeriodicSaves(session), StepWatch(session)
+    with (
+        MetricsFile(session.paths.run_dir / "metrics.jsonl", is_writer=session.is_first) as metrics,
+        CardWatch(session.accelerator.device).watching() as card,
+    ):
+        observer = StepObserver(session, card)
+        while state.step < schedule.num_steps and not _has_stalled(session):
+            if not _goes_on(session, wants_stop, observer):
+                if not session.plan.is_trial:
+                    save_state(session, "the stop")
+                return Ending.STOPPED
+            done = _one_step(session, objectives, observer)
+            goes_back = must_go_back(session)
+            is_eval_due = not goes_back and _is_due(state.step, schedule.eval_every_steps)
+            evaluation = _evaluate(session, objectives) if is_eval_due else None
+            figures = observer.line(done, evaluation)
+            if _is_told(session, figures):
+                metrics.append(figures)
+                observer.told()
+            watch.tell(figures)
+            if goes_back:
+                go_back(session)
+                continue
+            with observer.saving():
+                saves.after_step()
+            if evaluation is not None and _is_new_best(session):
+                keep_best(session)
+    return Ending.FINISHED
+
+
+def _is_told(session: Session, figures: StepMetrics) -> bool:
+    """Whether a step has a line under `log.every`: also the first and the last, one with a score, and a skipped one."""
+    every, first = session.plan.job.log.every.steps or 1, (session.state.resumed_from_step or 0) + 1
+    is_edge = figures.step in (first, session.plan.schedule.num_steps)
+    return is_edge or figures.step % every == 0 or bool(figures.skipped) or figures.eval_loss is not None
+
+
+def _goes_on(session: Session, wants_stop: Callable[[], bool], observer: StepObserver) -> bool:
+    """Whether nobody asks for a stop, also while all wait for a window of a stream; all ranks agree."""
+    stream, step = session.stream, _place_of_rows(session, session.state.step + 1)
+
+    def agrees() -> bool:
+        with observer.waiting():
+            return session.ranks.all_agree(not wants_stop())
+
+    while agrees():
+        is_there = stream is None or not stream.is_next_window(step)
+        if is_there or session.ranks.all_agree(stream is not None and stream.is_ready(step)):
+            return True
+        time.sleep(POLL_S)
+    return False
+
+
+class StepWatch:
+    """Tells `on_step` of the user's extensions file, on the first rank; what it raises becomes an incident, once."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        hooks = session.hooks
+        self._hooks = hooks if session.is_first and hooks is not None and hooks.has(Hook.ON_STEP) else None
+
+    def tell(self, metrics: StepMetrics) -> None:
+        """Calls it with the step and what metrics.jsonl got."""
+        hooks = self._session.hooks
+        if hooks is not None and hooks.has(Hook.ON_STEP):  # on every rank: the others wait for the first
+            self._session.writer.beat(HOOK_PHASE, step=metrics.step)
+        if self._hooks is None:
+            return
+        figures = {name: value for name, value in msgspec.to_builtins(metrics).items() if value is not None}
+        try:
+            self._hooks.call(Hook.ON_STEP, metrics.step, figures)
+        except InputError as error:
+            self._session.state.incidents.append(f"{error}; it was not called again")
+            self._hooks = None
+
+
+def _has_stalled(session: Session) -> bool:
+    """Whether the run is to end early; all ranks agree."""
+    patience = session.plan.job.eval.early_stop
+    if patience is None or session.plan.is_trial:
+        return False
+    return not session.ranks.all_agree(evaluations_without_gain(session.state.evaluations) < patience)
+
+
+def _is_new_best(session: Session) -> bool:
+    """Whether this step may turn out to be the one that an early stop goes back to."""
+    return session.plan.job.eval.early_stop is not None and session.state.best_step == session.state.step
+
+
+def _is_due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _one_step(session: Session, objectives: Objectives, observer: StepObserver) -> DoneStep:
+    """Runs one step and notes what it measured."""
+    plan, state, device = session.plan, session.state, session.accelerator.device
+    step = state.step + 1
+    clock = Clock(device, on_phase=lambda phase: session.writer.beat(phase, step=step - 1))
+    begin = time.perf_counter()
+    with clock.measure("data"):
+        micro_batches, num_terms = _micro_batches(session, step)
+    lr = learning_rate(plan.schedule, plan.job.train, step)
+    with _maybe_profiled(session, step, clock) as is_profiled:
+        result = run_step(
+            session.accelerator,
+            session.model,
+            session.optimizer,
+            micro_batches,
+            num_terms=num_terms,
+            step=step,
+            seed=plan.job.train.seed,
+            lr=lr,
+            clip=plan.job.train.clip,
+            clock=clock,
+            scaler=session.scaler,
+            objective=objectives.train,
+            judge=lambda loss, grad_norm: find_fault(state.spikes, loss=loss, grad_norm=grad_norm),
+        )
+    clock.seconds("optimizer")  # waits for it: a step ends with its update
+    step_s = time.perf_counter() - begin
+    state.step, state.tokens_seen = step, state.tokens_seen + result.num_targets
+    state.final_loss = result.loss if math.isfinite(result.loss) else state.final_loss
+    rows = _row_numbers(session, step) if result.fault is not None else ()
+    note_step(state, result, step=step, rows=rows)
+    if not is_profiled and step - (state.resumed_from_step or 0) > SKIPPED_STEPS:
+        state.steady_steps.append((step_s, result.num_targets))
+        state.steady_parts.append(observer.parts(clock))
+    session.writer.write_status("training", step=step)
+    if state.engaged is not None and not state.engaged.facts and not result.was_skipped:
+        check_fp8_ran(plain_model(session.model))
+        seen = facts_after_step(session.model, session.optimizer, session.scaler)
+        state.engaged = replace(state.engaged, facts=seen | timed_facts(session.plan))
+    return DoneStep(result, clock, lr, step_s, padding_share(micro_batches), rows, _epoch(session))
+
+
+def _micro_batches(session: Session, step: int) -> tuple[Sequence[MicroBatch], int]:
+    chosen = session.plan.chosen
+    rows, place, seed = _rows_of_step(session, step)
+    return step_micro_batches(
+        rows,
+        step=place,
+        seed=seed,
+        sequences_per_step=session.plan.schedule.sequences_per_step,
+        rank=session.accelerator.process_index,
+        num_ranks=session.accelerator.num_processes,
+        micro_batch=chosen.micro_batch,
+        accumulation=chosen.accumulation,
+    )
+
+
+def _rows_of_step(session: Session, step: int) -> StepRows:
+    """What a step learns from: a function of the step, and of what has been passed over."""
+    place = _place_of_rows(session, step)
+    if session.stream is not None:
+        return session.stream.at(place)
+    return StepRows(session.train_rows, place, session.plan.job.train.seed)
+
+
+def _place_of_rows(session: Session, step: int) -> int:
+    """The step of the data order, which counts from 0, that a step of the run learns from."""
+    return step_of_rows(step, session.state.spikes.passed_over) - 1
+
+
+def _row_numbers(session: Session, step: int) -> tuple[int, ...]:
+    """The rows of the global batch of a step, as the prepared data counts them."""
+    rows, place, seed = _rows_of_step(session, step)
+    order = rows.order(seed=seed, sequences_per_step=session.plan.schedule.sequences_per_step)
+    return tuple(sorted(order.rows_of_step(place)))
+
+
+@contextmanager
+def _maybe_profiled(session: Session, step: int, clock: Clock) -> Iterator[bool]:
+    """Measures the memory of the first steady step, once; of the last one where a run is shorter than that."""
+    if is_traced(session.plan, step):
+        with traced_step(session, step, clock):
+            yield True
+        return
+    first = session.state.resumed_from_step or 0
+    if step != min(first + SKIPPED_STEPS + 1, session.plan.schedule.num_steps):
+        yield False
+        return
+    profile = MemoryProfile(session.model, session.optimizer, session.accelerator.device)
+    with profile.step(clock):
+        yield True
+    session.state.memory = profile.figures()
+
+
+def _epoch(session: Session) -> float | None:
+    """How often the data has been gone through; None of a stream, of which nobody knows the length."""
+    plan, state = session.plan, session.state
+    if plan.data.is_stream:
+        return None
+    return (_place_of_rows(session, state.step) + 1) * plan.schedule.sequences_per_step / plan.data.num_rows
+
+
+def _evaluate(session: Session, objectives: Objectives) -> Evaluation | None:
+    state, rows = session.state, session.eval_rows
+    if rows is None:
+        return None
+    session.writer.write_status("evaluating", step=state.step)
+    evaluation = evaluate(
+        session.accelerator, session.model, rows, session.plan, step=state.step, objective=objectives.score
+    )
+    state.evaluations.append(evaluation)
+    return evaluation
+
+
+def _finish(session: Session, objectives: Objectives) -> None:
+    """What follows the last step: the last evaluation, checkpoint and sample, and the export."""
+    state = session.state
+    is_early = state.step < session.plan.schedule.num_steps
+    if not state.evaluations or state.evaluations[-1].step != state.step:
+        _evaluate(session, objectives)
+    if state.checkpoint != f"checkpoints/step-{state.step:08d}":
+        save_state(session, "the end")
+    is_best_loaded = is_early and _go_back_to_best(session)
+    _sample(session, is_before=False)
+    if is_best_loaded or not is_early or state.export is None:
+        export_model(session)
+
+
+def _go_back_to_best(session: Session) -> bool:
+    """Ends a run that gained nothing more: notes why, and loads the best weights where a checkpoint has them."""
+    state, best = session.state, session.state.best_step
+    is_loaded = load_best(session)
+    what = f"the export is of step {best}, the best"
+    if not is_loaded and state.export is None:
+        what = f"the export is of this step: there is no checkpoint of step {best}, the best"
+    state.incidents.append(
+        f"early stop at step {state.step} of {session.plan.schedule.num_steps}: {session.plan.job.eval.early_stop} "
+        f"evaluations without a lower held-out loss (eval.early_stop); {what}"
+    )
+    return is_loaded
+
+
+def _sample(session: Session, *, is_before: bool) -> None:
+    state, rows = session.state, session.eval_rows or session.train_rows
+    if session.tokenizer is None or not session.is_first or not can_sample(session.plan.chosen.strategy.sharding):
+        return
+    prompt = prompt_of(rows)
+    state.prompt = str(session.tokenizer.decode(prompt, skip_special_tokens=True))
+    text = continue_prompt(plain_model(session.model), prompt, session.tokenizer)
+    if is_before:
+        state.sample_before = text
+    else:
+        state.sample_after = text

@@ -1,0 +1,158 @@
+"""One step of rank 0 under torch's profiler, for `shardwise profile`: files for its viewers, and figures in words.
+
+    RUN/profile/trace.json.gz           every operator with its time, for Perfetto
+    RUN/profile/memory-snapshot.pickle  on a GPU: every allocation with its stack, for PyTorch's memory viewer
+    RUN/profile/memory-summary.txt      on a GPU: the caching allocator's tables
+    RUN/profile/memory-timeline.csv     on a CPU: allocated bytes after each event, by phase
+    RUN/profile/profile.json            what the command prints
+
+It is the last step of a short run: the steps before it were timed and measured without all this.
+"""
+
+import csv
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._autograd import DeviceType  # torch.autograd has it under no public name
+from torch.profiler import ProfilerActivity, profile
+
+from trainer.runtime.loop.session import Session
+from trainer.runtime.models.build import plain_model
+from trainer.runtime.profile.memory_profile import room_for_a_profile
+from trainer.runtime.profile.memory_timeline import running_bytes
+from trainer.runtime.profile.profile_modules import (
+    Allocation,
+    ModuleMarks,
+    allocations_of,
+    block_names,
+    in_words,
+    kept_by_module,
+    over_blocks,
+)
+from trainer.runtime.run.clock import Clock, Span
+from trainer.spec import codec
+from trainer.spec.messages.profile import FIGURES_FILE, PROFILE_FOLDER, OperatorTime, ProfileFigures
+from trainer.spec.plan import Plan
+
+TRACE, SNAPSHOT, SUMMARY, TIMELINE = (
+    "trace.json.gz", "memory-snapshot.pickle", "memory-summary.txt", "memory-timeline.csv"
+)  # fmt: skip
+MOST_EVENTS = 200_000  # of a snapshot
+_US = 1e-6
+
+
+def is_traced(plan: Plan, step: int) -> bool:
+    """Whether this step is the one that is profiled."""
+    return plan.profile is not None and step == plan.schedule.num_steps
+
+
+@contextmanager
+def traced_step(session: Session, step: int, clock: Clock) -> Iterator[None]:
+    """Profiles the block, which has to be one whole optimizer step, on the rank that writes for all."""
+    if not session.is_first:
+        yield
+        return
+    folder, device = session.paths.run_dir / PROFILE_FOLDER, session.accelerator.device
+    folder.mkdir(parents=True, exist_ok=True)
+    model, marks, num_spans = plain_model(session.model), ModuleMarks(), len(clock.spans)
+    is_cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
+    begin = time.perf_counter()
+    with room_for_a_profile(), _recorded_history(folder, is_cuda=is_cuda), _hooked(session.plan, marks, model):
+        with profile(activities=activities, profile_memory=True) as profiler:
+            yield
+            clock.seconds("optimizer")  # waits for it
+            step_s = time.perf_counter() - begin
+        allocations = allocations_of(profiler, device.type)
+        profiler.export_chrome_trace(str(folder / TRACE))
+        figures = _figures(session, step, step_s, allocations, marks, clock.spans[num_spans:], profiler)
+    if is_cuda:
+        (folder / SUMMARY).write_text(torch.cuda.memory_summary(device), encoding="utf-8")
+    else:
+        _write_timeline(folder / TIMELINE, allocations, clock.spans[num_spans:])
+    codec.write(folder / FIGURES_FILE, figures)
+
+
+@contextmanager
+def _recorded_history(folder: Path, *, is_cuda: bool) -> Iterator[None]:
+    """Has a GPU's allocator note every allocation of the block, and keeps that for PyTorch's viewer."""
+    if not is_cuda:
+        yield
+        return
+    torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS)
+    try:
+        yield
+        torch.cuda.memory._dump_snapshot(str(folder / SNAPSHOT))
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _hooked(plan: Plan, marks: ModuleMarks, model: nn.Module) -> Any:  # noqa: ANN401  # a context manager
+    """Compiled blocks are left alone: a hook would have them compiled again."""
+    return nullcontext() if plan.chosen.compile else marks.noted(model)
+
+
+def _figures(
+    session: Session,
+    step: int,
+    step_s: float,
+    allocations: Sequence[Allocation],
+    marks: ModuleMarks,
+    spans: Sequence[Span],
+    profiler: Any,  # noqa: ANN401  # torch.profiler.profile, whose results are untyped
+) -> ProfileFigures:
+    request, device_type = session.plan.profile, session.accelerator.device.type
+    assert request is not None
+    forward = next(span for span in spans if span.phase == "forward")
+    blocks = block_names(plain_model(session.model))
+    kept = kept_by_module(allocations, marks, begin_ns=forward.begin_ns, end_ns=forward.end_ns)
+    return ProfileFigures(
+        step=step,
+        step_s=step_s,
+        kept_bytes=sum(kept.values()),
+        kept=in_words(kept, blocks)[: request.num_modules],
+        kept_in_all_blocks=over_blocks(kept, blocks)[: request.num_modules],
+        operators=_operators(profiler, device_type)[: request.num_operators],
+        files=_files(device_type),
+    )
+
+
+def _operators(profiler: Any, device_type: str) -> tuple[OperatorTime, ...]:  # noqa: ANN401  # see above
+    """Those that take longest by themselves first."""
+    found = [
+        OperatorTime(
+            name=average.key,
+            num_calls=average.count,
+            seconds=_US * (average.self_device_time_total if device_type == "cuda" else average.self_cpu_time_total),
+        )
+        for average in profiler.key_averages()
+        if average.device_type == DeviceType.CPU  # an operator; its kernels are listed once more, as the device's
+    ]
+    return tuple(sorted((each for each in found if each.seconds > 0), key=lambda each: -each.seconds))
+
+
+def _files(device_type: str) -> dict[str, str]:
+    trace = {TRACE: "every operator with its time; open it at https://ui.perfetto.dev"}
+    if device_type == "cuda":
+        return trace | {
+            SNAPSHOT: "every allocation with its stack; drop it on https://docs.pytorch.org/memory_viz",
+            SUMMARY: "the tables of the caching allocator; plain text",
+        }
+    return trace | {TIMELINE: "allocated bytes after each event of the allocator, by phase; for a spreadsheet"}
+
+
+def _write_timeline(path: Path, allocations: Sequence[Allocation], spans: Sequence[Span]) -> None:
+    """Bytes above what was held when the step began."""
+    events = [(each.at_ns, each.num_bytes) for each in allocations]
+    begin_ns = min([span.begin_ns for span in spans] + [when for when, _ in events[:1]])
+    with path.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(("microseconds", "bytes_above_the_start", "phase"))
+        writer.writerows(
+            ((when - begin_ns) // 1000, num_bytes, phase) for when, num_bytes, phase in running_bytes(events, 0, spans)
+        )

@@ -1,0 +1,171 @@
+"""What a run leaves behind for others: checkpoints to go on from, and the exported model."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trainer.runtime.checkpoint import NonFiniteStateError, folder_name, load_weights
+from trainer.runtime.checkpoint.agreement import on_first, together
+from trainer.runtime.checkpoint.background import BackgroundSave
+from trainer.runtime.checkpoint.files.search import is_complete, open_checkpoint, verified
+from trainer.runtime.checkpoint.save import Save
+from trainer.runtime.export.folder import write_adapter_folder, write_model_folder
+from trainer.runtime.export.gather import gathered_weights
+from trainer.runtime.loop.checkpoint_facts import facts_of, obstacle_to_checkpoints
+from trainer.runtime.loop.session import Session
+from trainer.runtime.models.build import plain_model
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.messages.heartbeat import SAVING_PHASE
+
+
+def save_state(session: Session, occasion: str, *, in_background: bool = False) -> None:
+    """Saves a checkpoint; where it cannot be saved the reason becomes an incident and the run goes on.
+
+    In the background, it is copied now and committed by a later `poll_save` or `settle_save`; one that is on its way
+    already is waited for. NonFiniteStateError where there is nothing worth saving any more: to train on would only
+    cost time.
+    """
+    settle_save(session)
+    plan, state = session.plan, session.state
+    obstacle = obstacle_to_checkpoints(session.optimizer)
+    if obstacle is not None:
+        incident = f"no checkpoint: {obstacle}"
+        if incident not in state.incidents:
+            state.incidents.append(incident)
+        return
+    session.writer.write_status(SAVING_PHASE, step=state.step)
+    keep_every = plan.job.checkpoint.keep_every
+    with _told(session, occasion, step=state.step):
+        save = Save(
+            session.paths.run_dir / "checkpoints",
+            model=session.model,
+            optimizer=session.optimizer,
+            sharding=plan.chosen.strategy.sharding,
+            facts=facts_of(plan, state, session.scaler),
+            ranks=session.ranks,
+            keep=plan.job.checkpoint.keep,
+            keep_every=None if keep_every is None else keep_every.steps,
+            protect=_best_saved(session),
+        )
+        if in_background:
+            session.in_flight.save, session.in_flight.occasion = BackgroundSave(save), occasion
+        else:
+            save.run()
+            state.checkpoint = f"checkpoints/{folder_name(state.step)}"
+
+
+def poll_save(session: Session) -> bool:
+    """Commits a checkpoint that is on its way if every rank has written it; whether one was. Errors of `save_state`."""
+    save = session.in_flight.save
+    if save is None:
+        return False
+    with _told(session, session.in_flight.occasion, step=save.step):
+        if save.poll():
+            session.state.checkpoint = f"checkpoints/{folder_name(save.step)}"
+    if save.is_over:
+        session.in_flight.save = None
+    return save.is_over
+
+
+def settle_save(session: Session) -> None:
+    """Waits for a checkpoint that is on its way, if there is one. Errors of `save_state`."""
+    save = session.in_flight.save
+    if save is None:
+        return
+    session.writer.write_status(SAVING_PHASE, step=session.state.step)
+    session.in_flight.save = None
+    with _told(session, session.in_flight.occasion, step=save.step):
+        save.finish()
+        session.state.checkpoint = f"checkpoints/{folder_name(save.step)}"
+
+
+@contextmanager
+def _told(session: Session, occasion: str, *, step: int) -> Iterator[None]:
+    """Makes an incident of a save of `step` that fails, and of a state that is not finite the end of the run."""
+    state = session.state
+    try:
+        yield
+    except NonFiniteStateError as error:
+        state.evaluations = [each for each in state.evaluations if math.isfinite(each.loss)]  # JSON has no NaN
+        last = f"the last checkpoint is {state.checkpoint}" if state.checkpoint else "there is no earlier checkpoint"
+        raise NonFiniteStateError(f"{error}; {last}; a lower train.lr may keep the run finite") from error
+    except EnvironmentFaultError as error:
+        if not _is_saved(session, step):
+            state.incidents.append(f"no checkpoint at {occasion}: {error}")
+            return
+        state.incidents.append(f"at {occasion}: {error}")
+        state.checkpoint = f"checkpoints/{folder_name(step)}"
+
+
+def _best_saved(session: Session) -> tuple[int, ...]:
+    """The best step among those that have a checkpoint, or are about to; none where the job keeps no best one."""
+    job, state = session.plan.job, session.state
+    if job.checkpoint.best is None and job.eval.early_stop is None:
+        return ()
+    root = session.paths.run_dir / "checkpoints"
+    by_loss = sorted(state.evaluations, key=lambda evaluation: evaluation.loss)
+    saved = (each.step for each in by_loss if each.step == state.step or (root / folder_name(each.step)).is_dir())
+    best = next(saved, None)
+    return () if best is None else (best,)
+
+
+def keep_best(session: Session) -> None:
+    """Keeps what the model is now: in a checkpoint, or, where none can be loaded again, as the export of the run."""
+    if session.state.checkpoint != f"checkpoints/{folder_name(session.state.step)}":
+        save_state(session, "the best evaluation")
+    if _best_checkpoint(session) is None:
+        export_model(session)
+
+
+def load_best(session: Session) -> bool:
+    """Puts the weights of the best evaluation into the model; False where no checkpoint of it can be loaded.
+
+    Its optimizer is left as it is: nothing is trained after this.
+    """
+    folder = _best_checkpoint(session)
+    if folder is None:
+        return False
+    session.writer.write_status("loading the best checkpoint", step=session.state.step)
+    doing = f"{folder}: the best checkpoint cannot be read"
+    on_first(session.ranks, lambda: bytes(verified(folder).path), doing=doing)
+    checkpoint = together(session.ranks, lambda: open_checkpoint(folder), doing=doing)
+    load_weights(session.model, session.optimizer, checkpoint, sharding=session.plan.chosen.strategy.sharding)
+    return True
+
+
+def _best_checkpoint(session: Session) -> Path | None:
+    """The folder of the best evaluation's checkpoint; None where there is none."""
+    best = session.state.best_step
+    if best is None:
+        return None
+    for run_dir in (session.paths.run_dir, session.paths.resume_dir):
+        folder = run_dir / "checkpoints" / folder_name(best)
+        if session.ranks.all_agree(is_complete(folder)):
+            return folder
+    return None
+
+
+def export_model(session: Session) -> None:
+    """Writes the Hugging Face folder of the run as it is now; of adapters, PEFT's."""
+    session.writer.write_status("exporting the model", step=session.state.step)
+    plan, out = session.plan, session.paths.run_dir / "export"
+    weights = gathered_weights(session.accelerator, session.model)
+    if session.is_first:
+        if plan.chosen.method.freezes_base:
+            incident = write_adapter_folder(weights, plan, out)
+        else:
+            incident = write_model_folder(plain_model(session.model), plan, out, state_dict=weights)
+        session.state.incidents += [incident] if incident is not None else []
+    session.state.export = "export"
+
+
+def _is_saved(session: Session, step: int) -> bool:
+    """Whether the checkpoint of a step was committed before saving failed; rank 0 looks, and all agree."""
+    is_whole = True
+    if session.is_first:
+        try:
+            verified(session.paths.run_dir / "checkpoints" / folder_name(step))
+        except (InputError, OSError):
+            is_whole = False
+    return session.ranks.all_agree(is_whole)

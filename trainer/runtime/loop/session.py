@@ -1,0 +1,195 @@
+"""What a rank builds before its first step, in the order that every engine needs.
+
+An engine that shards weights is filled shard by shard: FSDP2 before the optimizer is built, whose groups hold shards;
+ZeRO-3 after it, as a parameter that is cut no longer shows its shape. For every other engine weights are loaded into
+the plain model before `prepare`. A checkpoint is chosen before all of that and hashed meanwhile; it comes into the
+prepared engine, each rank reading its own ranges. A memory cap is set when the libraries are loaded and the ranks have
+met, so that it counts what the plan counts.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from trainer.runtime.checkpoint import (
+    CheckpointFolder,
+    Ranks,
+    check_compatible,
+)
+from trainer.runtime.checkpoint.background import BackgroundSave
+from trainer.runtime.checkpoint.layout.blockwise import BLOCK_ELEMENTS
+from trainer.runtime.checkpoint.load import Resumption, begin_resumption
+from trainer.runtime.data.batches import TokenRows
+from trainer.runtime.data.document_check import check_documents_apart
+from trainer.runtime.data.stream.rows import StreamRows
+from trainer.runtime.engines.accelerator import build_accelerator, read_ds_config
+from trainer.runtime.engines.verification import check_engagement
+from trainer.runtime.loop.checkpoint_facts import facts_of
+from trainer.runtime.models.build import build_model, build_skeleton
+from trainer.runtime.models.load.sharded_loading import load_into_fsdp, load_into_zero3, loads_sharded, prepare_loaded
+from trainer.runtime.models.load.skeleton import blank
+from trainer.runtime.optimizers import build_optimizer, check_in_backward
+from trainer.runtime.precision.mixed_precision import LossScaler, install_precision, loss_scaler
+from trainer.runtime.profile.memory_profile import cap_memory
+from trainer.runtime.run.extension import Hooks, load_hooks
+from trainer.runtime.run.report_writer import ReportWriter, RunPaths
+from trainer.runtime.run.state import RunState
+from trainer.spec.errors import EnvironmentFaultError
+from trainer.spec.plan import Plan
+from trainer.spec.strategy import Method
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A checkpoint that is written while training goes on; at most one."""
+
+    save: BackgroundSave | None = None
+    occasion: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Everything a rank has built for its run."""
+
+    plan: Plan
+    paths: RunPaths
+    writer: ReportWriter
+    state: RunState
+    accelerator: Accelerator
+    ranks: Ranks
+    model: nn.Module
+    optimizer: Any  # Accelerate's wrapper around torch's or DeepSpeed's
+    scaler: LossScaler | None  # of fp16, where the engine has none
+    train_rows: TokenRows
+    eval_rows: TokenRows | None
+    tokenizer: PreTrainedTokenizerBase | None
+    hooks: Hooks | None = None  # of the user's extensions file
+    stream: StreamRows | None = None  # of a stream, whose first window is `train_rows`
+    in_flight: InFlight = field(default_factory=InFlight)
+
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that writes for all."""
+        return bool(self.accelerator.process_index == 0)
+
+
+def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunState) -> Session:
+    """Builds the engine, the model and the optimizer, checks that they are the planned ones, and resumes."""
+    writer.write_status("starting the engine")
+    sharding = plan.chosen.strategy.sharding
+    accelerator = build_accelerator(plan, ds_config=read_ds_config(paths.plan_dir, sharding))
+    ranks = Ranks.distributed() if dist.is_initialized() and dist.get_world_size() > 1 else Ranks.alone()
+    writer.write_status("loading the data")
+    assert plan.data.cache_dir is not None, "a plan that is run has prepared data"
+    cache_dir = Path(plan.place_of(plan.data.cache_dir))
+    train_rows = TokenRows.open(cache_dir, "train")
+    eval_rows = TokenRows.open(cache_dir, "eval") if plan.data.num_eval_rows else None
+    if plan.hardware.vram_cap_bytes is not None:
+        cap, outside = plan.hardware.vram_cap_bytes, plan.chosen.memory.outside_bytes
+        cap_memory(plan.device_kind, accelerator.device, cap, outside_bytes=outside)
+    writer.write_status("loading the model")
+    hooks = load_hooks(plan.extension)
+    resumption = _begin_resumption(plan, paths, state, ranks)
+    skeleton = build_skeleton(plan) if loads_sharded(plan) else None
+    model = build_model(plan, hooks) if skeleton is None else skeleton.model
+    if resumption is not None and skeleton is not None and not plan.chosen.method.freezes_base:
+        skeleton = blank(skeleton)
+    chosen = plan.chosen
+    install_precision(model, chosen, plan.device_kind)
+    check_in_backward(chosen, is_layerwise=plan.job.train.galore.layerwise)
+    if skeleton is not None and sharding.uses_fsdp:
+        load_into_fsdp(skeleton, accelerator)
+    optimizer = build_optimizer(
+        chosen.strategy.optimizer,
+        model,
+        lr=plan.schedule.lr,
+        weight_decay=plan.job.train.weight_decay,
+        galore=plan.job.train.galore if chosen.method is Method.GALORE else None,
+        in_backward=chosen.optimizer_in_backward,
+    )
+    if skeleton is not None and sharding.uses_deepspeed:
+        load_into_zero3(skeleton, accelerator, chosen.strategy.precision)
+    writer.write_status("preparing the engine")
+    wrapped, wrapped_optimizer = prepare_loaded(accelerator, model, optimizer)
+    state.engaged = check_engagement(accelerator, wrapped, wrapped_optimizer, chosen, hybrid_mesh=plan.hybrid_mesh)
+    check_documents_apart(wrapped, plan, accelerator.device)
+    scaler = loss_scaler(wrapped, chosen.strategy.precision, plan.device_kind)
+    if resumption is not None:
+        num_coded_anew = resumption.load(wrapped, wrapped_optimizer, sharding=sharding)
+        _tell_coded_anew(state, sum(map(int, ranks.exchange(str(num_coded_anew).encode()))))
+        _take_over(state, resumption.checkpoint, scaler)
+    return Session(
+        plan=plan,
+        paths=paths,
+        writer=writer,
+        state=state,
+        accelerator=accelerator,
+        ranks=ranks,
+        model=wrapped,
+        optimizer=wrapped_optimizer,
+        scaler=scaler,
+        train_rows=train_rows,
+        eval_rows=eval_rows,
+        tokenizer=_tokenizer(plan),
+        hooks=hooks,
+        stream=_stream(plan, paths, writer, state, is_first=bool(accelerator.process_index == 0)),
+    )
+
+
+def _tell_coded_anew(state: RunState, num_blocks: int) -> None:
+    if num_blocks:
+        state.incidents.append(
+            f"8-bit optimizer state lies in other blocks here than in the checkpoint: {num_blocks:,} blocks of "
+            f"{BLOCK_ELEMENTS} values were coded anew, each value off by at most half a step of its code"
+        )
+
+
+def _stream(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunState, *, is_first: bool) -> StreamRows | None:
+    if not plan.data.is_stream:
+        return None
+    return StreamRows(
+        plan,
+        paths,
+        on_wait=lambda words: writer.write_status(words, step=state.step),
+        incidents=state.incidents,
+        is_first=is_first,
+    )
+
+
+def _tokenizer(plan: Plan) -> PreTrainedTokenizerBase | None:
+    if plan.tokenizer_path is None:
+        return None
+    tokenizer = AutoTokenizer.from_pretrained(plan.tokenizer_path, local_files_only=True, trust_remote_code=False)
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+def _begin_resumption(plan: Plan, paths: RunPaths, state: RunState, ranks: Ranks) -> Resumption | None:
+    if not plan.resume:
+        return None
+    begun = begin_resumption(
+        paths.resume_dir / "checkpoints",
+        check=lambda checkpoint: check_compatible(checkpoint, facts_of(plan, state)),
+        on_skip=state.incidents.append,
+        ranks=ranks,
+    )
+    if begun is None:
+        raise EnvironmentFaultError(
+            f"--resume: {paths.resume_dir / 'checkpoints'} holds no checkpoint; start again without --resume"
+        )
+    return begun
+
+
+def _take_over(state: RunState, checkpoint: CheckpointFolder, scaler: LossScaler | None) -> None:
+    if scaler is not None and checkpoint.facts.loss_scaler is not None:
+        scaler.restore(checkpoint.facts.loss_scaler.scale, checkpoint.facts.loss_scaler.growth_tracker)
+    state.step = state.resumed_from_step = checkpoint.facts.step
+    state.tokens_seen = checkpoint.facts.tokens_seen
+    state.evaluations.extend(checkpoint.facts.evaluations)
+    state.spikes = checkpoint.facts.spikes
+    state.checkpoint = f"checkpoints/{checkpoint.path.name}"

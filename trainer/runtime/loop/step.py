@@ -1,0 +1,289 @@
+"""One optimizer step under any engine: forward and backward of each micro batch, clipping, update.
+
+What is learned is an `Objective`: it makes of a micro batch a sum of terms, token losses or those of pairs (`dpo`). The
+loss of a step is that sum over all ranks and micro batches, divided by the number of terms in the global batch: its
+targets, or its pairs. Every rank knows that number without asking the others. What a rank passes to its engine is
+compensated for what engines do on their own:
+
+    they average gradients over the ranks           x num_ranks
+    Accelerate or DeepSpeed divide by accumulation  x accumulation
+
+Gradients are summed over the ranks with the last micro batch only. Under fp16 the loss is moreover scaled, and the
+gradients scaled back before they are clipped; a step whose gradients overflow is skipped on every rank.
+
+Whether the step is taken at all is decided before the weights are touched, from a loss and a gradient norm that all
+ranks share (`Judge`). A step that is not taken leaves weights, moments and step counts as they were, bit by bit; but
+where weights are updated within the backward pass it is too late by then.
+
+Dropout masks are a function of (seed, step, index of the micro batch in the global batch): nothing has to be saved,
+and a step can be repeated exactly.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from trainer.runtime.attention.known_rows import known_rows
+from trainer.runtime.data.batches import MicroBatch
+from trainer.runtime.engines.engine_veto import asked_before_update
+from trainer.runtime.loss.head import Answer
+from trainer.runtime.optimizers import set_learning_rate, unwrapped, updates_in_backward
+from trainer.runtime.precision.mixed_precision import LossScaler, check_scale
+from trainer.runtime.run.clock import Clock
+from trainer.spec.value import Value
+
+
+class Terms(NamedTuple):
+    """What an objective makes of one micro batch; all of it adds up over micro batches and ranks."""
+
+    loss: Tensor  # a scalar with its gradient
+    num_terms: int  # what a mean of losses or figures is over: targets, or pairs
+    num_targets: int  # tokens that count
+    figures: Sequence[Tensor] = ()  # sums without a gradient, one for each name of the objective
+
+
+class Objective(Protocol):
+    """What is asked of the model."""
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """What is told beside the loss, a mean over the terms each."""
+
+    def __call__(self, model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Terms:
+        """Runs the model, through whatever wraps it, on one micro batch."""
+
+
+class TokenLoss(NamedTuple):
+    """Every target counts alike: pre-training, and fine-tuning on what the labels leave."""
+
+    figures: tuple[str, ...] = ()
+
+    def __call__(self, model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Terms:
+        loss = forward(model, micro_batch, device)
+        return Terms(loss, micro_batch.num_targets, micro_batch.num_targets)
+
+
+class StepResult(Value, frozen=True, kw_only=True):
+    """What one optimizer step came to, over all ranks."""
+
+    loss: float  # mean over the terms of the global batch
+    num_targets: int
+    grad_norm: float | None  # before clipping; None where it is no number, or there is none
+    was_skipped: bool = False  # the weights are what they were: an fp16 overflow, or a fault
+    fault: str | None = None  # why the step was not to be taken
+    loss_scale: float | None = None  # of fp16
+    figures: dict[str, float] = {}  # those of the objective, means over the terms
+
+
+# From the loss and the gradient norm of a step, why it is not to be taken; None where it is. The same on every rank.
+Judge = Callable[[float, float | None], str | None]
+
+
+def _takes_all(_loss: float, _grad_norm: float | None) -> str | None:
+    return None
+
+
+def run_step(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Any,  # noqa: ANN401  # Accelerate's wrapper around torch's or DeepSpeed's
+    micro_batches: Sequence[MicroBatch],
+    *,
+    num_terms: int,
+    step: int,
+    seed: int,
+    lr: float,
+    clip: float,
+    clock: Clock,
+    scaler: LossScaler | None = None,
+    objective: Objective = TokenLoss(),  # noqa: B008  # it never changes
+    judge: Judge = _takes_all,
+) -> StepResult:
+    """Runs the micro batches of this rank and updates the parameters once; `num_terms` are of the global batch."""
+    set_learning_rate(unwrapped(optimizer), lr)
+    sums = Sums(objective, accelerator.device)
+    decision = Decision(sums, judge, may_overflow=scaler is not None)
+    is_deepspeed = accelerator.distributed_type is DistributedType.DEEPSPEED  # its engine knows the last micro batch
+    assert len(micro_batches) == accelerator.gradient_accumulation_steps
+    scale = accelerator.num_processes * len(micro_batches) / num_terms
+    loss_scale = None if scaler is None else scaler.loss_scale  # before it moves on, in DeepSpeed's last backward
+    for index, micro_batch in enumerate(micro_batches):
+        is_last = index == len(micro_batches) - 1
+        seed_dropout(seed, step, index * accelerator.num_processes + accelerator.process_index)
+        accelerator.sync_gradients = is_last
+        with nullcontext() if is_last or is_deepspeed else accelerator.no_sync(model):
+            with clock.measure("forward"):
+                terms = objective(model, micro_batch, accelerator.device)
+            sums.add(terms)
+            asks = asked_before_update(model, decision.takes) if is_last and is_deepspeed else nullcontext()
+            with clock.measure("backward"), asks:
+                loss = terms.loss * scale
+                accelerator.backward(loss if scaler is None else scaler.scale(loss))
+    with clock.measure("optimizer"):
+        has_overflown = _update(accelerator, model, optimizer, decision, clip=clip, scaler=scaler)
+    means = decision.means
+    assert means.num_terms == num_terms, "the gradients were divided by another number"
+    is_refused = decision.fault is not None and not updates_in_backward(optimizer)
+    return StepResult(
+        loss=means.loss,
+        num_targets=means.num_targets,
+        grad_norm=means.grad_norm if means.grad_norm is not None and math.isfinite(means.grad_norm) else None,
+        was_skipped=has_overflown or is_refused,
+        fault=decision.fault,
+        loss_scale=loss_scale,
+        figures=means.figures,
+    )
+
+
+class Means(NamedTuple):
+    """What an objective came to over micro batches and ranks."""
+
+    loss: float
+    num_terms: int
+    num_targets: int
+    figures: dict[str, float]
+    grad_norm: float | None = None
+
+
+class Sums:
+    """Adds up what an objective makes of micro batches, on the device, so that no micro batch waits for it."""
+
+    def __init__(self, objective: Objective, device: torch.device) -> None:
+        self._names = objective.figures
+        self._counts = [0, 0]  # of terms, of targets
+        self._values = torch.zeros(1 + len(self._names), dtype=torch.float64, device=device)
+
+    def add(self, terms: Terms) -> None:
+        """Takes one micro batch of this rank."""
+        self._counts[0] += terms.num_terms
+        self._counts[1] += terms.num_targets
+        self._values += torch.stack([value.detach().double() for value in (terms.loss, *terms.figures)])
+
+    def means(self, grad_norm: Tensor | None = None) -> Means:
+        """The means over the terms of all ranks, and over the ranks that of a norm they all have; collective."""
+        device = self._values.device
+        counts = torch.tensor(self._counts, dtype=torch.float64, device=device)
+        norm = torch.zeros((), dtype=torch.float64) if grad_norm is None else grad_norm.detach().double()
+        sums = sum_over_ranks(torch.cat([counts, norm.to(device).view(1), self._values]))
+        num_terms, num_targets, norms, *values = sums.tolist()
+        loss, *figures = (value / num_terms for value in values)
+        return Means(
+            loss,
+            int(num_terms),
+            int(num_targets),
+            dict(zip(self._names, figures, strict=True)),
+            None if grad_norm is None else norms / _num_ranks(),
+        )
+
+
+class Decision:
+    """Whether a step is taken: made once, on every rank, from what all of them share."""
+
+    def __init__(self, sums: Sums, judge: Judge, *, may_overflow: bool) -> None:
+        self._sums = sums
+        self._judge = judge
+        self._may_overflow = may_overflow
+        self._means: Means | None = None
+        self.fault: str | None = None
+
+    @property
+    def means(self) -> Means:
+        """What the step came to; collective where nobody asked before, as an engine does not after an overflow."""
+        if self._means is None:
+            self._means = self._sums.means()
+        return self._means
+
+    def takes(self, grad_norm: Tensor | None) -> bool:
+        """Whether the step is taken, from the norm over all ranks; collective. An overflow is left to fp16's scaler."""
+        self._means = self._sums.means(grad_norm)
+        norm = self._means.grad_norm
+        if not self._may_overflow or norm is None or math.isfinite(norm):
+            self.fault = self._judge(self._means.loss, norm)
+        return self.fault is None
+
+
+def forward(model: nn.Module, micro_batch: MicroBatch, device: torch.device, *, answer: Answer = Answer.SUM) -> Tensor:
+    """What the model answers to one micro batch: the sum of its token losses, a scalar, or what else is asked for."""
+    inputs = {"input_ids": micro_batch.input_ids, "labels": micro_batch.labels}
+    if micro_batch.position_ids is not None:
+        inputs["position_ids"] = micro_batch.position_ids
+    asked: dict[str, Any] = {} if answer is Answer.SUM else {"answer": answer}
+    if micro_batch.document_bounds:
+        asked["document_bounds"] = micro_batch.document_bounds
+    with known_rows(are_packed=micro_batch.position_ids is not None):
+        found = model(**{name: value.to(device, non_blocking=True) for name, value in inputs.items()}, **asked)
+    assert isinstance(found, Tensor) and found.ndim == _DIMENSIONS.get(answer, 1)
+    return found
+
+
+_DIMENSIONS = {Answer.SUM: 0, Answer.LOGITS: 3}
+
+
+def sum_over_ranks(value: Tensor) -> Tensor:
+    """The sum of a tensor over all ranks, on every rank."""
+    if _num_ranks() > 1:
+        dist.all_reduce(value)
+    return value
+
+
+def _num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def seed_dropout(seed: int, step: int, index: int) -> None:
+    """Seeds torch's generators for one micro batch of the global batch.
+
+    Those of `torch.manual_seed` that a rank has: for each kind of device that is not there it would walk the stack.
+    """
+    digest = hashlib.sha256(f"{seed}/{step}/{index}".encode()).digest()
+    number = int.from_bytes(digest[:8], "big") >> 1
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)
+
+
+def _update(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Any,  # noqa: ANN401  # see run_step
+    decision: Decision,
+    *,
+    clip: float,
+    scaler: LossScaler | None,
+) -> bool:
+    """Clips, decides, steps and clears the gradients; DeepSpeed has done all four in the last backward.
+
+    Whether an overflow of fp16 kept the weights as they were.
+    """
+    if updates_in_backward(optimizer):
+        decision.takes(None)  # each gradient was used and freed as it came
+        return False
+    is_taken, has_overflown = decision.fault is None, False
+    if accelerator.distributed_type is not DistributedType.DEEPSPEED:
+        if scaler is not None:
+            scaler.unscale(optimizer)
+        norm = accelerator.clip_grad_norm_(model.parameters(), clip if clip > 0 else float("inf"))
+        is_taken = decision.takes(_on_one_device(norm))
+        if is_taken and scaler is None:
+            optimizer.step()
+    if scaler is not None:
+        has_overflown = scaler.step(optimizer) if is_taken else scaler.pass_over()
+    optimizer.zero_grad(set_to_none=True)
+    if has_overflown:
+        assert scaler is not None
+        check_scale(scaler)
+    return has_overflown
+
+
+def _on_one_device(norm: Any) -> Tensor:  # noqa: ANN401  # a tensor or a DTensor
+    full = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    assert isinstance(full, Tensor)
+    return full

@@ -1,0 +1,1 @@
+"""Losses: heads, slices, objectives, DPO."""

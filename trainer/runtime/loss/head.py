@@ -1,0 +1,231 @@
+"""The loss head: hidden states and labels to the sum of token losses, with a known amount of logits alive.
+
+A causal language model returns its loss as a sum over tokens here, never as a mean: the step divides by the number
+of targets in the global batch, so that the loss does not depend on how rows fall on ranks and micro batches.
+Position t learns token t + 1; the shift happens here, labels come unshifted, `IGNORED` marks what is not learned.
+What is asked for is an `Answer`: that sum, or the log-probability of each row, or a score.
+
+    eager         what transformers does by default: logits of all tokens, upcast to fp32, softmax kept for the backward
+    chunked       plain torch: `chunk_tokens` tokens at a time, once in the forward and once more in the backward
+    fused         plain torch: logits of all tokens, once, in the computing type; their gradient takes their place
+    fused_linear  Liger's kernels for CUDA: logits of a slice of tokens, gradients made in the forward
+
+Memory of `chunked`, T tokens in a micro batch, C in a slice, V vocabulary, H hidden size, c bytes of the computing
+type: only T x 4 bytes survive the forward beside the hidden states, which are kept anyway. A slice holds C x V x 8
+bytes in the forward (fp32 logits and their log-softmax) and C x V x 4 in the backward, C x V x (4 + c) under 16 bit;
+there, T x H x c more hold the gradient of the hidden states and V x H x 4 that of the head (which in fp32 becomes the
+parameter's own gradient; under 16 bit V x H x c more hold one slice's part of it). It costs one more matrix product of
+the head per token. Small slices stay in a CPU's cache.
+
+Memory of `fused`: the logits, T x V x c bytes from the forward to the head's backward, and T x 4 bytes. Beside them
+V x 4 bytes for each of min(T, FUSED_SLICE_TOKENS) tokens, while the losses are taken in the forward (twice that under a
+cap) and, in 16 bit, while gradients are made in the backward; then what the product of the head gives back. It needs no
+second matrix product, so it is the faster one where the logits fit. Its backward can run once only.
+
+A head may have a bias (Phi-2), and a model may cap its logits (Gemma 2: c x tanh(logits / c)); both heads then do, and
+the chunked one holds C x V x 4 bytes more in the backward for the slope of the cap.
+
+Sums of rows (`Answer.ROWS`) cost T x 4 bytes more, twice and never both at a time: the token losses until they are
+summed in the forward, the weights of the tokens in the backward. A micro batch of P pairs is 2 P rows, so T is 2 P S:
+the logits of both halves are in one head. `fused_linear` has none: Liger makes gradients in the forward, for one weight
+of all tokens, and a row's weight is known after it.
+
+A score (`Answer.SCORE`) has no gradient. It takes slices under every head, C x V x (4 + c) bytes at the most: of
+`chunk_tokens` tokens, of no more than FUSED_SLICE_TOKENS, or of as many as give no more logits than hidden states.
+
+All heads run inside the model's forward, `chunked` and `fused_linear` moreover inside the forward of `lm_head`, so that
+whatever gathers sharded weights around a module's forward and backward (ZeRO-3, FSDP2) has them there when they are
+read. `fused` only follows that forward.
+
+Rows of several documents come with positions; what keeps their documents apart is in packed_attention.py.
+"""
+
+import importlib.util
+from enum import StrEnum
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from trainer.runtime.attention.packed import packed_inputs
+from trainer.runtime.loss.slices import (
+    FUSED_SLICE_TOKENS,
+    IGNORED,
+    ChunkedLoss,
+    FusedLoss,
+    Head,
+    capped,
+    scored,
+    sum_rows,
+)
+from trainer.runtime.run.triton_compiler import check_triton_compiler
+from trainer.spec.errors import InputError
+from trainer.spec.pip_lines import extra_line
+from trainer.spec.strategy import LossHead
+
+__all__ = ["DEFAULT_CHUNK_TOKENS", "FUSED_SLICE_TOKENS", "IGNORED", "Answer", "install_loss_head", "shift"]
+
+DEFAULT_CHUNK_TOKENS = 1024
+
+
+class Answer(StrEnum):
+    """What a model with labels answers."""
+
+    SUM = "sum"  # the token losses added up: a scalar in fp32
+    ROWS = "rows"  # the log-probability of what each row learns, the sum over its targets: [B] in float64
+    LOGITS = "logits"  # [B, S, V] in the computing type, of whole rows: for a loss of the user's own
+    SCORE = "score"  # the token losses added up, and how many targets are the most likely token: [2] in float64
+
+
+def install_loss_head(model: PreTrainedModel, head: LossHead, *, chunk_tokens: int | None) -> None:
+    """Makes `model(input_ids=..., labels=..., answer=...)` answer the sum of token losses, or what else is asked for.
+
+    Without labels the model answers as before (generation needs it).
+    """
+    seam: Any = model  # both modules get settings and a forward of their own below
+    linear: Any = model.get_output_embeddings()
+    config: Any = model.config.get_text_config()
+    is_plain = isinstance(linear, nn.Linear)
+    if not is_plain:
+        raise InputError(f"{type(model).__name__} has no plain lm_head; its loss cannot be computed here")
+    if getattr(config, "output_router_logits", False):
+        raise InputError(
+            "config.json: output_router_logits is true, which adds a loss that balances experts; shardwise computes "
+            "the loss of tokens only: set it to false"
+        )
+    softcap = getattr(config, "final_logit_softcapping", None)
+    if head is LossHead.FUSED_LINEAR:
+        linear.loss_of_liger = _liger_loss(softcap)
+    linear.loss_head = head
+    linear.loss_chunk_tokens = chunk_tokens or DEFAULT_CHUNK_TOKENS
+    linear.loss_softcap = softcap
+    linear.forward = MethodType(_logits_or_answer, linear)
+    seam.shardwise_loss_head = head
+    seam.shardwise_softcap = softcap
+    seam.shardwise_forward = model.forward
+    seam.forward = MethodType(_loss_or_logits, model)
+
+
+def shift(labels: Tensor) -> Tensor:
+    """What each position is to predict: labels [B, S] moved left by one, the last position ignored."""
+    return functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def _loss_or_logits(
+    self: Any,  # noqa: ANN401  # the model
+    input_ids: Tensor | None = None,
+    labels: Tensor | None = None,
+    answer: Answer = Answer.SUM,
+    attention_mask: Tensor | None = None,  # by name: `generate` looks for it in the signature
+    **inputs: Any,  # noqa: ANN401  # the signature of whatever model it replaces
+) -> Any:  # noqa: ANN401  # as above
+    if attention_mask is not None:
+        inputs["attention_mask"] = attention_mask
+    if labels is None:
+        return self.shardwise_forward(input_ids=input_ids, **inputs)
+    head: LossHead = self.shardwise_loss_head
+    if answer is Answer.ROWS and head is LossHead.FUSED_LINEAR:
+        raise InputError(
+            "pin.loss: fused_linear makes its gradients before the weight of a row is known, so it has no sums of rows "
+            "(DPO); take pin.loss=chunked"
+        )
+    hidden = _hidden_states(self, input_ids, **inputs)
+    targets = shift(labels)
+    linear = self.get_output_embeddings()
+    if answer is Answer.LOGITS:
+        return capped(linear(hidden), self.shardwise_softcap)
+    if answer is Answer.SCORE or head in (LossHead.CHUNKED, LossHead.FUSED_LINEAR):
+        found = linear(hidden, targets, answer=answer)
+    else:
+        row_tokens = targets.shape[1] if answer is Answer.ROWS else None
+        logits = linear(hidden).flatten(0, 1)
+        found = _loss_of_logits(head, logits, targets.flatten(), self.shardwise_softcap, row_tokens)
+    return -found if answer is Answer.ROWS else found
+
+
+def _hidden_states(model: Any, input_ids: Tensor | None, **inputs: Any) -> Tensor:  # noqa: ANN401  # the model's own inputs
+    """The last hidden states [B, S, H]; with positions of packed rows, each document's as if it stood alone."""
+    assert input_ids is not None, "labels belong to ids"
+    position_ids, bounds = inputs.pop("position_ids", None), inputs.pop("document_bounds", ())
+    ids = {"input_ids": input_ids}
+    if position_ids is not None:
+        ids = packed_inputs(model, input_ids, position_ids, bounds)
+    hidden = model.get_decoder()(**ids, use_cache=False, **inputs).last_hidden_state
+    assert isinstance(hidden, Tensor)
+    return hidden.view(*input_ids.shape, -1)
+
+
+def _loss_of_logits(
+    head: LossHead, logits: Tensor, targets: Tensor, softcap: float | None, row_tokens: int | None
+) -> Tensor:
+    """Losses, added up or by row, of logits [T, V] of all tokens."""
+    if head is LossHead.FUSED:
+        loss = FusedLoss.apply(logits, targets, softcap, row_tokens)  # type: ignore[no-untyped-call]  # torch's
+        assert isinstance(loss, Tensor)
+        return loss
+    reduction = "sum" if row_tokens is None else "none"
+    losses = functional.cross_entropy(
+        capped(logits, softcap).float(), targets, ignore_index=IGNORED, reduction=reduction
+    )
+    return sum_rows(losses, row_tokens)
+
+
+def _logits_or_answer(
+    self: nn.Linear, hidden: Tensor, targets: Tensor | None = None, *, answer: Answer = Answer.SUM
+) -> Tensor:
+    """The forward of `lm_head`: logits as ever, or with targets what is asked of hidden [B, S, H]."""
+    if targets is None:
+        return functional.linear(hidden, self.weight, self.bias)
+    of_head: Any = self  # settings of install_loss_head
+    row_tokens = targets.shape[1] if answer is Answer.ROWS else None
+    hidden, targets = hidden.flatten(0, 1), targets.flatten()
+    if answer is not Answer.SCORE and of_head.loss_head is LossHead.FUSED_LINEAR:
+        loss: Tensor = of_head.loss_of_liger(self.weight, hidden, targets, self.bias)
+        return loss.float()
+    hidden, head = _in_computing_type(hidden, Head(self.weight, self.bias, of_head.loss_softcap))
+    if answer is Answer.SCORE:
+        return scored(hidden, head, targets, _score_tokens(of_head, hidden.shape[0]))
+    found = ChunkedLoss.apply(hidden, *head, targets, of_head.loss_chunk_tokens, row_tokens)  # type: ignore[no-untyped-call]  # torch's
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _in_computing_type(hidden: Tensor, head: Head) -> tuple[Tensor, Head]:
+    """Both in the type that a product would have under autocast."""
+    if not torch.is_autocast_enabled(hidden.device.type):
+        return hidden, head
+    dtype = torch.get_autocast_dtype(hidden.device.type)
+    bias = None if head.bias is None else head.bias.to(dtype)
+    return hidden.to(dtype), head._replace(weight=head.weight.to(dtype), bias=bias)
+
+
+def _score_tokens(linear: Any, num_tokens: int) -> int:  # noqa: ANN401  # lm_head with its settings
+    """Tokens whose logits a score may hold at a time: no more than the head holds while it trains."""
+    if linear.loss_head is LossHead.CHUNKED:
+        return int(linear.loss_chunk_tokens)
+    if linear.loss_head is LossHead.FUSED_LINEAR:
+        hidden_size, vocab = linear.in_features, linear.out_features
+        return max(1, min(FUSED_SLICE_TOKENS, int(num_tokens * hidden_size // vocab)))
+    return FUSED_SLICE_TOKENS
+
+
+def _liger_loss(softcap: float | None) -> nn.Module:
+    """Liger's loss of hidden states under a head; InputError or EnvironmentFaultError where it cannot run."""
+    if not torch.cuda.is_available():
+        raise InputError("pin.loss: fused_linear is Liger's, which needs a GPU; pin.loss=fused does without")
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise InputError(
+            "pin.loss: fused_linear is Liger's, and liger-kernel is not installed; take pin.loss=fused or chunked, or\n"
+            f"{extra_line('liger')}"
+        )
+    check_triton_compiler("pin.loss")
+    from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+
+    loss = LigerFusedLinearCrossEntropyLoss(
+        ignore_index=IGNORED, reduction="sum", softcap=softcap, accum_dtype=torch.float32
+    )
+    assert isinstance(loss, nn.Module)
+    return loss

@@ -1,0 +1,229 @@
+"""Which activations are kept for the backward pass, and which are computed again.
+
+    none       all of them are kept
+    full       of every block its input; the backward runs the block's forward once more
+    every_n    the first of every n blocks is recomputed, the others keep everything: what is kept where the last block
+               runs backwards is then all there is, since the block that recomputes does so when n - 1 are gone
+    attention  the attention module of every block is recomputed, what surrounds it is kept
+    selective  of every block its input, the output of attention and of every second matrix product are kept, the first,
+               third, ... in the order they run; the rest is computed again from those
+
+Recomputation is `torch.utils.checkpoint` without reentry. The state of the random number generators is restored for
+it, so that dropout drops the same elements again; a kernel that drops inside attention is therefore never skipped.
+
+Under torch.compile the compiler traces the recomputation, and nothing here can count it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from trainer.runtime.memory.activation_offload import offload_activations, offload_facts
+from trainer.runtime.memory.compilation import compilation_facts, compile_blocks, is_compiled
+from trainer.runtime.run.blocks import attention_module, blocks_of
+from trainer.spec.errors import InputError
+from trainer.spec.strategy import Checkpointing
+
+__all__ = [
+    "activation_facts",
+    "apply_checkpointing",
+    "compile_blocks",
+    "count_checkpointed_blocks",
+    "offload_activations",
+    "recomputed_blocks",
+]
+
+
+def apply_checkpointing(model: PreTrainedModel, checkpointing: Checkpointing, *, every_n: int | None = None) -> None:
+    """Makes the model recompute what `checkpointing` says; `every_n` blocks where it says every_n."""
+    if checkpointing is Checkpointing.NONE:
+        return
+    blocks = blocks_of(model)
+    if not blocks:
+        raise InputError(f"pin.checkpointing: {type(model).__name__} has no blocks that can be recomputed; take none")
+    for index in recomputed_blocks(checkpointing, len(blocks), every_n):
+        block: Any = blocks[index]  # transformers' switches, and ours beside them
+        recomputation = _Recomputation(checkpointing)
+        if checkpointing is Checkpointing.ATTENTION:
+            attention = attention_module(block)
+            if attention is None:
+                raise InputError(
+                    f"pin.checkpointing: attention: {type(block).__name__} shows no attention module; take full"
+                )
+            _recompute_module(attention, recomputation)
+        elif not isinstance(blocks[index], GradientCheckpointingLayer):
+            _recompute_module(block, recomputation)
+        else:
+            block.gradient_checkpointing = True
+            block._gradient_checkpointing_func = recomputation
+        block.shardwise_recomputation = recomputation
+
+
+def recomputed_blocks(checkpointing: Checkpointing, num_blocks: int, every_n: int | None = None) -> range:
+    """Which blocks recompute something: of every_n the first of each whole group of n."""
+    if checkpointing is Checkpointing.NONE:
+        return range(0)
+    if checkpointing is not Checkpointing.EVERY_N:
+        return range(num_blocks)
+    if every_n is None or not 1 <= every_n <= num_blocks:
+        raise InputError(f"pin.checkpointing_n is {every_n}, and the model has {num_blocks} blocks")
+    return range(0, num_blocks // every_n * every_n, every_n)
+
+
+def count_checkpointed_blocks(model: nn.Module) -> int:
+    """Blocks that will recompute their forward, or a part of it."""
+    return len(_recomputations(model))
+
+
+def activation_facts(model: nn.Module) -> dict[str, str]:
+    """What is seen of recomputation, offload and compilation after a step, in words."""
+    return {**_recomputation_facts(model), **offload_facts(model), **compilation_facts(model)}
+
+
+def _recomputation_facts(model: nn.Module) -> dict[str, str]:
+    recomputations = _recomputations(model)
+    if not recomputations:
+        return {}
+    num_blocks, first = len(blocks_of(model)), recomputations[0]
+    if is_compiled(model):
+        return {"checkpointing": f"{len(recomputations)} of {num_blocks} blocks, inside what is compiled"}
+    seen = sum(each.num_forwards > 0 and each.num_repeats == each.num_forwards for each in recomputations)
+    what = "attention recomputed in" if first.checkpointing is Checkpointing.ATTENTION else "recomputed:"
+    words = f"{what} {seen} of {num_blocks} blocks"
+    if first.checkpointing is Checkpointing.SELECTIVE:
+        kept = first.policy
+        words += f", but for {kept.num_kept_products} of {kept.num_products} matrix products"
+        words += f" and {kept.num_kept_attentions} attention output in each"
+    return {"checkpointing": words}
+
+
+def _recomputations(model: nn.Module) -> list["_Recomputation"]:
+    found = (getattr(block, "shardwise_recomputation", None) for block in blocks_of(model))
+    return [recomputation for recomputation in found if recomputation is not None]
+
+
+class _Recomputation:
+    """What runs a function that is to be recomputed, and counts how often that happened."""
+
+    def __init__(self, checkpointing: Checkpointing) -> None:
+        self.checkpointing = checkpointing
+        self.num_forwards = 0
+        self.num_runs = 0
+        self.policy = _KeepsSome()  # of the latest forward
+
+    @property
+    def num_repeats(self) -> int:
+        return self.num_runs - self.num_forwards
+
+    def __call__(self, function: Callable[..., Any], *inputs: Any) -> Any:  # noqa: ANN401  # whatever the module takes
+        if torch.compiler.is_compiling():
+            contexts: dict[str, Any] = {}
+            if self.checkpointing is Checkpointing.SELECTIVE:
+                contexts["context_fn"] = _selective_contexts
+            return checkpoint(function, *inputs, use_reentrant=False, **contexts)
+        self.num_forwards += 1
+        return checkpoint(
+            partial(self._count, function), *inputs, use_reentrant=False, preserve_rng_state=True, **self._contexts()
+        )
+
+    def _count(self, function: Callable[..., Any], *inputs: Any) -> Any:  # noqa: ANN401  # see __call__
+        self.num_runs += 1
+        return function(*inputs)
+
+    def _contexts(self) -> dict[str, Any]:
+        if self.checkpointing is not Checkpointing.SELECTIVE:
+            return {}
+        return {"context_fn": self._selective_contexts}
+
+    def _selective_contexts(self) -> Any:  # noqa: ANN401  # a pair of torch's modes
+        self.policy = _KeepsSome()
+        return create_selective_checkpoint_contexts(self.policy)
+
+
+def _selective_contexts() -> Any:  # noqa: ANN401  # a pair of torch's modes
+    """For the compiler, which calls it without an object."""
+    return create_selective_checkpoint_contexts(_KeepsSome())
+
+
+class _KeepsSome:
+    """Of one forward of a block: the outputs of attention and of every second matrix product are kept."""
+
+    def __init__(self) -> None:
+        self.num_products = self.num_kept_products = self.num_kept_attentions = 0
+        self._num_batched = 0
+        self._of_recomputation: _KeepsSome | None = None
+
+    def __call__(
+        self,
+        context: SelectiveCheckpointContext,
+        operator: Any,  # noqa: ANN401  # as torch hands it over
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> CheckpointPolicy:
+        if not context.is_recompute:
+            return self._decide(operator, args, kwargs)
+        if self._of_recomputation is None:  # torch 2.11 asks once more, 2.13 no longer does
+            self._of_recomputation = _KeepsSome()
+        return self._of_recomputation._decide(operator, args, kwargs)
+
+    def _decide(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckpointPolicy:  # noqa: ANN401  # an operator and its arguments
+        if operator in _PRODUCTS:
+            self.num_products += 1
+            if self.num_products % 2 == 0:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+            self.num_kept_products += 1
+            return CheckpointPolicy.MUST_SAVE
+        self._num_batched += operator in _BATCHED_PRODUCTS
+        is_unfused = operator in _BATCHED_PRODUCTS and self._num_batched == 2  # scores, then what they weigh
+        if is_unfused or (_is_attention(operator) and not _drops(operator, args, kwargs)):
+            self.num_kept_attentions += 1
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._grouped_mm.default)
+_BATCHED_PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)  # of attention without a fused kernel
+
+
+def _is_attention(operator: Any) -> bool:  # noqa: ANN401  # an operator, which may be of higher order
+    """Fused attention of PyTorch or of flash-attn, on whichever device."""
+    name = str(operator.name())
+    if "::_scaled_dot_product" in name or "::_varlen_attn" in name:
+        return True
+    return "flash_attn" in name and ("forward" in name or "fwd" in name)
+
+
+def _drops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ANN401  # see _is_attention
+    """Whether the kernel draws random numbers, which all that follows it would miss if it did not run again."""
+    names = [argument.name for argument in operator._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return any("dropout" in name and isinstance(value, float) and value > 0 for name, value in given.items())
+
+
+def _recompute_module(module: nn.Module, recomputation: _Recomputation) -> None:
+    """Recomputes one module's forward; its inputs by name are passed by place, which is how they are kept."""
+    seam: Any = module
+
+    def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # the signature of whatever module it replaces
+        own_forward = partial(type(module).forward, module)  # an engine may change the class
+        if not (module.training and torch.is_grad_enabled()):
+            return own_forward(*args, **kwargs)
+        names, num_args = tuple(kwargs), len(args)
+
+        def run(*inputs: Any) -> Any:  # noqa: ANN401  # see forward
+            return own_forward(*inputs[:num_args], **dict(zip(names, inputs[num_args:], strict=True)))
+
+        return recomputation(run, *args, *kwargs.values())
+
+    seam.forward = forward

@@ -1,0 +1,1 @@
+"""Models: building, attention, adapters, quantisation."""

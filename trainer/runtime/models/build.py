@@ -1,0 +1,225 @@
+"""The model of a plan: from its config with a seed, or from a folder of weights.
+
+A rank builds the whole model in host memory, or, for an engine that shards weights, one without weights that is filled
+shard by shard (`sharded_loading`); the weights are the same under every engine, as the seed is set just before they are
+drawn. Nothing pickled is read: weights come from safetensors files. A frozen base is held in the computing type of the
+precision, one of qlora in 4 bit from the moment it is read (`quantisation`).
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from trainer.runtime.attention.choice import attention_name, check_attention
+from trainer.runtime.attention.kernels import choose_attention_kernels
+from trainer.runtime.loss.head import install_loss_head
+from trainer.runtime.memory.activation_memory import apply_checkpointing, compile_blocks, offload_activations
+from trainer.runtime.models.adapters import base_type
+from trainer.runtime.models.load.skeleton import Skeleton, skeleton_from_config, skeleton_from_folder
+from trainer.runtime.models.methods import apply_method
+from trainer.runtime.models.model_code import compute_buffers, load_model_code
+from trainer.runtime.models.quantisation import (
+    Packing,
+    as_plain_model,
+    draw_quantised,
+    packing_of,
+    reading_options,
+    refuse_quantised,
+)
+from trainer.runtime.run.extension import Hooks
+from trainer.spec.errors import InputError
+from trainer.spec.messages.extension import Hook
+from trainer.spec.plan import Plan
+from trainer.spec.strategy import Attention, Checkpointing, LossHead, Method
+
+
+def build_model(plan: Plan, hooks: Hooks | None = None) -> PreTrainedModel:
+    """The model of the plan on the CPU, ready to be trained: loss head, checkpointing and attention as planned.
+
+    With `build_model` among the hooks, the base is what that function of the user's answers.
+    """
+    _check_model(plan)
+    model = _build_base(plan) if hooks is None or not hooks.has(Hook.BUILD_MODEL) else _users_model(plan, hooks)
+    _complete(model, plan)
+    return model
+
+
+def build_skeleton(plan: Plan) -> Skeleton:
+    """The same model without its weights, and where they come from; InputError where the folder lacks one."""
+    _check_model(plan)
+    chosen, config = plan.chosen, plan.model_config
+    dtype = base_type(chosen.method, chosen.strategy.precision)
+    if plan.model_path is not None:
+        folder = plan.place_of(plan.model_path)
+        folder_config, key_mapping = _read_config(folder, model_type=config["model_type"])
+        skeleton = skeleton_from_folder(
+            folder,
+            folder_config,
+            dtype=dtype,
+            attention=attention_name(chosen.attention, chosen.flash_kernel),
+            key_mapping=key_mapping,
+            packing=packing_of(plan) if chosen.method is Method.QLORA else None,
+        )
+    else:
+        build = partial(model_from_config, config, attention=chosen.attention, flash_kernel=chosen.flash_kernel)
+        skeleton = skeleton_from_config(partial(build, dtype=torch.float32), dtype=dtype, seed=plan.job.train.seed)
+    _complete(skeleton.model, plan)
+    return skeleton
+
+
+def _check_model(plan: Plan) -> None:
+    chosen, shape = plan.chosen, plan.model_shape
+    load_model_code(plan.model_code)
+    if shape.loss_obstacle is not None:
+        raise InputError(f"{shape.model_type} cannot be trained: {shape.loss_obstacle}")
+    check_attention(chosen.attention, shape, chosen.flash_kernel)
+
+
+def _complete(model: PreTrainedModel, plan: Plan) -> None:
+    """Puts in everything that a plan has beside the model itself."""
+    chosen = plan.chosen
+    apply_method(model, plan)
+    make_trainable(
+        model,
+        chosen.checkpointing,
+        chosen.loss,
+        loss_chunk_tokens=chosen.loss_chunk_tokens,
+        every_n=chosen.checkpoint_every_n,
+    )
+    if chosen.activation_offload:
+        offload_activations(model)
+    if chosen.compile:
+        compile_blocks(model)
+
+
+def model_from_config(
+    config: dict[str, Any], *, dtype: torch.dtype, attention: Attention, flash_kernel: str | None = None
+) -> PreTrainedModel:
+    """A model with new weights on torch's default device; on `meta`, one without any."""
+    fields = {name: value for name, value in config.items() if name not in ("model_type", "dtype", "torch_dtype")}
+    built = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(config["model_type"], **fields),
+        attn_implementation=attention_name(attention, flash_kernel),
+        dtype=torch.float32,
+    )
+    assert isinstance(built, PreTrainedModel)
+    for parameter in built.parameters():
+        parameter.data = parameter.data.to(dtype)  # parameters only: in 16 bit, the rotary frequencies would be others
+    return built
+
+
+def make_trainable(
+    model: PreTrainedModel,
+    checkpointing: Checkpointing,
+    loss: LossHead,
+    *,
+    loss_chunk_tokens: int | None,
+    every_n: int | None = None,
+) -> None:
+    """Puts checkpointing and the loss head into a model that was built or loaded, and chooses attention's kernels."""
+    choose_attention_kernels()
+    model.config.use_cache = False
+    apply_checkpointing(model, checkpointing, every_n=every_n)
+    install_loss_head(model, loss, chunk_tokens=loss_chunk_tokens)
+    model.train()
+
+
+def is_deepspeed(model: nn.Module) -> bool:
+    """True for DeepSpeed's engine, without importing DeepSpeed where it is not used."""
+    return type(model).__name__ == "DeepSpeedEngine"
+
+
+def plain_model(model: nn.Module) -> PreTrainedModel:
+    """The model inside an engine's wrapper; FSDP2 has none, it changes the model's own class.
+
+    Accelerate's `unwrap_model` would import DeepSpeed to find out, which takes seconds.
+    """
+    inner = model.module if isinstance(model, DistributedDataParallel) or is_deepspeed(model) else model
+    assert isinstance(inner, PreTrainedModel)
+    return inner
+
+
+# The text part of a checkpoint with vision: what its tensors are called, and what the model without vision calls them.
+_TEXT_PART = {r"^(model\.)?language_model\.(model\.)?": "model."}
+
+
+def _build_base(plan: Plan) -> PreTrainedModel:
+    """The model before anything is put into it, in the type its method holds it in."""
+    chosen, config = plan.chosen, plan.model_config
+    dtype = base_type(chosen.method, chosen.strategy.precision)
+    packing = packing_of(plan) if chosen.method is Method.QLORA else None
+    if plan.model_path is not None:
+        attention = attention_name(chosen.attention, chosen.flash_kernel)
+        folder = plan.place_of(plan.model_path)
+        return _from_weights(folder, model_type=config["model_type"], dtype=dtype, attention=attention, packing=packing)
+    torch.manual_seed(plan.job.train.seed)
+    build = partial(model_from_config, config, attention=chosen.attention, flash_kernel=chosen.flash_kernel)
+    return build(dtype=dtype) if packing is None else draw_quantised(lambda: build(dtype=torch.float32), packing)
+
+
+def _users_model(plan: Plan, hooks: Hooks) -> PreTrainedModel:
+    """What `build_model(config, dtype)` of the extensions file makes; InputError for anything but a causal LM."""
+    config, dtype = plan.model_config, base_type(plan.chosen.method, plan.chosen.strategy.precision)
+    fields = {name: value for name, value in config.items() if name not in ("model_type", "dtype", "torch_dtype")}
+    torch.manual_seed(plan.job.train.seed)
+    model = hooks.call(Hook.BUILD_MODEL, AutoConfig.for_model(config["model_type"], **fields), dtype)
+    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
+        raise InputError(
+            f"extensions: build_model returned {type(model).__name__}; expected a causal language model of transformers"
+        )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _from_weights(
+    folder: str, *, model_type: str, dtype: torch.dtype, attention: str, packing: Packing | None = None
+) -> PreTrainedModel:
+    """The weights of a folder; of one with vision, whose type is another than the plan's, the text part.
+
+    With `packing`, linear layers are quantised one by one as they are read.
+    """
+    config, key_mapping = _read_config(folder, model_type=model_type)
+    part = {} if key_mapping is None else {"config": config, "key_mapping": key_mapping}
+    options = {} if packing is None else reading_options(packing)
+    try:
+        answer: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=attention,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **part,
+            **options,
+        )
+    except SafetensorError as error:
+        raise InputError(f"{folder}: its safetensors weights are damaged: {error}") from error
+    loaded, found = answer
+    assert isinstance(loaded, PreTrainedModel)
+    missing = sorted(found["missing_keys"] - loaded.all_tied_weights_keys.keys())
+    if missing:
+        raise InputError(
+            f"{folder}: its weights lack {len(missing)} tensors of {type(loaded).__name__}, the first {missing[0]}; "
+            "they would start as random numbers"
+        )
+    if packing is not None:
+        as_plain_model(loaded)
+    compute_buffers(loaded, dtype, with_persistent=False)
+    return loaded
+
+
+def _read_config(folder: str, *, model_type: str) -> tuple[Any, dict[str, str] | None]:
+    """transformers' config of the weights in a folder, and what renames those of the text part of one with vision."""
+    if not any(Path(folder).glob("*.safetensors")):
+        raise InputError(f"{folder}: holds no safetensors weights; pickled weights are not read")
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    refuse_quantised(config, folder)
+    return (config, None) if config.model_type == model_type else (config.get_text_config(), _TEXT_PART)

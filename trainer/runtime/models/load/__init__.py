@@ -1,0 +1,1 @@
+"""Weights, from files or drawn, into whole or sharded models."""

@@ -1,0 +1,332 @@
+"""Base weights in NF4 (QLoRA, arXiv:2305.14314), quantised tensor by tensor while they are read.
+
+bitsandbytes keeps a weight two to a byte, with one scale for 64 of them; double quantisation keeps the scales in 8 bit,
+with one scale for 256 of them. A product makes its weight whole in the computing type. Embeddings, head, norms and
+biases stay in the computing type.
+
+Reading is transformers' own `from_pretrained`, which materialises one tensor after another where weights are quantised
+on the way; the quantiser given to it is ours, so that
+
+    on a GPU     each tensor goes there to be quantised and stays; under FSDP2 it comes back to the host, whence
+                 `fully_shard` takes one group at a time
+    on a CPU     a tensor is quantised in slices: bitsandbytes' kernel holds some twenty bytes a weight
+
+A model without weights to start from is drawn and quantised block by block. The loaded model is a plain one with
+4-bit layers in it: transformers' mark of a quantised model forbids engines to cast and to move it.
+
+Storage is uint8. FSDP2 shards floating point only, so there it is 16 bit of the computing type (which its policy
+gathers without a cast), else bf16: the bits are the same, and nothing ever computes with them.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.pytorch_utils import Conv1D
+
+from trainer.runtime.run.types import compute_type
+from trainer.spec.errors import InputError
+from trainer.spec.hardware import DeviceKind
+from trainer.spec.plan import Plan
+from trainer.spec.strategy import Precision, Quant, Sharding
+
+BLOCK, SCALE_BLOCK = 64, 256  # weights that share a scale, scales that share one
+SLICE_ELEMENTS = 1 << 20  # of a tensor that is quantised on a CPU; a multiple of BLOCK
+_METHOD = "shardwise_nf4"  # our quantiser's name in transformers' table
+
+
+class Packing(NamedTuple):
+    """How base weights are quantised and where."""
+
+    quant: Quant
+    compute: torch.dtype
+    storage: torch.dtype
+    works_on: torch.device  # where a tensor is quantised
+    lives_on: torch.device  # where it is kept until the engine takes it
+
+
+def packing_of(plan: Plan) -> Packing:
+    """The packing of a plan's base on this rank; InputError where the engine cannot hold one."""
+    strategy, cpu = plan.chosen.strategy, torch.device("cpu")
+    if strategy.sharding is Sharding.ZERO3:
+        raise InputError("qlora: ZeRO-3 cuts weights anywhere, and 4-bit ones have blocks; take fsdp or zero2")
+    compute = compute_type(strategy.precision)
+    is_cuda = plan.device_kind is DeviceKind.CUDA
+    works_on = torch.device("cuda", torch.cuda.current_device()) if is_cuda else cpu
+    return Packing(
+        quant=Quant.NF4_DQ,
+        compute=compute,
+        storage=storage_type(strategy.precision) if strategy.sharding.uses_fsdp else torch.uint8,
+        works_on=works_on,
+        lives_on=cpu if strategy.sharding.uses_fsdp else works_on,
+    )
+
+
+def storage_type(precision: Precision) -> torch.dtype:
+    """The floating-point type that FSDP2 moves packed weights in, without ever casting it."""
+    return torch.float16 if precision is Precision.FP16_MIXED else torch.bfloat16
+
+
+def reading_options(packing: Packing) -> dict[str, Any]:
+    """What `from_pretrained` is to be given to quantise while it reads."""
+    return {"quantization_config": _config_class()(packing), "device_map": {"": packing.lives_on}}
+
+
+def as_plain_model(model: PreTrainedModel) -> None:
+    """Takes transformers' marks of a quantised model off, but for the one by which PEFT knows 4-bit layers."""
+    seam: Any = model
+    for owner, name in ((seam, "hf_quantizer"), (seam, "quantization_method"), (seam, "hf_device_map")):
+        if hasattr(owner, name):
+            delattr(owner, name)
+    for config in {id(each): each for each in (seam.config, seam.config.get_text_config())}.values():
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        config._is_quantized = False
+    seam.is_quantized = False
+    seam.is_loaded_in_4bit = True
+
+
+def refuse_quantised(config: Any, folder: str) -> None:  # noqa: ANN401  # whatever config transformers has
+    """InputError for weights that were quantised when they were saved."""
+    found = getattr(config, "quantization_config", None)
+    if found is not None:
+        kind = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+        raise InputError(
+            f"{folder}: its weights are quantised already ({getattr(kind, 'value', kind)}); start from the 16-bit ones"
+        )
+
+
+def draw_quantised(build: Callable[[], PreTrainedModel], packing: Packing) -> PreTrainedModel:
+    """A model with new weights, drawn as transformers draws them, of which only one block is whole at a time.
+
+    `build` makes it without weights, on the device that is torch's default when it is called.
+    """
+    with torch.device("meta"), no_init_weights():
+        model = build()
+        model.tie_weights()
+    made: dict[Tensor, Tensor] = {}
+
+    def draw(module: nn.Module, owner: PreTrainedModel) -> None:
+        for child in module.children():
+            draw(child, child if isinstance(child, PreTrainedModel) else owner)
+            if isinstance(module, nn.ModuleList):  # a block, whose linear layers some models draw again as a whole
+                _quantise_within(child, model, packing)
+        if _materialise(module, made):  # else all of it is another's, as a tied head's weight is
+            with torch.no_grad():
+                owner._init_weights(module)
+
+    draw(model, model)
+    _quantise_within(model, model, packing)
+    as_plain_model(model)
+    return model
+
+
+def _quantise_within(part: nn.Module, model: PreTrainedModel, packing: Packing) -> None:
+    """Quantises the linear layers inside a part of a model and puts the rest of it in the computing type."""
+    kept = _left_whole(model)
+    for module in list(part.modules()):
+        for name, child in list(module.named_children()):
+            if _is_quantisable(child) and id(child) not in kept:
+                setattr(module, name, quantised(child, packing))
+    for parameter in part.parameters():
+        if parameter.is_floating_point() and not hasattr(parameter, "quant_state"):
+            parameter.data = parameter.data.to(device=packing.lives_on, dtype=packing.compute)
+
+
+def quantised(layer: nn.Module, packing: Packing) -> nn.Module:
+    """A 4-bit layer with the weight of a linear one; its bias stays as it is."""
+    assert isinstance(layer, nn.Linear | Conv1D)
+    weight = layer.weight.detach()
+    packed: Any = _empty_layer(layer, packing)
+    if isinstance(layer, Conv1D):
+        weight = weight.t()
+    packed.weight = pack(weight.to(packing.compute), packed, packing)
+    bias = layer.bias
+    packed.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+    assert isinstance(packed, nn.Module)
+    return packed
+
+
+def pack(weight: Tensor, layer: Any, packing: Packing) -> Any:  # noqa: ANN401  # bitsandbytes' layer and parameter, untyped
+    """The NF4 parameter of a weight [out, in] for `layer`, which gets its scales."""
+    from bitsandbytes.functional import QuantState, get_4bit_type, quantize_4bit, quantize_blockwise
+    from bitsandbytes.nn import Params4bit
+
+    flat = weight.to(packing.works_on).reshape(-1)
+    slices = flat.split(SLICE_ELEMENTS if flat.device.type == "cpu" else max(flat.numel(), 1))
+    parts = [quantize_4bit(part, blocksize=BLOCK, quant_type="nf4") for part in slices]
+    values = torch.cat([values for values, _ in parts])
+    scales = torch.cat([state.absmax for _, state in parts])
+    offset = nested = None
+    if packing.quant is Quant.NF4_DQ:
+        offset = scales.mean()
+        scales, nested = quantize_blockwise(scales - offset, blocksize=SCALE_BLOCK)
+    state = QuantState(
+        absmax=scales,
+        shape=weight.shape,
+        dtype=weight.dtype,
+        blocksize=BLOCK,
+        code=get_4bit_type("nf4", device=flat.device),
+        quant_type="nf4",
+        offset=offset,
+        state2=nested,
+    )
+    if packing.storage != torch.uint8:
+        width = packing.storage.itemsize
+        if values.numel() % width:
+            raise InputError(
+                f"qlora: a weight of shape {tuple(weight.shape)} is no whole number of {packing.storage} when packed; "
+                "FSDP2 cannot shard it; take ddp or zero2"
+            )
+        values = values.view(-1).view(packing.storage).unsqueeze(1)
+    parameter = Params4bit(
+        values,
+        requires_grad=False,
+        quant_state=state,
+        blocksize=BLOCK,
+        compress_statistics=packing.quant is Quant.NF4_DQ,
+        quant_type="nf4",
+        quant_storage=packing.storage,
+        module=layer,
+        bnb_quantized=True,
+    )
+    if parameter.device != packing.lives_on:
+        parameter = parameter.to(packing.lives_on)
+        parameter.module = layer
+    layer.quant_state = parameter.quant_state
+    return parameter
+
+
+def put_empty_layers(model: PreTrainedModel, packing: Packing) -> dict[str, Any]:
+    """Puts a 4-bit layer without memory in the place of each linear one but the head; the layers by their names.
+
+    `is_transposed` says of a layer whether the weight to be packed into it is laid out the other way round.
+    """
+    kept, placed = _left_whole(model), dict[str, Any]()
+    for name, module in list(model.named_modules()):
+        if _is_quantisable(module) and id(module) not in kept:
+            assert isinstance(module, nn.Linear | Conv1D)
+            layer = _empty_layer(module, packing)
+            layer.is_transposed = isinstance(module, Conv1D)
+            model.set_submodule(name, layer)
+            placed[name] = layer
+    return placed
+
+
+def packed_shape(layer: Any, packing: Packing) -> tuple[int, int]:  # noqa: ANN401  # bitsandbytes' layer, untyped
+    """The shape that the packed weight of a 4-bit layer has in its storage type."""
+    return (layer.in_features * layer.out_features // (2 * packing.storage.itemsize), 1)
+
+
+def _empty_layer(layer: nn.Linear | Conv1D, packing: Packing) -> Any:  # noqa: ANN401  # bitsandbytes' layer, untyped
+    from bitsandbytes.nn import Linear4bit
+
+    outputs, inputs = (layer.nf, layer.nx) if isinstance(layer, Conv1D) else (layer.out_features, layer.in_features)
+    empty = Linear4bit(
+        inputs,
+        outputs,
+        bias=layer.bias is not None,
+        compute_dtype=packing.compute,
+        compress_statistics=packing.quant is Quant.NF4_DQ,
+        quant_type="nf4",
+        quant_storage=packing.storage,
+        device="meta",
+    )
+    empty.requires_grad_(requires_grad=False)
+    empty.support_avx512bf16_for_cpu = False  # else one evaluation ends the training of what lies below it (W17)
+    return empty
+
+
+def _left_whole(model: PreTrainedModel) -> set[int]:
+    """Ids of the modules that stay in 16 bit though they are linear: the head."""
+    return {id(model.get_output_embeddings())}
+
+
+def _is_quantisable(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or isinstance(module, Conv1D)
+
+
+def _materialise(module: nn.Module, made: dict[Tensor, Tensor]) -> bool:
+    """Gives a module's own tensors memory on the CPU; False where all of them had it, as they are shared."""
+    own = [
+        (tensors, name, tensor)
+        for tensors in (module._parameters, module._buffers)
+        for name, tensor in tensors.items()
+        if tensor is not None and tensor.is_meta
+    ]
+    fresh = [tensor for _, _, tensor in own if tensor not in made]
+    for tensor in fresh:
+        empty = torch.empty_like(tensor, device="cpu")
+        made[tensor] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+    for tensors, name, tensor in own:
+        tensors[name] = made[tensor]  # type: ignore[assignment]  # a parameter for a parameter
+    return bool(fresh) or not own
+
+
+@cache
+def _config_class() -> Any:  # noqa: ANN401  # a class made here, as its bases take seconds to import
+    """transformers' settings of a quantiser of ours, and the quantiser itself, entered in its tables."""
+    from transformers.core_model_loading import ConversionOps
+    from transformers.quantizers.auto import register_quantization_config, register_quantizer
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.quantizers.quantizers_utils import get_module_from_name
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    @register_quantization_config(_METHOD)
+    class Nf4Config(QuantizationConfigMixin):
+        def __init__(self, packing: Packing) -> None:
+            self.quant_method: Any = _METHOD
+            self.packing = packing
+
+    class Pack(ConversionOps):
+        """One weight as it is read."""
+
+        def __init__(self, packing: Packing) -> None:
+            self.packing = packing
+
+        def convert(
+            self,
+            input_dict: dict[str, Any],
+            source_patterns: list[str],
+            target_patterns: list[str],
+            **kwargs: Any,  # noqa: ANN401  # transformers'
+        ) -> dict[str, Any]:
+            answer = {}
+            for name, read in input_dict.items():
+                weight = read[0] if isinstance(read, list) else read
+                layer, _name = get_module_from_name(kwargs["model"], name)
+                answer[name] = pack(weight.t() if layer.is_transposed else weight, layer, self.packing)
+                layer._is_hf_initialized = True
+            return answer
+
+    @register_quantizer(_METHOD)
+    class Nf4Quantizer(HfQuantizer):
+        quantization_config: Nf4Config
+
+        @property
+        def quantized_element_size(self) -> float:
+            """Bytes of a packed weight: on a GPU transformers allocates the model's bytes once before it reads."""
+            return 0.5
+
+        def _process_model_before_weight_loading(self, model: Any, **_: object) -> None:  # noqa: ANN401  # transformers'
+            put_empty_layers(model, self.quantization_config.packing)
+
+        def param_needs_quantization(self, model: Any, param_name: str, **_: object) -> bool:  # noqa: ANN401  # transformers'
+            layer, name = get_module_from_name(model, param_name)
+            return hasattr(layer, "is_transposed") and name == "weight"
+
+        def get_quantize_ops(self) -> Pack:
+            return Pack(self.quantization_config.packing)
+
+        def is_serializable(self) -> bool:
+            return False
+
+        @property
+        def is_trainable(self) -> bool:
+            return True
+
+    return Nf4Config

@@ -1,0 +1,1 @@
+"""Precision: autocast, loss scaling, FP8."""

@@ -1,0 +1,195 @@
+"""FP8 matrix products, wired by us: which layers, by which library, and the proof that they ran.
+
+Accelerate's own way is silently off or partial under FSDP2 and DeepSpeed (docs/workarounds.md, W22), so Accelerate is
+asked for bf16 and knows nothing of FP8. The layers are converted in the plain model before `prepare`, and the model's
+own forward opens the FP8 region, whatever engine calls it. Everything else computes as under bf16-mixed.
+
+The tokens of a micro batch are a dimension of the products: a batch that is padded anyway is padded on to the next
+multiple (labels ignored, causal attention sees nothing of it). Without labels (generation, one token at a time)
+products stay in 16 bit.
+"""
+
+from functools import wraps
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from trainer.runtime.loss.head import IGNORED
+from trainer.runtime.precision import fp8_te, fp8_torchao
+from trainer.runtime.precision.fp8_layers import Fp8Layers, fp8_layers, replace_layer, token_multiple
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.pip_lines import extra_line
+from trainer.spec.plan import Candidate, Plan
+from trainer.spec.strategy import Checkpointing, Fp8Recipe, Precision
+
+EXPERIMENTAL = (Fp8Recipe.MXFP8, Fp8Recipe.NVFP4)
+_TORCHAO = (Fp8Recipe.TORCHAO_TENSORWISE, Fp8Recipe.TORCHAO_ROWWISE)
+_DISTRIBUTIONS = {fp8_te.PACKAGE: "transformer-engine", fp8_torchao.PACKAGE: "torchao"}
+
+Region = fp8_te.TransformerEngineRegion | fp8_torchao.TorchaoRegion
+
+
+class Fp8(NamedTuple):
+    """What was made of a model; kept on it as `shardwise_fp8`."""
+
+    recipe: Fp8Recipe
+    package: str
+    region: Region
+    layers: dict[str, nn.Module]
+    skipped_words: str
+
+    @property
+    def num_products(self) -> int:
+        """Forward products in FP8 so far, recomputations among them."""
+        return sum(int(getattr(layer, "num_products", 0)) for layer in self.layers.values())
+
+
+def package_of(recipe: Fp8Recipe) -> str:
+    """The library that a recipe belongs to."""
+    return fp8_torchao.PACKAGE if recipe in _TORCHAO else fp8_te.PACKAGE
+
+
+def check_precision(precision: Precision) -> None:
+    """InputError for a precision whose library is not here, before a model is loaded for it."""
+    if precision is Precision.FP8:
+        check_some_backend()
+
+
+def check_some_backend() -> None:
+    """InputError where neither library is installed."""
+    if not any(find_spec(package) for package in _DISTRIBUTIONS):
+        raise InputError(
+            "pin.precision: fp8 needs Transformer Engine or torchao, and neither is installed; take bf16-mixed, or\n"
+            f"{_line_of(fp8_torchao.PACKAGE)}\n{_line_of(fp8_te.PACKAGE)}"
+        )
+
+
+def install_fp8(model: PreTrainedModel, chosen: Candidate) -> None:
+    """Makes the model's blocks multiply in FP8; InputError where this model, recipe or device cannot."""
+    recipe = chosen.fp8_recipe or Fp8Recipe.CURRENT
+    if recipe is Fp8Recipe.DELAYED and chosen.checkpointing is not Checkpointing.NONE:
+        raise InputError(
+            "pin.fp8_recipe: delayed takes its scales from earlier forwards, and a recomputed block would find newer "
+            "ones; take current, or pin.checkpointing: none"
+        )
+    region = fp8_region(recipe)
+    layers = fp8_layers(model, recipe)
+    if not layers.chosen:
+        raise InputError(
+            f"pin.precision: fp8 finds no layer of {type(model).__name__} that it could run: {layers.skipped_words}; "
+            "take bf16-mixed"
+        )
+    made = _convert(model, layers, region)
+    seam: Any = model  # gets settings and a forward of its own
+    seam.shardwise_fp8 = Fp8(recipe, package_of(recipe), region, made, layers.skipped_words)
+    seam.forward = _forward_in(region, model.forward, token_multiple(recipe))
+
+
+def fp8_region(recipe: Fp8Recipe) -> Region:
+    """What converts layers and opens FP8 for a recipe; InputError where its library is missing or says no."""
+    package = package_of(recipe)
+    if find_spec(package) is None:
+        raise InputError(
+            f"pin.fp8_recipe: {recipe} needs {_DISTRIBUTIONS[package]}, which is not installed; take bf16-mixed, or\n"
+            f"{_line_of(package)}"
+        )
+    return fp8_torchao.TorchaoRegion(recipe) if recipe in _TORCHAO else fp8_te.TransformerEngineRegion(recipe)
+
+
+def _line_of(package: str) -> str:
+    """The line that installs a library, with a comment that a shell passes over."""
+    if package == fp8_torchao.PACKAGE:
+        return f"{extra_line('torchao')} # for pin.fp8_recipe: torchao_tensorwise or torchao_rowwise"
+    return f"{extra_line('fp8')} # compiles for minutes with nvcc; core_cu12 for a torch of CUDA 12"
+
+
+def check_fp8_ran(model: nn.Module) -> None:
+    """EnvironmentFaultError where, after a step, the layers of an fp8 run have multiplied nothing in FP8."""
+    fp8: Fp8 | None = getattr(model, "shardwise_fp8", None)
+    if fp8 is not None and fp8.num_products == 0 and not _is_compiled(model):
+        raise EnvironmentFaultError(
+            f"fp8: {len(fp8.layers)} layers were converted by {fp8.package}, and no product of the first step was FP8; "
+            "take pin.precision: bf16-mixed"
+        )
+
+
+def library_of(recipe: Fp8Recipe) -> str:
+    """The distribution that a recipe computes with, and its version."""
+    package = package_of(recipe)
+    return f"{_DISTRIBUTIONS[package]} {_version(package)}"
+
+
+def fp8_facts(model: nn.Module) -> dict[str, str]:
+    """What is seen of FP8 after a step, in words; nothing where there is none."""
+    fp8: Fp8 | None = getattr(model, "shardwise_fp8", None)
+    if fp8 is None:
+        return {}
+    mark = " (experimental)" if fp8.recipe in EXPERIMENTAL else ""
+    return {
+        "fp8 recipe": f"{fp8.recipe}{mark}: {type(fp8.region.recipe).__name__}",
+        "fp8 library": library_of(fp8.recipe),
+        "fp8 layers": str(len(fp8.layers)),
+        "fp8 products": f"{fp8.num_products} in forwards" if fp8.num_products else "not counted in compiled blocks",
+        "fp8 layers left in 16 bit": fp8.skipped_words,
+    }
+
+
+def timed_facts(plan: Plan) -> dict[str, str]:
+    """What was timed of FP8 before a run in it; nothing where nothing was, or where the run is not in FP8."""
+    gain = plan.fp8_gain
+    is_timed = gain is not None and plan.chosen.strategy.precision is Precision.FP8
+    return {"fp8 gain": gain.words} if gain is not None and is_timed else {}
+
+
+def _convert(model: nn.Module, layers: Fp8Layers, region: Region) -> dict[str, nn.Module]:
+    made = {name: region.converted(linear) for name, linear in layers.chosen.items()}
+    for name, layer in made.items():
+        replace_layer(model, name, layer)
+    return made
+
+
+def _forward_in(region: Region, forward: Any, multiple: int) -> Any:  # noqa: ANN401  # the signature of whatever model it is
+    """`forward` with its products in FP8 where it computes a loss."""
+
+    @wraps(forward)
+    def fp8_forward(*inputs: Any, **named: Any) -> Any:  # noqa: ANN401  # as above
+        if named.get("labels") is None:
+            return forward(*inputs, **named)
+        with region.opened():
+            return forward(*inputs, **padded_to_multiple(named, multiple))
+
+    return fp8_forward
+
+
+def padded_to_multiple(inputs: dict[str, Any], multiple: int) -> dict[str, Any]:
+    """The inputs with columns added on the right until their tokens are a multiple; what is added is not learned.
+
+    InputError where rows hold several documents: their width is fixed, and has to fit as it is.
+    """
+    ids: Tensor = inputs["input_ids"]
+    rows, width = ids.shape
+    if rows * width % multiple == 0:
+        return inputs
+    if inputs.get("position_ids") is not None:
+        raise InputError(
+            f"pin.precision: fp8 needs a multiple of {multiple} tokens in a micro batch, this one has {rows} packed "
+            f"rows of {width}; take a train.seq_len that is a multiple of {multiple}"
+        )
+    extra = next(extra for extra in range(1, multiple) if rows * (width + extra) % multiple == 0)
+    fill = {"input_ids": 0, "labels": IGNORED}
+    return {**inputs, **{name: functional.pad(inputs[name], (0, extra), value=value) for name, value in fill.items()}}
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
+
+
+def _version(package: str) -> str:
+    try:
+        return version(_DISTRIBUTIONS[package])
+    except PackageNotFoundError:
+        return "(no version)"

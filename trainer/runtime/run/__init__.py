@@ -1,0 +1,1 @@
+"""What any part of a rank may use: process, clock, state, counters, profiles."""

@@ -1,0 +1,1 @@
+"""Programs of their own: measurements, checks, views of data."""

@@ -1,0 +1,106 @@
+"""Whether FP8 pays for a model: `python -m trainer.runtime.tools.fp8_gain REQUEST ANSWER` times its matrix shapes.
+
+Each different shape among the layers that would be converted (`fp8_layers`) runs forward and backward on a micro batch
+of random tokens, once as a plain layer under bf16 autocast and once as the library's, and counts as often as the model
+has it. Small layers lose: casts cost more than the faster product saves. Needs a CUDA device; the answer says what was
+timed, or why nothing was. A few seconds: at most BUDGET_S for each shape and type.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.runtime.models.build import model_from_config
+from trainer.runtime.precision.fp8 import fp8_region, library_of
+from trainer.runtime.precision.fp8_layers import fp8_layers, token_multiple
+from trainer.runtime.run.stopwatch import best_seconds
+from trainer.spec import codec
+from trainer.spec.errors import InputError, ShardwiseError
+from trainer.spec.messages.measurement import Fp8GainRequest
+from trainer.spec.plan import Fp8Gain, ShapeTimes
+from trainer.spec.strategy import Attention, Fp8Recipe
+
+BUDGET_S = 0.2
+
+Shape = tuple[int, int]  # (in features, out features)
+
+
+def linear_shapes(model_config: dict[str, Any], recipe: Fp8Recipe) -> Counter[Shape]:
+    """The shapes that would be converted, with how many layers have each; nothing is allocated."""
+    with torch.device("meta"):
+        model = model_from_config(model_config, dtype=torch.float32, attention=Attention.SDPA)
+    return Counter((layer.in_features, layer.out_features) for layer in fp8_layers(model, recipe).chosen.values())
+
+
+def time_shapes(
+    shapes: Counter[Shape], recipe: Fp8Recipe, device: torch.device, *, tokens: int, budget_s: float = BUDGET_S
+) -> tuple[ShapeTimes, ...]:
+    """Times every shape in both types."""
+    region = fp8_region(recipe)
+    times = []
+    for (in_features, out_features), count in sorted(shapes.items()):
+        plain = nn.Linear(in_features, out_features, bias=False, device=device)
+        bf16_s = _step_seconds(plain, tokens, device, budget_s)
+        with region.opened():
+            fp8_s = _step_seconds(region.converted(plain), tokens, device, budget_s)
+        times.append(
+            ShapeTimes(in_features=in_features, out_features=out_features, count=count, bf16_s=bf16_s, fp8_s=fp8_s)
+        )
+    return tuple(times)
+
+
+def answer(request: Fp8GainRequest) -> Fp8Gain:
+    """The gain on this machine's GPU; a problem in words where there is none to time on."""
+    try:
+        shapes = _times(request)
+    except ShardwiseError as error:
+        return Fp8Gain(recipe=request.recipe, tokens=request.tokens, problem=str(error))
+    return Fp8Gain(recipe=request.recipe, tokens=request.tokens, library=library_of(request.recipe), shapes=shapes)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Answers the request named in `arguments`; 2 where it cannot be read."""
+    try:
+        request_path, answer_path = map(Path, arguments)
+        request = codec.read(request_path, Fp8GainRequest)
+    except ValueError:
+        print("usage: python -m trainer.runtime.tools.fp8_gain REQUEST.json ANSWER.json", file=sys.stderr)  # noqa: T201  # of a program
+        return 2
+    except InputError as error:
+        print(error, file=sys.stderr)  # noqa: T201  # the answer of a program
+        return int(error.exit_code)
+    codec.write(answer_path, answer(request))
+    return 0
+
+
+def _times(request: Fp8GainRequest) -> tuple[ShapeTimes, ...]:
+    if not torch.cuda.is_available():
+        raise InputError("there is no CUDA device")
+    shapes = linear_shapes(request.model_config, request.recipe)
+    if not shapes:
+        raise InputError("no layer of this model fits its tiles")
+    multiple = token_multiple(request.recipe)
+    tokens = -(-request.tokens // multiple) * multiple
+    return time_shapes(shapes, request.recipe, torch.device("cuda"), tokens=tokens)
+
+
+def _step_seconds(layer: nn.Module, tokens: int, device: torch.device, budget_s: float) -> float:
+    """Best time of a forward and a backward that gives both gradients."""
+    features: int = layer.in_features  # type: ignore[assignment]  # of a linear layer
+    inputs = torch.randn(tokens, features, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    def step() -> None:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            out = layer(inputs)
+        out.backward(out.detach())
+
+    return best_seconds(step, device, budget_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

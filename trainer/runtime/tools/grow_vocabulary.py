@@ -1,0 +1,104 @@
+"""`python -m trainer.runtime.tools.grow_vocabulary FOLDER NUM_ROWS OUT`: a model folder with room for more tokens.
+
+Tokens that a chat template brings, or that were added to a tokenizer, need rows in the embedding and in the head. The
+folder that comes out is a model like any other, so every engine reads it as it reads any: the weight files without an
+embedding are links to those of FOLDER, the others are written anew with the larger tensors.
+
+A new row is the mean of the others with a little noise from a fixed seed, so that no two are the same: the mean keeps
+what the model says of known tokens nearly as it was (Hewitt 2021, "Initializing new word embeddings for pretrained
+language models"), where random rows would take probability from all of them.
+"""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
+
+_NAMES = (
+    "embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight",
+    "lm_head.weight", "lm_head.bias", "embed_out.weight", "output_embeddings.weight",
+)  # fmt: skip
+_NOISE = 0.02  # of the spread of the rows
+_SEED = 0
+
+
+def grow_vocabulary(folder: Path, num_rows: int, out: Path) -> None:
+    """Writes `out`, complete or not at all."""
+    config = json.loads((folder / "config.json").read_bytes())
+    part = config["text_config"] if "vocab_size" not in config and "text_config" in config else config
+    before = part["vocab_size"]
+    staging = out.with_name(f".{out.name}.{os.getpid()}")
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        staging.mkdir(parents=True)
+        num_grown = sum(
+            _grow_file(path, staging / path.name, before, num_rows) for path in sorted(folder.glob("*.safetensors"))
+        )
+        if not num_grown:
+            raise InputError(f"{folder}: no embedding of {before} rows was found; its vocabulary cannot grow")
+        for path in folder.iterdir():
+            if path.is_file() and path.suffix != ".safetensors" and path.name != "config.json":
+                (staging / path.name).symlink_to(path.resolve())
+        part["vocab_size"] = num_rows
+        (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        shutil.rmtree(out, ignore_errors=True)
+        staging.rename(out)
+    except OSError as error:
+        raise EnvironmentFaultError(f"{error.filename or out}: {error.strerror}; name another cache folder") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _grow_file(path: Path, out: Path, before: int, num_rows: int) -> int:
+    """How many tensors of the file grew; a file without any becomes a link."""
+    try:
+        with safe_open(path, framework="pt") as stream:
+            names = list(stream.keys())
+            grown = [name for name in names if name.endswith(_NAMES) and _num_rows(stream, name) == before]
+            if not grown:
+                out.symlink_to(path.resolve())
+                return 0
+            tensors = {name: stream.get_tensor(name) for name in names}
+            metadata = stream.metadata()
+    except SafetensorError as error:
+        raise InputError(f"{path}: its safetensors weights are damaged: {error}") from error
+    for name in grown:
+        tensors[name] = _with_rows(tensors[name], num_rows)
+    save_file(tensors, out, metadata=metadata)
+    return len(grown)
+
+
+def _num_rows(stream: Any, name: str) -> int:  # noqa: ANN401  # an open file of safetensors, untyped
+    return int(stream.get_slice(name).get_shape()[0])
+
+
+def _with_rows(tensor: Tensor, num_rows: int) -> Tensor:
+    rows = tensor.float()
+    mean, spread = rows.mean(dim=0, keepdim=True), rows.std(dim=0, keepdim=True)
+    noise = torch.randn((num_rows - len(rows), *rows.shape[1:]), generator=torch.Generator().manual_seed(_SEED))
+    return torch.cat([tensor, (mean + _NOISE * spread * noise).to(tensor.dtype)])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Grows it; the exit code."""
+    folder, num_rows, out = arguments
+    try:
+        grow_vocabulary(Path(folder), int(num_rows), Path(out))
+    except ShardwiseError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return ExitCode.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

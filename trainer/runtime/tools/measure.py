@@ -1,0 +1,193 @@
+"""Measures what this machine's device reaches: `python -m trainer.runtime.tools.measure OUT.json cuda|cpu [SECONDS]`.
+
+Each figure is the best of several repetitions: square matrix products in the precisions the device has, a causal
+attention forward by the kernel that ranks run (`trainer.spec.model.attention_kernel`), a copy within the device's
+memory, copies between pinned host memory and the device, and an update of AdamW on the host's cores. A copy within
+memory reads and writes every byte, and both count; attention counts the scores that the mask leaves. SECONDS is spent
+on each figure.
+
+A figure that cannot be had (no room, no such kernel) is a line in the answer, and the others go on; after an error of
+the GPU itself nothing more is asked of it. The answer is written after each figure, so that a process that is stopped
+leaves what it had. Links between devices are measured by `measure_peers` and `measure_gather`.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from msgspec.structs import replace
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from trainer.runtime.run.stopwatch import best_seconds
+from trainer.spec import codec
+from trainer.spec.hardware import DeviceKind, MeasuredRates
+from trainer.spec.messages.measurement import Measurement
+from trainer.spec.model import attention_kernel
+from trainer.spec.model.attention_kernel import AttentionKernel
+from trainer.spec.units import GIB, MIB
+
+BUDGET_S = 1.0  # for each figure; at least three repetitions and a first one make it about two
+_PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_ADAM_BYTES = 28  # a parameter: fp32 weight and two moments read and written, gradient read
+_FP8_CAPABILITY = (8, 9)
+
+_BACKENDS = {
+    AttentionKernel.FLASH: SDPBackend.FLASH_ATTENTION,
+    AttentionKernel.EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
+}
+
+Figure = tuple[str, Callable[[], MeasuredRates]]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Writes the rates of the device named in `arguments` to the file named there."""
+    answer, kind, *rest = arguments
+    device = torch.device(DeviceKind(kind))
+    for measurement in measure(device, budget_s=float(rest[0]) if rest else BUDGET_S):
+        codec.write(Path(answer), measurement)
+    return 0
+
+
+def measure(device: torch.device, *, budget_s: float = BUDGET_S) -> Iterator[Measurement]:
+    """The ceilings of one device, after each figure as far as they are known."""
+    so_far = Measurement()
+    for name, figure in _figures(device, budget_s):
+        try:
+            found = figure()
+        except RuntimeError as error:  # torch raises it for no memory, for no kernel and for a sick GPU
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            so_far = replace(so_far, notes=(*so_far.notes, f"{name}: not measured, {reason}"))
+            yield so_far
+            if "CUDA error" in reason:
+                return
+            continue
+        so_far = replace(so_far, rates=_merged(so_far.rates, found))
+        yield so_far
+
+
+def trainable_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    """The element types to compare; a GPU trains in its native 16-bit type, a CPU in whichever is faster."""
+    if device.type != "cuda":
+        return (torch.float32, torch.bfloat16)
+    return (torch.bfloat16,) if torch.cuda.get_device_capability(device) >= (8, 0) else (torch.float16,)
+
+
+def matmul_flops_per_s(device: torch.device, dtype: torch.dtype, size: int, budget_s: float) -> int:
+    """Floating-point operations per second of a `size` x `size` product, 2 * size**3 of them in each."""
+    a = torch.randn(size, size, device=device).to(dtype)
+    b = torch.randn(size, size, device=device).to(dtype)
+    out = torch.empty_like(a)
+    return round(2 * size**3 / best_seconds(lambda: torch.mm(a, b, out=out), device, budget_s))
+
+
+def fp8_flops_per_s(device: torch.device, size: int, budget_s: float) -> int:
+    """The same in e4m3 with one scale a tensor, summed in fp32 and written in bf16."""
+    a = torch.randn(size, size, device=device).to(torch.float8_e4m3fn)
+    b = torch.randn(size, size, device=device).to(torch.float8_e4m3fn).t()  # cuBLAS wants it by columns
+    scale = torch.ones((), device=device)
+
+    def multiply() -> object:
+        return torch._scaled_mm(a, b, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    return round(2 * size**3 / best_seconds(multiply, device, budget_s))
+
+
+def attention_flops_per_s(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int], budget_s: float
+) -> int:
+    """FLOP/s of a causal forward of (batch, heads, row, head) without a row x row array."""
+    batch, heads, row, head = shape
+    query, key, value = (torch.randn(shape, device=device).to(dtype) for _ in range(3))
+    backend = attention_backend(device, dtype, head)
+
+    def attend() -> object:
+        with sdpa_kernel(backend):
+            return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    with torch.no_grad():
+        return round(4 * batch * heads * row * row * head / 2 / best_seconds(attend, device, budget_s))
+
+
+def attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> SDPBackend:
+    """torch's name of the kernel that a rank runs on the device."""
+    kind = DeviceKind(device.type)
+    capability = torch.cuda.get_device_capability(device) if kind is DeviceKind.CUDA else None
+    is_16_bit = dtype is not torch.float32
+    return _BACKENDS[attention_kernel.sdpa_kernel(kind, capability, is_16_bit=is_16_bit, head_dim=head_dim)]
+
+
+def memory_bytes_per_s(device: torch.device, num_bytes: int, budget_s: float) -> int:
+    """Bytes read and written per second by a copy within the device's memory."""
+    source = torch.ones(num_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    return round(2 * source.nbytes / best_seconds(lambda: target.copy_(source), device, budget_s))
+
+
+def host_copy_bytes_per_s(device: torch.device, num_bytes: int, budget_s: float, *, to_device: bool) -> int:
+    """Bytes per second between pinned host memory and the device, one way."""
+    host = torch.ones(num_bytes // 4).pin_memory()
+    there = torch.ones(num_bytes // 4, device=device)
+    target, source = (there, host) if to_device else (host, there)
+    return round(host.nbytes / best_seconds(lambda: target.copy_(source, non_blocking=True), device, budget_s))
+
+
+def host_adam_bytes_per_s(num_parameters: int, budget_s: float) -> int:
+    """Bytes per second of a fused AdamW step on the host's cores."""
+    weight = torch.nn.Parameter(torch.ones(num_parameters))
+    weight.grad = torch.ones(num_parameters)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    seconds = best_seconds(lambda: optimizer.step(), torch.device("cpu"), budget_s)
+    return round(_ADAM_BYTES * num_parameters / seconds)
+
+
+def _figures(device: torch.device, budget_s: float) -> Iterator[Figure]:
+    is_cuda = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if is_cuda else 8 * GIB
+    size = (8192 if free > 4 * GIB else 4096) if is_cuda else 1024
+    num_bytes = min(GIB, free // 8) if is_cuda else 256 * MIB  # beyond every cache
+    dtypes = trainable_dtypes(device)
+    yield "matrix products", lambda: _fastest_product(device, dtypes, size, budget_s)
+    if is_cuda:
+        yield (
+            "fp32 products",
+            lambda: MeasuredRates(fp32_flops_per_s=matmul_flops_per_s(device, torch.float32, size, budget_s)),
+        )
+        if torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY:
+            yield "fp8 products", lambda: MeasuredRates(fp8_flops_per_s=fp8_flops_per_s(device, size, budget_s))
+    shape = (2, 32, size // 2, 128) if is_cuda else (1, 8, size, 64)
+    yield (
+        "attention",
+        lambda: MeasuredRates(attention_flops_per_s=attention_flops_per_s(device, dtypes[0], shape, budget_s)),
+    )
+    yield "memory", lambda: MeasuredRates(memory_bytes_per_s=memory_bytes_per_s(device, num_bytes, budget_s))
+    if is_cuda:
+        yield (
+            "host to device",
+            lambda: MeasuredRates(
+                host_to_device_bytes_per_s=host_copy_bytes_per_s(device, num_bytes // 4, budget_s, to_device=True)
+            ),
+        )
+        yield (
+            "device to host",
+            lambda: MeasuredRates(
+                device_to_host_bytes_per_s=host_copy_bytes_per_s(device, num_bytes // 4, budget_s, to_device=False)
+            ),
+        )
+    yield "AdamW on the host", lambda: MeasuredRates(host_adam_bytes_per_s=host_adam_bytes_per_s(8 * MIB, budget_s))
+
+
+def _fastest_product(device: torch.device, dtypes: Sequence[torch.dtype], size: int, budget_s: float) -> MeasuredRates:
+    flops = {dtype: matmul_flops_per_s(device, dtype, size, budget_s) for dtype in dtypes}
+    fastest = max(flops, key=lambda dtype: flops[dtype])
+    return MeasuredRates(matmul_flops_per_s=flops[fastest], matmul_precision=_PRECISIONS[fastest])
+
+
+def _merged(known: MeasuredRates, found: MeasuredRates) -> MeasuredRates:
+    figures = {name: getattr(found, name) for name in found.__struct_fields__}
+    return replace(known, **{name: value for name, value in figures.items() if value not in (None, ())})
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

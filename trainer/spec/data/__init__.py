@@ -1,0 +1,1 @@
+"""What the data are: requests, profiles, order, columns."""

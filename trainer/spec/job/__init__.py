@@ -1,0 +1,1 @@
+"""The job file as a value: settings, reading, checks, schema."""

@@ -1,0 +1,1 @@
+"""Values that cross between processes of one run."""

@@ -1,0 +1,21 @@
+"""What the installed torch says of itself and of the GPUs here: asked of it in a process of its own."""
+
+from trainer.spec.value import Value
+
+
+class DeviceTrial(Value, frozen=True, kw_only=True):
+    """What came of allocating on a device and multiplying there."""
+
+    problem: str | None = None  # the first line of what torch raised; None: it works
+    is_out_of_memory: bool = False
+
+
+class TorchFacts(Value, frozen=True, kw_only=True):
+    """The answer of `python -m trainer.runtime.tools.torch_check`."""
+
+    version: str
+    cuda: str | None  # that torch was built for; None: a build for the CPU
+    architectures: tuple[str, ...] = ()  # that it has code for; empty: torch does not say
+    devices: tuple[DeviceTrial, ...] = ()  # that torch sees, in the order of CUDA_VISIBLE_DEVICES
+    expands_segments: bool | None = None  # whether the trials' memory came from expandable segments; None: not known
+    problem: str | None = None  # what torch raised when CUDA was to be initialised

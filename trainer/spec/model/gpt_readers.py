@@ -1,0 +1,233 @@
+"""Shapes of the models that descend from GPT-2 rather than Llama: LayerNorms, and an MLP of two matrices.
+
+Half of them read attention and MLP from the same input. Sources: the modelling files of transformers, class by class.
+Where transformers ignores a field, so does this: MPT has no bias, no learned positions and no dropout of its own for
+residuals whatever its config says, since the class that would be trained has none.
+"""
+
+from typing import Any
+
+from trainer.spec.errors import InputError
+from trainer.spec.model.architecture import Linear, ModelShape, Norm, Positions
+from trainer.spec.model.config_fields import Fields
+from trainer.spec.model.llama_readers import attention, rotary_dim
+from trainer.spec.strategy import Attention
+
+_MPT_EXPANSION = 4  # written into transformers' MptMLP
+
+
+def read_gpt2(fields: Fields) -> ModelShape:
+    """Its layers are transformers' Conv1D, which adapters treat as linear."""
+    return _with_learned_positions(fields, block_class="GPT2Block", has_one_kv_head=False)
+
+
+def read_gpt_bigcode(fields: Fields) -> ModelShape:
+    return _with_learned_positions(fields, block_class="GPTBigCodeBlock", has_one_kv_head=fields.says("multi_query"))
+
+
+def read_gpt_neox(fields: Fields) -> ModelShape:
+    hidden, num_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    ffn, bias = fields.whole("intermediate_size"), fields.says("attention_bias")
+    head_dim = fields.equal_share(hidden=hidden, num_heads=num_heads)
+    return ModelShape(
+        **_sizes(fields, hidden=hidden, ffn=ffn, num_heads=num_heads, num_kv_heads=num_heads),
+        block_class="GPTNeoXLayer",
+        linears=(
+            Linear(name="query_key_value", num_inputs=hidden, num_outputs=3 * hidden, has_bias=bias),
+            Linear(name="dense", num_inputs=hidden, num_outputs=hidden, has_bias=bias),
+            Linear(name="dense_h_to_4h", num_inputs=hidden, num_outputs=ffn, has_bias=True),
+            Linear(name="dense_4h_to_h", num_inputs=ffn, num_outputs=hidden, has_bias=True),
+        ),
+        **_layer_norms(2, hidden),
+        rotary_dim=rotary_dim(fields, head_dim, share=0.25, name="rotary_pct"),
+        is_parallel=fields.says("use_parallel_residual"),
+        activation=fields.text("hidden_act"),
+        hidden_dropout=fields.number("hidden_dropout"),
+        attention_dropout=fields.number("attention_dropout"),
+    )
+
+
+def read_mpt(fields: Fields) -> ModelShape:
+    """ALiBi, LayerNorms without bias, and attention in one form only: all scores at once."""
+    if fields.whole("expansion_ratio") != _MPT_EXPANSION:
+        raise InputError(
+            f"{fields.origin}: expansion_ratio is {fields.values['expansion_ratio']}; transformers builds MPT "
+            f"with {_MPT_EXPANSION} whatever the config says"
+        )
+    hidden, num_heads = fields.whole("d_model"), fields.whole("n_heads")
+    ffn = _MPT_EXPANSION * hidden
+    dropout = float(fields.table("attn_config").get("attn_pdrop", 0.0))
+    return ModelShape(
+        **_sizes(
+            fields,
+            hidden=hidden,
+            ffn=ffn,
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            layers="n_layers",
+            positions="max_seq_len",
+        ),
+        block_class="MptBlock",
+        linears=(
+            Linear(name="Wqkv", num_inputs=hidden, num_outputs=3 * hidden),
+            Linear(name="out_proj", num_inputs=hidden, num_outputs=hidden),
+            Linear(name="up_proj", num_inputs=hidden, num_outputs=ffn),
+            Linear(name="down_proj", num_inputs=ffn, num_outputs=hidden),
+        ),
+        **_layer_norms(2, hidden, has_bias=False),
+        positions=Positions.ALIBI,
+        activation="gelu",
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
+        attentions=(Attention.EAGER,),
+    )
+
+
+def read_falcon(fields: Fields) -> ModelShape:
+    """7B: one key-value head, one norm for both halves. 40B: groups of heads and two norms. RW: ALiBi, one by one.
+
+    With ALiBi the model refuses flash-attn in its forward, though its class claims to support it.
+    """
+    hidden, num_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    ffn, bias = fields.whole("ffn_hidden_size", null=4 * hidden), fields.says("bias")
+    num_kv_heads = _falcon_kv_heads(fields, num_heads)
+    head_dim = fields.equal_share(hidden=hidden, num_heads=num_heads)
+    has_alibi = fields.says("alibi")
+    return ModelShape(
+        **_sizes(fields, hidden=hidden, ffn=ffn, num_heads=num_heads, num_kv_heads=num_kv_heads),
+        block_class="FalconDecoderLayer",
+        linears=(
+            Linear(
+                name="query_key_value",
+                num_inputs=hidden,
+                num_outputs=(num_heads + 2 * num_kv_heads) * head_dim,
+                has_bias=bias,
+            ),
+            Linear(name="dense", num_inputs=hidden, num_outputs=hidden, has_bias=bias),
+            Linear(name="dense_h_to_4h", num_inputs=hidden, num_outputs=ffn, has_bias=bias),
+            Linear(name="dense_4h_to_h", num_inputs=ffn, num_outputs=hidden, has_bias=bias),
+        ),
+        **_layer_norms(_falcon_norms(fields), hidden),
+        positions=Positions.ALIBI if has_alibi else Positions.ROTARY,
+        attentions=(Attention.SDPA, Attention.EAGER) if has_alibi else tuple(Attention),
+        is_parallel=fields.says("new_decoder_architecture") or fields.says("parallel_attn"),
+        activation=fields.text("activation"),
+        hidden_dropout=fields.number("hidden_dropout"),
+        attention_dropout=fields.number("attention_dropout"),
+    )
+
+
+def read_phi(fields: Fields) -> ModelShape:
+    """Phi-1, 1.5 and 2: one norm feeds both halves; the head has a bias."""
+    hidden, num_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    ffn, num_kv_heads = fields.whole("intermediate_size"), fields.whole("num_key_value_heads", null=num_heads)
+    head_dim = fields.head_dim(hidden=hidden, num_heads=num_heads)
+    query, key, value, output = attention(fields, qkv_bias=True, output_bias=True)
+    norms = _layer_norms(1, hidden)
+    has_qk_norm = fields.says("qk_layernorm")
+    if has_qk_norm:
+        norms["norm_parameters_per_block"] += 4 * (hidden // num_heads)
+    return ModelShape(
+        **_sizes(fields, hidden=hidden, ffn=ffn, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim),
+        block_class="PhiDecoderLayer",
+        linears=(
+            query,
+            key,
+            value,
+            Linear(name="dense", num_inputs=output.num_inputs, num_outputs=hidden, has_bias=True),
+            Linear(name="fc1", num_inputs=hidden, num_outputs=ffn, has_bias=True),
+            Linear(name="fc2", num_inputs=ffn, num_outputs=hidden, has_bias=True),
+        ),
+        **norms,
+        head_bias_parameters=fields.whole("vocab_size"),
+        rotary_dim=rotary_dim(fields, head_dim, share=0.5),
+        has_qk_norm=has_qk_norm,
+        is_parallel=True,
+        activation=fields.text("hidden_act"),
+        hidden_dropout=fields.number("resid_pdrop"),
+        attention_dropout=fields.number("attention_dropout"),
+    )
+
+
+def _with_learned_positions(fields: Fields, *, block_class: str, has_one_kv_head: bool) -> ModelShape:
+    if fields.says("add_cross_attention"):
+        raise InputError(f"{fields.origin}: add_cross_attention is true; only decoders without an encoder are trained")
+    hidden, num_heads = fields.whole("n_embd"), fields.whole("n_head")
+    ffn, positions = fields.whole("n_inner", null=4 * hidden), fields.whole("n_positions")
+    num_kv_heads = 1 if has_one_kv_head else num_heads
+    qkv = hidden + 2 * num_kv_heads * fields.equal_share(hidden=hidden, num_heads=num_heads)
+    return ModelShape(
+        **_sizes(
+            fields,
+            hidden=hidden,
+            ffn=ffn,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            layers="n_layer",
+            positions="n_positions",
+        ),
+        block_class=block_class,
+        linears=(
+            Linear(name="c_attn", num_inputs=hidden, num_outputs=qkv, has_bias=True),
+            Linear(name="c_proj", num_inputs=hidden, num_outputs=hidden, has_bias=True),
+            Linear(name="c_fc", num_inputs=hidden, num_outputs=ffn, has_bias=True),
+            Linear(name="c_proj", num_inputs=ffn, num_outputs=hidden, has_bias=True),
+        ),
+        **_layer_norms(2, hidden),
+        positions=Positions.LEARNED,
+        position_parameters=positions * hidden,
+        activation=fields.text("activation_function"),
+        hidden_dropout=fields.number("resid_pdrop"),
+        attention_dropout=fields.number("attn_pdrop"),
+    )
+
+
+def _sizes(
+    fields: Fields,
+    *,
+    hidden: int,
+    ffn: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int | None = None,
+    layers: str = "num_hidden_layers",
+    positions: str = "max_position_embeddings",
+) -> dict[str, Any]:
+    return {
+        "model_type": fields.text("model_type"),
+        "vocab_size": fields.whole("vocab_size"),
+        "hidden_size": hidden,
+        "ffn_size": ffn,
+        "num_layers": fields.whole(layers),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": fields.equal_share(hidden=hidden, num_heads=num_heads) if head_dim is None else head_dim,
+        "max_positions": fields.whole(positions),
+        "is_tied": fields.says("tie_word_embeddings"),
+        "is_gated": False,
+    }
+
+
+def _layer_norms(num_norms: int, hidden: int, *, has_bias: bool = True) -> dict[str, Any]:
+    """The norms of a block and the one after the last block: a weight each, and a bias."""
+    each = 2 * hidden if has_bias else hidden
+    return {
+        "norm": Norm.LAYER,
+        "num_norms": num_norms,
+        "norm_parameters_per_block": num_norms * each,
+        "final_norm_parameters": each,
+    }
+
+
+def _falcon_kv_heads(fields: Fields, num_heads: int) -> int:
+    if fields.says("new_decoder_architecture"):
+        return fields.whole("num_kv_heads", null=num_heads)
+    return 1 if fields.says("multi_query") else num_heads
+
+
+def _falcon_norms(fields: Fields) -> int:
+    """Two where the halves run one by one; side by side as many as the config says, two by default for the 40B."""
+    if not fields.says("parallel_attn"):
+        return 2
+    default = 2 if fields.says("new_decoder_architecture") else 1
+    return 2 if fields.whole("num_ln_in_parallel_attn", null=default) == 2 else 1
