@@ -250,3 +250,10 @@ def test_the_python_api_re_exports_and_loads_nothing_heavy():
     )
     answer = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"
+
+
+def test_no_folder_of_code_has_more_than_twenty_entries():
+    for top in ("launch", "slurm", "trainer"):
+        for folder in (path.parent for path in (REPOSITORY / top).rglob("__init__.py")):
+            entries = [path.name for path in folder.iterdir() if not path.name.startswith("__pycache__")]
+            assert len(entries) <= 20, f"{folder}: {len(entries)} entries"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from launch.doctor.finding import Finding, Level, explained, fine, warning
 from launch.doctor.machine import Machine, Place
+from launch.engine.cuda_toolkit import INSTALL, Toolkit, read_toolkit
 from launch.engine.operators import ASYNC_IO, CPU_ADAM, check_toolchain, find_stale_locks
-from launch.probe.cuda_toolkit import INSTALL, Toolkit, read_toolkit
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.pip_lines import pip_line
 

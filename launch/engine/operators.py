@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from launch.probe import cuda_toolkit
+from launch.engine import cuda_toolkit
 from launch.probe.installed import installed_ns
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.hardware import DeviceKind

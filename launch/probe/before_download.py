@@ -1,6 +1,6 @@
 """Says, before gigabytes of torch are downloaded, that it has no code for any GPU here. Standard library only.
 
-    nvidia-smi --query-gpu=compute_cap,name --format=csv,noheader | python -m launch.before_download VERSION
+    nvidia-smi --query-gpu=compute_cap,name --format=csv,noheader | python -m launch.probe.before_download VERSION
 
 VERSION is the torch that pip would take. Exit code 4: it could use none of the cards; the lines say which torch can.
 """
