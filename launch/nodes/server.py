@@ -99,14 +99,14 @@ class NodeServer:
 
     def poll(self) -> None:
         """Takes who and what has come, and notes who is gone."""
-        self._accept()
-        for stranger in list(self._strangers):
-            self._hear(stranger)
         for rank, node in list(self.nodes.items()):
             self._take_in(node, node.channel.receive())
             if not node.channel.is_open:
                 del self.nodes[rank]
                 self.gone.append(f"{node.words} was lost: its connection ended")
+        self._accept()  # after the lost ones: a machine that was started again at once takes its place
+        for stranger in list(self._strangers):
+            self._hear(stranger)
 
     def send(self, message: Value) -> None:
         """Says the same to everybody."""

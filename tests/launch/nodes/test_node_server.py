@@ -143,6 +143,18 @@ def test_a_machine_whose_connection_ends_is_named(server, call):
     assert "n1 (node 1)" in gone and not server.nodes
 
 
+def test_a_machine_that_comes_back_before_its_loss_was_noticed_joins(server, call):
+    """As one that lost its power and was started again at once."""
+    lost = call(1)
+    poll_until(server, lambda: 1 in server.nodes)
+    lost.close()
+    call(1)
+    time.sleep(0.1)  # both events wait for one look
+    poll_until(server, lambda: bool(server.gone))
+    poll_until(server, lambda: 1 in server.nodes)
+    assert server.gone == ["n1 (node 1) was lost: its connection ended"]
+
+
 def test_machines_that_do_not_come_are_named_with_the_reason(server, call):
     call(0)
     poll_until(server, lambda: 0 in server.nodes)
