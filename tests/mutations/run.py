@@ -55,7 +55,7 @@ _PRELOADED = (
 )  # fmt: skip
 _FILES_IN_A_BASELINE = 2  # test files that one process runs without faults
 _PREFIX = "seeded-faults-"
-_NOT_COPIED = shutil.ignore_patterns(".*", "runs", "wandb", "dist", "build", "*.egg-info")
+_NOT_COPIED = shutil.ignore_patterns(".*", "runs", "dist", "*.egg-info")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
