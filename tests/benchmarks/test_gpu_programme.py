@@ -17,7 +17,7 @@ from launch.attempt.supervisor import StopKind, StopRequest
 from launch.terminal import Console
 
 VERSIONS = {"shardwise": "1", "torch": "2"}
-WORK = Path("/work/of/me")
+WORK = Path("/home/me/work")
 RAN: Row = {"outcome": "ran"}
 
 
