@@ -18,6 +18,7 @@ AGAIN = (  # small models that take a second or two each
     "pythia-1b bf16-mixed chunked b4 s2048",
     "pythia-1b zero2 n8 fp32 chunked b1 s1024 ckpt-full",
     "pythia-1b zero3 n8 bf16-mixed chunked b4 s2048 ckpt-full adamw_fused",  # another stage in the same process
+    "qwen2.5-0.5b bf16-mixed chunked b4 s2048 offload",  # after ZeRO-3, whose patches of torch must be gone
 )
 
 
@@ -53,7 +54,8 @@ def test_every_axis_of_the_dry_run_is_covered() -> None:
 
 @pytest.fixture(scope="module")
 def again(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GoldenAnswer]:
-    requests = {row.name: row.request for row in ROWS if row.name in AGAIN}
+    known = {row.name: row.request for row in ROWS}
+    requests = {name: known[name] for name in AGAIN}  # in this order, in one process
     return run_dry(tmp_path_factory.mktemp("golden"), requests)
 
 

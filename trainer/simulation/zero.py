@@ -90,6 +90,8 @@ def deepspeed_as_if_available() -> Iterator[None]:
         stack.enter_context(replaced(torch.cuda, **cuda))
         stack.enter_context(replaced(torch.cuda.nvtx, range_push=none, range_pop=none))
         stack.enter_context(replaced(comm, cdb=None))
+        linear = torch.nn.functional.linear  # ZeRO-3 puts its own in this place and leaves it there
+        stack.enter_context(replaced(torch.nn.functional, linear=linear))
         stack.enter_context(replaced(partitioned_param_coordinator, assert_ints_same_as_other_ranks=none))
         stack.callback(vars(groups).update, kept)
         yield
