@@ -20,7 +20,7 @@ from written_page import markdown_table, run_page  # noqa: E402  (the path comes
 
 from launch.plan.gather import plan_inputs, profile_data, read_inputs  # noqa: E402
 from trainer.planning.candidates import run_hours  # noqa: E402
-from trainer.planning.planner import situation_of  # noqa: E402
+from trainer.planning.planner import context_of  # noqa: E402
 from trainer.spec.errors import InputError, NothingFitsError  # noqa: E402
 from trainer.spec.plan import Plan  # noqa: E402
 from trainer.spec.units import format_bytes, format_seconds  # noqa: E402
@@ -93,7 +93,7 @@ def _answer(case: Case, *overrides: str) -> str:
         first, *_ = str(error).splitlines()
         return f"nothing fits: needs {first.partition(' needs ')[2]}"
     chosen = plan.chosen
-    hours = run_hours(situation_of(plan), chosen)
+    hours = run_hours(context_of(plan), chosen)
     kept = ", kept in host RAM" if chosen.activation_offload else ""
     return (
         f"{chosen.method}, `{chosen.strategy.name}`, {chosen.micro_batch} x {chosen.accumulation}, recompute "

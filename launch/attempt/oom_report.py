@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from trainer.planning.page.content import Page, Quote, Section, Sentence, Table
 from trainer.planning.page.text_layout import page_text
-from trainer.planning.planner import situation_of
+from trainer.planning.planner import context_of
 from trainer.planning.search.fallbacks import fallbacks
 from trainer.spec import codec
 from trainer.spec.errors import ShardwiseError
@@ -105,7 +105,7 @@ def _smaller(plan: Plan, candidate: Candidate) -> tuple[Candidate, ...]:
     """What the planner would fall back to after this candidate, whether the run had it or not."""
     try:
         others = tuple(other for other in plan.candidates if other.strategy != candidate.strategy)
-        return fallbacks(situation_of(replace(plan, candidates=(candidate, *others))), (candidate, *others))
+        return fallbacks(context_of(replace(plan, candidates=(candidate, *others))), (candidate, *others))
     except ShardwiseError:
         return ()  # the plan is not one that could be made here
 

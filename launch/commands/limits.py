@@ -8,13 +8,13 @@ from launch.inputs.model_files import preset_names, read_preset
 from launch.plan.gather import PlanInputs, profile_data, read_calibration_of
 from launch.show.page_file import write_page
 from launch.terminal import Console
-from trainer.planning.context import Situation
+from trainer.planning.context import PlanningContext
 from trainer.planning.explain.choice import machine_words
 from trainer.planning.explain.limits import Question, limits_json, limits_section
 from trainer.planning.page.content import Page, Section
 from trainer.planning.page.html import pages_html
 from trainer.planning.page.text_layout import page_text
-from trainer.planning.planner import question_situations
+from trainer.planning.planner import open_contexts
 from trainer.planning.search.limits_search import Rung, largest_batches, largest_models, longest_sequences
 from trainer.spec.errors import ExitCode
 from trainer.spec.model.shape import read_model_shape
@@ -37,12 +37,12 @@ def run_limits(options: PlanOptions, console: Console) -> ExitCode:
     has_answer = False
     title = ""
     for _, inputs in machines(options):
-        situations = _situations(inputs)
+        contexts = _contexts(inputs)
         machine, train = machine_words(inputs.hardware), inputs.resolved.job.train
         size = format_count(inputs.shape.num_parameters)
         title = f"{inputs.resolved.name}: {inputs.shape.model_type}, {size} parameters"
         for question in asked:
-            rungs = _answer(question, situations)
+            rungs = _answer(question, contexts)
             has_answer |= bool(rungs)
             if options.as_json:
                 console.line(json.dumps(limits_json(question, rungs, machine=machine)))
@@ -56,9 +56,9 @@ def run_limits(options: PlanOptions, console: Console) -> ExitCode:
     return ExitCode.DONE if has_answer else ExitCode.NOTHING_FITS
 
 
-def _situations(inputs: PlanInputs) -> dict[Method, Situation]:
+def _contexts(inputs: PlanInputs) -> dict[Method, PlanningContext]:
     calibration, versions = read_calibration_of(inputs)
-    return question_situations(
+    return open_contexts(
         inputs.resolved.job,
         hardware=inputs.hardware,
         shape=inputs.shape,
@@ -68,11 +68,9 @@ def _situations(inputs: PlanInputs) -> dict[Method, Situation]:
     )
 
 
-def _answer(question: Question, situations: Mapping[Method, Situation]) -> tuple[Rung, ...]:
+def _answer(question: Question, contexts: Mapping[Method, PlanningContext]) -> tuple[Rung, ...]:
     if question is Question.LONGEST_SEQ:
-        return longest_sequences(situations)
+        return longest_sequences(contexts)
     if question is Question.LARGEST_BATCH:
-        return largest_batches(situations)
-    return largest_models(
-        situations, {name: read_model_shape(read_preset(name), origin=name) for name in preset_names()}
-    )
+        return largest_batches(contexts)
+    return largest_models(contexts, {name: read_model_shape(read_preset(name), origin=name) for name in preset_names()})

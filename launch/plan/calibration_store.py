@@ -13,7 +13,7 @@ import msgspec
 
 from trainer.planning.calibrate import NO_CORRECTIONS, rates_source
 from trainer.planning.candidates import candidate_of, setting_of
-from trainer.planning.planner import situation_of
+from trainer.planning.planner import context_of
 from trainer.planning.run.padding import longest_row_decides
 from trainer.spec.calibration import Calibration, CalibrationRecord, RecordSource
 from trainer.spec.errors import EnvironmentFaultError
@@ -97,8 +97,8 @@ def record_of_run(
 
 def _uncorrected(plan: Plan, candidate: Candidate) -> Candidate:
     """What the formulas alone say of a candidate: a correction must not be learned from its own results."""
-    situation = msgspec.structs.replace(situation_of(plan), corrections=NO_CORRECTIONS)
-    return candidate_of(situation, setting_of(situation, candidate))
+    context = msgspec.structs.replace(context_of(plan), corrections=NO_CORRECTIONS)
+    return candidate_of(context, setting_of(context, candidate))
 
 
 def append_calibration(state_home: Path, record: CalibrationRecord) -> None:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from launch.plan.dry_run import ask, describe_simulation, simulate, simulation_request
 from launch.terminal import Console
-from trainer.planning.planner import situation_of
+from trainer.planning.planner import context_of
 from trainer.planning.simulated import (
     Simulated,
     longest_row,
@@ -58,13 +58,13 @@ def simulated_plan(plan: Plan, console: Console) -> tuple[Plan, list[str]]:
     obstacle = obstacle_to_dry_run(plan.chosen, shape, is_cpu=is_cpu)
     if obstacle is not None and not shape.is_described:
         return plan, [f"no dry run: {obstacle}; the figures are the closed form's"]
-    situation = situation_of(plan)
+    context = context_of(plan)
     failed: list[Simulated] = []
     for candidate in _with_dry_run(plan, is_cpu=is_cpu):
         console.line(f"dry run of {candidate.strategy.name}, micro batch {candidate.micro_batch} ...")
         request = replace(simulation_request(plan, candidate), seq_len=longest_row(plan, candidate))
         simulation = simulate(request)
-        simulated = Simulated(candidate=candidate, memory=simulated_memory(situation, candidate, simulation))
+        simulated = Simulated(candidate=candidate, memory=simulated_memory(context, candidate, simulation))
         if simulated.memory.fits:
             lines = [_head(simulated), *(f"not taken: {each.words}" for each in failed)]
             is_expandable = plan.hardware.can_expand_segments

@@ -12,7 +12,7 @@ from random import Random
 from typing import NamedTuple
 
 from msgspec.structs import replace
-from planning_factory import job_of, situation_for
+from planning_factory import context_for, job_of
 
 from trainer.planning.rules.rule import may_run
 from trainer.planning.tables.catalogue import CATALOGUE
@@ -95,8 +95,8 @@ def is_row_allowed(strategy: Strategy, method: Method) -> bool:
     pin = {axis: getattr(strategy, axis) for axis in ("sharding", "offload", "optimizer", "precision")}
     job = job_of(allow=tuple(Allowance), pin=pin, seq_len=512, tokens_per_step=8192)
     job = replace(job, limits=replace(job.limits, nvme=NvmeLimit(path="/nvme")))
-    situation = situation_for("tiny", spec, method=method, job=job)
-    return may_run(situation, strategy)
+    context = context_for("tiny", spec, method=method, job=job)
+    return may_run(context, strategy)
 
 
 def points() -> Iterator[Point]:

@@ -4,7 +4,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from trainer.planning.context import Situation
+from trainer.planning.context import PlanningContext
 from trainer.planning.device import device_of
 from trainer.planning.planner import make_plan, with_fp8_gain
 from trainer.planning.run.schedule import make_schedule
@@ -154,7 +154,7 @@ def plan_of(
     )
 
 
-def situation_for(
+def context_for(
     model: str,
     spec: str | Hardware,
     *,
@@ -162,11 +162,11 @@ def situation_for(
     job: Job | None = None,
     fp8_gain: Fp8Gain | None = None,
     **job_facts: Any,
-) -> Situation:
+) -> PlanningContext:
     hardware = machine(spec) if isinstance(spec, str) else spec
     job = job or job_of(**({"seq_len": 512, "tokens_per_step": 8192} if model == "tiny" else {}) | job_facts)
     shape = shape_of(model)
-    situation = Situation(
+    context = PlanningContext(
         job=job,
         hardware=hardware,
         device=device_of(hardware),
@@ -174,7 +174,7 @@ def situation_for(
         schedule=make_schedule(job, data_of(), shape, method=method),
         method=method,
     )
-    return with_fp8_gain(situation, fp8_gain)
+    return with_fp8_gain(context, fp8_gain)
 
 
 def fp8_gain_of(speedup: float, *, recipe: Fp8Recipe = Fp8Recipe.CURRENT, tokens: int = 4096) -> Fp8Gain:

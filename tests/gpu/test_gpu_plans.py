@@ -19,7 +19,7 @@ from gpu_factory import (
     setting_of_case,
     write_full_rows,
 )
-from planning_factory import job_of, machine, situation_for
+from planning_factory import context_for, job_of, machine
 
 from launch.engine.attempt_files import prepare_attempt
 from launch.engine.command import launch_command, launch_environment
@@ -65,10 +65,10 @@ def test_no_rule_forbids_what_runs(case: GpuCase, rows: Path) -> None:
     row = plan.chosen.strategy
     pin = {axis: getattr(row, axis) for axis in ("sharding", "offload", "optimizer", "precision")}
     job = job_of(allow=tuple(Allowance), pin=pin, seq_len=512, tokens_per_step=2048, **case.train)
-    situation = situation_for("8b", card(case), method=plan.chosen.method, job=job)
-    refusal = refuse(situation, row)
+    context = context_for("8b", card(case), method=plan.chosen.method, job=job)
+    refusal = refuse(context, row)
     assert refusal is None or refusal.rule == "one_rank_has_no_peer", "pointless on one card, but it runs"
-    assert obstacle_to(situation, setting_of_case(plan)) is None
+    assert obstacle_to(context, setting_of_case(plan)) is None
 
 
 @each

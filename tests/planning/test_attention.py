@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from architecture_factory import TINY, VARIANTS
 from msgspec.structs import replace
-from planning_factory import data_of, job_of, machine, situation_for
+from planning_factory import context_for, data_of, job_of, machine
 from rank_factory import rank_plan
 
-from trainer.planning.context import Situation
+from trainer.planning.context import PlanningContext
 from trainer.planning.planner import make_plan
 from trainer.planning.search.input_checks import check_pins
 from trainer.planning.search.settings_choices import attention, first_setting
@@ -27,10 +27,10 @@ MACHINES = {
 }
 
 
-def situation_of(model: str, hardware: str, **pin: object) -> Situation:
+def context_of(model: str, hardware: str, **pin: object) -> PlanningContext:
     job = job_of(seq_len=32, tokens_per_step=256, pin=pin)
-    situation = situation_for("tiny", MACHINES[hardware], job=job)
-    return replace(situation, shape=read_model_shape(CONFIGS[model]))
+    context = context_for("tiny", MACHINES[hardware], job=job)
+    return replace(context, shape=read_model_shape(CONFIGS[model]))
 
 
 KERNEL = "kernels-community/flash-attn2@0123456789abcdef0123456789abcdef01234567"
@@ -41,11 +41,11 @@ UNFIT = replace(
 )
 
 
-def allowing(hardware: Hardware, kernel: str | None = KERNEL, **pin: object) -> Situation:
-    """A situation whose job names a kernel of the hub."""
+def allowing(hardware: Hardware, kernel: str | None = KERNEL, **pin: object) -> PlanningContext:
+    """A context whose job names a kernel of the hub."""
     job = job_of(seq_len=32, tokens_per_step=256, pin=pin)
     job = replace(job, model=replace(job.model, flash_kernel=kernel))
-    return replace(situation_for("tiny", hardware, job=job), shape=read_model_shape(CONFIGS["llama"]))
+    return replace(context_for("tiny", hardware, job=job), shape=read_model_shape(CONFIGS["llama"]))
 
 
 def plan_for(model: str) -> Plan:
@@ -67,12 +67,12 @@ def plan_for(model: str) -> Plan:
 @pytest.mark.parametrize("hardware", MACHINES)
 @pytest.mark.parametrize("model", CONFIGS)
 def test_the_attention_is_one_of_the_models(model, hardware):
-    situation = situation_of(model, hardware)
-    taken, _ = attention(situation, Precision.BF16_MIXED)
-    assert taken in situation.shape.attentions
-    best = next(each for each in Attention if each in situation.shape.attentions)
+    context = context_of(model, hardware)
+    taken, _ = attention(context, Precision.BF16_MIXED)
+    assert taken in context.shape.attentions
+    best = next(each for each in Attention if each in context.shape.attentions)
     if hardware == "with flash-attn":
-        assert taken is (Attention.FLASH if Attention.FLASH in situation.shape.attentions else best)
+        assert taken is (Attention.FLASH if Attention.FLASH in context.shape.attentions else best)
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_the_attention_is_one_of_the_models(model, hardware):
     ],
 )
 def test_a_model_without_torchs_attention_takes_its_own_and_says_why(model, words):
-    situation = situation_of(model, "without flash-attn")
-    taken, why = attention(situation, Precision.BF16_MIXED)
+    context = context_of(model, "without flash-attn")
+    taken, why = attention(context, Precision.BF16_MIXED)
     assert taken is Attention.EAGER
     assert why is not None and f"for {model}" in why and words in why
 
@@ -108,9 +108,9 @@ def test_the_model_is_built_with_the_attention_of_its_plan(model):
     ],
 )
 def test_a_pin_that_the_model_does_not_have_is_refused(model, pinned, words):
-    situation = situation_of(model, "with flash-attn", attention=pinned)
+    context = context_of(model, "with flash-attn", attention=pinned)
     with pytest.raises(InputError, match=rf"^pin\.attention: {pinned} .*{words}$"):
-        check_pins(situation)
+        check_pins(context)
 
 
 @pytest.mark.parametrize(
@@ -140,12 +140,12 @@ def test_a_pin_that_the_model_does_not_have_is_refused(model, pinned, words):
 def test_a_kernel_of_the_hub_is_taken_where_the_job_names_it_and_flash_attn_is_missing(
     hardware, kernel, taken, words, runs
 ):
-    situation = allowing(hardware, kernel)
-    found, why = attention(situation, Precision.BF16_MIXED)
+    context = allowing(hardware, kernel)
+    found, why = attention(context, Precision.BF16_MIXED)
     assert found is taken
     assert words is None or words in why
     row = next(row for row in CATALOGUE if row.precision is Precision.BF16_MIXED)
-    setting = first_setting(situation, row, checkpointing=Checkpointing.NONE, loss=LossHead.EAGER)
+    setting = first_setting(context, row, checkpointing=Checkpointing.NONE, loss=LossHead.EAGER)
     assert (setting.attention, setting.flash_kernel) == (taken, runs)
 
 
@@ -154,9 +154,9 @@ def test_the_kernel_is_allowed_for_16_bit_alone():
 
 
 def test_a_pin_of_flash_runs_the_kernel_that_the_job_names():
-    situation = allowing(WITH_KERNELS, attention=Attention.FLASH)
-    check_pins(situation)
-    taken, why = attention(situation, Precision.BF16_MIXED)
+    context = allowing(WITH_KERNELS, attention=Attention.FLASH)
+    check_pins(context)
+    taken, why = attention(context, Precision.BF16_MIXED)
     assert taken is Attention.FLASH
     assert why is not None and "pin.attention: flash" in why and KERNEL in why
 

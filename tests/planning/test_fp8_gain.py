@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from planning_factory import fp8_gain_of, machine, plan_of, situation_for
+from planning_factory import context_for, fp8_gain_of, machine, plan_of
 
 from trainer.planning.candidates import candidate_of, setting_of
 from trainer.planning.explain.plan_page import explain_plan
-from trainer.planning.planner import situation_of
+from trainer.planning.planner import context_of
 from trainer.planning.rules.rule import refuse
 from trainer.planning.speed.rates import rates_of
 from trainer.spec import codec
@@ -95,22 +95,22 @@ def test_a_plan_without_fp8_does_not_speak_of_it() -> None:
 
 
 def test_its_products_run_at_the_measured_multiple_of_bf16s() -> None:
-    situation = situation_for("8b", HOPPERS, fp8_gain=fp8_gain_of(1.25), **AT_EASE)
+    context = context_for("8b", HOPPERS, fp8_gain=fp8_gain_of(1.25), **AT_EASE)
     (candidate, *_) = in_fp8(plan(None, AT_EASE).candidates)
-    setting = setting_of(situation, candidate)
-    rates = rates_of(setting, situation.device)
+    setting = setting_of(context, candidate)
+    rates = rates_of(setting, context.device)
     assert rates.linear == pytest.approx(1.25 * rates.matmul)
     bf16 = replace(setting, strategy=replace(setting.strategy, precision=Precision.BF16_MIXED), fp8_recipe=None)
-    assert rates_of(bf16, situation.device).linear == rates.matmul
+    assert rates_of(bf16, context.device).linear == rates.matmul
 
 
 def test_as_fast_as_bf16_it_takes_as_long() -> None:
     """The casts are in what was measured and are not counted again."""
-    situation = situation_for("8b", HOPPERS, fp8_gain=fp8_gain_of(1.0), **PINNED)
-    setting = setting_of(situation, plan(None, PINNED).chosen)
+    context = context_for("8b", HOPPERS, fp8_gain=fp8_gain_of(1.0), **PINNED)
+    setting = setting_of(context, plan(None, PINNED).chosen)
     bf16 = replace(setting, strategy=replace(setting.strategy, precision=Precision.BF16_MIXED), fp8_recipe=None)
-    assert candidate_of(situation, setting).speed.step_s == pytest.approx(
-        candidate_of(situation, bf16).speed.step_s, rel=1e-3
+    assert candidate_of(context, setting).speed.step_s == pytest.approx(
+        candidate_of(context, bf16).speed.step_s, rel=1e-3
     )
 
 
@@ -118,9 +118,9 @@ def test_a_plan_that_was_written_is_judged_by_the_same_figure() -> None:
     made = plan(fp8_gain_of(1.31), IN_A_HURRY)
     read = codec.decode(codec.encode(made), Plan, origin="plan.json")
     assert read.fp8_gain == fp8_gain_of(1.31)
-    situation = situation_of(read)
-    again = candidate_of(situation, setting_of(situation, read.chosen))
+    context = context_of(read)
+    again = candidate_of(context, setting_of(context, read.chosen))
     assert again.speed.step_s == pytest.approx(made.chosen.speed.step_s)
-    slow = situation_of(replace(read, fp8_gain=fp8_gain_of(0.9)))
+    slow = context_of(replace(read, fp8_gain=fp8_gain_of(0.9)))
     refusal = refuse(slow, read.chosen.strategy)
     assert refusal is not None and refusal.rule == "fp8_does_not_pay"

@@ -13,7 +13,7 @@ from planning_factory import data_of, job_of, machine, plan_of
 
 from launch.plan.gather import plan_inputs, profile_data, read_inputs
 from trainer.planning.candidates import run_hours
-from trainer.planning.planner import situation_of
+from trainer.planning.planner import context_of
 from trainer.planning.search.choice import handicap
 from trainer.planning.search.settings_search import SAME_SPEED
 from trainer.spec.errors import NothingFitsError
@@ -130,9 +130,9 @@ def test_the_planners_own_choice_is_at_least_as_good_as_the_tables(name: str, sp
     assert row.chosen.method is method
     order = list(Method).index
     assert order(own.chosen.method) <= order(method)
-    assert run_hours(situation_of(own), own.chosen) <= own.job.limits.hours
+    assert run_hours(context_of(own), own.chosen) <= own.job.limits.hours
     if own.chosen.method is method:
-        seconds = [plan.chosen.speed.step_s * handicap(situation_of(plan), plan.chosen.strategy) for plan in (own, row)]
+        seconds = [plan.chosen.speed.step_s * handicap(context_of(plan), plan.chosen.strategy) for plan in (own, row)]
         assert seconds[0] <= seconds[1] * (1 + SAME_SPEED)
 
 

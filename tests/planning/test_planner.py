@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from planning_factory import CONFIGS, data_of, job_of, machine, plan_of, situation_for
+from planning_factory import CONFIGS, context_for, data_of, job_of, machine, plan_of
 
 from trainer.planning.candidates import candidate_of, run_hours, setting_of
-from trainer.planning.planner import situation_of, take_candidate
+from trainer.planning.planner import context_of, take_candidate
 from trainer.planning.search.budget import excess
 from trainer.planning.search.choice import PAGED_HANDICAP, handicap
 from trainer.planning.search.fallbacks import fallbacks
@@ -83,17 +83,17 @@ def test_every_candidate_fits(plan: Plan) -> None:
 
 
 def test_exact_rows_come_first_and_then_the_fastest(plan: Plan) -> None:
-    situation = situation_of(plan)
+    context = context_of(plan)
     for earlier, later in pairwise(plan.candidates):
         assert earlier.strategy.is_exact >= later.strategy.is_exact
         if earlier.strategy.is_exact == later.strategy.is_exact:
-            seconds = [each.speed.step_s * handicap(situation, each.strategy) for each in (earlier, later)]
+            seconds = [each.speed.step_s * handicap(context, each.strategy) for each in (earlier, later)]
             assert seconds[0] <= seconds[1] * (1 + SAME_SPEED)
 
 
 def test_the_choice_has_the_least_machinery_of_those_as_fast_as_the_fastest(plan: Plan) -> None:
-    situation, exact = situation_of(plan), [c for c in plan.candidates if c.strategy.is_exact]
-    seconds = [candidate.speed.step_s * handicap(situation, candidate.strategy) for candidate in exact]
+    context, exact = context_of(plan), [c for c in plan.candidates if c.strategy.is_exact]
+    seconds = [candidate.speed.step_s * handicap(context, candidate.strategy) for candidate in exact]
     peers = [c for c, s in zip(exact, seconds, strict=True) if s <= min(seconds) * (1 + SAME_SPEED)]
     layouts = [LAYOUTS.index((c.strategy.sharding, c.strategy.offload)) for c in peers]
     assert plan.chosen in peers
@@ -214,8 +214,8 @@ def test_a_larger_card_never_makes_a_plan_worse(model: str, smaller: int, more: 
             plan = plan_of(model, machine(f"{num_gpus}xH100-SXM5-80GB", vram_bytes=gib * GIB))
         except NothingFitsError:
             return float("inf")
-        situation = situation_of(plan)
-        return run_hours(situation, plan.chosen) * handicap(situation, plan.chosen.strategy)
+        context = context_of(plan)
+        return run_hours(context, plan.chosen) * handicap(context, plan.chosen.strategy)
 
     # Two ties of a class, and whole logits passed over.
     worst_tie = (1 + SAME_SPEED) ** 2 * EAGER_HANDICAP
@@ -236,7 +236,7 @@ def test_a_card_that_halves_drops_candidates_and_gains_none() -> None:
     [(32, "1xCPU", (1, 2, 4, 8, 16, 32)), (24, "2xCPU", (1, 2, 3, 4, 6, 8, 12)), (33, "2xCPU", (1, 2, 4, 8, 16, 17))],
 )
 def test_micro_batches_are_powers_of_two_and_divisors(num_sequences: int, spec: str, choices: tuple[int, ...]) -> None:
-    assert micro_batches(situation_for("tiny", spec, seq_len=512, tokens_per_step=512 * num_sequences)) == choices
+    assert micro_batches(context_for("tiny", spec, seq_len=512, tokens_per_step=512 * num_sequences)) == choices
 
 
 def test_a_batch_that_does_not_divide_is_trained_with_padding_and_says_so() -> None:
@@ -252,17 +252,17 @@ def test_ranks_without_a_sequence_are_named() -> None:
 
 @pytest.mark.parametrize(("model", "tokens"), [("tiny", 1024), ("8b", 512)])
 def test_slices_of_logits_shrink_with_the_vocabulary(model: str, tokens: int) -> None:
-    assert chunk_tokens(situation_for(model, "1xRTX-4090", seq_len=512).shape) == tokens
+    assert chunk_tokens(context_for(model, "1xRTX-4090", seq_len=512).shape) == tokens
 
 
 @pytest.mark.parametrize("name", ["zero1/fp32/adamw", "zero2/bf16-mixed/adamw", "zero3/bf16-mixed/adamw"])
 @pytest.mark.parametrize("model", CONFIGS)
 def test_larger_buckets_need_more(name: str, model: str) -> None:
     row = next(row for row in CATALOGUE if row.name == name)
-    situation = situation_for(model, "2xA100-SXM4-80GB", seq_len=512)
-    ladder = bucket_ladder(situation.shape, row)
-    base = setting_of(situation, plan_of("tiny", "2xCPU", pin={"sharding": row.sharding}).chosen)
-    needs = [candidate_of(situation, replace(base, strategy=row, buckets=b)).memory.need_bytes for b in ladder]
+    context = context_for(model, "2xA100-SXM4-80GB", seq_len=512)
+    ladder = bucket_ladder(context.shape, row)
+    base = setting_of(context, plan_of("tiny", "2xCPU", pin={"sharding": row.sharding}).chosen)
+    needs = [candidate_of(context, replace(base, strategy=row, buckets=b)).memory.need_bytes for b in ladder]
     assert needs == sorted(needs)
     assert len(ladder) > 3
 
@@ -341,16 +341,16 @@ def test_pinned_memory_is_a_budget_of_its_own() -> None:
 
 
 def test_the_free_space_of_the_disk_under_the_path_limits_nvme() -> None:
-    situation = situation_for("8b", "1xRTX-4090")
+    context = context_for("8b", "1xRTX-4090")
     disks = tuple(
         Disk(path=path, filesystem="ext4", total_bytes=1000 * GIB, free_bytes=free)
         for path, free in (("/", 10 * GIB), ("/scratch", 500 * GIB))
     )
-    host = replace(situation.hardware.host, disks=disks)
-    job = replace(situation.job, limits=Limits(nvme=NvmeLimit(path="/scratch/me")))
-    with_disks = replace(situation, hardware=replace(situation.hardware, host=host), job=job)
+    host = replace(context.hardware.host, disks=disks)
+    job = replace(context.job, limits=Limits(nvme=NvmeLimit(path="/scratch/me")))
+    with_disks = replace(context, hardware=replace(context.hardware, host=host), job=job)
     assert with_disks.nvme_bytes == 500 * GIB
-    assert situation.nvme_bytes is None
+    assert context.nvme_bytes is None
 
 
 # --- nothing fits -----------------------------------------------------------------------------------------------
@@ -413,22 +413,22 @@ def test_the_number_of_cards_that_is_offered_suffices(
     model: str, spec: str, sharding: Sharding, number: int, larger: str
 ) -> None:
     row = f"{sharding}/bf16-mixed/adamw_fused"
-    situation, strategy = situation_for(model, spec), next(each for each in CATALOGUE if each.name == row)
-    assert memory_remedy(situation, least_need(situation, strategy)) == f"{number} such GPUs"
-    assert best_candidate(situation_for(model, larger), strategy) is not None
+    context, strategy = context_for(model, spec), next(each for each in CATALOGUE if each.name == row)
+    assert memory_remedy(context, least_need(context, strategy)) == f"{number} such GPUs"
+    assert best_candidate(context_for(model, larger), strategy) is not None
 
 
 def test_the_length_that_is_offered_suffices_at_the_same_global_batch() -> None:
     """Half the length is twice the sequences: two of them, or gradients that add up, must fit too."""
     strategy = next(row for row in CATALOGUE if row.name == "ddp/bf16-mixed/adamw_fused")
     whole, half = (
-        situation_for("1b", "2xA100-SXM4-80GB", seq_len=seq_len, tokens_per_step=65536) for seq_len in (32768, 16384)
+        context_for("1b", "2xA100-SXM4-80GB", seq_len=seq_len, tokens_per_step=65536) for seq_len in (32768, 16384)
     )
     need = least_need(half, strategy).memory.need_bytes
 
     def remedy(usable_bytes: int) -> str:
-        situation = replace(whole, device=replace(whole.device, usable_bytes=usable_bytes))
-        return memory_remedy(situation, least_need(situation, strategy))
+        context = replace(whole, device=replace(whole.device, usable_bytes=usable_bytes))
+        return memory_remedy(context, least_need(context, strategy))
 
     assert remedy(need) == "train.seq_len: 16384"
     assert remedy(need - 1) != "train.seq_len: 16384"
@@ -566,8 +566,8 @@ def test_paged_state_of_whole_weights_must_be_much_faster() -> None:
     plan = plan_of("8b", "4xA100-SXM4-80GB")
     paged = next(c for c in plan.candidates if c.strategy.optimizer is Optimizer.PAGED_ADAMW)
     whole = next(c for c in plan.candidates if c.strategy.sharding is paged.strategy.sharding)
-    situation = situation_of(plan)
-    assert handicap(situation, paged.strategy) == PAGED_HANDICAP * handicap(situation, whole.strategy)
+    context = context_of(plan)
+    assert handicap(context, paged.strategy) == PAGED_HANDICAP * handicap(context, whole.strategy)
     assert plan.chosen.strategy.optimizer is Optimizer.ADAMW_FUSED
 
 
@@ -594,15 +594,15 @@ def test_a_higher_cap_is_offered_where_the_card_has_more_and_suffices() -> None:
 
 def test_time_alone_is_offered_where_another_row_lacks_only_time() -> None:
     """A faster row that also wants more host RAM than there is would still be too slow with it."""
-    situation = situation_for("8b", "8xH100-SXM5-80GB", hours=0.001, host_ram=512 * GIB)
+    context = context_for("8b", "8xH100-SXM5-80GB", hours=0.001, host_ram=512 * GIB)
     slow = plan_of("8b", "8xH100-SXM5-80GB", host_ram=512 * GIB).chosen
     fast = replace(
         slow,
         memory=replace(slow.memory, host_bytes=1024 * GIB),
         speed=replace(slow.speed, step_s=slow.speed.step_s / 2),
     )
-    hours = math.ceil(run_hours(situation, slow))
-    assert str(nothing_fits(situation, [fast, slow], [])).endswith(f"would fit: limits.hours: {hours}")
+    hours = math.ceil(run_hours(context, slow))
+    assert str(nothing_fits(context, [fast, slow], [])).endswith(f"would fit: limits.hours: {hours}")
 
 
 def test_every_limit_in_the_way_of_the_nearest_row_is_named() -> None:
@@ -704,11 +704,11 @@ def test_unknown_host_ram_is_a_note() -> None:
     ("size", "words"), [(None, "its free space is unknown"), (GIB, "1 GiB are granted"), (900 * GIB, "")]
 )
 def test_nvme_is_a_budget(size: int | None, words: str) -> None:
-    situation = situation_for("8b", "1xRTX-4090", allow=(Allowance.OFFLOAD_NVME,))
-    job = replace(situation.job, limits=Limits(hours=1e6, nvme=NvmeLimit(path="/scratch", size=size)))
+    context = context_for("8b", "1xRTX-4090", allow=(Allowance.OFFLOAD_NVME,))
+    job = replace(context.job, limits=Limits(hours=1e6, nvme=NvmeLimit(path="/scratch", size=size)))
     row = next(row for row in CATALOGUE if row.name == "zero3+nvme_all/bf16-mixed/deepspeed_cpu_adam")
-    situation = replace(situation, job=job)
-    over = excess(situation, least_need(situation, row))
+    context = replace(context, job=job)
+    over = excess(context, least_need(context, row))
     assert (over is None) if not words else (over is not None and words in over.reason)
 
 
@@ -732,17 +732,17 @@ def test_whole_logits_fall_back_to_slices() -> None:
     """Where nothing else may shrink, slices of a vocabulary of 128k lower the peak."""
     free = {"sharding": Sharding.ZERO3, "micro_batch": 4, "checkpointing": Checkpointing.FULL}
     chosen = plan_of("8b", "8xH100-SXM5-80GB", pin={**free, "loss": LossHead.EAGER}).chosen
-    chain = fallbacks(situation_for("8b", "8xH100-SXM5-80GB", pin=free), (chosen,))
+    chain = fallbacks(context_for("8b", "8xH100-SXM5-80GB", pin=free), (chosen,))
     assert chain[0].loss is LossHead.CHUNKED
     assert (chain[0].strategy, chain[0].micro_batch) == (chosen.strategy, 4)
 
 
 def test_an_exact_plan_never_falls_back_to_another_update() -> None:
-    situation = situation_for("8b", "8xH100-SXM5-80GB", allow=(Allowance.BF16_WEIGHTS,))
+    context = context_for("8b", "8xH100-SXM5-80GB", allow=(Allowance.BF16_WEIGHTS,))
     exact, approximate = (
         plan_of("8b", "8xH100-SXM5-80GB", pin={"sharding": sharding, "precision": precision}).chosen
         for sharding, precision in ((Sharding.ZERO1, Precision.BF16_MIXED), (Sharding.FSDP, Precision.BF16))
     )
-    layouts = {link.strategy.sharding for link in fallbacks(situation, (exact, approximate))}
+    layouts = {link.strategy.sharding for link in fallbacks(context, (exact, approximate))}
     assert layouts == {Sharding.ZERO1}
-    assert Sharding.FSDP in {link.strategy.sharding for link in fallbacks(situation, (approximate, exact))}
+    assert Sharding.FSDP in {link.strategy.sharding for link in fallbacks(context, (approximate, exact))}

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from planning_factory import plan_of
 
-from trainer.planning.planner import situation_of
+from trainer.planning.planner import context_of
 from trainer.planning.reasons.opt_in import leaves
 from trainer.spec.job.sections import Allowance
 from trainer.spec.plan import Plan
@@ -20,7 +20,7 @@ def plan(spec: str, *allow: Allowance, pin: dict[str, Any] = FP32) -> Plan:
 
 def offered(found: Plan) -> dict[Allowance, float]:
     """Seconds of a step that each entry of `allow` would lead to."""
-    return {leave.allowance: leave.candidate.speed.step_s for leave in leaves(situation_of(found), found)}
+    return {leave.allowance: leave.candidate.speed.step_s for leave in leaves(context_of(found), found)}
 
 
 def test_a_pinned_fp32_is_told_what_tf32_would_gain():

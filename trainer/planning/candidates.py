@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from trainer.planning.calibrate import corrected_memory, corrected_speed
-from trainer.planning.context import Situation
+from trainer.planning.context import PlanningContext
 from trainer.planning.memory import estimate_memory, held_bytes, least_bytes, needed_bytes
 from trainer.planning.run.padding import longest_width, mean_width, row_recipe
 from trainer.planning.setting import Setting
@@ -23,87 +23,87 @@ _SHARED_FIELDS = tuple(
 )
 
 
-def candidate_of(situation: Situation, setting: Setting) -> Candidate:
+def candidate_of(context: PlanningContext, setting: Setting) -> Candidate:
     """A setting with what it needs and how fast it is predicted to be."""
     return Candidate(
         **{name: getattr(setting, name) for name in _SHARED_FIELDS},
-        memory=predicted_memory(situation, setting),
-        speed=predicted_speed(situation, setting),
+        memory=predicted_memory(context, setting),
+        speed=predicted_speed(context, setting),
     )
 
 
-def predicted_memory(situation: Situation, setting: Setting) -> MemoryEstimate:
+def predicted_memory(context: PlanningContext, setting: Setting) -> MemoryEstimate:
     """Bytes at the worst event of a step whose micro batch has the longest row."""
-    memory = estimate_memory(situation.shape, at_longest(situation, setting), situation.device)
-    return corrected_memory(memory, situation.corrections.of(setting.strategy, setting.method))
+    memory = estimate_memory(context.shape, at_longest(context, setting), context.device)
+    return corrected_memory(memory, context.corrections.of(setting.strategy, setting.method))
 
 
-def predicted_need(situation: Situation, setting: Setting) -> int:
+def predicted_need(context: PlanningContext, setting: Setting) -> int:
     """`need_bytes` of `predicted_memory`, sooner where no run corrects it."""
-    if _is_corrected(situation, setting):
-        return predicted_memory(situation, setting).need_bytes
-    return needed_bytes(situation.shape, at_longest(situation, setting), situation.device)
+    if _is_corrected(context, setting):
+        return predicted_memory(context, setting).need_bytes
+    return needed_bytes(context.shape, at_longest(context, setting), context.device)
 
 
-def need_floor(situation: Situation, start: Setting) -> Callable[[Setting], int]:
+def need_floor(context: PlanningContext, start: Setting) -> Callable[[Setting], int]:
     """What `predicted_need` is never below, of settings that differ from `start` in micro batch and loss head alone.
 
     0 where runs correct it.
     """
-    if _is_corrected(situation, start):
+    if _is_corrected(context, start):
         return lambda _: 0
-    least = least_bytes(situation.shape, at_longest(situation, start), situation.device)
+    least = least_bytes(context.shape, at_longest(context, start), context.device)
     return lambda setting: least(setting.micro_batch, setting.accumulation)
 
 
-def least_needy(situation: Situation, settings: Iterable[Setting]) -> Setting:
+def least_needy(context: PlanningContext, settings: Iterable[Setting]) -> Setting:
     """The first of the settings of a row whose `predicted_need` is the least."""
     first, *others = settings
-    least, found = predicted_need(situation, first), first
+    least, found = predicted_need(context, first), first
     floors: dict[tuple[Checkpointing, bool, bool], Callable[[Setting], int]] = {}
     for setting in others:
         kept = setting.checkpointing, setting.compile, setting.activation_offload
         if kept not in floors:
-            floors[kept] = need_floor(situation, setting)
-        if floors[kept](setting) < least and (need := predicted_need(situation, setting)) < least:
+            floors[kept] = need_floor(context, setting)
+        if floors[kept](setting) < least and (need := predicted_need(context, setting)) < least:
             least, found = need, setting
     return found
 
 
-def never_fits(situation: Situation, setting: Setting) -> bool:
+def never_fits(context: PlanningContext, setting: Setting) -> bool:
     """Whether what a row holds between steps is too much already."""
-    return not _is_corrected(situation, setting) and (
-        held_bytes(situation.shape, setting, situation.device) > situation.device.usable_bytes
+    return not _is_corrected(context, setting) and (
+        held_bytes(context.shape, setting, context.device) > context.device.usable_bytes
     )
 
 
-def _is_corrected(situation: Situation, setting: Setting) -> bool:
-    return bool(situation.corrections.of(setting.strategy, setting.method).peak.num_runs)
+def _is_corrected(context: PlanningContext, setting: Setting) -> bool:
+    return bool(context.corrections.of(setting.strategy, setting.method).peak.num_runs)
 
 
-def at_longest(situation: Situation, setting: Setting) -> Setting:
+def at_longest(context: PlanningContext, setting: Setting) -> Setting:
     """The setting as its memory is predicted: with the longest row that this data has."""
-    widest = longest_width(situation.data, seq_len=setting.seq_len)
+    widest = longest_width(context.data, seq_len=setting.seq_len)
     if widest == setting.seq_len:
         return setting
     return replace(setting, recipe=replace(setting.recipe, longest_seq=widest))
 
 
-def predicted_speed(situation: Situation, setting: Setting) -> SpeedEstimate:
+def predicted_speed(context: PlanningContext, setting: Setting) -> SpeedEstimate:
     """Seconds of a step as earlier runs correct it."""
-    speed = relative_speed(situation, setting)
-    return corrected_speed(speed, situation.corrections.of(setting.strategy, setting.method))
+    speed = relative_speed(context, setting)
+    return corrected_speed(speed, context.corrections.of(setting.strategy, setting.method))
 
 
-def relative_speed(situation: Situation, setting: Setting) -> SpeedEstimate:
+def relative_speed(context: PlanningContext, setting: Setting) -> SpeedEstimate:
     """Seconds of a step of average rows, uncorrected; its tokens are those that are no padding.
 
     Settings of one row are compared by it: what was measured of a row never changes which of them is its best.
     """
-    data, width = situation.data, _mean_width(situation, setting)
+    data, width = context.data, _mean_width(context, setting)
     if data is None or data.mean_cut_tokens is None or width is None:
-        return estimate_speed(situation.shape, setting, situation.device)
-    speed = estimate_speed(situation.shape, replace(setting, seq_len=round(width)), situation.device)
+        return estimate_speed(context.shape, setting, context.device)
+    speed = estimate_speed(context.shape, replace(setting, seq_len=round(width)), context.device)
     real = min(1.0, data.mean_cut_tokens / width)
     return replace(
         speed,
@@ -112,67 +112,67 @@ def relative_speed(situation: Situation, setting: Setting) -> SpeedEstimate:
     )
 
 
-def relative_seconds(situation: Situation, setting: Setting) -> float:
+def relative_seconds(context: PlanningContext, setting: Setting) -> float:
     """`step_s` of `relative_speed` alone, for a search over settings."""
-    width = _mean_width(situation, setting)
+    width = _mean_width(context, setting)
     average = setting if width is None else replace(setting, seq_len=round(width))
-    return step_seconds(situation.shape, average, situation.device)
+    return step_seconds(context.shape, average, context.device)
 
 
-def _mean_width(situation: Situation, setting: Setting) -> float | None:
+def _mean_width(context: PlanningContext, setting: Setting) -> float | None:
     """Of rows that are padded to less than their longest; None where all have `seq_len` tokens."""
-    data, seq_len = situation.data, setting.seq_len
+    data, seq_len = context.data, setting.seq_len
     width = mean_width(data, setting.micro_batch, seq_len=seq_len)
     return None if data is None or data.mean_cut_tokens is None or width >= seq_len else width
 
 
-def setting_of(situation: Situation, candidate: Candidate) -> Setting:
+def setting_of(context: PlanningContext, candidate: Candidate) -> Setting:
     """The setting a candidate was estimated from."""
     return Setting(
         **{name: getattr(candidate, name) for name in _SHARED_FIELDS},
-        ranks_per_node=situation.hardware.num_devices_per_node,
-        recipe=row_recipe(situation.data, seq_len=candidate.seq_len),
-        lora=situation.job.train.lora,
-        galore=situation.job.train.galore,
+        ranks_per_node=context.hardware.num_devices_per_node,
+        recipe=row_recipe(context.data, seq_len=candidate.seq_len),
+        lora=context.job.train.lora,
+        galore=context.job.train.galore,
     )
 
 
-def with_micro_batch(situation: Situation, setting: Setting, micro_batch: int) -> Setting:
+def with_micro_batch(context: PlanningContext, setting: Setting, micro_batch: int) -> Setting:
     """Another micro batch at the same global batch: accumulation makes up for it."""
     rows_per_round = setting.num_ranks * micro_batch
-    accumulation = -(-situation.schedule.sequences_per_step // rows_per_round)
+    accumulation = -(-context.schedule.sequences_per_step // rows_per_round)
     return replace(setting, micro_batch=micro_batch, accumulation=accumulation)
 
 
-def run_hours(situation: Situation, candidate: Candidate) -> float:
+def run_hours(context: PlanningContext, candidate: Candidate) -> float:
     """Predicted hours of the whole run: its steps, and a forward over the held-out rows at every evaluation.
 
     DPO that trains the whole model scores every pair once more, before the first step: that model is its reference.
     """
-    schedule, speed = situation.schedule, candidate.speed
+    schedule, speed = context.schedule, candidate.speed
     seconds = schedule.num_steps * speed.step_s
-    setting = setting_of(situation, candidate)
-    num_scored = _tokens_scored(situation, setting)
+    setting = setting_of(context, candidate)
+    num_scored = _tokens_scored(context, setting)
     if num_scored:
-        is_corrected = situation.corrections.of(candidate.strategy, candidate.method).step.value != 1
-        predicted = relative_seconds(situation, setting) if is_corrected else speed.step_s
-        scoring_s = evaluation_seconds(situation.shape, setting, situation.device, num_scored)
+        is_corrected = context.corrections.of(candidate.strategy, candidate.method).step.value != 1
+        predicted = relative_seconds(context, setting) if is_corrected else speed.step_s
+        scoring_s = evaluation_seconds(context.shape, setting, context.device, num_scored)
         seconds += scoring_s * speed.step_s / predicted  # as runs correct the step
     return seconds / 3600
 
 
-def _tokens_scored(situation: Situation, setting: Setting) -> int:
+def _tokens_scored(context: PlanningContext, setting: Setting) -> int:
     """Tokens of all forwards of a run that no backward follows, those of DPO's reference in a step left out."""
-    schedule, num_eval_tokens = situation.schedule, situation.num_eval_tokens
+    schedule, num_eval_tokens = context.schedule, context.num_eval_tokens
     num_evaluations = -(-schedule.num_steps // schedule.eval_every_steps) if schedule.eval_every_steps else 0
     num_scored = num_evaluations * num_eval_tokens * (2 if setting.runs_reference else 1)
     is_paired = setting.recipe.rows_per_example == 2
-    if is_paired and not setting.runs_reference and situation.data is not None:
-        num_scored += situation.data.num_tokens + num_eval_tokens
+    if is_paired and not setting.runs_reference and context.data is not None:
+        num_scored += context.data.num_tokens + num_eval_tokens
     return num_scored
 
 
-def run_cost(situation: Situation, hours: float) -> float | None:
+def run_cost(context: PlanningContext, hours: float) -> float | None:
     """Money for the run, in the currency of price_per_gpu_hour; None where no price is known."""
-    price = situation.job.price_per_gpu_hour
-    return None if price is None else hours * situation.num_ranks * price
+    price = context.job.price_per_gpu_hour
+    return None if price is None else hours * context.num_ranks * price

@@ -13,7 +13,7 @@ from trainer.spec.units import format_bytes
 from trainer.spec.value import Value
 
 
-class Situation(Value, frozen=True, kw_only=True):
+class PlanningContext(Value, frozen=True, kw_only=True):
     """The inputs of a decision, put together once."""
 
     job: Job

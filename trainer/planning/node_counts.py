@@ -8,7 +8,7 @@ has sequences for show as a ratio that stays where it is.
 from collections.abc import Sequence
 
 from trainer.planning.page.content import Bars, Section, Sentence, Table
-from trainer.planning.planner import situation_of
+from trainer.planning.planner import context_of
 from trainer.planning.search.run_totals import RunTotals, run_totals
 from trainer.spec.plan import Plan
 from trainer.spec.units import format_seconds
@@ -39,7 +39,7 @@ def planned(num_nodes: int, plan: Plan) -> NodeCount:
     chosen = plan.chosen
     return NodeCount(
         num_nodes=num_nodes,
-        totals=run_totals(situation_of(plan), chosen),
+        totals=run_totals(context_of(plan), chosen),
         method=str(chosen.method),
         strategy=chosen.strategy.name,
     )

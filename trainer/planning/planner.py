@@ -13,7 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from trainer.planning.calibrate import after_trials, corrections_of
-from trainer.planning.context import Situation
+from trainer.planning.context import PlanningContext
 from trainer.planning.device import device_of
 from trainer.planning.reasons.reasons import notes, reasons
 from trainer.planning.run.schedule import make_schedule
@@ -60,19 +60,19 @@ def make_plan(
     wanted = _methods(job, data)
     learned = corrections_of(calibration, shape=shape, hardware=hardware, version=versions.get("shardwise"))
     corrections = after_trials(learned, trials)
-    situations = {
+    contexts = {
         method: with_fp8_gain(
-            replace(_situation(job, hardware, shape, data, method), corrections=corrections, hooks=hooks), fp8_gain
+            replace(_context(job, hardware, shape, data, method), corrections=corrections, hooks=hooks), fp8_gain
         )
         for method in Method
     }
-    check_pins(situations[wanted[0]])
-    taken, rankings = _rank_methods(situations, wanted, trials)
-    methods = method_rows(situations, rankings, taken)
+    check_pins(contexts[wanted[0]])
+    taken, rankings = _rank_methods(contexts, wanted, trials)
+    methods = method_rows(contexts, rankings, taken)
     if taken is None:
         first = wanted[0]
-        raise nothing_fits(situations[first], tuple(rankings[first].smallest.values()), methods)
-    situation, ranking = situations[taken], rankings[taken]
+        raise nothing_fits(contexts[first], tuple(rankings[first].smallest.values()), methods)
+    context, ranking = contexts[taken], rankings[taken]
     chosen = ranking.candidates[0]
     return Plan(
         name=name,
@@ -85,16 +85,16 @@ def make_plan(
         data=data,
         device_kind=hardware.device_kind,
         schedule=schedule_with(chosen, job, data, shape),
-        candidates=_explained(situation, ranking.candidates),
-        rejections=with_remedies(situation, ranking),
+        candidates=_explained(context, ranking.candidates),
+        rejections=with_remedies(context, ranking),
         methods=methods,
-        fallbacks=fallbacks(situation, ranking.candidates),
+        fallbacks=fallbacks(context, ranking.candidates),
         calibration=calibration,
         versions=versions,
         trials=trials,
         fp8_gain=fp8_gain,
         extension=extension,
-        notes=notes(situation, data, trials, ranking.candidates),
+        notes=notes(context, data, trials, ranking.candidates),
     )
 
 
@@ -106,14 +106,14 @@ def take_candidate(plan: Plan, number: int) -> Plan:
         return plan  # its fallbacks may be a trial's, or an earlier run's
     taken = plan.candidates[number - 1]
     others = (candidate for candidate in plan.candidates if candidate is not taken)
-    situation = situation_of(plan)
-    candidates = _explained(situation, (taken, *others))
+    context = context_of(plan)
+    candidates = _explained(context, (taken, *others))
     return replace(
         plan,
         schedule=schedule_with(taken, plan.job, plan.data, plan.model_shape),
         candidates=candidates,
-        fallbacks=fallbacks(situation, candidates),
-        notes=notes(situation, plan.data, plan.trials, candidates),
+        fallbacks=fallbacks(context, candidates),
+        notes=notes(context, plan.data, plan.trials, candidates),
     )
 
 
@@ -122,7 +122,7 @@ def schedule_with(chosen: Candidate, job: Job, data: DataProfile, shape: ModelSh
     return make_schedule(job, data, shape, method=chosen.method, optimizer=chosen.strategy.optimizer)
 
 
-def question_situations(
+def open_contexts(
     job: Job,
     *,
     hardware: Hardware,
@@ -130,43 +130,43 @@ def question_situations(
     data: DataProfile,
     calibration: Calibration,
     versions: dict[str, str],
-) -> dict[Method, Situation]:
+) -> dict[Method, PlanningContext]:
     """Each method that the job leaves open, for questions on what a machine can hold."""
     check_job(job, shape, data)
     corrections = corrections_of(calibration, shape=shape, hardware=hardware, version=versions.get("shardwise"))
     return {
-        method: replace(_situation(job, hardware, shape, data, method), corrections=corrections)
+        method: replace(_context(job, hardware, shape, data, method), corrections=corrections)
         for method in _methods(job, data)
     }
 
 
-def situation_of(plan: Plan) -> Situation:
-    """The situation a plan was made in."""
-    situation = _situation(plan.job, plan.hardware, plan.model_shape, plan.data, plan.chosen.method)
+def context_of(plan: Plan) -> PlanningContext:
+    """The context a plan was made in."""
+    context = _context(plan.job, plan.hardware, plan.model_shape, plan.data, plan.chosen.method)
     learned = corrections_of(
         plan.calibration, shape=plan.model_shape, hardware=plan.hardware, version=plan.versions.get("shardwise")
     )
     hooks = () if plan.extension is None else plan.extension.hooks
-    situation = replace(situation, corrections=after_trials(learned, plan.trials), hooks=hooks)
-    return with_fp8_gain(situation, plan.fp8_gain)
+    context = replace(context, corrections=after_trials(learned, plan.trials), hooks=hooks)
+    return with_fp8_gain(context, plan.fp8_gain)
 
 
-def with_fp8_gain(situation: Situation, gain: Fp8Gain | None) -> Situation:
-    """The situation once FP8 was timed: its speed is what was measured."""
+def with_fp8_gain(context: PlanningContext, gain: Fp8Gain | None) -> PlanningContext:
+    """The context once FP8 was timed: its speed is what was measured."""
     if gain is None:
-        return situation
-    return replace(situation, fp8_gain=gain, device=replace(situation.device, measured_fp8_speedup=gain.speedup))
+        return context
+    return replace(context, fp8_gain=gain, device=replace(context.device, measured_fp8_speedup=gain.speedup))
 
 
 def _rank_methods(
-    situations: Mapping[Method, Situation], wanted: Sequence[Method], trials: Sequence[TrialResult]
+    contexts: Mapping[Method, PlanningContext], wanted: Sequence[Method], trials: Sequence[TrialResult]
 ) -> tuple[Method | None, dict[Method, Ranking]]:
     """The first wanted method that has a candidate, and a ranking of each: of those not taken only what is needed."""
     taken: Method | None = None
     rankings: dict[Method, Ranking] = {}
-    for method, situation in situations.items():
+    for method, context in contexts.items():
         is_asked = taken is None and method in wanted
-        rankings[method] = rank(situation, trials) if is_asked else survey(situation)
+        rankings[method] = rank(context, trials) if is_asked else survey(context)
         if is_asked and rankings[method].candidates:
             taken = method
     return taken, rankings
@@ -180,8 +180,8 @@ def _methods(job: Job, data: DataProfile) -> tuple[Method, ...]:
     return tuple(method for method in Method if method.freezes_base or not needs_frozen)
 
 
-def _situation(job: Job, hardware: Hardware, shape: ModelShape, data: DataProfile, method: Method) -> Situation:
-    return Situation(
+def _context(job: Job, hardware: Hardware, shape: ModelShape, data: DataProfile, method: Method) -> PlanningContext:
+    return PlanningContext(
         job=job,
         hardware=hardware,
         device=device_of(hardware),
@@ -193,7 +193,7 @@ def _situation(job: Job, hardware: Hardware, shape: ModelShape, data: DataProfil
     )
 
 
-def _explained(situation: Situation, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+def _explained(context: PlanningContext, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """The candidates, the first with the reasons for its settings."""
     first, *others = (replace(candidate, reasons=()) if candidate.reasons else candidate for candidate in candidates)
-    return (replace(first, reasons=reasons(situation, first)), *others)
+    return (replace(first, reasons=reasons(context, first)), *others)

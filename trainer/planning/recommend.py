@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from msgspec.structs import replace
 
 from trainer.planning.calibrate import rates_source
-from trainer.planning.context import Situation
-from trainer.planning.planner import situation_of
+from trainer.planning.context import PlanningContext
+from trainer.planning.planner import context_of
 from trainer.planning.reasons.certainty import usual_error
 from trainer.planning.search.choice import survey
 from trainer.planning.search.settings_search import best_candidate, loss_handicap
@@ -59,8 +59,8 @@ class Recommendation(Value, frozen=True, kw_only=True):
 
 def recommendations(plan: Plan, report: Report, observed: Observed) -> tuple[Recommendation, ...]:
     """At most five, the one that gains most first."""
-    situation = situation_of(plan)
-    found = [each for find in _FINDERS for each in find(situation, plan, report, observed)]
+    context = context_of(plan)
+    found = [each for find in _FINDERS for each in find(context, plan, report, observed)]
     worth = [each for each in found if each.gain is None or each.gain >= LEAST_GAIN]
     return tuple(sorted(worth, key=lambda each: -(each.gain or 0.0))[:MOST_SAID])
 
@@ -77,7 +77,7 @@ def _measured_need(report: Report, measured: int) -> int:
     return memory.need_bytes + measured - memory.peak_allocated_bytes
 
 
-def _settings(situation: Situation, plan: Plan, report: Report, _: Observed) -> Iterator[Recommendation]:
+def _settings(context: PlanningContext, plan: Plan, report: Report, _: Observed) -> Iterator[Recommendation]:
     """A better setting of the same row, or a better row."""
     unused, ran = unused_bytes(report), report.plan
     if unused is None or unused <= 0 or any(each.fault and each.fault.is_memory for each in report.history):
@@ -85,7 +85,7 @@ def _settings(situation: Situation, plan: Plan, report: Report, _: Observed) -> 
     pins = plan.job.pin
     freed = replace(plan.job, pin=replace(pins, **dict.fromkeys(_FREED)))
     usable = min(ran.memory.usable_bytes, ran.memory.need_bytes + unused)  # less by what the peak was above
-    free = replace(situation, job=freed, device=replace(situation.device, usable_bytes=usable))
+    free = replace(context, job=freed, device=replace(context.device, usable_bytes=usable))
     room = best_candidate(free, ran.strategy)
     best = next(iter(survey(free).candidates), None)
     gain = 0.0 if room is None else _gain(ran, room)
@@ -128,7 +128,7 @@ def _word(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _loading(_: Situation, plan: Plan, __: Report, observed: Observed) -> Iterator[Recommendation]:
+def _loading(_: PlanningContext, plan: Plan, __: Report, observed: Observed) -> Iterator[Recommendation]:
     if observed.data_share is None:
         return
     gain = _without(observed.data_share)
@@ -139,7 +139,7 @@ def _loading(_: Situation, plan: Plan, __: Report, observed: Observed) -> Iterat
     yield Recommendation(text=text, gain=gain)
 
 
-def _waiting(_: Situation, __: Plan, ___: Report, observed: Observed) -> Iterator[Recommendation]:
+def _waiting(_: PlanningContext, __: Plan, ___: Report, observed: Observed) -> Iterator[Recommendation]:
     if observed.wait_share is None:
         return
     gain = _without(observed.wait_share)
@@ -149,7 +149,7 @@ def _waiting(_: Situation, __: Plan, ___: Report, observed: Observed) -> Iterato
     yield Recommendation(text=text, gain=gain)
 
 
-def _padding(_: Situation, plan: Plan, __: Report, observed: Observed) -> Iterator[Recommendation]:
+def _padding(_: PlanningContext, plan: Plan, __: Report, observed: Observed) -> Iterator[Recommendation]:
     """Pairs are compared row by row and cannot be packed."""
     if observed.padding_share is None or plan.data.is_packed or plan.data.format is DataFormat.PREFERENCE:
         return
@@ -158,7 +158,7 @@ def _padding(_: Situation, plan: Plan, __: Report, observed: Observed) -> Iterat
     yield Recommendation(text=text, gain=gain)
 
 
-def _skipping(_: Situation, plan: Plan, __: Report, observed: Observed) -> Iterator[Recommendation]:
+def _skipping(_: PlanningContext, plan: Plan, __: Report, observed: Observed) -> Iterator[Recommendation]:
     if not observed.num_skipped or observed.num_skipped >= observed.num_steps:
         return
     gain = _without(observed.num_skipped / observed.num_steps)
@@ -169,7 +169,7 @@ def _skipping(_: Situation, plan: Plan, __: Report, observed: Observed) -> Itera
     yield Recommendation(text=text, gain=gain)
 
 
-def _saving(_: Situation, plan: Plan, report: Report, observed: Observed) -> Iterator[Recommendation]:
+def _saving(_: PlanningContext, plan: Plan, report: Report, observed: Observed) -> Iterator[Recommendation]:
     if observed.saving_share is None or observed.num_saves < LEAST_SAVES:
         return
     share, schedule = observed.saving_share, plan.schedule
@@ -190,7 +190,7 @@ def _saving(_: Situation, plan: Plan, report: Report, observed: Observed) -> Ite
         yield Recommendation(text=text, gain=gain)
 
 
-def _host(_: Situation, plan: Plan, report: Report, observed: Observed) -> Iterator[Recommendation]:
+def _host(_: PlanningContext, plan: Plan, report: Report, observed: Observed) -> Iterator[Recommendation]:
     """A GPU that waits for the host to start its kernels, beside what it waits for data."""
     if observed.idle_share is None:
         return
@@ -202,7 +202,7 @@ def _host(_: Situation, plan: Plan, report: Report, observed: Observed) -> Itera
     yield Recommendation(text=text, gain=gain)
 
 
-def _throttling(_: Situation, __: Plan, ___: Report, observed: Observed) -> Iterator[Recommendation]:
+def _throttling(_: PlanningContext, __: Plan, ___: Report, observed: Observed) -> Iterator[Recommendation]:
     if observed.throttle is None or observed.throttled_slowdown is None:
         return
     gain = observed.throttled_slowdown
@@ -210,13 +210,13 @@ def _throttling(_: Situation, __: Plan, ___: Report, observed: Observed) -> Iter
     yield Recommendation(text=text, gain=gain)
 
 
-def _prediction(situation: Situation, plan: Plan, report: Report, _: Observed) -> Iterator[Recommendation]:
+def _prediction(context: PlanningContext, plan: Plan, report: Report, _: Observed) -> Iterator[Recommendation]:
     """Ceilings of this machine, where datasheets or assumptions were far off."""
     expected, found = report.predicted.speed.step_s, report.measured.speed.step_s
     if not expected or not found or rates_source(plan.hardware) is RatesSource.MEASURED:
         return
     off = max(expected, found) / min(expected, found)
-    usual = usual_error(situation.device)
+    usual = usual_error(context.device)
     if usual is None or off > 1 + usual:
         text = (
             f"a step took {format_seconds(found)}, predicted were {format_seconds(expected)}: shardwise probe "
@@ -231,7 +231,7 @@ def _without(share: float) -> float:
     return 1 / (1 - share) if share < 1 else 1.0
 
 
-_Finder = Callable[[Situation, Plan, Report, Observed], Iterator[Recommendation]]
+_Finder = Callable[[PlanningContext, Plan, Report, Observed], Iterator[Recommendation]]
 _FINDERS: tuple[_Finder, ...] = (
     _settings,
     _loading,

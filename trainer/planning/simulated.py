@@ -10,12 +10,12 @@ from collections.abc import Container, Mapping, Sequence
 from msgspec.structs import replace
 
 from trainer.planning.candidates import at_longest, setting_of
-from trainer.planning.context import Situation
+from trainer.planning.context import PlanningContext
 from trainer.planning.memory import on_device, step_memory
 from trainer.planning.memory.events import resident_bytes, step_events
 from trainer.planning.memory.overheads import OVERHEADS, StepBytes, overheads
 from trainer.planning.memory.step_memory import StepMemory
-from trainer.planning.planner import schedule_with, situation_of
+from trainer.planning.planner import context_of, schedule_with
 from trainer.planning.reasons.reasons import notes, reasons
 from trainer.planning.run.padding import longest_width
 from trainer.planning.search.fallbacks import fallbacks
@@ -72,9 +72,9 @@ def longest_row(plan: Plan, candidate: Candidate) -> int:
     return longest_width(plan.data, seq_len=candidate.seq_len)
 
 
-def simulated_memory(situation: Situation, candidate: Candidate, simulation: Simulation) -> MemoryEstimate:
+def simulated_memory(context: PlanningContext, candidate: Candidate, simulation: Simulation) -> MemoryEstimate:
     """What the bytes of a dry run need of a device."""
-    step = _step_of(situation, candidate)
+    step = _step_of(context, candidate)
     resident = resident_bytes(step)
     workspace = resident.get(_WORKSPACE, 0)
     predicted = step_events(step, resident)
@@ -85,7 +85,7 @@ def simulated_memory(situation: Situation, candidate: Candidate, simulation: Sim
     parts = {name: totals.get(name, 0) for name in predicted}
     held = StepBytes(
         recipe=step.recipe,
-        device=situation.device,
+        device=context.device,
         num_ranks=candidate.num_ranks,
         events={**{name: {} for name in totals}, **predicted},
         totals=parts | totals,
@@ -95,9 +95,9 @@ def simulated_memory(situation: Situation, candidate: Candidate, simulation: Sim
     outside = around.device - around.reserved
     peak = simulation.peak_allocated_bytes + workspace
     reserved = around.reserved
-    if not situation.is_cpu:
-        room = situation.device.usable_bytes - outside
-        most = workspace + simulation.reserved_bytes(is_expandable=situation.hardware.can_expand_segments)
+    if not context.is_cpu:
+        room = context.device.usable_bytes - outside
+        most = workspace + simulation.reserved_bytes(is_expandable=context.hardware.can_expand_segments)
         reserved = max(peak, min(most, room))  # near a full device the allocator gives back what is unused
     return replace(
         candidate.memory,
@@ -107,11 +107,11 @@ def simulated_memory(situation: Situation, candidate: Candidate, simulation: Sim
         steady_allocated_bytes=simulation.steady_allocated_bytes + workspace,
         peak_allocated_bytes=peak,
         peak_reserved_bytes=reserved,
-        device_bytes=on_device(reserved + outside, step.states.managed, situation.device),
+        device_bytes=on_device(reserved + outside, step.states.managed, context.device),
         low_bytes=around.low,
         high_bytes=max(reserved, around.high),
         need_bytes=around.need,
-        usable_bytes=situation.device.usable_bytes,
+        usable_bytes=context.device.usable_bytes,
     )
 
 
@@ -126,25 +126,25 @@ def plan_of_simulated(plan: Plan, taken: Simulated, failed: Sequence[Simulated])
     words += _described_notes(plan) if is_described else []
     if taken.candidate == plan.chosen:
         return replace(plan, candidates=(chosen, *plan.candidates[1:]), notes=(*plan.notes, *words))
-    situation = situation_of(plan)
+    context = context_of(plan)
     tried = [each.candidate for each in failed]
     others = tuple(other for other in plan.candidates if other not in tried and other != taken.candidate)
-    candidates = (replace(chosen, reasons=reasons(situation, chosen)), *others)
+    candidates = (replace(chosen, reasons=reasons(context, chosen)), *others)
     names = {candidate.strategy.name for candidate in candidates}
     return replace(
         plan,
         schedule=schedule_with(chosen, plan.job, plan.data, plan.model_shape),
         candidates=candidates,
         rejections=(*plan.rejections, *(_rejection(each) for each in failed if _name(each) not in names)),
-        fallbacks=_fallbacks_after(plan, situation, taken.candidate, candidates),
-        notes=(*notes(situation, plan.data, plan.trials, candidates), *_code_notes(plan), *words),
+        fallbacks=_fallbacks_after(plan, context, taken.candidate, candidates),
+        notes=(*notes(context, plan.data, plan.trials, candidates), *_code_notes(plan), *words),
     )
 
 
-def _step_of(situation: Situation, candidate: Candidate) -> StepMemory:
+def _step_of(context: PlanningContext, candidate: Candidate) -> StepMemory:
     """The closed form of the candidate's step."""
-    setting = at_longest(situation, setting_of(situation, candidate))
-    return step_memory(situation.shape, setting, situation.device)
+    setting = at_longest(context, setting_of(context, candidate))
+    return step_memory(context.shape, setting, context.device)
 
 
 def named_events(events: Mapping[str, int], predicted: Container[str]) -> dict[str, int]:
@@ -184,9 +184,9 @@ def _rejection(failed: Simulated) -> Rejection:
 
 
 def _fallbacks_after(
-    plan: Plan, situation: Situation, taken: Candidate, candidates: Sequence[Candidate]
+    plan: Plan, context: PlanningContext, taken: Candidate, candidates: Sequence[Candidate]
 ) -> tuple[Candidate, ...]:
     """What is left of the plan's fallbacks where one of them was taken, else those of another candidate."""
     if taken in plan.fallbacks:
         return plan.fallbacks[plan.fallbacks.index(taken) + 1 :]
-    return fallbacks(situation, candidates)
+    return fallbacks(context, candidates)

@@ -21,7 +21,7 @@ from trainer.planning.explain.rejections import nearest_rejections
 from trainer.planning.explain.tables import runners_up_section
 from trainer.planning.memory.parts import grouped
 from trainer.planning.page.content import Block, Page, PairedBars, Quote, Section, Sentence, StackedBar, Table, Unit
-from trainer.planning.planner import situation_of
+from trainer.planning.planner import context_of
 from trainer.spec.hardware import Gpu
 from trainer.spec.plan import Plan
 from trainer.spec.units import format_bytes, format_seconds
@@ -136,14 +136,14 @@ def _planned(run: RecordedRun) -> Iterator[Section]:
     """The choice and its reasons, what came next, what was nearest of those that were not taken."""
     if run.plan is None:
         return
-    plan, situation = run.plan, situation_of(run.plan)
-    choice = choice_section(plan, situation)
+    plan, context = run.plan, context_of(run.plan)
+    choice = choice_section(plan, context)
     blocks = [*choice.blocks, *_sentences(plan.chosen.reasons)]
     if run.report is not None and run.report.plan.strategy.name != plan.chosen.strategy.name:
         blocks.insert(0, Sentence(text=f"what ran in the end is a fallback: {run.report.plan.strategy.name}"))
     yield Section(title=f"what was planned, and why: {plan.chosen.strategy.name}", blocks=tuple(blocks))
     if len(plan.candidates) > 1:
-        yield runners_up_section(plan, situation, _NUM_RUNNERS_UP)
+        yield runners_up_section(plan, context, _NUM_RUNNERS_UP)
     if plan.rejections:
         nearest = nearest_rejections(plan.rejections, _MOST_REJECTIONS)
         title = f"not taken: {len(plan.rejections)} rows of the catalogue"

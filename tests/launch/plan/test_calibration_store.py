@@ -13,7 +13,7 @@ from report_factory import make_report
 
 from launch.commands.train import _keep_calibration
 from launch.plan.calibration_store import MAX_RECORDS, append_calibration, read_calibration, record_of_run
-from trainer.planning.planner import situation_of
+from trainer.planning.planner import context_of
 from trainer.spec.calibration import CalibrationRecord, RatesSource, RecordSource
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.hardware import Gpu, Hardware, Host, MeasuredRates
@@ -71,7 +71,7 @@ def test_what_a_correction_added_is_no_part_of_what_was_predicted():
         num_parameters=plain.model_shape.num_parameters,
     )
     corrected = replace(plain, calibration=calibration_of(*[learned] * 9))
-    assert situation_of(corrected).corrections.of(plain.chosen.strategy, plain.chosen.method).step.value > 3
+    assert context_of(corrected).corrections.of(plain.chosen.strategy, plain.chosen.method).step.value > 3
     before, after = kept(plain), kept(corrected)
     assert (after.predicted_step_s, after.predicted_peak_bytes) == (
         before.predicted_step_s,

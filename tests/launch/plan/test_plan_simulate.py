@@ -12,7 +12,7 @@ from launch.plan.dry_run import simulation_request
 from launch.plan.gather import read_inputs
 from launch.plan.simulated import simulated_answers, simulated_plan
 from launch.terminal import Console
-from trainer.planning.planner import situation_of
+from trainer.planning.planner import context_of
 from trainer.planning.simulated import Simulated, obstacle_to_dry_run, plan_of_simulated, simulated_memory
 from trainer.spec import codec
 from trainer.spec.errors import InputError, NothingFitsError
@@ -68,7 +68,7 @@ def simulation_like(plan: Plan, *, factor: float = 1) -> Simulation:
 def test_bytes_that_are_the_closed_forms_need_what_the_closed_form_needs(model, machine):
     plan = plan_of(model, machine)
     simulation = simulation_like(plan)
-    memory = simulated_memory(situation_of(plan), plan.chosen, simulation)
+    memory = simulated_memory(context_of(plan), plan.chosen, simulation)
     expected = plan.chosen.memory
     assert memory.need_bytes == expected.need_bytes
     assert memory.events == expected.events
@@ -77,7 +77,7 @@ def test_bytes_that_are_the_closed_forms_need_what_the_closed_form_needs(model, 
     workspace = expected.parts["workspace"]
     assert memory.peak_reserved_bytes == simulation.expandable_reserved_bytes + workspace
     plain = replace(plan, hardware=replace(plan.hardware, can_expand_segments=False))
-    memory = simulated_memory(situation_of(plain), plan.chosen, simulation)
+    memory = simulated_memory(context_of(plain), plan.chosen, simulation)
     assert memory.peak_reserved_bytes == simulation.peak_reserved_bytes + workspace
 
 
@@ -86,7 +86,7 @@ def test_events_between_two_of_the_closed_form_count_with_the_first():
     simulation = simulation_like(plan)
     most = 2 * simulation.peak_allocated_bytes
     simulation = replace(simulation, events={**simulation.events, "clip": most})
-    memory = simulated_memory(situation_of(plan), plan.chosen, simulation)
+    memory = simulated_memory(context_of(plan), plan.chosen, simulation)
     assert memory.events["optimizer_step"] == most + plan.chosen.memory.parts["workspace"]
     assert memory.need_bytes > 1.5 * plan.chosen.memory.peak_allocated_bytes
 
@@ -100,7 +100,7 @@ def described(plan: Plan) -> Plan:
 def test_only_an_unknown_architecture_takes_its_memory_from_the_dry_run(is_described):
     plan = plan_of("1b", "1xRTX-4090")
     plan = described(plan) if is_described else plan
-    memory = simulated_memory(situation_of(plan), plan.chosen, simulation_like(plan, factor=0.9))
+    memory = simulated_memory(context_of(plan), plan.chosen, simulation_like(plan, factor=0.9))
     taken = plan_of_simulated(plan, Simulated(candidate=plan.chosen, memory=memory), [])
     assert taken.chosen.memory == (memory if is_described else plan.chosen.memory)
     assert taken.fallbacks == plan.fallbacks

@@ -10,7 +10,7 @@ from engine_plan_factory import engine_plan
 from gpu_machines import AMD, lay_out_gpus
 
 from launch.probe.machine import LIBRARIES, describe_hardware, read_hardware, read_libraries
-from trainer.planning.planner import situation_of
+from trainer.planning.planner import context_of
 from trainer.planning.reasons.reasons import notes
 from trainer.planning.tables.gpu_names import hardware_from_spec
 from trainer.spec import codec
@@ -184,7 +184,7 @@ def test_naming_the_card_of_a_broken_driver_does_not_hide_it(tmp_path):
 def test_gpus_of_amd_are_named_as_found_and_not_supported(tmp_path):
     hardware = probe(lay_out_gpus(tmp_path, "amd"))
     plan = engine_plan(Sharding.NONE, hardware=hardware)
-    planned = notes(situation_of(plan), plan.data, (), plan.candidates)
+    planned = notes(context_of(plan), plan.data, (), plan.candidates)
     assert hardware.gpus == ()
     for text in (describe_hardware(hardware), "\n".join(planned)):
         assert all(fact in text for fact in ("2 AMD GPUs", "0000:03:00.0", "not supported"))

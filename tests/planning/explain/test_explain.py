@@ -11,7 +11,7 @@ from trainer.planning.candidates import run_hours
 from trainer.planning.explain.choice import kv_cache_bytes
 from trainer.planning.explain.plan_page import compare_plans, explain_plan, machine_words
 from trainer.planning.page.text_layout import letters, paragraph, stacked_bar, table
-from trainer.planning.planner import situation_of, take_candidate
+from trainer.planning.planner import context_of, take_candidate
 from trainer.spec.errors import NothingFitsError
 from trainer.spec.job.sections import Allowance
 from trainer.spec.plan import Plan
@@ -82,7 +82,7 @@ def test_every_part_of_the_memory_stands_in_the_bar_and_in_the_list(node: Plan, 
 
 def test_speed_stands_in_tokens_hours_gpu_hours_and_money(node: Plan, text: str) -> None:
     speed = " ".join(section(text, "speed").split())
-    hours = run_hours(situation_of(node), node.chosen)
+    hours = run_hours(context_of(node), node.chosen)
     assert f"{4 * node.chosen.speed.tokens_per_s_per_gpu:,.0f} tokens/s" in speed
     assert f"{format_seconds(hours * 3600)} in all" in speed
     assert f"{hours * 4:.3g} GPU-hours" in speed
@@ -289,7 +289,7 @@ def test_the_verdict_names_the_fastest_and_the_cheapest_machine() -> None:
         (spec, plan_of("1b", spec, price=2.0)) for spec in ("1xRTX-4090", "8xH100-SXM5-80GB")
     ]
     told = " ".join(compare_plans(answers).split())
-    hours = {spec: run_hours(situation_of(plan), plan.chosen) for spec, plan in answers if isinstance(plan, Plan)}
+    hours = {spec: run_hours(context_of(plan), plan.chosen) for spec, plan in answers if isinstance(plan, Plan)}
     costs = {"1xRTX-4090": 2 * hours["1xRTX-4090"], "8xH100-SXM5-80GB": 16 * hours["8xH100-SXM5-80GB"]}
     cheapest = min(costs, key=costs.__getitem__)
     assert f"fastest: 8xH100-SXM5-80GB ({format_seconds(3600 * hours['8xH100-SXM5-80GB'])})" in told

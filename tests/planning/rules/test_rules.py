@@ -9,7 +9,7 @@ import pytest
 from architecture_factory import TINY
 from msgspec.structs import replace
 from pasted_pip import requirements_in
-from planning_factory import fp8_gain_of, machine, shape_of, situation_for
+from planning_factory import context_for, fp8_gain_of, machine, shape_of
 
 from trainer.planning.device import device_of
 from trainer.planning.rules.combination import Combination, Incompatibility, Reach, first_broken
@@ -45,7 +45,7 @@ WITH_TE = machine("1xRTX-4090", libraries=("transformer_engine",))
 SLOW_FP8 = {"allow": (Allowance.FP8,), "fp8_gain": fp8_gain_of(0.93)}
 
 # rule, machine, what the job says, a row it refuses, what its reason holds
-OF_A_SITUATION: list[tuple[str, Any, dict[str, Any], str, str]] = [
+OF_A_CONTEXT: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("pinned", "8xH100-SXM5-80GB", {"pin": {"sharding": Sharding.DDP}}, "zero2/bf16-mixed/adamw", "pin.sharding: ddp"),
     ("several_ranks_share_nothing", "2xRTX-4090", {}, "none/bf16-mixed/adamw_fused", "2 different models"),
     ("one_rank_has_no_peer", "1xRTX-4090", {}, "ddp/bf16-mixed/adamw_fused", "there is one"),
@@ -253,9 +253,9 @@ OF_A_COMBINATION: list[tuple[str, Combination, Combination]] = [
 INCOMPATIBILITIES: tuple[Incompatibility, ...] = (*LAYOUTS, *ROWS, *SETTINGS)
 
 
-@pytest.mark.parametrize(("rule", "spec", "facts", "row", "words"), OF_A_SITUATION)
+@pytest.mark.parametrize(("rule", "spec", "facts", "row", "words"), OF_A_CONTEXT)
 def test_a_rule_refuses_its_row_and_says_why(rule: str, spec: Any, facts: dict[str, Any], row: str, words: str) -> None:
-    refusal = refuse(situation_for("8b", spec, **facts), ROWS_BY_NAME[row])
+    refusal = refuse(context_for("8b", spec, **facts), ROWS_BY_NAME[row])
     assert refusal is not None
     assert refusal.rule == rule
     assert words in refusal.reason
@@ -288,7 +288,7 @@ def test_what_a_rule_would_have_installed_can_be_pasted(name: str, library: str,
 
 
 def test_every_rule_is_tested_above() -> None:
-    tested = {case[0] for case in OF_A_SITUATION} | {case[0] for case in OF_A_COMBINATION}
+    tested = {case[0] for case in OF_A_CONTEXT} | {case[0] for case in OF_A_COMBINATION}
     assert tested == {rule.name for rule in RULES} | {rule.name for rule in INCOMPATIBILITIES}
 
 
@@ -343,18 +343,18 @@ def test_what_binds_all_software_binds_ours() -> None:
 @pytest.mark.parametrize("spec", ["1xCPU", "2xCPU", "1xT4", "1xRTX-4090", "8xH100-SXM5-80GB", "2x8xA100-SXM4-80GB"])
 def test_a_row_may_run_where_no_rule_refuses_it(spec: str) -> None:
     for method, pin in product(Method, ({}, {"precision": Precision.FP8}, {"checkpointing": Checkpointing.ATTENTION})):
-        situation = situation_for("8b", spec, method=method, pin=pin, allow=tuple(Allowance))
+        context = context_for("8b", spec, method=method, pin=pin, allow=tuple(Allowance))
         for row in CATALOGUE:
-            refusal = refuse(situation, row)
-            assert may_run(situation, row) is (refusal is None)
+            refusal = refuse(context, row)
+            assert may_run(context, row) is (refusal is None)
 
 
 def test_a_reason_is_filled_for_every_row_of_every_machine() -> None:
     for spec in ("1xCPU", "2xCPU", "1xV100-16GB", "8xA100-SXM4-80GB", "2x8xH100-SXM5-80GB"):
         for method in Method:
-            situation = situation_for("8b", spec, method=method)
+            context = context_for("8b", spec, method=method)
             for row in CATALOGUE:
-                refusal = refuse(situation, row)
+                refusal = refuse(context, row)
                 if refusal is not None:
                     assert refusal.reason
                     assert "{" not in refusal.reason + (refusal.instead or "")
@@ -373,18 +373,18 @@ def test_a_reason_is_filled_for_every_row_of_every_machine() -> None:
     ],
 )
 def test_a_pin_overrides_what_would_only_be_slower_or_riskier(spec: str, pin: dict[str, Any], row: str) -> None:
-    assert refuse(situation_for("tiny", spec), ROWS_BY_NAME[row]) is not None
-    assert refuse(situation_for("tiny", spec, pin=pin), ROWS_BY_NAME[row]) is None
+    assert refuse(context_for("tiny", spec), ROWS_BY_NAME[row]) is not None
+    assert refuse(context_for("tiny", spec, pin=pin), ROWS_BY_NAME[row]) is None
 
 
 def test_a_pin_overrides_a_missing_allowance() -> None:
     row = ROWS_BY_NAME["zero3+optimizer/bf16-mixed/deepspeed_cpu_adam"]
-    assert refuse(situation_for("8b", "1xRTX-4090", allow=()), row) is not None
-    assert refuse(situation_for("8b", "1xRTX-4090", allow=(), pin={"offload": Offload.OPTIMIZER}), row) is None
+    assert refuse(context_for("8b", "1xRTX-4090", allow=()), row) is not None
+    assert refuse(context_for("8b", "1xRTX-4090", allow=(), pin={"offload": Offload.OPTIMIZER}), row) is None
 
 
 def test_no_pin_makes_the_impossible_possible() -> None:
-    pinned = situation_for("8b", "1xV100-16GB", pin={"precision": Precision.BF16_MIXED})
+    pinned = context_for("8b", "1xV100-16GB", pin={"precision": Precision.BF16_MIXED})
     refusal = refuse(pinned, ROWS_BY_NAME["none/bf16-mixed/adamw_fused"])
     assert refusal is not None
     assert refusal.rule == "bf16_needs_ampere"
@@ -415,35 +415,35 @@ def test_no_pin_makes_the_impossible_possible() -> None:
 def test_a_pinned_setting_refuses_the_rows_that_cannot_serve_it(
     spec: str, pin: dict[str, Any], rule: str, refused: str, taken: str | None
 ) -> None:
-    situation = situation_for("8b", spec, pin=pin)
-    refusal = refuse(situation, ROWS_BY_NAME[refused])
+    context = context_for("8b", spec, pin=pin)
+    refusal = refuse(context, ROWS_BY_NAME[refused])
     assert refusal is not None
     assert refusal.rule == rule
     if taken is not None:
-        assert refuse(situation, ROWS_BY_NAME[taken]) is None
+        assert refuse(context, ROWS_BY_NAME[taken]) is None
 
 
 def test_a_pinned_setting_that_no_row_serves_is_an_error_with_its_reason() -> None:
     pin = {"loss": LossHead.FUSED_LINEAR}
-    situation = situation_for("tiny", "1xCPU", pin=pin)
+    context = context_for("tiny", "1xCPU", pin=pin)
     with pytest.raises(InputError, match=r"pin\.loss: fused_linear .*Liger"):
-        check_pins(situation)
+        check_pins(context)
 
 
 def test_a_pinned_pair_that_the_catalogue_lacks_is_an_error_with_its_reason() -> None:
-    situation = situation_for("8b", "8xH100-SXM5-80GB", pin={"sharding": Sharding.FSDP, "optimizer": Optimizer.MUON})
+    context = context_for("8b", "8xH100-SXM5-80GB", pin={"sharding": Sharding.FSDP, "optimizer": Optimizer.MUON})
     with pytest.raises(InputError, match=r"pin\.sharding: fsdp, pin\.optimizer: muon.*whole matrices"):
-        check_pins(situation)
+        check_pins(context)
 
 
 def test_a_setting_of_a_row_is_asked_after_what_it_adds_to_the_row() -> None:
     """What a search asks of every setting; the row itself is taken."""
-    situation = situation_for("8b", "1xRTX-4090", seq_len=2048, tokens_per_step=8192)
+    context = context_for("8b", "1xRTX-4090", seq_len=2048, tokens_per_step=8192)
     setting = first_setting(
-        situation, ROWS_BY_NAME["none/bf16-mixed/lomo"], checkpointing=Checkpointing.FULL, loss=LossHead.CHUNKED
+        context, ROWS_BY_NAME["none/bf16-mixed/lomo"], checkpointing=Checkpointing.FULL, loss=LossHead.CHUNKED
     )
     at_once = replace(setting, micro_batch=4, accumulation=1)
-    assert obstacle_to(situation, at_once) is None
+    assert obstacle_to(context, at_once) is None
     for changes, name in (
         ({"micro_batch": 1, "accumulation": 4}, "backward_update_adds_nothing_up"),
         (
@@ -452,7 +452,7 @@ def test_a_setting_of_a_row_is_asked_after_what_it_adds_to_the_row() -> None:
         ),
         ({"activation_offload": True, "checkpointing": Checkpointing.SELECTIVE}, "selective_keeps_on_the_device"),
     ):
-        broken = obstacle_to(situation, replace(at_once, **changes))
+        broken = obstacle_to(context, replace(at_once, **changes))
         assert broken is not None
         assert broken.name == name
 
@@ -460,25 +460,25 @@ def test_a_setting_of_a_row_is_asked_after_what_it_adds_to_the_row() -> None:
 def test_offload_is_taken_once_host_ram_is_given() -> None:
     row = ROWS_BY_NAME["zero2+optimizer/bf16-mixed/deepspeed_cpu_adam"]
     unknown = machine("1xRTX-4090", ram_bytes=None)
-    assert refuse(situation_for("8b", unknown), row) is not None
-    assert refuse(situation_for("8b", unknown, host_ram=256 * GIB), row) is None
+    assert refuse(context_for("8b", unknown), row) is not None
+    assert refuse(context_for("8b", unknown, host_ram=256 * GIB), row) is None
 
 
 def test_nvme_is_taken_with_leave_and_a_path() -> None:
-    situation = situation_for("8b", "1xRTX-4090", allow=(Allowance.OFFLOAD_NVME,))
+    context = context_for("8b", "1xRTX-4090", allow=(Allowance.OFFLOAD_NVME,))
     limits = Limits(nvme=NvmeLimit(path="/scratch", size=1000 * GIB))
-    allowed = replace(situation, job=replace(situation.job, limits=limits))
+    allowed = replace(context, job=replace(context.job, limits=limits))
     assert refuse(allowed, ROWS_BY_NAME[ON_NVME]) is None
     assert allowed.nvme_bytes == 1000 * GIB
 
 
 def test_every_engine_but_hsdp_is_left_on_a_node() -> None:
-    situation = situation_for("8b", "8xH100-SXM5-80GB")
-    left = {row.sharding for row in CATALOGUE if refuse(situation, row) is None}
+    context = context_for("8b", "8xH100-SXM5-80GB")
+    left = {row.sharding for row in CATALOGUE if refuse(context, row) is None}
     assert left == set(Sharding) - {Sharding.NONE, Sharding.HSDP}
 
 
 def test_every_engine_is_left_on_several_nodes() -> None:
-    situation = situation_for("8b", "2x8xH100-SXM5-80GB")
-    left = {row.sharding for row in CATALOGUE if refuse(situation, row) is None}
+    context = context_for("8b", "2x8xH100-SXM5-80GB")
+    left = {row.sharding for row in CATALOGUE if refuse(context, row) is None}
     assert left == set(Sharding) - {Sharding.NONE}

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from planning_factory import data_of, job_of, situation_for
+from planning_factory import context_for, data_of, job_of
 
-from trainer.planning.context import Situation
+from trainer.planning.context import PlanningContext
 from trainer.planning.rules.rule import may_run
 from trainer.planning.search import choice
 from trainer.planning.search.budget import excess
@@ -31,14 +31,14 @@ MACHINES = [
 EVERYTHING = tuple(Allowance)
 
 
-def rows_of(situation: Situation) -> tuple[Strategy, ...]:
-    runnable = [row for row in CATALOGUE if may_run(situation, row)]
+def rows_of(context: PlanningContext) -> tuple[Strategy, ...]:
+    runnable = [row for row in CATALOGUE if may_run(context, row)]
     return one_a_layout(runnable)
 
 
-def best_of_all(situation: Situation, rows: tuple[Strategy, ...]) -> Candidate | None:
-    found = [candidate for row in rows if (candidate := best_candidate(situation, row)) is not None]
-    return next(iter(in_order(situation, [each for each in found if excess(situation, each) is None])), None)
+def best_of_all(context: PlanningContext, rows: tuple[Strategy, ...]) -> Candidate | None:
+    found = [candidate for row in rows if (candidate := best_candidate(context, row)) is not None]
+    return next(iter(in_order(context, [each for each in found if excess(context, each) is None])), None)
 
 
 @pytest.mark.parametrize("usable", [1.0, 0.6, 0.35])
@@ -47,11 +47,11 @@ def best_of_all(situation: Situation, rows: tuple[Strategy, ...]) -> Candidate |
 def test_no_row_that_is_passed_over_would_have_been_taken(model: str, spec: str, method: Method, usable: float) -> None:
     allowed = () if model == "tiny" else EVERYTHING  # a job of which all is asked, or nothing
     facts: dict[str, Any] = {"seq_len": 512, "tokens_per_step": 8192} if model == "tiny" else {}
-    situation = situation_for(model, spec, method=method, job=job_of(allow=allowed, **facts))
-    device = replace(situation.device, usable_bytes=int(usable * situation.device.usable_bytes))
-    situation = replace(situation, device=device)
-    rows = rows_of(situation)
-    assert best_of(situation, rows)[0] == best_of_all(situation, rows)
+    context = context_for(model, spec, method=method, job=job_of(allow=allowed, **facts))
+    device = replace(context.device, usable_bytes=int(usable * context.device.usable_bytes))
+    context = replace(context, device=device)
+    rows = rows_of(context)
+    assert best_of(context, rows)[0] == best_of_all(context, rows)
 
 
 def test_padded_rows_are_no_exception() -> None:
@@ -59,36 +59,36 @@ def test_padded_rows_are_no_exception() -> None:
         BatchWidth(micro_batch=2**power, mean_width=100.0 * 2**power, mean_width_sorted=100.0) for power in range(8)
     )
     data = data_of(is_packed=False, num_documents=10_000, mean_document_tokens=100.0, batch_widths=widths)
-    situation = replace(situation_for("1b", "2xRTX-4090"), data=data)
-    rows = rows_of(situation)
-    assert best_of(situation, rows)[0] == best_of_all(situation, rows)
+    context = replace(context_for("1b", "2xRTX-4090"), data=data)
+    rows = rows_of(context)
+    assert best_of(context, rows)[0] == best_of_all(context, rows)
 
 
 def test_rows_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the tests above would compare a thing with itself."""
-    situation = situation_for("8b", "8xH100-SXM5-80GB", method=Method.LORA)
+    context = context_for("8b", "8xH100-SXM5-80GB", method=Method.LORA)
     searched = []
 
-    def counted(situation: Situation, row: Strategy, starts: list[Bounded]) -> Setting | None:
+    def counted(context: PlanningContext, row: Strategy, starts: list[Bounded]) -> Setting | None:
         searched.append(row)
-        return best_setting(situation, row, starts)
+        return best_setting(context, row, starts)
 
     monkeypatch.setattr(choice, "best_setting", counted)
-    best, _ = best_of(situation, rows_of(situation))
+    best, _ = best_of(context, rows_of(context))
     assert best is not None
-    assert 0 < len(searched) < len(rows_of(situation))
+    assert 0 < len(searched) < len(rows_of(context))
 
 
 def test_where_nothing_fits_each_row_is_there_with_the_least_it_needs() -> None:
-    situation = situation_for("70b", "1xRTX-4090")
-    ranking = survey(replace(situation, device=replace(situation.device, usable_bytes=4 * GIB)))
+    context = context_for("70b", "1xRTX-4090")
+    ranking = survey(replace(context, device=replace(context.device, usable_bytes=4 * GIB)))
     assert not ranking.candidates
     assert ranking.smallest
     assert all(candidate.memory.need_bytes > 4 * GIB for candidate in ranking.smallest.values())
 
 
 def test_the_bound_of_a_row_is_that_of_its_fastest_start() -> None:
-    situation = situation_for("8b", "8xH100-SXM5-80GB")
-    for row in rows_of(situation):
-        starts = bounded_starts(situation, row)
+    context = context_for("8b", "8xH100-SXM5-80GB")
+    for row in rows_of(context):
+        starts = bounded_starts(context, row)
         assert starts[0].seconds == min(start.seconds for start in starts)

@@ -7,11 +7,11 @@ from msgspec.structs import replace
 from planning_factory import CONFIGS, data_of, job_of, machine, shape_of
 
 from trainer.planning.candidates import candidate_of, setting_of, with_micro_batch
-from trainer.planning.context import Situation
+from trainer.planning.context import PlanningContext
 from trainer.planning.explain.limits import Question, limits_json, limits_section
 from trainer.planning.page.content import Page
 from trainer.planning.page.text_layout import page_text
-from trainer.planning.planner import question_situations
+from trainer.planning.planner import open_contexts
 from trainer.planning.search.budget import excess
 from trainer.planning.search.limits_search import (
     SEQ_UNIT,
@@ -37,9 +37,9 @@ CASES = [
 ]
 
 
-def situations(model: str, hardware: Hardware, **facts: Any) -> dict[Method, Situation]:
+def contexts(model: str, hardware: Hardware, **facts: Any) -> dict[Method, PlanningContext]:
     job = job_of(**facts)
-    return question_situations(
+    return open_contexts(
         job,
         hardware=hardware,
         shape=shape_of(model),
@@ -49,43 +49,43 @@ def situations(model: str, hardware: Hardware, **facts: Any) -> dict[Method, Sit
     )
 
 
-def fits(situation: Situation, candidate: Candidate, **changes: Any) -> bool:
-    setting = replace(setting_of(situation, candidate), **changes)
-    return excess(situation, candidate_of(situation, setting)) is None
+def fits(context: PlanningContext, candidate: Candidate, **changes: Any) -> bool:
+    setting = replace(setting_of(context, candidate), **changes)
+    return excess(context, candidate_of(context, setting)) is None
 
 
 @pytest.mark.parametrize(("model", "hardware"), CASES)
 def test_the_longest_sequence_fits_and_one_step_more_does_not(model: str, hardware: Hardware) -> None:
-    by_method = situations(model, hardware)
+    by_method = contexts(model, hardware)
     rungs = longest_sequences(by_method)
     assert {rung.method for rung in rungs} >= {Method.LORA, Method.QLORA}
     for rung in rungs:
-        situation, candidate = by_method[rung.method], rung.candidate
+        context, candidate = by_method[rung.method], rung.candidate
         assert rung.size == candidate.seq_len
         assert rung.size % SEQ_UNIT == 0
-        assert fits(situation, candidate)
+        assert fits(context, candidate)
         longer = rung.size + SEQ_UNIT
-        sequences = max(1, situation.schedule.tokens_per_step // longer)
-        accumulation = -(-sequences // situation.num_ranks)
-        assert not fits(situation, candidate, seq_len=longer, accumulation=accumulation)
+        sequences = max(1, context.schedule.tokens_per_step // longer)
+        accumulation = -(-sequences // context.num_ranks)
+        assert not fits(context, candidate, seq_len=longer, accumulation=accumulation)
 
 
 @pytest.mark.parametrize(("model", "hardware"), CASES)
 def test_the_largest_batch_fits_and_one_sequence_more_does_not(model: str, hardware: Hardware) -> None:
-    by_method = situations(model, hardware)
+    by_method = contexts(model, hardware)
     for rung in largest_batches(by_method):
-        situation = by_method[rung.method]
-        more = with_micro_batch(situation, setting_of(situation, rung.candidate), rung.size + 1)
+        context = by_method[rung.method]
+        more = with_micro_batch(context, setting_of(context, rung.candidate), rung.size + 1)
         assert rung.size == rung.candidate.micro_batch
-        assert fits(situation, rung.candidate)
-        assert excess(situation, candidate_of(situation, more)) is not None
+        assert fits(context, rung.candidate)
+        assert excess(context, candidate_of(context, more)) is not None
 
 
 @pytest.mark.parametrize(("model", "hardware"), CASES)
 def test_each_rung_reaches_farther_for_a_price(model: str, hardware: Hardware) -> None:
     """Within one kind: exact before approximate."""
     groups: dict[tuple[Method, bool], list[Rung]] = {}
-    for rung in longest_sequences(situations(model, hardware, allow=tuple(Allowance))):
+    for rung in longest_sequences(contexts(model, hardware, allow=tuple(Allowance))):
         groups.setdefault((rung.method, rung.candidate.strategy.is_exact), []).append(rung)
     for rungs in groups.values():
         assert [rung.size for rung in rungs] == sorted(rung.size for rung in rungs)
@@ -93,25 +93,25 @@ def test_each_rung_reaches_farther_for_a_price(model: str, hardware: Hardware) -
 
 
 def test_what_stays_on_the_card_comes_before_what_leaves_it() -> None:
-    first, *_ = longest_sequences(situations("1b", machine("1xRTX-4090"), method=Method.LORA))
+    first, *_ = longest_sequences(contexts("1b", machine("1xRTX-4090"), method=Method.LORA))
     assert not first.candidate.activation_offload
 
 
 def test_recomputation_and_host_ram_reach_farther_than_neither() -> None:
     card = machine("1xRTX-4090")
-    on_card = longest_sequences(situations("1b", card, method=Method.LORA, allow=()))
+    on_card = longest_sequences(contexts("1b", card, method=Method.LORA, allow=()))
     assert on_card[0].candidate.checkpointing is Checkpointing.NONE
     assert on_card[-1].candidate.checkpointing is Checkpointing.FULL
     assert on_card[-1].size > 1.5 * on_card[0].size
     assert not any(rung.candidate.activation_offload for rung in on_card)
-    farthest = longest_sequences(situations("1b", card, method=Method.LORA))[-1]
+    farthest = longest_sequences(contexts("1b", card, method=Method.LORA))[-1]
     assert farthest.candidate.activation_offload
     assert farthest.size > on_card[-1].size
 
 
 def test_a_larger_card_reaches_farther() -> None:
     sizes = [
-        max(rung.size for rung in longest_sequences(situations("8b", machine(spec), method=Method.QLORA)))
+        max(rung.size for rung in longest_sequences(contexts("8b", machine(spec), method=Method.QLORA)))
         for spec in ("1xRTX-3090", "1xA100-SXM4-40GB", "1xA100-SXM4-80GB")
     ]
     assert sizes == sorted(sizes)
@@ -119,22 +119,22 @@ def test_a_larger_card_reaches_farther() -> None:
 
 
 def test_a_pinned_method_is_the_only_one_asked() -> None:
-    asked = situations("1b", machine("1xRTX-4090"), method=Method.LORA)
+    asked = contexts("1b", machine("1xRTX-4090"), method=Method.LORA)
     assert {rung.method for rung in largest_batches(asked)} == {Method.LORA}
 
 
 def test_a_pinned_mechanism_is_kept_on_the_ladder() -> None:
-    asked = situations("1b", machine("1xRTX-4090"), pin={"checkpointing": Checkpointing.NONE})
+    asked = contexts("1b", machine("1xRTX-4090"), pin={"checkpointing": Checkpointing.NONE})
     assert {rung.candidate.checkpointing for rung in longest_sequences(asked)} == {Checkpointing.NONE}
 
 
 def test_hours_do_not_limit_what_fits() -> None:
-    assert longest_sequences(situations("1b", machine("1xRTX-4090"), hours=1e-6))
+    assert longest_sequences(contexts("1b", machine("1xRTX-4090"), hours=1e-6))
 
 
 @pytest.mark.parametrize(("spec", "now"), [("1xRTX-4060-8GB", "tiny"), ("1xA100-SXM4-80GB", "1b")])
 def test_the_largest_model_fits_and_the_next_does_not(spec: str, now: str) -> None:
-    by_method = situations("tiny", machine(spec, ram_bytes=16 * GIB), seq_len=512, tokens_per_step=8192)
+    by_method = contexts("tiny", machine(spec, ram_bytes=16 * GIB), seq_len=512, tokens_per_step=8192)
     rungs = largest_models(by_method, PRESETS)
     full = [rung for rung in rungs if rung.method is Method.FULL]
     assert [rung.name for rung in full] == [now]
@@ -146,14 +146,14 @@ def test_the_largest_model_fits_and_the_next_does_not(spec: str, now: str) -> No
 
 def test_models_with_too_few_positions_are_no_answer() -> None:
     """`tiny` has 512 positions."""
-    by_method = situations("1b", machine("1xRTX-4060-8GB", ram_bytes=2 * GIB), seq_len=1024, tokens_per_step=8192)
+    by_method = contexts("1b", machine("1xRTX-4060-8GB", ram_bytes=2 * GIB), seq_len=1024, tokens_per_step=8192)
     assert "tiny" not in {rung.name for rung in largest_models(by_method, PRESETS)}
 
 
 @pytest.mark.parametrize("question", Question)
 def test_answers_stand_in_text_and_in_json(question: Question) -> None:
     hardware = machine("2xRTX-3090", ram_bytes=64 * GIB)
-    by_method = situations("8b", hardware)
+    by_method = contexts("8b", hardware)
     asked = {
         Question.LONGEST_SEQ: longest_sequences,
         Question.LARGEST_BATCH: largest_batches,
@@ -174,6 +174,6 @@ def test_answers_stand_in_text_and_in_json(question: Question) -> None:
 
 def test_lengths_beyond_the_models_positions_say_so() -> None:
     shape = shape_of("8b")
-    rungs = longest_sequences(situations("8b", machine("8xH100-SXM5-80GB")))
+    rungs = longest_sequences(contexts("8b", machine("8xH100-SXM5-80GB")))
     section = limits_section(Question.LONGEST_SEQ, rungs, machine="m", seq_len=2048, shape=shape)
     assert "the model has 131,072 positions" in page_text(Page(title="a", sections=(section,)), width=100)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from planning_factory import CONFIGS, data_of, situation_for
+from planning_factory import CONFIGS, context_for, data_of
 
 from trainer.planning.calibrate import Correction, Corrections, Factor
 from trainer.planning.candidates import (
@@ -16,7 +16,7 @@ from trainer.planning.candidates import (
     setting_of,
     with_micro_batch,
 )
-from trainer.planning.context import Situation
+from trainer.planning.context import PlanningContext
 from trainer.planning.rules.rule import obstacle_to
 from trainer.planning.search.fallbacks import fallbacks
 from trainer.planning.search.settings_choices import (
@@ -70,53 +70,53 @@ PADDED = data_of(
 )
 
 
-def needs(situation: Situation, setting: Setting) -> int:
-    return predicted_memory(situation, setting).need_bytes
+def needs(context: PlanningContext, setting: Setting) -> int:
+    return predicted_memory(context, setting).need_bytes
 
 
-def key_of(situation: Situation, setting: Setting) -> tuple[int, int]:
+def key_of(context: PlanningContext, setting: Setting) -> tuple[int, int]:
     """What is minimised: the class of the handicapped time, then the micro batch."""
     handicap = EAGER_HANDICAP if setting.loss is LossHead.EAGER else 1.0
-    return time_class(predicted_speed(situation, setting).step_s * handicap), setting.micro_batch
+    return time_class(predicted_speed(context, setting).step_s * handicap), setting.micro_batch
 
 
-def every_setting(situation: Situation, strategy: Strategy, *, offloads: bool = False) -> list[Setting]:
+def every_setting(context: PlanningContext, strategy: Strategy, *, offloads: bool = False) -> list[Setting]:
     """All that a row may be, buffers at their smallest, with what is kept on the device or in host RAM."""
     return [
         setting
-        for checkpointing in checkpointings(situation)
-        for loss in losses(situation)
-        for chunk in chunk_sizes(situation.shape, loss)
-        for first in [first_setting(situation, strategy, checkpointing=checkpointing, loss=loss)]
+        for checkpointing in checkpointings(context)
+        for loss in losses(context)
+        for chunk in chunk_sizes(context.shape, loss)
+        for first in [first_setting(context, strategy, checkpointing=checkpointing, loss=loss)]
         for start in [replace(first, loss_chunk_tokens=chunk, activation_offload=offloads)]
-        for micro_batch in micro_batches(situation)
-        for setting in [with_micro_batch(situation, start, micro_batch)]
-        if obstacle_to(situation, setting) is None
+        for micro_batch in micro_batches(context)
+        for setting in [with_micro_batch(context, start, micro_batch)]
+        if obstacle_to(context, setting) is None
     ]
 
 
-def with_usable(model: str, spec: str, usable_bytes: int, **facts: Any) -> Situation:
+def with_usable(model: str, spec: str, usable_bytes: int, **facts: Any) -> PlanningContext:
     """The same devices, each with this much memory: a row that fits no real card can be asked too."""
-    situation = situation_for(model, spec, **facts)
-    return replace(situation, device=replace(situation.device, usable_bytes=usable_bytes))
+    context = context_for(model, spec, **facts)
+    return replace(context, device=replace(context.device, usable_bytes=usable_bytes))
 
 
-def fitting_sizes(situation: Situation, start: Setting) -> list[int]:
+def fitting_sizes(context: PlanningContext, start: Setting) -> list[int]:
     """The micro batches of a start that fit, ascending."""
-    groups = by_accumulation(situation, start, micro_batches(situation))
-    return sorted(setting.micro_batch for group in groups for setting in fitting(situation, group))
+    groups = by_accumulation(context, start, micro_batches(context))
+    return sorted(setting.micro_batch for group in groups for setting in fitting(context, group))
 
 
 def test_a_whole_share_fits_where_half_of_it_does_not() -> None:
     """Adding up gradients takes room of its own: 8.03B x 4 B = 29.9 GiB that a single micro batch never holds."""
     pin = {"sharding": Sharding.FSDP_GRAD_OP, "checkpointing": Checkpointing.FULL}
-    situation = with_usable("8b", "4xA100-SXM4-80GB", 60 * GIB, pin=pin)
+    context = with_usable("8b", "4xA100-SXM4-80GB", 60 * GIB, pin=pin)
     row = ROWS["fsdp_grad_op/bf16-mixed/adamw_fused"]
-    start = first_setting(situation, row, checkpointing=Checkpointing.FULL, loss=losses(situation)[0])
-    half, whole = (with_micro_batch(situation, start, micro_batch) for micro_batch in (4, 8))
+    start = first_setting(context, row, checkpointing=Checkpointing.FULL, loss=losses(context)[0])
+    half, whole = (with_micro_batch(context, start, micro_batch) for micro_batch in (4, 8))
     assert (half.accumulation, whole.accumulation) == (2, 1)
-    assert needs(situation, whole) < 60 * GIB < needs(situation, half)
-    best = best_candidate(situation, row)
+    assert needs(context, whole) < 60 * GIB < needs(context, half)
+    best = best_candidate(context, row)
     assert best is not None
     assert (best.micro_batch, best.accumulation) == (8, 1)
 
@@ -125,15 +125,15 @@ def test_a_whole_share_fits_where_half_of_it_does_not() -> None:
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
 def test_every_micro_batch_that_fits_is_found(model: str, spec: str, row: str, share: float) -> None:
     """The device is cut to where some of the micro batches fit."""
-    whole = situation_for(model, spec)
+    whole = context_for(model, spec)
     by_need = sorted(needs(whole, setting) for setting in every_setting(whole, ROWS[row]))
-    situation = with_usable(model, spec, by_need[int(share * len(by_need))])
-    for checkpointing in checkpointings(situation):
-        for loss in losses(situation):
-            start = first_setting(situation, ROWS[row], checkpointing=checkpointing, loss=loss)
-            all_sizes = [with_micro_batch(situation, start, micro_batch) for micro_batch in micro_batches(situation)]
-            expected = [each for each in all_sizes if needs(situation, each) <= situation.device.usable_bytes]
-            assert fitting_sizes(situation, start) == [each.micro_batch for each in expected]
+    context = with_usable(model, spec, by_need[int(share * len(by_need))])
+    for checkpointing in checkpointings(context):
+        for loss in losses(context):
+            start = first_setting(context, ROWS[row], checkpointing=checkpointing, loss=loss)
+            all_sizes = [with_micro_batch(context, start, micro_batch) for micro_batch in micro_batches(context)]
+            expected = [each for each in all_sizes if needs(context, each) <= context.device.usable_bytes]
+            assert fitting_sizes(context, start) == [each.micro_batch for each in expected]
 
 
 @pytest.mark.parametrize("data", [None, PADDED], ids=["packed", "padded"])
@@ -142,17 +142,17 @@ def test_nothing_that_fits_is_faster_than_what_is_taken(
     model: str, spec: str, row: str, data: DataProfile | None
 ) -> None:
     """Branch and bound gives what trying everything gives, on a device that is cut to where most settings fit."""
-    whole = situation_for(model, spec)
+    whole = context_for(model, spec)
     by_need = sorted(needs(whole, setting) for setting in every_setting(whole, ROWS[row]))
-    situation = replace(with_usable(model, spec, by_need[int(0.7 * len(by_need))]), data=data)
+    context = replace(with_usable(model, spec, by_need[int(0.7 * len(by_need))]), data=data)
     keys = [
-        (key_of(situation, setting), setting)
-        for setting in every_setting(situation, ROWS[row])
-        if needs(situation, setting) <= situation.device.usable_bytes
+        (key_of(context, setting), setting)
+        for setting in every_setting(context, ROWS[row])
+        if needs(context, setting) <= context.device.usable_bytes
     ]
-    best = best_candidate(situation, ROWS[row])
+    best = best_candidate(context, ROWS[row])
     assert best is not None
-    assert key_of(situation, replace(setting_of(situation, best), buckets=None)) == min(key for key, _ in keys)
+    assert key_of(context, replace(setting_of(context, best), buckets=None)) == min(key for key, _ in keys)
 
 
 @pytest.mark.parametrize("model", ["1b", "8b"])
@@ -183,7 +183,7 @@ def test_selective_recomputation_is_left_where_the_host_is_slower_than_the_devic
 def best_where_selective_fits(*, seq_len: int) -> Candidate:
     """Of a card that holds a micro batch of one row with selective recomputation, and no byte more."""
     row, pin = ROWS["none/bf16-mixed/adamw_fused"], {"micro_batch": 1}
-    whole = situation_for("1b", "1xA100-SXM4-80GB", pin=pin, allow=(), seq_len=seq_len)
+    whole = context_for("1b", "1xA100-SXM4-80GB", pin=pin, allow=(), seq_len=seq_len)
     start = first_setting(whole, row, checkpointing=Checkpointing.SELECTIVE, loss=losses(whole)[0])
     usable = with_usable("1b", "1xA100-SXM4-80GB", needs(whole, start), pin=pin, allow=(), seq_len=seq_len)
     best = best_candidate(usable, row)
@@ -193,7 +193,7 @@ def best_where_selective_fits(*, seq_len: int) -> Candidate:
 
 def test_what_selective_recomputation_keeps_never_goes_to_host_ram() -> None:
     row, pin = ROWS["none/bf16-mixed/adamw_fused"], {"checkpointing": Checkpointing.SELECTIVE}
-    free, pinned = situation_for("1b", "1xRTX-4090"), situation_for("1b", "1xRTX-4090", pin=pin)
+    free, pinned = context_for("1b", "1xRTX-4090"), context_for("1b", "1xRTX-4090", pin=pin)
     assert least_need(free, row).activation_offload
     assert least_need(free, row).checkpointing is Checkpointing.FULL
     assert not least_need(pinned, row).activation_offload
@@ -217,8 +217,8 @@ def test_activations_leave_the_card_only_where_nothing_else_fits() -> None:
     "pin", [{"compile": True}, {"activation_offload": True}, {"optimizer_in_backward": True}], ids=str
 )
 def test_pinned_mechanisms_are_kept(pin: dict[str, Any]) -> None:
-    situation = situation_for("1b", "1xA100-SXM4-80GB", pin=pin)
-    best = best_candidate(situation, ROWS["none/bf16-mixed/adamw_fused"])
+    context = context_for("1b", "1xA100-SXM4-80GB", pin=pin)
+    best = best_candidate(context, ROWS["none/bf16-mixed/adamw_fused"])
     assert best is not None
     ((axis, member),) = pin.items()
     assert getattr(best, axis) is member
@@ -233,20 +233,20 @@ def test_pinned_mechanisms_are_kept(pin: dict[str, Any]) -> None:
 )
 def test_an_update_inside_the_backward_pass_takes_a_ranks_whole_share_at_once(row: str, pin: dict[str, Any]) -> None:
     """It leaves no gradients that a second micro batch could add to."""
-    situation = situation_for("1b", "1xA100-SXM4-80GB", pin=pin)
-    share = situation.sequences_per_rank
-    for candidate in (best_candidate(situation, ROWS[row]), least_need(situation, ROWS[row])):
+    context = context_for("1b", "1xA100-SXM4-80GB", pin=pin)
+    share = context.sequences_per_rank
+    for candidate in (best_candidate(context, ROWS[row]), least_need(context, ROWS[row])):
         assert candidate is not None
         assert (candidate.micro_batch, candidate.accumulation) == (share, 1)
-        assert all(lower.accumulation == 1 for lower in fallbacks(situation, (candidate,)))
+        assert all(lower.accumulation == 1 for lower in fallbacks(context, (candidate,)))
 
 
 @pytest.mark.parametrize(("model", "spec", "row"), CASES)
 def test_need_grows_with_the_micro_batch_while_gradients_add_up(model: str, spec: str, row: str) -> None:
-    situation = situation_for(model, spec)
-    for earlier, later in pairwise(every_setting(situation, ROWS[row])):
+    context = context_for(model, spec)
+    for earlier, later in pairwise(every_setting(context, ROWS[row])):
         if earlier.micro_batch < later.micro_batch and later.accumulation > 1:
-            assert needs(situation, earlier) <= needs(situation, later)
+            assert needs(context, earlier) <= needs(context, later)
 
 
 @pytest.mark.parametrize("measured", [None, 1.2], ids=["predicted", "corrected"])
@@ -254,28 +254,28 @@ def test_need_grows_with_the_micro_batch_while_gradients_add_up(model: str, spec
 def test_the_need_alone_is_the_need_of_the_whole_prediction(
     model: str, spec: str, row: str, measured: float | None
 ) -> None:
-    situation = situation_for(model, spec)
+    context = context_for(model, spec)
     if measured is not None:
         correction = Correction(peak=Factor(value=measured, num_runs=3))
-        situation = replace(situation, corrections=Corrections(by_precision={ROWS[row].precision: correction}))
-    for setting in every_setting(situation, ROWS[row]):
-        assert predicted_need(situation, setting) == predicted_memory(situation, setting).need_bytes
+        context = replace(context, corrections=Corrections(by_precision={ROWS[row].precision: correction}))
+    for setting in every_setting(context, ROWS[row]):
+        assert predicted_need(context, setting) == predicted_memory(context, setting).need_bytes
 
 
 @pytest.mark.parametrize(("model", "spec", "row"), CASES)
 def test_the_least_need_is_the_least_of_all_settings(model: str, spec: str, row: str) -> None:
-    situation = situation_for(model, spec)
+    context = context_for(model, spec)
     least = min(
-        needs(situation, setting)
-        for offloads in activation_offloads(situation)
-        for setting in every_setting(situation, ROWS[row], offloads=offloads)
+        needs(context, setting)
+        for offloads in activation_offloads(context)
+        for setting in every_setting(context, ROWS[row], offloads=offloads)
     )
-    assert least_need(situation, ROWS[row]).memory.need_bytes == least
+    assert least_need(context, ROWS[row]).memory.need_bytes == least
 
 
 @pytest.mark.parametrize(("model", "spec", "row"), CASES)
 def test_a_row_is_taken_on_a_device_of_its_least_need_and_on_no_smaller(model: str, spec: str, row: str) -> None:
-    least = least_need(situation_for(model, spec), ROWS[row]).memory.need_bytes
+    least = least_need(context_for(model, spec), ROWS[row]).memory.need_bytes
     exact = best_candidate(with_usable(model, spec, least), ROWS[row])
     assert exact is not None
     assert exact.memory.need_bytes == least
@@ -284,7 +284,7 @@ def test_a_row_is_taken_on_a_device_of_its_least_need_and_on_no_smaller(model: s
 
 def test_small_slices_of_logits_are_taken_where_only_they_fit() -> None:
     row, pin = ROWS["none/bf16-mixed/adamw_fused"], {"checkpointing": Checkpointing.FULL, "micro_batch": 1}
-    whole = situation_for("1b", "1xL40S", pin=pin)
+    whole = context_for("1b", "1xL40S", pin=pin)
     start = first_setting(whole, row, checkpointing=Checkpointing.FULL, loss=losses(whole)[0])
     standard = candidate_of(whole, start).memory.need_bytes
 
@@ -299,27 +299,27 @@ def test_small_slices_of_logits_are_taken_where_only_they_fit() -> None:
 def test_small_slices_are_not_worth_a_slightly_faster_step() -> None:
     """They would let a micro batch of 4 fit where larger ones leave room for 2."""
     row, pin = ROWS["none/bf16-mixed/adamw_fused"], {"checkpointing": Checkpointing.FULL}
-    whole = situation_for("1b", "1xL40S", pin=pin)
+    whole = context_for("1b", "1xL40S", pin=pin)
     start = first_setting(whole, row, checkpointing=Checkpointing.FULL, loss=losses(whole)[0])
-    situation = with_usable("1b", "1xL40S", needs(whole, with_micro_batch(whole, start, 4)) - 1, pin=pin)
+    context = with_usable("1b", "1xL40S", needs(whole, with_micro_batch(whole, start, 4)) - 1, pin=pin)
     small = replace(start, loss_chunk_tokens=MIN_CHUNK_TOKENS)
-    assert fitting_sizes(situation, small) == [1, 2, 4]
-    best = best_candidate(situation, row)
+    assert fitting_sizes(context, small) == [1, 2, 4]
+    best = best_candidate(context, row)
     assert best is not None
     assert (best.micro_batch, best.loss_chunk_tokens) == (2, 512)
 
 
 @pytest.mark.parametrize("model", CONFIGS)
 def test_slices_come_in_two_sizes_and_whole_logits_in_none(model: str) -> None:
-    situation = situation_for(model, "1xRTX-4090", seq_len=512)
-    chunked, eager = losses(situation)
-    standard, smallest = chunk_sizes(situation.shape, chunked)
+    context = context_for(model, "1xRTX-4090", seq_len=512)
+    chunked, eager = losses(context)
+    standard, smallest = chunk_sizes(context.shape, chunked)
     assert standard is not None
     assert standard > MIN_CHUNK_TOKENS == smallest
-    assert chunk_sizes(situation.shape, eager) == (None,)
+    assert chunk_sizes(context.shape, eager) == (None,)
 
 
 def test_the_largest_vocabularies_have_small_slices_only() -> None:
-    situation = situation_for("8b", "1xRTX-4090")
-    shape = replace(situation.shape, vocab_size=2_000_000)
-    assert chunk_sizes(shape, losses(situation)[0]) == (MIN_CHUNK_TOKENS,)
+    context = context_for("8b", "1xRTX-4090")
+    shape = replace(context.shape, vocab_size=2_000_000)
+    assert chunk_sizes(shape, losses(context)[0]) == (MIN_CHUNK_TOKENS,)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from trainer.planning.candidates import setting_of
-from trainer.planning.context import Situation
+from trainer.planning.context import PlanningContext
 from trainer.planning.device import device_of
 from trainer.planning.memory.recipe import dims_of, recipe_of
 from trainer.planning.page.content import Section, Sentence
@@ -39,12 +39,12 @@ def heading(plan: Plan) -> str:
     return f"{what}, on {machine_words(plan.hardware)}"
 
 
-def choice_section(plan: Plan, situation: Situation) -> Section:
+def choice_section(plan: Plan, context: PlanningContext) -> Section:
     """What would run."""
     chosen = plan.chosen
     sentences = (
         _batch_line(plan),
-        recipe_line(chosen, situation),
+        recipe_line(chosen, context),
         _steps_line(plan),
         _data_line(plan),
         _saving_line(plan),
@@ -80,13 +80,13 @@ def kv_cache_bytes(shape: ModelShape, num_tokens: int) -> int:
     return per_block * ((shape.num_layers - sliding) * num_tokens + sliding * within)
 
 
-def recipe_line(chosen: Candidate, situation: Situation) -> str:
+def recipe_line(chosen: Candidate, context: PlanningContext) -> str:
     """The type of everything, since a figure without its recipe says little."""
-    return "; ".join(_recipe_parts(chosen, situation))
+    return "; ".join(_recipe_parts(chosen, context))
 
 
-def _recipe_parts(chosen: Candidate, situation: Situation) -> Iterator[str]:
-    recipe = recipe_of(setting_of(situation, chosen), situation.device, dims_of(situation.shape))
+def _recipe_parts(chosen: Candidate, context: PlanningContext) -> Iterator[str]:
+    recipe = recipe_of(setting_of(context, chosen), context.device, dims_of(context.shape))
     row = chosen.strategy
     half = "fp16" if row.precision is Precision.FP16_MIXED else "bf16"
     names = {4: "fp32", 2: half}

@@ -2,18 +2,18 @@
 
 from collections.abc import Iterator
 
-from trainer.planning.context import Situation
+from trainer.planning.context import PlanningContext
 from trainer.planning.page.content import Bars, Section, Sentence, StackedBar
 from trainer.planning.search.run_totals import ENERGY_RULE, RunTotals, run_totals
 from trainer.spec.plan import Plan
 from trainer.spec.units import format_bytes, format_seconds
 
 
-def memory_section(plan: Plan, situation: Situation) -> Section:
+def memory_section(plan: Plan, context: PlanningContext) -> Section:
     """What one device holds at the peak, part by part, and how far that may be off."""
     memory = plan.chosen.memory
     outside = max(0, memory.need_bytes - memory.peak_allocated_bytes)
-    each = "rank" if situation.is_cpu else "GPU"
+    each = "rank" if context.is_cpu else "GPU"
     total = max(memory.usable_bytes, memory.need_bytes)
     events = tuple((name, float(size), format_bytes(size)) for name, size in memory.events.items())
     sentences = (
@@ -34,11 +34,11 @@ def memory_section(plan: Plan, situation: Situation) -> Section:
     )
 
 
-def speed_section(plan: Plan, situation: Situation) -> Section:
+def speed_section(plan: Plan, context: PlanningContext) -> Section:
     """How fast, how long, and what the whole run takes."""
-    chosen, totals = plan.chosen, run_totals(situation, plan.chosen)
+    chosen, totals = plan.chosen, run_totals(context, plan.chosen)
     words = [f"{totals.tokens_per_s:,.0f} tokens/s"]
-    if not situation.is_cpu:
+    if not context.is_cpu:
         words.append(f"{totals.tokens_per_s / chosen.num_ranks:,.0f} a GPU")
     words += [f"{format_seconds(chosen.speed.step_s)} a step", f"{format_seconds(totals.hours * 3600)} in all"]
     if chosen.speed.mfu is not None:
@@ -47,7 +47,7 @@ def speed_section(plan: Plan, situation: Situation) -> Section:
     ordered = sorted(((part, seconds) for part, seconds in chosen.speed.parts.items() if seconds), key=lambda p: -p[1])
     parts = ", ".join(f"{part.removesuffix('_s')} {format_seconds(seconds)}" for part, seconds in ordered[:4])
     bars = tuple((part.removesuffix("_s"), seconds, format_seconds(seconds)) for part, seconds in ordered)
-    title = "speed" if situation.device.has_known_speed else "speed is not known; these only rank strategies"
+    title = "speed" if context.device.has_known_speed else "speed is not known; these only rank strategies"
     return Section(
         title=f"{title}: {', '.join(words)}",
         blocks=(

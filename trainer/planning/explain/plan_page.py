@@ -19,7 +19,7 @@ from trainer.planning.explain.tables import (
 )
 from trainer.planning.page.content import Page, Section, Sentence
 from trainer.planning.page.text_layout import page_text
-from trainer.planning.planner import situation_of
+from trainer.planning.planner import context_of
 from trainer.planning.reasons.opt_in import leaves
 from trainer.spec.plan import Plan
 
@@ -39,16 +39,16 @@ def compare_plans(answers: Sequence[Answer], *, width: int = 100) -> str:
 
 def plan_page(plan: Plan, *, top: int = 3, more: Sequence[Section] = ()) -> Page:
     """All that is said of one plan; `more` stands before the notes."""
-    situation = situation_of(plan)
+    context = context_of(plan)
     sections = (
-        choice_section(plan, situation),
-        memory_section(plan, situation),
-        speed_section(plan, situation),
+        choice_section(plan, context),
+        memory_section(plan, context),
+        speed_section(plan, context),
         cache_section(plan),
         _sentences("why", plan.chosen.reasons),
         methods_section(plan),
-        runners_up_section(plan, situation, top),
-        leave_section(leaves(situation, plan), plan),
+        runners_up_section(plan, context, top),
+        leave_section(leaves(context, plan), plan),
         fallbacks_section(plan),
         rejections_section(plan.rejections),
         *more,

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
-from trainer.planning.context import Situation
+from trainer.planning.context import PlanningContext
 from trainer.planning.page.content import Bars, Section, Sentence, Table
-from trainer.planning.planner import situation_of
+from trainer.planning.planner import context_of
 from trainer.planning.reasons.opt_in import Leave
 from trainer.planning.search.run_totals import RunTotals, run_totals
 from trainer.spec.errors import NothingFitsError
@@ -44,7 +44,7 @@ def methods_section(plan: Plan) -> Section:
     )
 
 
-def runners_up_section(plan: Plan, situation: Situation, top: int) -> Section:
+def runners_up_section(plan: Plan, context: PlanningContext, top: int) -> Section:
     """The next best candidates and what they would cost."""
     num_others = len(plan.candidates) - 1
     others = list(enumerate(plan.candidates[1:], start=2))
@@ -56,7 +56,7 @@ def runners_up_section(plan: Plan, situation: Situation, top: int) -> Section:
     ]
     bars = []
     for number, candidate in ((1, plan.chosen), *shown):
-        totals = run_totals(situation, candidate)
+        totals = run_totals(context, candidate)
         bars.append((candidate.strategy.name, totals.hours, format_seconds(totals.hours * 3600)))
         if number > 1:
             ratio = candidate.speed.step_s / plan.chosen.speed.step_s
@@ -145,8 +145,8 @@ def comparison_section(answers: Sequence[Answer]) -> Section:
             rows.append((name, "-", "-", "-", "-", "-", "-", "-", "-", "nothing fits"))
             details += [f"{name}: {first.removeprefix('nothing fits: ')}", *(f"  {line}" for line in rest)]
             continue
-        situation, chosen = situation_of(answer), answer.chosen
-        totals = run_totals(situation, chosen)
+        context, chosen = context_of(answer), answer.chosen
+        totals = run_totals(context, chosen)
         figures = _figures(chosen, totals)
         rows.append(
             (
@@ -173,7 +173,7 @@ def comparison_section(answers: Sequence[Answer]) -> Section:
 def _verdict(answers: Sequence[Answer]) -> list[str]:
     """The fastest, the cheapest and the most frugal, of those that fit."""
     totals = {
-        name: run_totals(situation_of(answer), answer.chosen) for name, answer in answers if isinstance(answer, Plan)
+        name: run_totals(context_of(answer), answer.chosen) for name, answer in answers if isinstance(answer, Plan)
     }
     if len(totals) < 2:
         return []

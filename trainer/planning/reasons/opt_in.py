@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from trainer.planning.context import Situation
+from trainer.planning.context import PlanningContext
 from trainer.planning.rules.rule import Rule, may_run, rule_named
 from trainer.planning.search.choice import best_of, one_a_layout
 from trainer.planning.search.settings_choices import takes_tf32
@@ -25,13 +25,13 @@ class Leave(Value, frozen=True, kw_only=True):
     candidate: Candidate
 
 
-def leaves(situation: Situation, plan: Plan) -> tuple[Leave, ...]:
+def leaves(context: PlanningContext, plan: Plan) -> tuple[Leave, ...]:
     """What each entry that `allow` leaves out would open, where it is faster or needs less than what was chosen."""
     waiting = list(_waiting(plan.rejections))
     found = (
-        (allowance, _opened_by(situation, allowance, waiting, plan.chosen.strategy))
+        (allowance, _opened_by(context, allowance, waiting, plan.chosen.strategy))
         for allowance in Allowance
-        if allowance not in situation.job.allow
+        if allowance not in context.job.allow
     )
     return tuple(
         Leave(allowance=allowance, candidate=candidate)
@@ -50,10 +50,10 @@ def _waiting(rejections: Sequence[Rejection]) -> Iterator[tuple[Strategy, Rule]]
 
 
 def _opened_by(
-    situation: Situation, allowance: Allowance, waiting: Sequence[tuple[Strategy, Rule]], chosen: Strategy
+    context: PlanningContext, allowance: Allowance, waiting: Sequence[tuple[Strategy, Rule]], chosen: Strategy
 ) -> Candidate | None:
     """The best of the rows, each with the rule it breaks first, which this leave would open; TF32 speeds up any row."""
-    allowed = replace(situation, job=replace(situation.job, allow=(*situation.job.allow, allowance)))
+    allowed = replace(context, job=replace(context.job, allow=(*context.job.allow, allowance)))
     opened = [row for row, rule in waiting if not rule.is_broken(allowed, row) and may_run(allowed, row)]
     if allowance is Allowance.TF32 and takes_tf32(allowed, chosen.precision):
         opened = [chosen]

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from msgspec.structs import replace
 
 from trainer.planning.candidates import candidate_of, setting_of, with_micro_batch
-from trainer.planning.context import Situation
+from trainer.planning.context import PlanningContext
 from trainer.planning.reasons.certainty import certainty_words, trial_words
 from trainer.planning.reasons.data_words import data_words
 from trainer.planning.rules.rule import capability_words
@@ -32,51 +32,51 @@ _WHY_SHARDING = {
 _TIMES_FP8_FIRST = "`shardwise train` times it on this model's matrix shapes first and takes it only where it pays"
 
 
-def reasons(situation: Situation, candidate: Candidate) -> tuple[str, ...]:
+def reasons(context: PlanningContext, candidate: Candidate) -> tuple[str, ...]:
     """Why each setting of `candidate` was taken."""
     row = candidate.strategy
     return (
         f"{row.sharding}: {_why_sharding(row, candidate.num_ranks)}",
-        f"{row.precision}: {_why_precision(situation, row.precision)}",
-        f"micro batch {candidate.micro_batch}: {_why_micro_batch(situation, candidate)}",
-        f"checkpointing {candidate.checkpointing}: {_why_checkpointing(situation, candidate)}",
-        f"attention {candidate.attention}: {attention(situation, row.precision)[1]}",
-        f"loss {candidate.loss}: {_why_loss(situation, candidate)}",
+        f"{row.precision}: {_why_precision(context, row.precision)}",
+        f"micro batch {candidate.micro_batch}: {_why_micro_batch(context, candidate)}",
+        f"checkpointing {candidate.checkpointing}: {_why_checkpointing(context, candidate)}",
+        f"attention {candidate.attention}: {attention(context, row.precision)[1]}",
+        f"loss {candidate.loss}: {_why_loss(context, candidate)}",
     )
 
 
 def notes(
-    situation: Situation, data: DataProfile, trials: Sequence[TrialResult], candidates: Sequence[Candidate]
+    context: PlanningContext, data: DataProfile, trials: Sequence[TrialResult], candidates: Sequence[Candidate]
 ) -> tuple[str, ...]:
     """What a reader must know before believing the plan that takes `candidates[0]`."""
     chosen = candidates[0]
     return (
-        *_batch_notes(situation, chosen),
-        *_update_notes(situation, chosen),
-        *_extension_notes(situation),
+        *_batch_notes(context, chosen),
+        *_update_notes(context, chosen),
+        *_extension_notes(context),
         *_data_notes(data, chosen),
         *trial_words(trials),
-        *certainty_words(situation.corrections, chosen, situation.device),
+        *certainty_words(context.corrections, chosen, context.device),
         *_engine_notes(candidates),
-        *_fp8_notes(situation, candidates),
-        *_host_notes(situation, chosen),
-        *speed_notes(situation.device),
-        *situation.hardware.notes,
+        *_fp8_notes(context, candidates),
+        *_host_notes(context, chosen),
+        *speed_notes(context.device),
+        *context.hardware.notes,
     )
 
 
-def _extension_notes(situation: Situation) -> Iterator[str]:
+def _extension_notes(context: PlanningContext) -> Iterator[str]:
     """What no closed form can know of a user's own functions."""
-    if Hook.BUILD_MODEL in situation.hooks:
+    if Hook.BUILD_MODEL in context.hooks:
         yield "build_model of extensions: memory and time are those of the config's model, whatever it builds"
-    if Hook.LOSS in situation.hooks:
+    if Hook.LOSS in context.hooks:
         yield "loss of extensions: counted as a cross entropy of whole logits; what it takes beside is not predicted"
-    if Hook.ON_STEP in situation.hooks:
+    if Hook.ON_STEP in context.hooks:
         yield "on_step of extensions: its time is not predicted"
 
 
-def _update_notes(situation: Situation, chosen: Candidate) -> Iterator[str]:
-    if situation.job.train.clip and updates_in_backward(situation, chosen.strategy):
+def _update_notes(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
+    if context.job.train.clip and updates_in_backward(context, chosen.strategy):
         yield "train.clip is not applied: updates inside the backward pass never have all gradients at once"
 
 
@@ -86,62 +86,60 @@ def _why_sharding(row: Strategy, num_ranks: int) -> str:
     return _WHY_SHARDING[row.sharding]
 
 
-def _why_precision(situation: Situation, precision: Precision) -> str:
+def _why_precision(context: PlanningContext, precision: Precision) -> str:
     if precision is Precision.FP8:
-        return _why_fp8(situation)
-    if situation.job.pin.precision is not None:
+        return _why_fp8(context)
+    if context.job.pin.precision is not None:
         return "the job file pins it"
-    if situation.is_cpu:
-        return "the CPU has amx_bf16" if situation.fast_bf16 else "this CPU has no fast 16-bit matrix products"
+    if context.is_cpu:
+        return "the CPU has amx_bf16" if context.fast_bf16 else "this CPU has no fast 16-bit matrix products"
     if precision in (Precision.FP32, Precision.FP16_MIXED):
-        return f"bf16 needs compute capability 8.0; {capability_words(situation)}"
-    return f"bf16 from compute capability 8.0; {capability_words(situation)}"
+        return f"bf16 needs compute capability 8.0; {capability_words(context)}"
+    return f"bf16 from compute capability 8.0; {capability_words(context)}"
 
 
-def _why_fp8(situation: Situation) -> str:
-    is_pinned, timed = situation.job.pin.precision is not None, _fp8_words(situation)
+def _why_fp8(context: PlanningContext) -> str:
+    is_pinned, timed = context.job.pin.precision is not None, _fp8_words(context)
     if is_pinned:
         return f"the job file pins it; {timed}" if timed else "the job file pins it"
     return timed or f"its speed is assumed; {_TIMES_FP8_FIRST}"
 
 
-def _fp8_words(situation: Situation) -> str | None:
-    gain = situation.fp8_gain
+def _fp8_words(context: PlanningContext) -> str | None:
+    gain = context.fp8_gain
     if gain is None:
         return None
     return f"{gain.words} ({gain.library})" if gain.library else gain.words
 
 
-def _fp8_notes(situation: Situation, candidates: Sequence[Candidate]) -> Iterator[str]:
+def _fp8_notes(context: PlanningContext, candidates: Sequence[Candidate]) -> Iterator[str]:
     """Of rows in FP8 that stand behind the chosen one."""
     chosen = candidates[0].strategy
     if chosen.precision is Precision.FP8 or all(row.strategy.precision is not Precision.FP8 for row in candidates):
         return
-    timed = _fp8_words(situation) or f"the speed of its rows is assumed; {_TIMES_FP8_FIRST}"
+    timed = _fp8_words(context) or f"the speed of its rows is assumed; {_TIMES_FP8_FIRST}"
     yield f"fp8: {timed}" + ("; rows that are exact come first" if chosen.is_exact else "")
 
 
-def _why_micro_batch(situation: Situation, candidate: Candidate) -> str:
-    if situation.job.pin.micro_batch is not None:
+def _why_micro_batch(context: PlanningContext, candidate: Candidate) -> str:
+    if context.job.pin.micro_batch is not None:
         return "the job file pins it"
-    larger = next((size for size in micro_batches(situation, candidate.strategy) if size > candidate.micro_batch), None)
+    larger = next((size for size in micro_batches(context, candidate.strategy) if size > candidate.micro_batch), None)
     if larger is None:
         return "a rank's whole share of a step at once"
-    other = candidate_of(situation, with_micro_batch(situation, setting_of(situation, candidate), larger))
+    other = candidate_of(context, with_micro_batch(context, setting_of(context, candidate), larger))
     if not other.memory.fits:
         return f"{larger} would need {format_bytes(other.memory.need_bytes)}"
     gain = candidate.speed.step_s / other.speed.step_s - 1
     return f"{larger} would be {gain:.1%} faster" if gain > 0 else f"{larger} would be no faster"
 
 
-def _why_checkpointing(situation: Situation, candidate: Candidate) -> str:
-    if situation.job.pin.checkpointing is not None:
-        return f"the job file pins it{_every_n_words(situation, candidate)}"
+def _why_checkpointing(context: PlanningContext, candidate: Candidate) -> str:
+    if context.job.pin.checkpointing is not None:
+        return f"the job file pins it{_every_n_words(context, candidate)}"
     is_kept = candidate.checkpointing is Checkpointing.NONE
-    setting = setting_of(situation, candidate)
-    other = candidate_of(
-        situation, replace(setting, checkpointing=Checkpointing.FULL if is_kept else Checkpointing.NONE)
-    )
+    setting = setting_of(context, candidate)
+    other = candidate_of(context, replace(setting, checkpointing=Checkpointing.FULL if is_kept else Checkpointing.NONE))
     if is_kept:
         share = other.speed.step_s / candidate.speed.step_s - 1
         return f"activations fit; recomputing them would cost {share:.0%} of the speed"
@@ -152,29 +150,29 @@ def _why_checkpointing(situation: Situation, candidate: Candidate) -> str:
     return f"kept activations would need {format_bytes(other.memory.need_bytes)}"
 
 
-def _every_n_words(situation: Situation, candidate: Candidate) -> str:
+def _every_n_words(context: PlanningContext, candidate: Candidate) -> str:
     """Which blocks `every_n` recomputes; nothing for other kinds."""
-    every, blocks = candidate.checkpoint_every_n, situation.shape.num_layers
+    every, blocks = candidate.checkpoint_every_n, context.shape.num_layers
     if every is None:
         return ""
     words = f"; the first of every {every} blocks is recomputed, {blocks // every} of {blocks}"
-    return words if situation.job.pin.checkpointing_n is not None else f"{words} (pin.checkpointing_n)"
+    return words if context.job.pin.checkpointing_n is not None else f"{words} (pin.checkpointing_n)"
 
 
-def _why_loss(situation: Situation, candidate: Candidate) -> str:
-    if situation.job.pin.loss is not None:
+def _why_loss(context: PlanningContext, candidate: Candidate) -> str:
+    if context.job.pin.loss is not None:
         return "the job file pins it"
     if candidate.loss is LossHead.CHUNKED:
         tokens = candidate.micro_batch * candidate.seq_len
-        logits = format_bytes(4 * situation.shape.vocab_size * tokens)
+        logits = format_bytes(4 * context.shape.vocab_size * tokens)
         if tokens <= (candidate.loss_chunk_tokens or 0):
             return f"one slice holds all {tokens} tokens of a micro batch; kept for no longer than it is used"
         return f"slices of {candidate.loss_chunk_tokens} tokens; all logits would be {logits} in fp32, and copies of it"
     return "whole logits fit and save a second product of the head"
 
 
-def _batch_notes(situation: Situation, chosen: Candidate) -> Iterator[str]:
-    train, schedule = situation.job.train, situation.schedule
+def _batch_notes(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
+    train, schedule = context.job.train, context.schedule
     if schedule.tokens_per_step != train.tokens_per_step:
         yield (
             f"train.tokens_per_step {train.tokens_per_step} is no multiple of seq_len {train.seq_len}: a step has "
@@ -198,8 +196,8 @@ def _data_notes(data: DataProfile, chosen: Candidate) -> Iterator[str]:
         yield "the data was not read yet: steps and hours follow from an estimate of its tokens by file size"
 
 
-def _host_notes(situation: Situation, chosen: Candidate) -> Iterator[str]:
-    if not situation.is_cpu and situation.host_ram_bytes is None:
+def _host_notes(context: PlanningContext, chosen: Candidate) -> Iterator[str]:
+    if not context.is_cpu and context.host_ram_bytes is None:
         need = format_bytes(chosen.memory.pinned_bytes + chosen.memory.host_bytes)
         yield f"host RAM of the nodes is unknown; the plan needs {need} a node"
 

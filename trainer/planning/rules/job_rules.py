@@ -7,7 +7,7 @@ First what the job does not allow or does not give, then what would only be slow
 from collections.abc import Callable
 from enum import StrEnum
 
-from trainer.planning.context import Situation
+from trainer.planning.context import PlanningContext
 from trainer.planning.rules.incompatible_rows import BF16
 from trainer.spec.job.sections import Allowance
 from trainer.spec.strategy import Offload, Optimizer, Precision, Strategy
@@ -37,11 +37,11 @@ class Kind(StrEnum):
 
 
 class Rule(Value, frozen=True, kw_only=True):
-    """A reason not to take a row; `reason` is filled with the facts of the situation and the row."""
+    """A reason not to take a row; `reason` is filled with the facts of the context and the row."""
 
     name: str
     kind: Kind
-    is_broken: Callable[[Situation, Strategy], bool]
+    is_broken: Callable[[PlanningContext, Strategy], bool]
     reason: str
     evidence: str
     instead: str | None = None
@@ -53,8 +53,8 @@ class Rule(Value, frozen=True, kw_only=True):
         return self.kind is Kind.LEAVE
 
 
-def _lacks(allowance: Allowance) -> Callable[[Situation], bool]:
-    return lambda situation: allowance not in situation.job.allow
+def _lacks(allowance: Allowance) -> Callable[[PlanningContext], bool]:
+    return lambda context: allowance not in context.job.allow
 
 
 _needs_cpu_leave = _lacks(Allowance.OFFLOAD_CPU)

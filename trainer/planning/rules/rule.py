@@ -1,6 +1,6 @@
 """Which rows a job on a machine may take: rules as data, each with its reason, its evidence and what to use instead.
 
-A rule looks at one row in one situation; the first broken rule of `RULES` is the row's reason, so the order matters:
+A rule looks at one row in one context; the first broken rule of `RULES` is the row's reason, so the order matters:
 what the job file pins, then what cannot work (`incompatible_rows` and, for what the job pins beside the row,
 `incompatible_settings`), then what the job does not allow, then what would only be slower. `yields_to` names the pin
 that overrides a rule: a person who fixes a mechanism by hand gets it, unless it cannot work.
@@ -10,7 +10,7 @@ Both look at settings and hardware only; `job_rules` looks at the job.
 Nothing here knows a number of bytes: memory, host RAM, hours and money are budgets (`budget`), checked after it.
 """
 
-from trainer.planning.context import Situation
+from trainer.planning.context import PlanningContext
 from trainer.planning.rules.combination import (
     IN_BACKWARD,
     Combination,
@@ -51,67 +51,67 @@ class Refusal(Value, frozen=True, kw_only=True):
     instead: str | None
 
 
-def refuse(situation: Situation, strategy: Strategy) -> Refusal | None:
+def refuse(context: PlanningContext, strategy: Strategy) -> Refusal | None:
     """The first rule that `strategy` breaks, or None where it may be taken."""
-    rule = _broken_rule(situation, strategy)
+    rule = _broken_rule(context, strategy)
     if rule is None:
         return None
     if rule.kind is Kind.INCOMPATIBLE:
-        facts = facts_of(pinned_combination(situation, strategy))
+        facts = facts_of(pinned_combination(context, strategy))
     else:
-        facts = _facts(situation, strategy)
+        facts = _facts(context, strategy)
     instead = rule.instead.format(**facts) if rule.instead else None
     return Refusal(rule=rule.name, reason=rule.reason.format(**facts), instead=instead)
 
 
-def _broken_rule(situation: Situation, strategy: Strategy) -> Rule | None:
+def _broken_rule(context: PlanningContext, strategy: Strategy) -> Rule | None:
     """The first rule that `strategy` breaks, not yet in words."""
-    if _PINNED.is_broken(situation, strategy):
+    if _PINNED.is_broken(context, strategy):
         return _PINNED
-    incompatibility = _incompatibility(situation, strategy)
+    incompatibility = _incompatibility(context, strategy)
     if incompatibility is not None:
         return _BY_NAME[incompatibility.name]
-    return _broken_by_job(situation, strategy)
+    return _broken_by_job(context, strategy)
 
 
-def may_run(situation: Situation, strategy: Strategy) -> bool:
+def may_run(context: PlanningContext, strategy: Strategy) -> bool:
     """Whether no rule is broken; what is quickly found is asked first."""
     return (
-        not _PINNED.is_broken(situation, strategy)
-        and _broken_by_job(situation, strategy) is None
-        and _incompatibility(situation, strategy) is None
+        not _PINNED.is_broken(context, strategy)
+        and _broken_by_job(context, strategy) is None
+        and _incompatibility(context, strategy) is None
     )
 
 
-def _broken_by_job(situation: Situation, strategy: Strategy) -> Rule | None:
-    pin = situation.job.pin
+def _broken_by_job(context: PlanningContext, strategy: Strategy) -> Rule | None:
+    pin = context.job.pin
     for rule in OF_THE_JOB:
         yields = rule.yields_to is not None and getattr(pin, rule.yields_to) == getattr(strategy, rule.yields_to)
-        if not yields and rule.is_broken(situation, strategy):
+        if not yields and rule.is_broken(context, strategy):
             return rule
     return None
 
 
-def obstacle_to(situation: Situation, setting: Setting) -> Incompatibility | None:
+def obstacle_to(context: PlanningContext, setting: Setting) -> Incompatibility | None:
     """Why a setting of a row cannot be taken, where the row itself can; None where it can.
 
     A search asks it of thousands, most of which settle nothing that could be in the way.
     """
     if not _is_remarkable(setting):
         return None
-    combination = combination_of(setting, situation.shape, situation.device, libraries=_libraries(situation))
+    combination = combination_of(setting, context.shape, context.device, libraries=_libraries(context))
     return first_broken(SETTINGS, combination, reach=Reach.OURS)
 
 
-def pinned_combination(situation: Situation, strategy: Strategy) -> Combination:
+def pinned_combination(context: PlanningContext, strategy: Strategy) -> Combination:
     """A row with what the job fixes beside it; what it leaves open is not settled."""
-    pin, train, share = situation.job.pin, situation.job.train, situation.sequences_per_rank
+    pin, train, share = context.job.pin, context.job.train, context.sequences_per_rank
     return Combination(
         strategy=strategy,
-        method=situation.method,
-        num_ranks=situation.num_ranks,
-        device=situation.device,
-        shape=situation.shape,
+        method=context.method,
+        num_ranks=context.num_ranks,
+        device=context.device,
+        shape=context.shape,
         accumulation=None if pin.micro_batch is None else -(-share // pin.micro_batch),
         checkpointing=pin.checkpointing,
         attention=pin.attention,
@@ -122,42 +122,42 @@ def pinned_combination(situation: Situation, strategy: Strategy) -> Combination:
         fp8_recipe=fp8_recipe_of(strategy.precision, pin.fp8_recipe),
         lora=train.lora,
         galore=train.galore,
-        libraries=_libraries(situation),
-        cpu_flags=_cpu_flags(situation, strategy),
+        libraries=_libraries(context),
+        cpu_flags=_cpu_flags(context, strategy),
     )
 
 
-def _incompatibility(situation: Situation, strategy: Strategy) -> Incompatibility | None:
+def _incompatibility(context: PlanningContext, strategy: Strategy) -> Incompatibility | None:
     """The first of the two tables; a row of the catalogue breaks no rule on layouts."""
     combination = Combination(
         strategy=strategy,
-        method=situation.method,
-        num_ranks=situation.num_ranks,
-        device=situation.device,
-        shape=situation.shape,
-        cpu_flags=_cpu_flags(situation, strategy),
+        method=context.method,
+        num_ranks=context.num_ranks,
+        device=context.device,
+        shape=context.shape,
+        cpu_flags=_cpu_flags(context, strategy),
     )
     broken = first_broken(ROWS, combination)
-    if broken is not None or not _settles_more(situation, strategy):
+    if broken is not None or not _settles_more(context, strategy):
         return broken
-    return first_broken(SETTINGS, pinned_combination(situation, strategy), reach=Reach.OURS)
+    return first_broken(SETTINGS, pinned_combination(context, strategy), reach=Reach.OURS)
 
 
-def _settles_more(situation: Situation, strategy: Strategy) -> bool:
+def _settles_more(context: PlanningContext, strategy: Strategy) -> bool:
     """Whether the job or the row settles anything that `SETTINGS` looks at: seldom, and rows are many."""
-    pin = situation.job.pin
+    pin = context.job.pin
     return (
         strategy.optimizer in IN_BACKWARD
         or strategy.precision is Precision.FP8
-        or (situation.method is Method.GALORE and situation.job.train.galore.layerwise)
+        or (context.method is Method.GALORE and context.job.train.galore.layerwise)
         or any(getattr(pin, name) is not None for name in _SETTING_PINS)
     )
 
 
-def _cpu_flags(situation: Situation, strategy: Strategy) -> frozenset[str] | None:
+def _cpu_flags(context: PlanningContext, strategy: Strategy) -> frozenset[str] | None:
     """The host's, where the one rule that looks at them could be broken."""
-    asks = situation.is_cpu and strategy.precision is Precision.FP16_MIXED
-    return frozenset(situation.hardware.host.cpu_flags) if asks else None
+    asks = context.is_cpu and strategy.precision is Precision.FP16_MIXED
+    return frozenset(context.hardware.host.cpu_flags) if asks else None
 
 
 def _is_remarkable(setting: Setting) -> bool:
@@ -174,30 +174,28 @@ def _is_remarkable(setting: Setting) -> bool:
     )
 
 
-def _libraries(situation: Situation) -> frozenset[str]:
-    return frozenset(library.replace("_", "-").lower() for library in situation.hardware.libraries)
+def _libraries(context: PlanningContext) -> frozenset[str]:
+    return frozenset(library.replace("_", "-").lower() for library in context.hardware.libraries)
 
 
-def _facts(situation: Situation, strategy: Strategy) -> dict[str, object]:
+def _facts(context: PlanningContext, strategy: Strategy) -> dict[str, object]:
     axes = {axis: getattr(strategy, axis) for axis in ("sharding", "offload", "optimizer", "precision")}
     return {
         **axes,
-        "pins": ", ".join(
-            f"pin.{axis}: {getattr(situation.job.pin, axis)}" for axis in _differing(situation, strategy)
-        ),
-        "method": situation.method,
-        "device": situation.device.name,
-        "fp8_words": situation.fp8_gain.words if situation.fp8_gain else "",
+        "pins": ", ".join(f"pin.{axis}: {getattr(context.job.pin, axis)}" for axis in _differing(context, strategy)),
+        "method": context.method,
+        "device": context.device.name,
+        "fp8_words": context.fp8_gain.words if context.fp8_gain else "",
     }
 
 
-def capability_words(situation: Situation) -> str:
+def capability_words(context: PlanningContext) -> str:
     """`V100-16GB has 7.0`, the other half of a sentence on compute capability."""
-    return words_of_capability(situation.device)
+    return words_of_capability(context.device)
 
 
-def _breaks_pin(situation: Situation, strategy: Strategy) -> bool:
-    pin = situation.job.pin
+def _breaks_pin(context: PlanningContext, strategy: Strategy) -> bool:
+    pin = context.job.pin
     return (
         pin.sharding not in (None, strategy.sharding)
         or pin.offload not in (None, strategy.offload)
@@ -206,8 +204,8 @@ def _breaks_pin(situation: Situation, strategy: Strategy) -> bool:
     )
 
 
-def _differing(situation: Situation, strategy: Strategy) -> list[str]:
-    pin = situation.job.pin
+def _differing(context: PlanningContext, strategy: Strategy) -> list[str]:
+    pin = context.job.pin
     axes = ("sharding", "offload", "optimizer", "precision")
     pinned = [(axis, member) for axis in axes if (member := getattr(pin, axis)) is not None]
     return [axis for axis, member in pinned if member != getattr(strategy, axis)]
@@ -224,10 +222,10 @@ _PINNED = Rule(
 
 
 def _of_rows(incompatibility: Incompatibility) -> Rule:
-    """An incompatibility as a rule of a row in a situation."""
+    """An incompatibility as a rule of a row in a context."""
 
-    def is_broken(situation: Situation, strategy: Strategy) -> bool:
-        found = _incompatibility(situation, strategy)
+    def is_broken(context: PlanningContext, strategy: Strategy) -> bool:
+        found = _incompatibility(context, strategy)
         return found is not None and found.name == incompatibility.name
 
     return Rule(

@@ -7,7 +7,7 @@ answer is a sentence with both numbers, and the setting that would lift the limi
 import math
 
 from trainer.planning.candidates import run_cost, run_hours
-from trainer.planning.context import Situation
+from trainer.planning.context import PlanningContext
 from trainer.spec.plan import Candidate, MemoryEstimate
 from trainer.spec.units import GIB, format_bytes, format_seconds
 from trainer.spec.value import Value
@@ -21,22 +21,22 @@ class Excess(Value, frozen=True, kw_only=True):
     is_host: bool = False  # host RAM, pinned or not
 
 
-def excess(situation: Situation, candidate: Candidate) -> Excess | None:
+def excess(context: PlanningContext, candidate: Candidate) -> Excess | None:
     """The first budget that `candidate` exceeds, or None where it stays within all of them."""
     return (
-        device_excess(situation, candidate.memory)
-        or _host_excess(situation, candidate)
-        or _nvme_excess(situation, candidate.memory)
-        or _time_excess(situation, run_hours(situation, candidate))
+        device_excess(context, candidate.memory)
+        or _host_excess(context, candidate)
+        or _nvme_excess(context, candidate.memory)
+        or _time_excess(context, run_hours(context, candidate))
     )
 
 
-def device_excess(situation: Situation, memory: MemoryEstimate) -> Excess | None:
+def device_excess(context: PlanningContext, memory: MemoryEstimate) -> Excess | None:
     """More than the device grants."""
     if memory.fits:
         return None
     return Excess(
-        reason=f"needs {format_bytes(memory.need_bytes)} {_each(situation)}; {situation.device_words}",
+        reason=f"needs {format_bytes(memory.need_bytes)} {_each(context)}; {context.device_words}",
         remedy=f"a device with {whole_gib(memory.need_bytes)} usable",
     )
 
@@ -46,16 +46,16 @@ def whole_gib(num_bytes: int) -> str:
     return f"{math.ceil(num_bytes / GIB)} GiB"
 
 
-def _each(situation: Situation) -> str:
-    return "a rank" if situation.is_cpu else "a GPU"
+def _each(context: PlanningContext) -> str:
+    return "a rank" if context.is_cpu else "a GPU"
 
 
-def _host_excess(situation: Situation, candidate: Candidate) -> Excess | None:
-    memory, host = candidate.memory, situation.hardware.host
-    need, granted = memory.pinned_bytes + memory.host_bytes, situation.host_ram_bytes
-    if situation.is_cpu or granted is None:
+def _host_excess(context: PlanningContext, candidate: Candidate) -> Excess | None:
+    memory, host = candidate.memory, context.hardware.host
+    need, granted = memory.pinned_bytes + memory.host_bytes, context.host_ram_bytes
+    if context.is_cpu or granted is None:
         return None  # a CPU's memory is its host RAM; where the RAM is unknown a rule has refused offload
-    is_capped = granted == situation.job.limits.host_ram
+    is_capped = granted == context.job.limits.host_ram
     if need > granted:
         return Excess(
             reason=f"needs {format_bytes(need)} of host RAM a node; {format_bytes(granted)} are granted",
@@ -72,10 +72,10 @@ def _host_excess(situation: Situation, candidate: Candidate) -> Excess | None:
     return None
 
 
-def _nvme_excess(situation: Situation, memory: MemoryEstimate) -> Excess | None:
+def _nvme_excess(context: PlanningContext, memory: MemoryEstimate) -> Excess | None:
     if not memory.nvme_bytes:
         return None
-    granted = situation.nvme_bytes
+    granted = context.nvme_bytes
     if granted is not None and memory.nvme_bytes <= granted:
         return None
     known = "its free space is unknown" if granted is None else f"{format_bytes(granted)} are granted"
@@ -85,8 +85,8 @@ def _nvme_excess(situation: Situation, memory: MemoryEstimate) -> Excess | None:
     )
 
 
-def _time_excess(situation: Situation, hours: float) -> Excess | None:
-    limits, cost = situation.job.limits, run_cost(situation, hours)
+def _time_excess(context: PlanningContext, hours: float) -> Excess | None:
+    limits, cost = context.job.limits, run_cost(context, hours)
     if hours > limits.hours:
         return Excess(
             reason=f"takes {format_seconds(hours * 3600)}; limits.hours is {limits.hours:g}",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from msgspec.structs import replace
 
 from trainer.planning.candidates import candidate_of
-from trainer.planning.context import Situation
+from trainer.planning.context import PlanningContext
 from trainer.planning.rules.rule import PAGED, may_run, refuse
 from trainer.planning.search.budget import excess
 from trainer.planning.search.remedies import remedy_for
@@ -55,48 +55,48 @@ class Ranking(Value, frozen=True, kw_only=True):
     smallest: dict[str, Candidate]
 
 
-def rank(situation: Situation, trials: Sequence[TrialResult] = ()) -> Ranking:
-    """All rows for the situation's method; remedies are left to `with_remedies`."""
+def rank(context: PlanningContext, trials: Sequence[TrialResult] = ()) -> Ranking:
+    """All rows for the context's method; remedies are left to `with_remedies`."""
     candidates: list[Candidate] = []
     rejections: list[Rejection] = []
     smallest: dict[str, Candidate] = {}
     for row in CATALOGUE:
-        refusal = refuse(situation, row)
+        refusal = refuse(context, row)
         if refusal is not None:
             rejections.append(
                 Rejection(strategy=row.name, reason=refusal.reason, remedy=refusal.instead, rule=refusal.rule)
             )
             continue
-        candidate = best_candidate(situation, row) or least_need(situation, row)
-        rejection = _rejection(situation, candidate, trials)
+        candidate = best_candidate(context, row) or least_need(context, row)
+        rejection = _rejection(context, candidate, trials)
         if rejection is None:
             candidates.append(candidate)
         else:
             rejections.append(rejection)
             smallest[row.name] = candidate
-    ordered = in_order(situation, candidates, trials)
+    ordered = in_order(context, candidates, trials)
     return Ranking(candidates=ordered, rejections=tuple(rejections), smallest=smallest)
 
 
-def survey(situation: Situation) -> Ranking:
-    """The best row for the situation's method, where only that is asked: one row a layout, exact ones first."""
-    rows = one_a_layout(CATALOGUE, lambda row: may_run(situation, row))
-    best, beyond = best_of(situation, rows)
+def survey(context: PlanningContext) -> Ranking:
+    """The best row for the context's method, where only that is asked: one row a layout, exact ones first."""
+    rows = one_a_layout(CATALOGUE, lambda row: may_run(context, row))
+    best, beyond = best_of(context, rows)
     candidates = () if best is None else (best,)
     smallest = (
         {}
         if best is not None
-        else beyond | {row.name: least_need(situation, row) for row in rows if row.name not in beyond}
+        else beyond | {row.name: least_need(context, row) for row in rows if row.name not in beyond}
     )
     return Ranking(candidates=candidates, rejections=(), smallest=smallest)
 
 
-def best_of(situation: Situation, rows: Iterable[Strategy]) -> tuple[Candidate | None, dict[str, Candidate]]:
+def best_of(context: PlanningContext, rows: Iterable[Strategy]) -> tuple[Candidate | None, dict[str, Candidate]]:
     """What `in_order` puts first of the rows, and those met on the way that fit the device and no other budget.
 
     By branch and bound: a row that cannot come within a per cent of the best so far is not searched.
     """
-    bounded = [(_least_rank(situation, row, starts := bounded_starts(situation, row)), row, starts) for row in rows]
+    bounded = [(_least_rank(context, row, starts := bounded_starts(context, row)), row, starts) for row in rows]
     candidates: list[Candidate] = []
     beyond: dict[str, Candidate] = {}
     settings: dict[str, Setting] = {}
@@ -104,57 +104,57 @@ def best_of(situation: Situation, rows: Iterable[Strategy]) -> tuple[Candidate |
     for (is_approximate, bound), row, starts in sorted(bounded, key=lambda entry: entry[0]):
         if best is not None and (is_approximate, bound) > (best[0], (1 + SAME_SPEED) * best[1]):
             break
-        setting = best_setting(situation, row, starts)
+        setting = best_setting(context, row, starts)
         if setting is None:
             continue
-        candidate = candidate_of(situation, setting)  # larger buffers change neither its time nor its host RAM
-        if excess(situation, candidate) is not None:
+        candidate = candidate_of(context, setting)  # larger buffers change neither its time nor its host RAM
+        if excess(context, candidate) is not None:
             beyond[row.name] = candidate
             continue
         candidates.append(candidate)
         settings[row.name] = setting
-        rank = is_approximate, _predicted_seconds(situation, candidate)
+        rank = is_approximate, _predicted_seconds(context, candidate)
         best = rank if best is None else min(best, rank)
     if not candidates:
         return None, beyond
-    first = in_order(situation, candidates)[0]
-    return with_grown_buckets(situation, settings[first.strategy.name]), beyond
+    first = in_order(context, candidates)[0]
+    return with_grown_buckets(context, settings[first.strategy.name]), beyond
 
 
-def _least_rank(situation: Situation, row: Strategy, starts: Sequence[Bounded]) -> tuple[bool, float]:
+def _least_rank(context: PlanningContext, row: Strategy, starts: Sequence[Bounded]) -> tuple[bool, float]:
     """What no setting of a row ranks before: approximate or not, and seconds as earlier runs correct them."""
-    factor = situation.corrections.of(row, situation.method).step.value
-    return not row.is_exact, starts[0].seconds * factor * handicap(situation, row)
+    factor = context.corrections.of(row, context.method).step.value
+    return not row.is_exact, starts[0].seconds * factor * handicap(context, row)
 
 
-def with_remedies(situation: Situation, ranking: Ranking) -> tuple[Rejection, ...]:
+def with_remedies(context: PlanningContext, ranking: Ranking) -> tuple[Rejection, ...]:
     """The rejections, each that memory decided with the smallest change that would make the row fit."""
     return tuple(
         rejection
         if (smallest := ranking.smallest.get(rejection.strategy)) is None
-        else replace(rejection, remedy=remedy_for(situation, smallest) or rejection.remedy)
+        else replace(rejection, remedy=remedy_for(context, smallest) or rejection.remedy)
         for rejection in ranking.rejections
     )
 
 
-def handicap(situation: Situation, row: Strategy) -> float:
+def handicap(context: PlanningContext, row: Strategy) -> float:
     """What the time of a row's candidate is multiplied by when it is ranked."""
-    pages_much = row.optimizer in PAGED and not situation.method.freezes_base
+    pages_much = row.optimizer in PAGED and not context.method.freezes_base
     sharded = SHARDING_HANDICAP if row.sharding.shards_optimizer else 1.0
     paged = PAGED_HANDICAP if pages_much else 1.0
     return sharded * paged * (OFFLOAD_HANDICAP if row.offload is not Offload.NONE else 1.0)
 
 
 def in_order(
-    situation: Situation, candidates: Iterable[Candidate], trials: Sequence[TrialResult] = ()
+    context: PlanningContext, candidates: Iterable[Candidate], trials: Sequence[TrialResult] = ()
 ) -> tuple[Candidate, ...]:
     """Best first."""
 
     def rank_of(candidate: Candidate) -> tuple[bool, bool, float]:
         measured = [trial.step_s for trial in _trials_of(candidate, trials) if trial.step_s is not None]
         if not measured:
-            return not candidate.strategy.is_exact, True, _predicted_seconds(situation, candidate)
-        return not candidate.strategy.is_exact, False, min(measured) * handicap(situation, candidate.strategy)
+            return not candidate.strategy.is_exact, True, _predicted_seconds(context, candidate)
+        return not candidate.strategy.is_exact, False, min(measured) * handicap(context, candidate.strategy)
 
     left = sorted(((rank_of(candidate), candidate) for candidate in candidates), key=lambda ranked: ranked[0])
     ordered: list[Candidate] = []
@@ -170,8 +170,8 @@ def in_order(
     return tuple(ordered)
 
 
-def _predicted_seconds(situation: Situation, candidate: Candidate) -> float:
-    return loss_handicap(candidate.loss) * candidate.speed.step_s * handicap(situation, candidate.strategy)
+def _predicted_seconds(context: PlanningContext, candidate: Candidate) -> float:
+    return loss_handicap(candidate.loss) * candidate.speed.step_s * handicap(context, candidate.strategy)
 
 
 def _machinery(candidate: Candidate) -> tuple[int, bool, int, int]:
@@ -196,9 +196,9 @@ def one_a_layout(
     return tuple(first.values())
 
 
-def _rejection(situation: Situation, candidate: Candidate, trials: Sequence[TrialResult]) -> Rejection | None:
+def _rejection(context: PlanningContext, candidate: Candidate, trials: Sequence[TrialResult]) -> Rejection | None:
     name = candidate.strategy.name
-    over = excess(situation, candidate)
+    over = excess(context, candidate)
     if over is not None:
         return Rejection(strategy=name, reason=over.reason, remedy=over.remedy)
     if any(trial.ran_out_of_memory for trial in _trials_of(candidate, trials)):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from msgspec.structs import replace
 
 from trainer.planning.candidates import candidate_of, setting_of, with_micro_batch
-from trainer.planning.context import Situation
+from trainer.planning.context import PlanningContext
 from trainer.planning.rules.rule import obstacle_to
 from trainer.planning.search.budget import excess
 from trainer.planning.search.settings_choices import MIN_CHUNK_TOKENS, smallest_buckets, updates_in_backward
@@ -24,20 +24,20 @@ from trainer.spec.strategy import Checkpointing, LossHead, Offload, Sharding
 MIN_GAIN = 0.02  # of the peak, to be worth a restart
 
 
-def fallbacks(situation: Situation, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+def fallbacks(context: PlanningContext, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Ordered settings for after an out of memory of `candidates[0]`."""
     chain = [candidates[0]]
-    setting = setting_of(situation, candidates[0])
+    setting = setting_of(context, candidates[0])
     while True:
-        lower = _next_lower(situation, setting, chain[-1])
+        lower = _next_lower(context, setting, chain[-1])
         if lower is None:
             break
         setting, candidate = lower
         chain.append(candidate)
     for other in candidates[1:]:
         if _keeps_the_update(other, candidates[0]) and _layout(other) not in {_layout(link) for link in chain}:
-            smallest = least_need(situation, other.strategy)
-            if _is_lower(smallest, chain[-1]) and excess(situation, smallest) is None:
+            smallest = least_need(context, other.strategy)
+            if _is_lower(smallest, chain[-1]) and excess(context, smallest) is None:
                 chain.append(smallest)
     return tuple(chain[1:])
 
@@ -51,11 +51,11 @@ def _layout(candidate: Candidate) -> tuple[Sharding, Offload]:
     return candidate.strategy.sharding, candidate.strategy.offload
 
 
-def _next_lower(situation: Situation, setting: Setting, last: Candidate) -> tuple[Setting, Candidate] | None:
-    for smaller in _smaller_settings(situation, setting):
-        if obstacle_to(situation, smaller) is not None:
+def _next_lower(context: PlanningContext, setting: Setting, last: Candidate) -> tuple[Setting, Candidate] | None:
+    for smaller in _smaller_settings(context, setting):
+        if obstacle_to(context, smaller) is not None:
             continue
-        candidate = candidate_of(situation, smaller)
+        candidate = candidate_of(context, smaller)
         # Half a micro batch also answers activations that were predicted too low: any gain will do.
         if _is_lower(candidate, last, gain=0 if smaller.micro_batch < setting.micro_batch else MIN_GAIN):
             return smaller, candidate
@@ -69,14 +69,14 @@ def _is_lower(candidate: Candidate, last: Candidate, *, gain: float = MIN_GAIN) 
     )
 
 
-def _smaller_settings(situation: Situation, setting: Setting) -> Iterator[Setting]:
+def _smaller_settings(context: PlanningContext, setting: Setting) -> Iterator[Setting]:
     """One step down on each axis that a pin leaves free, the cheapest first."""
-    pin = situation.job.pin
-    is_one = pin.micro_batch is not None or updates_in_backward(situation, setting.strategy)
+    pin = context.job.pin
+    is_one = pin.micro_batch is not None or updates_in_backward(context, setting.strategy)
     micro_batch = 1 if is_one else setting.micro_batch
     while micro_batch > 1:  # the first halves may need more: gradients that add up take room of their own
         micro_batch //= 2
-        yield with_micro_batch(situation, setting, micro_batch)
+        yield with_micro_batch(context, setting, micro_batch)
     if setting.checkpointing in (Checkpointing.NONE, Checkpointing.SELECTIVE) and pin.checkpointing is None:
         yield replace(setting, checkpointing=Checkpointing.FULL)
     if setting.loss is LossHead.EAGER and pin.loss is None:
@@ -84,8 +84,8 @@ def _smaller_settings(situation: Situation, setting: Setting) -> Iterator[Settin
     if setting.loss_chunk_tokens is not None and setting.loss_chunk_tokens > MIN_CHUNK_TOKENS:
         half = min(setting.loss_chunk_tokens, setting.tokens_per_micro_batch) // 2
         yield replace(setting, loss_chunk_tokens=max(MIN_CHUNK_TOKENS, half))
-    least = smallest_buckets(situation.shape, setting.strategy)
+    least = smallest_buckets(context.shape, setting.strategy)
     if setting.buckets != least:
         yield replace(setting, buckets=least)
     if setting.accumulation > 1 and pin.micro_batch is None:  # a share at once keeps no gradients beside its own
-        yield with_micro_batch(situation, setting, situation.sequences_per_rank)
+        yield with_micro_batch(context, setting, context.sequences_per_rank)

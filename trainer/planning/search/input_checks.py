@@ -6,7 +6,7 @@ pins that this machine or this version cannot serve.
 
 from collections.abc import Sequence
 
-from trainer.planning.context import Situation
+from trainer.planning.context import PlanningContext
 from trainer.planning.rules.combination import first_broken
 from trainer.planning.rules.incompatible_rows import LAYOUTS
 from trainer.planning.rules.incompatible_settings import SETTINGS
@@ -65,20 +65,20 @@ def asks_every_row_first(job: Job, data: DataProfile) -> bool:
     return data.is_stream and objective_of(job.train.objective, data.format) is Objective.DPO
 
 
-def check_pins(situation: Situation) -> None:
+def check_pins(context: PlanningContext) -> None:
     """InputError for a pin that leaves no row, with the rule that is in the way."""
-    problems = [*_setting_problems(situation), *_micro_batch_problems(situation)]
+    problems = [*_setting_problems(context), *_micro_batch_problems(context)]
     if problems:
         raise InputProblemsError(problems)
-    pins = _pins(situation, _ROW_AXES)
+    pins = _pins(context, _ROW_AXES)
     words = ", ".join(f"pin.{axis}: {member}" for axis, member in pins.items())
     rows = [row for row in CATALOGUE if all(getattr(row, axis) == member for axis, member in pins.items())]
     if not rows:
-        raise InputError(f"{words}: there is no such strategy; {_what_there_is(pins)}{_why_there_is_none(situation)}")
-    settings = {axis: _written(member) for axis, member in _pins(situation, _SETTING_AXES).items()}
+        raise InputError(f"{words}: there is no such strategy; {_what_there_is(pins)}{_why_there_is_none(context)}")
+    settings = {axis: _written(member) for axis, member in _pins(context, _SETTING_AXES).items()}
     if not pins and not settings:
         return
-    refusals = [refusal for row in rows if (refusal := refuse(situation, row))]
+    refusals = [refusal for row in rows if (refusal := refuse(context, row))]
     if len(refusals) == len(rows):
         refusal = most_telling(refusals)
         instead = f"; use {refusal.instead}" if refusal.instead else ""
@@ -89,8 +89,8 @@ def check_pins(situation: Situation) -> None:
         raise InputError(f"{words} cannot be taken: {refusal.reason}{instead}")
 
 
-def _pins(situation: Situation, axes: Sequence[str]) -> dict[str, object]:
-    return {axis: member for axis in axes if (member := getattr(situation.job.pin, axis)) is not None}
+def _pins(context: PlanningContext, axes: Sequence[str]) -> dict[str, object]:
+    return {axis: member for axis in axes if (member := getattr(context.job.pin, axis)) is not None}
 
 
 def _written(member: object) -> object:
@@ -124,35 +124,35 @@ def _vocabulary_problems(shape: ModelShape, data: DataProfile) -> list[str]:
     ]
 
 
-def _setting_problems(situation: Situation) -> list[str]:
-    pin = situation.job.pin
-    problems, blocks = [], situation.shape.num_layers
-    every = every_n(situation, pin.checkpointing) if pin.checkpointing is not None else None
+def _setting_problems(context: PlanningContext) -> list[str]:
+    pin = context.job.pin
+    problems, blocks = [], context.shape.num_layers
+    every = every_n(context, pin.checkpointing) if pin.checkpointing is not None else None
     if every is not None and every > blocks:
         problems.append(f"pin.checkpointing_n is {every}; the model has {blocks} blocks: {blocks} or less")
-    if pin.attention is not None and pin.attention not in situation.shape.attentions:
-        problems.append(f"pin.attention: {pin.attention} cannot be taken: {attention_words(situation.shape)}")
+    if pin.attention is not None and pin.attention not in context.shape.attentions:
+        problems.append(f"pin.attention: {pin.attention} cannot be taken: {attention_words(context.shape)}")
     elif pin.attention is Attention.FLASH:
-        obstacle = obstacle_to_flash(situation, pin.precision or Precision.BF16_MIXED)
-        could_be_allowed = situation.job.model.flash_kernel is None and obstacle == missing_flash(situation)
+        obstacle = obstacle_to_flash(context, pin.precision or Precision.BF16_MIXED)
+        could_be_allowed = context.job.model.flash_kernel is None and obstacle == missing_flash(context)
         instead = "use sdpa, or name a prebuilt one in model.flash_kernel" if could_be_allowed else "use sdpa"
         problems += [f"pin.attention: flash cannot be taken: {obstacle}; {instead}"] if obstacle else []
     return problems
 
 
-def _micro_batch_problems(situation: Situation) -> list[str]:
-    pinned, sequences = situation.job.pin.micro_batch, situation.schedule.sequences_per_step
-    if pinned is None or pinned <= situation.sequences_per_rank:
+def _micro_batch_problems(context: PlanningContext) -> list[str]:
+    pinned, sequences = context.job.pin.micro_batch, context.schedule.sequences_per_step
+    if pinned is None or pinned <= context.sequences_per_rank:
         return []
     return [
         f"pin.micro_batch is {pinned}; a step has {sequences} sequences (train.tokens_per_step / train.seq_len) for "
-        f"{situation.num_ranks} ranks: {situation.sequences_per_rank} or less"
+        f"{context.num_ranks} ranks: {context.sequences_per_rank} or less"
     ]
 
 
-def _why_there_is_none(situation: Situation) -> str:
+def _why_there_is_none(context: PlanningContext) -> str:
     """The rule that keeps what is pinned out of the catalogue; nothing where more than one pin is open."""
-    pin = situation.job.pin
+    pin = context.job.pin
     if pin.sharding is None:
         return ""
     is_adam = pin.optimizer is None and pin.offload not in (None, Offload.NONE) and pin.sharding.uses_deepspeed
@@ -164,7 +164,7 @@ def _why_there_is_none(situation: Situation) -> str:
         precision=pin.precision or Precision.BF16_MIXED,
         is_exact=False,
     )
-    combination = pinned_combination(situation, strategy)
+    combination = pinned_combination(context, strategy)
     broken = first_broken(LAYOUTS, combination)
     return "" if broken is None else f": {broken.reason_of(combination)}; use {broken.instead_of(combination)}"
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from trainer.planning.calibrate import NO_CORRECTIONS
 from trainer.planning.candidates import candidate_of, predicted_memory, predicted_speed, with_micro_batch
-from trainer.planning.context import Situation
+from trainer.planning.context import PlanningContext
 from trainer.planning.rules.rule import may_run, obstacle_to
 from trainer.planning.search.budget import excess
 from trainer.planning.search.choice import OFFLOAD_HANDICAP, one_a_layout, survey
@@ -57,62 +57,60 @@ class Rung(Value, frozen=True, kw_only=True):
         return self.slowdown * (OFFLOAD_HANDICAP if offloads else 1.0)
 
 
-def longest_sequences(situations: Mapping[Method, Situation]) -> tuple[Rung, ...]:
+def longest_sequences(contexts: Mapping[Method, PlanningContext]) -> tuple[Rung, ...]:
     """The longest sequences that fit at micro batch 1, by method, in multiples of `SEQ_UNIT`."""
-    return _ladders(situations, _longest)
+    return _ladders(contexts, _longest)
 
 
-def largest_batches(situations: Mapping[Method, Situation]) -> tuple[Rung, ...]:
+def largest_batches(contexts: Mapping[Method, PlanningContext]) -> tuple[Rung, ...]:
     """The largest micro batches that fit at the job's sequence length, by method."""
-    return _ladders(situations, _largest_batch)
+    return _ladders(contexts, _largest_batch)
 
 
-def largest_models(situations: Mapping[Method, Situation], presets: Mapping[str, ModelShape]) -> tuple[Rung, ...]:
+def largest_models(contexts: Mapping[Method, PlanningContext], presets: Mapping[str, ModelShape]) -> tuple[Rung, ...]:
     """The largest preset that fits, by method."""
-    found = (_largest_model(_without_deadline(situation), presets) for situation in situations.values())
+    found = (_largest_model(_without_deadline(context), presets) for context in contexts.values())
     return tuple(rung for rung in found if rung is not None)
 
 
-def _without_deadline(situation: Situation) -> Situation:
-    """The situation with all the time there is, and every row as long as it may be."""
-    job = situation.job
+def _without_deadline(context: PlanningContext) -> PlanningContext:
+    """The context with all the time there is, and every row as long as it may be."""
+    job = context.job
     free = replace(job, limits=replace(job.limits, hours=math.inf, cost=None))
-    data = situation.data if situation.data is not None and situation.data.is_packed else None
-    return replace(situation, job=free, data=data)
+    data = context.data if context.data is not None and context.data.is_packed else None
+    return replace(context, job=free, data=data)
 
 
 def _ladders(
-    situations: Mapping[Method, Situation], reach: Callable[[Situation, Setting], Setting | None]
+    contexts: Mapping[Method, PlanningContext], reach: Callable[[PlanningContext, Setting], Setting | None]
 ) -> tuple[Rung, ...]:
     return tuple(
         rung
-        for situation in situations.values()
-        for rung in _with_slowdowns(_frontier(_reached(_without_deadline(situation), reach)))
+        for context in contexts.values()
+        for rung in _with_slowdowns(_frontier(_reached(_without_deadline(context), reach)))
     )
 
 
-def _reached(situation: Situation, reach: Callable[[Situation, Setting], Setting | None]) -> list[Rung]:
+def _reached(context: PlanningContext, reach: Callable[[PlanningContext, Setting], Setting | None]) -> list[Rung]:
     """What each mechanism that the job allows reaches."""
-    rows = [row for row in CATALOGUE if may_run(situation, row)]
+    rows = [row for row in CATALOGUE if may_run(context, row)]
     starts = [
         replace(
-            first_setting(situation, row, checkpointing=checkpointing, loss=losses(situation)[0]),
+            first_setting(context, row, checkpointing=checkpointing, loss=losses(context)[0]),
             activation_offload=offloads,
         )
         for row in one_a_layout(rows)
-        for checkpointing in checkpointings(situation)
-        for offloads in activation_offloads(situation)
+        for checkpointing in checkpointings(context)
+        for offloads in activation_offloads(context)
     ]
-    settings = [setting for start in starts if (setting := reach(situation, start)) is not None]
+    settings = [setting for start in starts if (setting := reach(context, start)) is not None]
     is_sequence = reach is _longest
     return [
         Rung(
-            method=situation.method,
+            method=context.method,
             size=setting.seq_len if is_sequence else setting.micro_batch,
-            candidate=candidate_of(situation, setting),
-            slowdown=_seconds_per_token(
-                situation, setting if not is_sequence else _at_the_jobs_length(situation, setting)
-            ),
+            candidate=candidate_of(context, setting),
+            slowdown=_seconds_per_token(context, setting if not is_sequence else _at_the_jobs_length(context, setting)),
         )
         for setting in settings
     ]
@@ -140,39 +138,39 @@ def _with_slowdowns(rungs: Sequence[Rung]) -> list[Rung]:
     return [replace(rung, slowdown=rung.slowdown / fastest) for rung in rungs]
 
 
-def _seconds_per_token(situation: Situation, setting: Setting) -> float:
-    return 1 / predicted_speed(situation, setting).tokens_per_s_per_gpu
+def _seconds_per_token(context: PlanningContext, setting: Setting) -> float:
+    return 1 / predicted_speed(context, setting).tokens_per_s_per_gpu
 
 
-def _at_the_jobs_length(situation: Situation, setting: Setting) -> Setting:
-    return with_micro_batch(situation, replace(setting, seq_len=situation.job.train.seq_len), 1)
+def _at_the_jobs_length(context: PlanningContext, setting: Setting) -> Setting:
+    return with_micro_batch(context, replace(setting, seq_len=context.job.train.seq_len), 1)
 
 
-def _longest(situation: Situation, start: Setting) -> Setting | None:
-    tokens, num_ranks = situation.schedule.tokens_per_step, situation.num_ranks
+def _longest(context: PlanningContext, start: Setting) -> Setting | None:
+    tokens, num_ranks = context.schedule.tokens_per_step, context.num_ranks
 
     def at(seq_len: int) -> Setting:
         sequences = max(1, tokens // seq_len)
         return replace(start, micro_batch=1, seq_len=seq_len, accumulation=-(-sequences // num_ranks))
 
     at_once = (tokens // (num_ranks + 1) // SEQ_UNIT + 1) * SEQ_UNIT  # from here on a rank has one sequence a step
-    return _largest_fitting(situation, at, first_at_once=max(SEQ_UNIT, at_once), unit=SEQ_UNIT, limit=MAX_SEQ_LEN)
+    return _largest_fitting(context, at, first_at_once=max(SEQ_UNIT, at_once), unit=SEQ_UNIT, limit=MAX_SEQ_LEN)
 
 
-def _largest_batch(situation: Situation, start: Setting) -> Setting | None:
+def _largest_batch(context: PlanningContext, start: Setting) -> Setting | None:
     def at(micro_batch: int) -> Setting:
-        return with_micro_batch(situation, start, micro_batch)
+        return with_micro_batch(context, start, micro_batch)
 
-    return _largest_fitting(situation, at, first_at_once=situation.sequences_per_rank, unit=1, limit=MAX_MICRO_BATCH)
+    return _largest_fitting(context, at, first_at_once=context.sequences_per_rank, unit=1, limit=MAX_MICRO_BATCH)
 
 
 def _largest_fitting(
-    situation: Situation, at: Callable[[int], Setting], *, first_at_once: int, unit: int, limit: int
+    context: PlanningContext, at: Callable[[int], Setting], *, first_at_once: int, unit: int, limit: int
 ) -> Setting | None:
     """The largest size that fits: a share taken at once is searched first, then smaller ones that add up."""
     for low, high in ((first_at_once, limit), (unit, first_at_once - unit)):
-        if low <= high and _fits(situation, at(low)):
-            return at(_bisect(lambda size: _fits(situation, at(size)), low, high, unit))
+        if low <= high and _fits(context, at(low)):
+            return at(_bisect(lambda size: _fits(context, at(size)), low, high, unit))
     return None
 
 
@@ -189,19 +187,19 @@ def _bisect(fits: Callable[[int], bool], low: int, high: int, unit: int) -> int:
     return low
 
 
-def _fits(situation: Situation, setting: Setting) -> bool:
-    return obstacle_to(situation, setting) is None and excess(situation, candidate_of(situation, setting)) is None
+def _fits(context: PlanningContext, setting: Setting) -> bool:
+    return obstacle_to(context, setting) is None and excess(context, candidate_of(context, setting)) is None
 
 
-def _largest_model(situation: Situation, presets: Mapping[str, ModelShape]) -> Rung | None:
-    seq_len = situation.job.train.seq_len
+def _largest_model(context: PlanningContext, presets: Mapping[str, ModelShape]) -> Rung | None:
+    seq_len = context.job.train.seq_len
     takes = {name: shape for name, shape in presets.items() if seq_len <= (shape.max_positions or seq_len)}
     for name, shape in sorted(takes.items(), key=lambda preset: -preset[1].num_parameters):
-        asked = replace(situation, shape=shape, corrections=NO_CORRECTIONS)
+        asked = replace(context, shape=shape, corrections=NO_CORRECTIONS)
         ranking = survey(asked) if _may_fit(asked) else None
         if ranking is not None and ranking.candidates:
             return Rung(
-                method=situation.method,
+                method=context.method,
                 size=shape.num_parameters,
                 candidate=ranking.candidates[0],
                 slowdown=1.0,
@@ -210,22 +208,22 @@ def _largest_model(situation: Situation, presets: Mapping[str, ModelShape]) -> R
     return None
 
 
-def _may_fit(situation: Situation) -> bool:
+def _may_fit(context: PlanningContext) -> bool:
     """Whether any row's smallest setting fits the device: most presets are passed over by this alone."""
-    rows = [row for row in CATALOGUE if may_run(situation, row)]
-    sizes = micro_batches(situation)
+    rows = [row for row in CATALOGUE if may_run(context, row)]
+    sizes = micro_batches(context)
     return any(
-        predicted_memory(situation, with_micro_batch(situation, start, micro_batch)).fits
+        predicted_memory(context, with_micro_batch(context, start, micro_batch)).fits
         for row in one_a_layout(rows)
-        for start in (_smallest_start(situation, row),)
+        for start in (_smallest_start(context, row),)
         for micro_batch in {sizes[0], sizes[-1]}
     )
 
 
-def _smallest_start(situation: Situation, row: Strategy) -> Setting:
-    start = first_setting(situation, row, checkpointing=checkpointings(situation)[0], loss=losses(situation)[0])
+def _smallest_start(context: PlanningContext, row: Strategy) -> Setting:
+    start = first_setting(context, row, checkpointing=checkpointings(context)[0], loss=losses(context)[0])
     return replace(
         start,
-        activation_offload=activation_offloads(situation)[-1],
-        loss_chunk_tokens=chunk_sizes(situation.shape, start.loss)[-1],
+        activation_offload=activation_offloads(context)[-1],
+        loss_chunk_tokens=chunk_sizes(context.shape, start.loss)[-1],
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from trainer.planning.context import Situation
+from trainer.planning.context import PlanningContext
 from trainer.planning.search.budget import excess
 from trainer.planning.search.choice import Ranking
 from trainer.planning.search.run_totals import run_totals
@@ -11,28 +11,28 @@ from trainer.spec.strategy import Method
 
 
 def method_rows(
-    situations: Mapping[Method, Situation], rankings: Mapping[Method, Ranking], taken: Method | None
+    contexts: Mapping[Method, PlanningContext], rankings: Mapping[Method, Ranking], taken: Method | None
 ) -> tuple[MethodRow, ...]:
     """One line for each method, from the most to the least faithful."""
-    return tuple(_method_row(situations[method], rankings[method], is_taken=method is taken) for method in Method)
+    return tuple(_method_row(contexts[method], rankings[method], is_taken=method is taken) for method in Method)
 
 
-def _method_row(situation: Situation, ranking: Ranking, *, is_taken: bool) -> MethodRow:
+def _method_row(context: PlanningContext, ranking: Ranking, *, is_taken: bool) -> MethodRow:
     best = ranking.candidates[0] if ranking.candidates else _nearest(ranking)
     if best is None:
         return MethodRow(
-            method=situation.method,
+            method=context.method,
             memory_bytes=None,
             hours=None,
             gpu_hours=None,
             cost=None,
             verdict="no strategy of this machine can take it",
         )
-    over = excess(situation, best)
+    over = excess(context, best)
     obstacle = "fits" if over is None else over.reason if best.memory.fits else "does not fit"
-    totals = run_totals(situation, best) if best.memory.fits else None
+    totals = run_totals(context, best) if best.memory.fits else None
     return MethodRow(
-        method=situation.method,
+        method=context.method,
         memory_bytes=best.memory.need_bytes,
         hours=None if totals is None else totals.hours,
         gpu_hours=None if totals is None else totals.gpu_hours,

@@ -11,7 +11,7 @@ from itertools import cycle, islice
 from msgspec.structs import replace
 
 from trainer.planning.candidates import run_cost, run_hours
-from trainer.planning.context import Situation
+from trainer.planning.context import PlanningContext
 from trainer.planning.device import device_of
 from trainer.planning.rules.rule import refuse
 from trainer.planning.search.budget import Excess, excess, whole_gib
@@ -30,52 +30,52 @@ _ANY_HOST_RAM_BYTES = 2**60
 _ALLOWANCES = (Allowance.OFFLOAD_CPU, Allowance.BF16_WEIGHTS, Allowance.OPTIMIZER_8BIT, Allowance.OPTIMIZER_APPROX)
 
 
-def remedy_for(situation: Situation, smallest: Candidate) -> str | None:
+def remedy_for(context: PlanningContext, smallest: Candidate) -> str | None:
     """The smallest change that would let a row within the budget of memory that its smallest setting exceeds."""
     if not smallest.memory.fits:
-        return memory_remedy(situation, smallest)
-    over = excess(situation, smallest)
-    fewer = _fewer_devices(situation, smallest) if over is not None and over.is_host else None
+        return memory_remedy(context, smallest)
+    over = excess(context, smallest)
+    fewer = _fewer_devices(context, smallest) if over is not None and over.is_host else None
     return f"{over.remedy}, or with {fewer}" if over is not None and fewer is not None else None
 
 
-def memory_remedy(situation: Situation, smallest: Candidate) -> str:
+def memory_remedy(context: PlanningContext, smallest: Candidate) -> str:
     """The smallest change that makes the smallest setting of a row fit its device."""
     for change in (_shorter_sequences, _more_devices):
-        answer = change(situation, smallest.strategy)
+        answer = change(context, smallest.strategy)
         if answer is not None:
             return answer
     need = whole_gib(smallest.memory.need_bytes)
-    hardware = situation.hardware
-    if hardware.vram_cap_bytes is not None and not situation.is_cpu:
+    hardware = context.hardware
+    if hardware.vram_cap_bytes is not None and not context.is_cpu:
         uncapped = device_of(replace(hardware, vram_cap_bytes=None))
         if smallest.memory.need_bytes <= uncapped.usable_bytes:
             return f"limits.vram (or --vram): {need}"
     return f"a device with {need} usable"
 
 
-def nothing_fits(situation: Situation, smallest: Sequence[Candidate], methods: Sequence[MethodRow]) -> NothingFitsError:
+def nothing_fits(
+    context: PlanningContext, smallest: Sequence[Candidate], methods: Sequence[MethodRow]
+) -> NothingFitsError:
     """The error that names what is missing and the smallest change; `smallest` holds each row's least setting."""
-    size = format_count(situation.shape.num_parameters)
-    model = f"{situation.method} training of {size} parameters"
+    size = format_count(context.shape.num_parameters)
+    model = f"{context.method} training of {size} parameters"
     fitting = [candidate for candidate in smallest if candidate.memory.fits]
-    changes = list(islice(_job_changes(situation), 1))
+    changes = list(islice(_job_changes(context), 1))
     if fitting:
-        timely = [candidate for candidate in fitting if excess(_untimed(situation), candidate) is None]
-        nearest = min(timely or fitting, key=lambda candidate: run_hours(situation, candidate))
-        over = excess(situation, nearest)
+        timely = [candidate for candidate in fitting if excess(_untimed(context), candidate) is None]
+        nearest = min(timely or fitting, key=lambda candidate: run_hours(context, candidate))
+        over = excess(context, nearest)
         assert over is not None, "a row within every budget is a candidate"
         first = f"nothing fits: {model} ({nearest.strategy.name}) {over.reason}"
-        changes.append(
-            " and ".join((remedy_for(situation, nearest) or over.remedy, *_more_time(situation, nearest, over)))
-        )
+        changes.append(" and ".join((remedy_for(context, nearest) or over.remedy, *_more_time(context, nearest, over))))
     else:
         nearest = min(smallest, key=lambda candidate: candidate.memory.need_bytes)
         need = format_bytes(nearest.memory.need_bytes)
-        first = f"nothing fits: {model} needs at least {need} ({nearest.strategy.name}); {situation.device_words}"
-        changes.append(memory_remedy(situation, nearest))
+        first = f"nothing fits: {model} needs at least {need} ({nearest.strategy.name}); {context.device_words}"
+        changes.append(memory_remedy(context, nearest))
         held = replace(nearest, memory=replace(nearest.memory, usable_bytes=nearest.memory.need_bytes))
-        over = excess(situation, held)  # a device that holds it is no answer where the host does not
+        over = excess(context, held)  # a device that holds it is no answer where the host does not
         if over is not None and over.is_host:
             changes[-1] += f" and {over.remedy}"
     lines = [first, f"smallest change that would fit: {', or '.join(changes)}"]
@@ -85,16 +85,16 @@ def nothing_fits(situation: Situation, smallest: Sequence[Candidate], methods: S
     return NothingFitsError("\n".join(lines))
 
 
-def _untimed(situation: Situation) -> Situation:
+def _untimed(context: PlanningContext) -> PlanningContext:
     """The same job without a limit on hours and money: what then exceeds a budget needs another machine."""
-    limits = replace(situation.job.limits, hours=math.inf, cost=None)
-    return replace(situation, job=replace(situation.job, limits=limits))
+    limits = replace(context.job.limits, hours=math.inf, cost=None)
+    return replace(context, job=replace(context.job, limits=limits))
 
 
-def _more_time(situation: Situation, candidate: Candidate, first: Excess) -> Iterator[str]:
+def _more_time(context: PlanningContext, candidate: Candidate, first: Excess) -> Iterator[str]:
     """Limits on hours and money that are exceeded besides the `first` budget."""
-    limits, hours = situation.job.limits, run_hours(situation, candidate)
-    cost = run_cost(situation, hours)
+    limits, hours = context.job.limits, run_hours(context, candidate)
+    cost = run_cost(context, hours)
     named = first.remedy.partition(":")[0]
     if hours > limits.hours and named != "limits.hours":
         yield f"limits.hours: {math.ceil(hours)}"
@@ -102,15 +102,15 @@ def _more_time(situation: Situation, candidate: Candidate, first: Excess) -> Ite
         yield f"limits.cost: {math.ceil(cost)}"
 
 
-def _shorter_sequences(situation: Situation, strategy: Strategy) -> str | None:
+def _shorter_sequences(context: PlanningContext, strategy: Strategy) -> str | None:
     """Sequences half or a quarter as long; a step has the more of them."""
-    job, schedule = situation.job, situation.schedule
+    job, schedule = context.job, context.schedule
     for divisor in (2, 4):
         seq_len = job.train.seq_len // divisor
         if seq_len < _MIN_SEQ_LEN:
             return None
         shorter = replace(
-            situation,
+            context,
             job=replace(job, train=replace(job.train, seq_len=seq_len)),
             schedule=replace(schedule, sequences_per_step=schedule.tokens_per_step // seq_len),
         )
@@ -119,69 +119,69 @@ def _shorter_sequences(situation: Situation, strategy: Strategy) -> str | None:
     return None
 
 
-def _more_devices(situation: Situation, strategy: Strategy) -> str | None:
+def _more_devices(context: PlanningContext, strategy: Strategy) -> str | None:
     """More nodes of the same kind, or more devices in the one node; only where state is spread over ranks."""
-    if situation.is_cpu or not strategy.sharding.shards_optimizer:
+    if context.is_cpu or not strategy.sharding.shards_optimizer:
         return None
     factor = 2
     while factor <= _MAX_DEVICE_FACTOR:
-        more = _with_ranks(situation, factor * situation.num_ranks)
+        more = _with_ranks(context, factor * context.num_ranks)
         if can_fit(more, strategy):
             return f"{more.num_ranks} such GPUs"
         factor *= 2
     return None
 
 
-def _fewer_devices(situation: Situation, smallest: Candidate) -> str | None:
+def _fewer_devices(context: PlanningContext, smallest: Candidate) -> str | None:
     """Fewer ranks of one node: each loads the model into the host's RAM."""
-    if situation.hardware.num_nodes > 1:
+    if context.hardware.num_nodes > 1:
         return None
-    num_ranks = situation.num_ranks // 2
+    num_ranks = context.num_ranks // 2
     while num_ranks >= 2:
-        hardware = replace(situation.hardware, gpus=situation.hardware.gpus[:num_ranks])
-        fewer = replace(situation, hardware=hardware, device=replace(situation.device, devices_per_node=num_ranks))
+        hardware = replace(context.hardware, gpus=context.hardware.gpus[:num_ranks])
+        fewer = replace(context, hardware=hardware, device=replace(context.device, devices_per_node=num_ranks))
         if excess(fewer, least_need(fewer, smallest.strategy)) is None:
             return f"{num_ranks} of the GPUs (--gpus {','.join(map(str, range(num_ranks)))})"
         num_ranks //= 2
     return None
 
 
-def _with_ranks(situation: Situation, num_ranks: int) -> Situation:
+def _with_ranks(context: PlanningContext, num_ranks: int) -> PlanningContext:
     """The same job on `num_ranks` GPUs of the same kind or more: several nodes are full, of at least eight each."""
-    hardware = situation.hardware
+    hardware = context.hardware
     per_node = min(num_ranks, max(8, hardware.num_devices_per_node))
     num_nodes = -(-num_ranks // per_node)
     gpus = tuple(islice(cycle(hardware.gpus), per_node))
     return replace(
-        situation,
+        context,
         hardware=replace(hardware, gpus=gpus, num_nodes=num_nodes),
-        device=replace(situation.device, num_nodes=num_nodes, devices_per_node=per_node),
+        device=replace(context.device, num_nodes=num_nodes, devices_per_node=per_node),
     )
 
 
-def _job_changes(situation: Situation) -> Iterator[str]:
+def _job_changes(context: PlanningContext) -> Iterator[str]:
     """Settings of the job file that alone would let something fit."""
-    job = situation.job
-    if situation.host_ram_bytes is None and not situation.is_cpu:
-        need = _host_ram_need(situation)
+    job = context.job
+    if context.host_ram_bytes is None and not context.is_cpu:
+        need = _host_ram_need(context)
         if need is not None:
             yield f"limits.host_ram: {whole_gib(need)}, if a node has it"
     for field in Pin.__struct_fields__:
         if getattr(job.pin, field) is not None:
             loose = replace(job, pin=replace(job.pin, **{field: None}))
-            if _anything_fits(replace(situation, job=loose), CATALOGUE):
+            if _anything_fits(replace(context, job=loose), CATALOGUE):
                 yield f"leave out pin.{field}"
     for allowance in _ALLOWANCES:
         if allowance not in job.allow:
             allowed = replace(job, allow=(*job.allow, allowance))
-            if _anything_fits(replace(situation, job=allowed), CATALOGUE):
+            if _anything_fits(replace(context, job=allowed), CATALOGUE):
                 yield f"allow: [{', '.join((*job.allow, allowance))}]"
 
 
-def _host_ram_need(situation: Situation) -> int | None:
+def _host_ram_need(context: PlanningContext) -> int | None:
     """The least host RAM of a node in which something fits, where nobody said how much there is."""
-    job = situation.job
-    told = replace(situation, job=replace(job, limits=replace(job.limits, host_ram=_ANY_HOST_RAM_BYTES)))
+    job = context.job
+    told = replace(context, job=replace(job, limits=replace(job.limits, host_ram=_ANY_HOST_RAM_BYTES)))
     runnable = (row for row in CATALOGUE if refuse(told, row) is None)
     found = [candidate for row in runnable if (candidate := best_candidate(told, row)) is not None]
     needs = [
@@ -192,7 +192,7 @@ def _host_ram_need(situation: Situation) -> int | None:
     return min(needs, default=None)
 
 
-def _anything_fits(situation: Situation, rows: Iterable[Strategy]) -> bool:
-    runnable = (row for row in rows if refuse(situation, row) is None)
-    found = (best_candidate(situation, row) for row in runnable)
-    return any(candidate is not None and excess(situation, candidate) is None for candidate in found)
+def _anything_fits(context: PlanningContext, rows: Iterable[Strategy]) -> bool:
+    runnable = (row for row in rows if refuse(context, row) is None)
+    found = (best_candidate(context, row) for row in runnable)
+    return any(candidate is not None and excess(context, candidate) is None for candidate in found)

@@ -5,7 +5,7 @@ cooling, no losses), the host not counted. A run that waits for memory or a netw
 """
 
 from trainer.planning.candidates import run_cost, run_hours
-from trainer.planning.context import Situation
+from trainer.planning.context import PlanningContext
 from trainer.spec.plan import Candidate
 from trainer.spec.value import Value
 
@@ -22,21 +22,21 @@ class RunTotals(Value, frozen=True, kw_only=True):
     tokens_per_s: float  # of the data, by all devices together
 
 
-def run_totals(situation: Situation, candidate: Candidate) -> RunTotals:
+def run_totals(context: PlanningContext, candidate: Candidate) -> RunTotals:
     """What the run of `candidate` takes."""
-    hours = run_hours(situation, candidate)
-    gpu_hours = None if situation.is_cpu else hours * situation.num_ranks
-    watts = situation.device.board_watts
+    hours = run_hours(context, candidate)
+    gpu_hours = None if context.is_cpu else hours * context.num_ranks
+    watts = context.device.board_watts
     return RunTotals(
         hours=hours,
         gpu_hours=gpu_hours,
         kwh=None if gpu_hours is None or watts is None else gpu_hours * watts / 1000,
-        cost=run_cost(situation, hours),
-        tokens_per_s=candidate.speed.tokens_per_s_per_gpu * situation.num_ranks * _filled_share(situation, candidate),
+        cost=run_cost(context, hours),
+        tokens_per_s=candidate.speed.tokens_per_s_per_gpu * context.num_ranks * _filled_share(context, candidate),
     )
 
 
-def _filled_share(situation: Situation, candidate: Candidate) -> float:
+def _filled_share(context: PlanningContext, candidate: Candidate) -> float:
     """Rows of a step that hold data: where the global batch does not divide evenly the others are empty."""
     num_rows = candidate.num_ranks * candidate.micro_batch * candidate.accumulation
-    return min(1.0, situation.schedule.sequences_per_step / num_rows)
+    return min(1.0, context.schedule.sequences_per_step / num_rows)

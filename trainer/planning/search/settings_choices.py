@@ -1,13 +1,13 @@
 """The values a setting may take for one row, from the least memory to the most where there is an order.
 
-A pin leaves one value. What this version cannot run is offered only where the situation ignores the version; pinning
+A pin leaves one value. What this version cannot run is offered only where the context ignores the version; pinning
 it is otherwise an InputError of `input_checks`.
 """
 
 import math
 from functools import cache
 
-from trainer.planning.context import Situation
+from trainer.planning.context import PlanningContext
 from trainer.planning.rules.combination import IN_BACKWARD
 from trainer.planning.rules.rule import capability_words
 from trainer.planning.run.padding import row_recipe
@@ -28,13 +28,13 @@ TF32_CAPABILITY = (8, 0)
 PERSISTENCE_PER_HIDDEN = 10  # norms and biases stay whole under ZeRO-3; DeepSpeed's own "auto" takes the same
 
 
-def micro_batches(situation: Situation, strategy: Strategy | None = None) -> tuple[int, ...]:
+def micro_batches(context: PlanningContext, strategy: Strategy | None = None) -> tuple[int, ...]:
     """Powers of two and divisors of a rank's sequences, ascending; all of them where nothing can be added up."""
-    pinned = situation.job.pin.micro_batch
+    pinned = context.job.pin.micro_batch
     if pinned is not None:
         return (pinned,)
-    share = situation.sequences_per_rank
-    if strategy is not None and updates_in_backward(situation, strategy):
+    share = context.sequences_per_rank
+    if strategy is not None and updates_in_backward(context, strategy):
         return (share,)
     return _cuts(share)
 
@@ -45,75 +45,75 @@ def _cuts(share: int) -> tuple[int, ...]:
     return tuple(sorted(divisors | {2**power for power in range(share.bit_length())}))
 
 
-def updates_in_backward(situation: Situation, strategy: Strategy) -> bool:
+def updates_in_backward(context: PlanningContext, strategy: Strategy) -> bool:
     """Whether each gradient is used and freed as it comes, so that a step is one micro batch."""
-    is_layerwise = situation.method is Method.GALORE and situation.job.train.galore.layerwise
-    return bool(situation.job.pin.optimizer_in_backward) or is_layerwise or strategy.optimizer in IN_BACKWARD
+    is_layerwise = context.method is Method.GALORE and context.job.train.galore.layerwise
+    return bool(context.job.pin.optimizer_in_backward) or is_layerwise or strategy.optimizer in IN_BACKWARD
 
 
-def checkpointings(situation: Situation) -> tuple[Checkpointing, ...]:
+def checkpointings(context: PlanningContext) -> tuple[Checkpointing, ...]:
     """Recompute every block, keep what is dear to compute, or keep everything.
 
     What selective recomputation keeps of frozen blocks is more than they would keep without it.
     """
-    pinned = situation.job.pin.checkpointing
+    pinned = context.job.pin.checkpointing
     if pinned is not None:
         return (pinned,)
-    if not situation.method.freezes_base:
+    if not context.method.freezes_base:
         return (Checkpointing.FULL, Checkpointing.SELECTIVE, Checkpointing.NONE)
     return (Checkpointing.FULL, Checkpointing.NONE)
 
 
-def every_n(situation: Situation, checkpointing: Checkpointing) -> int | None:
+def every_n(context: PlanningContext, checkpointing: Checkpointing) -> int | None:
     """Of how many blocks one is recomputed; None where every block is treated alike."""
     if checkpointing is not Checkpointing.EVERY_N:
         return None
-    return situation.job.pin.checkpointing_n or EVERY_SECOND
+    return context.job.pin.checkpointing_n or EVERY_SECOND
 
 
-def losses(situation: Situation) -> tuple[LossHead, ...]:
+def losses(context: PlanningContext) -> tuple[LossHead, ...]:
     """Logits in slices of tokens, or whole; a loss of the user's own is given all of them."""
-    if Hook.LOSS in situation.hooks:
+    if Hook.LOSS in context.hooks:
         return (LossHead.EAGER,)
-    pinned = situation.job.pin.loss
+    pinned = context.job.pin.loss
     return (pinned,) if pinned is not None else (LossHead.CHUNKED, LossHead.EAGER)
 
 
-def compiles(situation: Situation) -> tuple[bool, ...]:
+def compiles(context: PlanningContext) -> tuple[bool, ...]:
     """Eager, or torch.compile where the job allows it."""
-    pinned = situation.job.pin.compile
+    pinned = context.job.pin.compile
     if pinned is not None:
         return (pinned,)
-    return (False, True) if Allowance.COMPILE in situation.job.allow else (False,)
+    return (False, True) if Allowance.COMPILE in context.job.allow else (False,)
 
 
-def activation_offloads(situation: Situation) -> tuple[bool, ...]:
+def activation_offloads(context: PlanningContext) -> tuple[bool, ...]:
     """Activations stay on the device; where nothing else helps they may go to host RAM, which `allow` must name."""
-    pinned = situation.job.pin.activation_offload
+    pinned = context.job.pin.activation_offload
     if pinned is not None:
         return (pinned,)
-    is_allowed = Allowance.OFFLOAD_CPU in situation.job.allow and situation.host_ram_bytes is not None
-    return (False, True) if is_allowed and not situation.is_cpu else (False,)
+    is_allowed = Allowance.OFFLOAD_CPU in context.job.allow and context.host_ram_bytes is not None
+    return (False, True) if is_allowed and not context.is_cpu else (False,)
 
 
-def takes_tf32(situation: Situation, precision: Precision) -> bool:
+def takes_tf32(context: PlanningContext, precision: Precision) -> bool:
     """Whether fp32 products round their inputs to TF32: the job allows it, and the chip may gain by it."""
-    device = situation.device
+    device = context.device
     fp32, tf32 = device.peak_flops_per_s.get(Precision.FP32), device.tf32_flops_per_s
     gains = fp32 is None or (tf32 is not None and tf32 > fp32)
-    has_units = not situation.is_cpu and (device.compute_capability or (0, 0)) >= TF32_CAPABILITY
-    return precision is Precision.FP32 and Allowance.TF32 in situation.job.allow and has_units and gains
+    has_units = not context.is_cpu and (device.compute_capability or (0, 0)) >= TF32_CAPABILITY
+    return precision is Precision.FP32 and Allowance.TF32 in context.job.allow and has_units and gains
 
 
-def attention(situation: Situation, precision: Precision) -> tuple[Attention, str]:
+def attention(context: PlanningContext, precision: Precision) -> tuple[Attention, str]:
     """The best attention kernel that there is for this model, and why."""
-    pinned, shape = situation.job.pin.attention, situation.shape
+    pinned, shape = context.job.pin.attention, context.shape
     if pinned is not None:
-        kernel = flash_kernel(situation, pinned)
+        kernel = flash_kernel(context, pinned)
         return pinned, f"the job file says pin.attention: {pinned}" + (f", by {kernel}" if kernel else "")
-    obstacle = obstacle_to_flash(situation, precision)
+    obstacle = obstacle_to_flash(context, precision)
     if obstacle is None:
-        kernel = flash_kernel(situation, Attention.FLASH)
+        kernel = flash_kernel(context, Attention.FLASH)
         return Attention.FLASH, f"the job file allows {kernel}" if kernel else "flash-attn is installed"
     if Attention.SDPA in shape.attentions:
         return Attention.SDPA, obstacle
@@ -125,36 +125,36 @@ def attention_words(shape: ModelShape) -> str:
     return f"transformers has {' and '.join(shape.attentions)} attention for {shape.model_type}"
 
 
-def obstacle_to_flash(situation: Situation, precision: Precision) -> str | None:
+def obstacle_to_flash(context: PlanningContext, precision: Precision) -> str | None:
     """Why flash-attn cannot run, or None where it can."""
-    if Attention.FLASH not in situation.shape.attentions:
+    if Attention.FLASH not in context.shape.attentions:
         return "flash-attn cannot compute it"
-    if situation.is_cpu:
+    if context.is_cpu:
         return "flash-attn needs a GPU"
-    if (situation.device.compute_capability or (0, 0)) < (8, 0):
-        return f"flash-attn needs compute capability 8.0; {capability_words(situation)}"
+    if (context.device.compute_capability or (0, 0)) < (8, 0):
+        return f"flash-attn needs compute capability 8.0; {capability_words(context)}"
     if precision is Precision.FP32:
         return "flash-attn computes in 16 bit, not in fp32"
-    return missing_flash(situation)
+    return missing_flash(context)
 
 
-def missing_flash(situation: Situation) -> str | None:
+def missing_flash(context: PlanningContext) -> str | None:
     """What has to be installed or allowed before flash runs, or None where it is."""
-    if situation.has_library("flash-attn"):
+    if context.has_library("flash-attn"):
         return None
-    if situation.job.model.flash_kernel is None:
+    if context.job.model.flash_kernel is None:
         return "flash-attn is not installed"
-    unfit = situation.hardware.unfit_libraries.get("kernels")
-    if unfit is None and situation.has_library("kernels"):
+    unfit = context.hardware.unfit_libraries.get("kernels")
+    if unfit is None and context.has_library("kernels"):
         return None
     missing = unfit or "flash-attn is not installed, nor is kernels, which model.flash_kernel needs"
     return f"{missing} ({extra_line('hub-kernels')})"
 
 
-def flash_kernel(situation: Situation, taken: Attention) -> str | None:
+def flash_kernel(context: PlanningContext, taken: Attention) -> str | None:
     """The kernel of the hub that flash runs by the job's leave; None where it is flash-attn's own, or not taken."""
-    is_needed = taken is Attention.FLASH and not situation.has_library("flash-attn")
-    return situation.job.model.flash_kernel if is_needed else None
+    is_needed = taken is Attention.FLASH and not context.has_library("flash-attn")
+    return context.job.model.flash_kernel if is_needed else None
 
 
 def chunk_tokens(shape: ModelShape) -> int:
@@ -212,31 +212,33 @@ def _buckets(shape: ModelShape, strategy: Strategy, num_elements: int) -> Bucket
     )
 
 
-def first_setting(situation: Situation, strategy: Strategy, *, checkpointing: Checkpointing, loss: LossHead) -> Setting:
+def first_setting(
+    context: PlanningContext, strategy: Strategy, *, checkpointing: Checkpointing, loss: LossHead
+) -> Setting:
     """The smallest micro batch and buffers of a row under two choices."""
-    micro_batch = micro_batches(situation, strategy)[0]
-    taken = attention(situation, strategy.precision)[0]
+    micro_batch = micro_batches(context, strategy)[0]
+    taken = attention(context, strategy.precision)[0]
     return Setting(
         strategy=strategy,
-        method=situation.method,
-        num_ranks=situation.num_ranks,
-        ranks_per_node=situation.hardware.num_devices_per_node,
-        recipe=row_recipe(situation.data, seq_len=situation.job.train.seq_len),
+        method=context.method,
+        num_ranks=context.num_ranks,
+        ranks_per_node=context.hardware.num_devices_per_node,
+        recipe=row_recipe(context.data, seq_len=context.job.train.seq_len),
         micro_batch=micro_batch,
-        accumulation=-(-situation.schedule.sequences_per_step // (situation.num_ranks * micro_batch)),
-        seq_len=situation.job.train.seq_len,
+        accumulation=-(-context.schedule.sequences_per_step // (context.num_ranks * micro_batch)),
+        seq_len=context.job.train.seq_len,
         checkpointing=checkpointing,
-        checkpoint_every_n=every_n(situation, checkpointing),
+        checkpoint_every_n=every_n(context, checkpointing),
         attention=taken,
         loss=loss,
-        loss_chunk_tokens=chunk_sizes(situation.shape, loss)[0],
-        buckets=smallest_buckets(situation.shape, strategy),
-        compile=compiles(situation)[0],
-        activation_offload=activation_offloads(situation)[0],
-        optimizer_in_backward=bool(situation.job.pin.optimizer_in_backward),
-        fp8_recipe=fp8_recipe_of(strategy.precision, situation.job.pin.fp8_recipe),
-        tf32=takes_tf32(situation, strategy.precision),
-        flash_kernel=flash_kernel(situation, taken),
-        lora=situation.job.train.lora,
-        galore=situation.job.train.galore,
+        loss_chunk_tokens=chunk_sizes(context.shape, loss)[0],
+        buckets=smallest_buckets(context.shape, strategy),
+        compile=compiles(context)[0],
+        activation_offload=activation_offloads(context)[0],
+        optimizer_in_backward=bool(context.job.pin.optimizer_in_backward),
+        fp8_recipe=fp8_recipe_of(strategy.precision, context.job.pin.fp8_recipe),
+        tf32=takes_tf32(context, strategy.precision),
+        flash_kernel=flash_kernel(context, taken),
+        lora=context.job.train.lora,
+        galore=context.job.train.galore,
     )

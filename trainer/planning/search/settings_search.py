@@ -26,7 +26,7 @@ from trainer.planning.candidates import (
     relative_seconds,
     with_micro_batch,
 )
-from trainer.planning.context import Situation
+from trainer.planning.context import PlanningContext
 from trainer.planning.rules.rule import obstacle_to
 from trainer.planning.search.settings_choices import (
     activation_offloads,
@@ -65,65 +65,65 @@ class Bounded(NamedTuple):
     start: Setting
 
 
-def bounded_starts(situation: Situation, strategy: Strategy) -> list[Bounded]:
+def bounded_starts(context: PlanningContext, strategy: Strategy) -> list[Bounded]:
     """Each choice of a row with its activations where they are taken first, the fastest bound first."""
-    return _bounded(situation, strategy, offloads=activation_offloads(situation)[0])
+    return _bounded(context, strategy, offloads=activation_offloads(context)[0])
 
 
-def best_candidate(situation: Situation, strategy: Strategy) -> Candidate | None:
+def best_candidate(context: PlanningContext, strategy: Strategy) -> Candidate | None:
     """The fastest setting of a row that fits on the device, its buffers grown; None where none does."""
-    best = best_setting(situation, strategy, bounded_starts(situation, strategy))
-    return None if best is None else with_grown_buckets(situation, best)
+    best = best_setting(context, strategy, bounded_starts(context, strategy))
+    return None if best is None else with_grown_buckets(context, best)
 
 
-def best_setting(situation: Situation, strategy: Strategy, starts: Sequence[Bounded]) -> Setting | None:
+def best_setting(context: PlanningContext, strategy: Strategy, starts: Sequence[Bounded]) -> Setting | None:
     """The fastest setting of a row with its smallest buffers; `starts` are the row's `bounded_starts`."""
-    if never_fits(situation, starts[0].start):
+    if never_fits(context, starts[0].start):
         return None
-    _, *others = activation_offloads(situation)  # the second only where nothing fits under the first
-    best = _fastest(situation, starts)
+    _, *others = activation_offloads(context)  # the second only where nothing fits under the first
+    best = _fastest(context, starts)
     for offloads in others:
-        best = best or _fastest(situation, _bounded(situation, strategy, offloads=offloads))
+        best = best or _fastest(context, _bounded(context, strategy, offloads=offloads))
     return best
 
 
-def least_need(situation: Situation, strategy: Strategy) -> Candidate:
+def least_need(context: PlanningContext, strategy: Strategy) -> Candidate:
     """The setting of a row that needs the least memory; where it fits there is a `best_candidate`, and nowhere else.
 
     It is at one end of the micro batches, and larger slices of logits never need less.
     """
-    sizes = micro_batches(situation, strategy)
+    sizes = micro_batches(context, strategy)
     settings = [
         setting
-        for offloads in activation_offloads(situation)
-        for start in _starts(situation, strategy, offloads=offloads)
-        if start.loss_chunk_tokens == chunk_sizes(situation.shape, start.loss)[-1]
+        for offloads in activation_offloads(context)
+        for start in _starts(context, strategy, offloads=offloads)
+        if start.loss_chunk_tokens == chunk_sizes(context.shape, start.loss)[-1]
         for micro_batch in sorted({sizes[0], sizes[-1]})
-        if obstacle_to(situation, setting := with_micro_batch(situation, start, micro_batch)) is None
+        if obstacle_to(context, setting := with_micro_batch(context, start, micro_batch)) is None
     ]
-    return candidate_of(situation, least_needy(situation, settings))
+    return candidate_of(context, least_needy(context, settings))
 
 
-def can_fit(situation: Situation, strategy: Strategy) -> bool:
+def can_fit(context: PlanningContext, strategy: Strategy) -> bool:
     """Whether any setting of a row fits the device."""
-    first = next(_starts(situation, strategy, offloads=activation_offloads(situation)[0]))
-    return not never_fits(situation, first) and least_need(situation, strategy).memory.fits
+    first = next(_starts(context, strategy, offloads=activation_offloads(context)[0]))
+    return not never_fits(context, first) and least_need(context, strategy).memory.fits
 
 
-def _fastest(situation: Situation, starts: Sequence[Bounded]) -> Setting | None:
+def _fastest(context: PlanningContext, starts: Sequence[Bounded]) -> Setting | None:
     """The fastest setting that fits, by branch and bound.
 
     Where rows are not padded smaller micro batches are no faster. Smaller slices of logits never are: they are looked
     at for the micro batches that do not fit with larger ones.
     """
     best: tuple[tuple[int, int], Setting] | None = None
-    cuts = not _is_padded(situation)
+    cuts = not _is_padded(context)
     possible: dict[tuple[Checkpointing, bool], list[int]] = {}
     found_of: dict[tuple[Checkpointing, LossHead, bool], set[int]] = {}
 
     def key_of(setting: Setting, bounded: Bounded) -> tuple[int, int]:
         is_bound = setting.micro_batch == bounded.micro_batch
-        seconds = bounded.seconds if is_bound else _seconds_of(situation, setting)
+        seconds = bounded.seconds if is_bound else _seconds_of(context, setting)
         return time_class(seconds), setting.micro_batch
 
     for bounded in starts:
@@ -131,13 +131,13 @@ def _fastest(situation: Situation, starts: Sequence[Bounded]) -> Setting | None:
             break
         start = bounded.start
         if (start.checkpointing, start.compile) not in possible:
-            possible[start.checkpointing, start.compile] = _possible_sizes(situation, start)
+            possible[start.checkpointing, start.compile] = _possible_sizes(context, start)
         known = found_of.setdefault((start.checkpointing, start.loss, start.compile), set())
         sizes = [size for size in possible[start.checkpointing, start.compile] if size not in known]
-        for settings in by_accumulation(situation, start, sizes):
+        for settings in by_accumulation(context, start, sizes):
             if best is not None and cuts and settings and key_of(settings[-1], bounded)[0] > best[0][0]:
                 break
-            found = fitting(situation, settings)
+            found = fitting(context, settings)
             known.update(setting.micro_batch for setting in found)
             for setting in reversed(found):
                 key = key_of(setting, bounded)
@@ -148,84 +148,86 @@ def _fastest(situation: Situation, starts: Sequence[Bounded]) -> Setting | None:
     return None if best is None else best[1]
 
 
-def _possible_sizes(situation: Situation, start: Setting) -> list[int]:
+def _possible_sizes(context: PlanningContext, start: Setting) -> list[int]:
     """The micro batches that would fit if logits took no room, which is the same for every loss head."""
-    groups = by_accumulation(situation, start, micro_batches(situation, start.strategy))
-    floor, usable = need_floor(situation, start), situation.device.usable_bytes
+    groups = by_accumulation(context, start, micro_batches(context, start.strategy))
+    floor, usable = need_floor(context, start), context.device.usable_bytes
     return sorted(setting.micro_batch for group in groups for setting in group[: _num_within(group, usable, floor)])
 
 
-def by_accumulation(situation: Situation, start: Setting, sizes: Iterable[int]) -> tuple[list[Setting], list[Setting]]:
+def by_accumulation(
+    context: PlanningContext, start: Setting, sizes: Iterable[int]
+) -> tuple[list[Setting], list[Setting]]:
     """`start` with those micro batches that can run: the whole share at once, and what is added up to it."""
     settings = [
         setting
         for micro_batch in sizes
-        if obstacle_to(situation, setting := with_micro_batch(situation, start, micro_batch)) is None
+        if obstacle_to(context, setting := with_micro_batch(context, start, micro_batch)) is None
     ]
     at_once = [setting for setting in settings if setting.accumulation == 1]
     return at_once, [setting for setting in settings if setting.accumulation > 1]
 
 
-def fitting(situation: Situation, settings: Sequence[Setting]) -> Sequence[Setting]:
+def fitting(context: PlanningContext, settings: Sequence[Setting]) -> Sequence[Setting]:
     """Those of one accumulation that fit the device: need grows with the micro batch."""
-    return settings[: _num_within(settings, situation.device.usable_bytes, partial(predicted_need, situation))]
+    return settings[: _num_within(settings, context.device.usable_bytes, partial(predicted_need, context))]
 
 
-def _bounded(situation: Situation, strategy: Strategy, *, offloads: bool) -> list[Bounded]:
+def _bounded(context: PlanningContext, strategy: Strategy, *, offloads: bool) -> list[Bounded]:
     bounds: dict[tuple[Checkpointing, LossHead, bool], Bounded] = {}
     found = []
-    for start in _starts(situation, strategy, offloads=offloads):
+    for start in _starts(context, strategy, offloads=offloads):
         key = start.checkpointing, start.loss, start.compile
         if key in bounds:  # with larger slices of logits: smaller ones are no faster
             found.append(bounds[key]._replace(micro_batch=None, start=start))
         else:
-            bounds[key] = _bound(situation, start)
+            bounds[key] = _bound(context, start)
             found.append(bounds[key])
     return sorted(found, key=lambda bounded: bounded.seconds)
 
 
-def _bound(situation: Situation, start: Setting) -> Bounded:
+def _bound(context: PlanningContext, start: Setting) -> Bounded:
     """No micro batch is faster: the largest, which is a rank's whole share, but for rows padded to the longest."""
-    sizes = micro_batches(situation, start.strategy)
-    settings = [with_micro_batch(situation, start, size) for size in (sizes if _is_padded(situation) else sizes[-1:])]
-    seconds, at = min((_seconds_of(situation, setting), setting.micro_batch) for setting in settings)
+    sizes = micro_batches(context, start.strategy)
+    settings = [with_micro_batch(context, start, size) for size in (sizes if _is_padded(context) else sizes[-1:])]
+    seconds, at = min((_seconds_of(context, setting), setting.micro_batch) for setting in settings)
     return Bounded(seconds, at, start)
 
 
-def _is_padded(situation: Situation) -> bool:
-    return situation.data is not None and not situation.data.is_packed
+def _is_padded(context: PlanningContext) -> bool:
+    return context.data is not None and not context.data.is_packed
 
 
-def _seconds_of(situation: Situation, setting: Setting) -> float:
+def _seconds_of(context: PlanningContext, setting: Setting) -> float:
     """What settings of a row are compared by."""
-    return relative_seconds(situation, setting) * loss_handicap(setting.loss)
+    return relative_seconds(context, setting) * loss_handicap(setting.loss)
 
 
-def _starts(situation: Situation, strategy: Strategy, *, offloads: bool) -> Iterator[Setting]:
+def _starts(context: PlanningContext, strategy: Strategy, *, offloads: bool) -> Iterator[Setting]:
     """Each choice of checkpointing, loss head and slice, at the smallest micro batch and buffers."""
-    kinds, heads = checkpointings(situation), losses(situation)
-    first = first_setting(situation, strategy, checkpointing=kinds[0], loss=heads[0])
+    kinds, heads = checkpointings(context), losses(context)
+    first = first_setting(context, strategy, checkpointing=kinds[0], loss=heads[0])
     first = replace(first, activation_offload=offloads)
     for checkpointing in kinds:
-        start = replace(first, checkpointing=checkpointing, checkpoint_every_n=every_n(situation, checkpointing))
+        start = replace(first, checkpointing=checkpointing, checkpoint_every_n=every_n(context, checkpointing))
         for loss in heads:
-            for tokens in chunk_sizes(situation.shape, loss):
-                for is_compiled in compiles(situation):
+            for tokens in chunk_sizes(context.shape, loss):
+                for is_compiled in compiles(context):
                     yield replace(start, loss=loss, loss_chunk_tokens=tokens, compile=is_compiled)
 
 
-def with_grown_buckets(situation: Situation, setting: Setting) -> Candidate:
+def with_grown_buckets(context: PlanningContext, setting: Setting) -> Candidate:
     """A setting that fits, with the buffers that half of what it leaves has room for."""
-    ladder = bucket_ladder(situation.shape, setting.strategy)
+    ladder = bucket_ladder(context.shape, setting.strategy)
     if len(ladder) == 1:
-        return candidate_of(situation, setting)
-    budget = (predicted_need(situation, setting) + situation.device.usable_bytes) // 2
+        return candidate_of(context, setting)
+    budget = (predicted_need(context, setting) + context.device.usable_bytes) // 2
     largest = replace(setting, buckets=ladder[-1])
-    if predicted_need(situation, largest) <= budget:  # as a rule
-        return candidate_of(situation, largest)
+    if predicted_need(context, largest) <= budget:  # as a rule
+        return candidate_of(context, largest)
     grown = [replace(setting, buckets=buckets) for buckets in ladder]
-    num_within = bisect_right(grown, budget, lo=1, hi=len(grown) - 1, key=partial(predicted_need, situation))
-    return candidate_of(situation, grown[num_within - 1])
+    num_within = bisect_right(grown, budget, lo=1, hi=len(grown) - 1, key=partial(predicted_need, context))
+    return candidate_of(context, grown[num_within - 1])
 
 
 def _num_within(settings: Sequence[Setting], budget: int, need_of: Callable[[Setting], int]) -> int:
