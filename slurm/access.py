@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from slurm.cluster import Association, JobLimits, Partition
-from slurm.text.quantities import parse_duration
-from slurm.text.scontrol import parse_tres
+from slurm.cluster import Association, JobLimits, Partition, parse_tres
+from slurm.quantities import parse_duration
 from trainer.spec.value import Value
 
 ASSOCIATION_FIELDS = (

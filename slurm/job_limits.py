@@ -1,8 +1,8 @@
-"""What of the limits on a job holds, and what nodes or which share of one they leave. Pure.
+"""Limits on a job, and the nodes or the share of a node that they allow. Pure.
 
-For each kind of limit Slurm takes the first that is set, in this order: the partition's QOS, the job's QOS, the
-association (https://slurm.schedmd.com/resource_limits.html); a QOS with OverPartQOS goes before the partition's. A job
-of more than all of a user's jobs may have together never starts, so these bound a job too.
+For each kind of limit Slurm uses the first that is set, in this order: the partition's QOS, the job's QOS, the
+association (https://slurm.schedmd.com/resource_limits.html); a QOS with OverPartQOS comes before the partition's. A job
+larger than the limit of all jobs of its user never starts, so these limits bound a job as well.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,9 +10,45 @@ from collections.abc import Iterator, Mapping, Sequence
 from msgspec.structs import replace
 
 from slurm.cluster import JobLimits
-from slurm.node_share import NodeShare
+from trainer.spec.errors import InputError
+from trainer.spec.job.sections import SlurmJob
 from trainer.spec.units import format_bytes
 from trainer.spec.value import Value
+
+
+class NodeShare(Value, frozen=True, kw_only=True):
+    """What is asked of each node; None: all it has, or the share of its GPUs."""
+
+    gpus: int | None = None
+    cores: int | None = None
+    ram_bytes: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return self.gpus is None and self.cores is None and self.ram_bytes is None
+
+
+def share_of_job(slurm: SlurmJob) -> NodeShare:
+    """What a job file asks for: slurm.gpus, slurm.cores, slurm.memory."""
+    return NodeShare(gpus=slurm.gpus, cores=slurm.cores, ram_bytes=slurm.memory)
+
+
+def share_of_node(
+    share: NodeShare, *, num_gpus: int, num_cores: int, ram_bytes: int | None
+) -> tuple[int, int, int | None]:
+    """GPUs, cores and RAM that a job gets of a node; InputError for more than it has."""
+    gpus = num_gpus if share.gpus is None else share.gpus
+    part = gpus / num_gpus if num_gpus else 1.0
+    cores = share.cores or max(1, int(num_cores * part))
+    ram = share.ram_bytes or (None if ram_bytes is None else int(ram_bytes * part))
+    if gpus > num_gpus:
+        raise InputError(f"slurm.gpus is {gpus}; the nodes have {num_gpus}")
+    if cores > num_cores:
+        raise InputError(f"slurm.cores is {cores}; jobs get at most {num_cores} of a node")
+    if ram is not None and ram_bytes is not None and ram > ram_bytes:
+        raise InputError(f"slurm.memory is {format_bytes(ram)}; jobs get at most {format_bytes(ram_bytes)} of a node")
+    return gpus, cores, ram
+
 
 _GPU = "gres/gpu"
 

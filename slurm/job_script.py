@@ -1,22 +1,99 @@
-"""The shell part of `train.sbatch`: what runs on the first node of a job. Pure.
+"""The shell part of `train.sbatch`: the program of the first node of a job. Pure.
 
-One supervisor for the whole job runs as a background child, so that the shell hears signals while it waits. USR1 comes
-ahead of the time limit and of a preemption, TERM when Slurm ends the job; either reaches the supervisor as USR1, on
-which the ranks save one step and it ends with 75. Then the job has to go on:
+One supervisor for the whole job runs as a background child, so that the shell receives signals while it waits. USR1
+comes ahead of the time limit and of a preemption, TERM when Slurm ends the job. Both are forwarded to the supervisor as
+USR1: the ranks save one step and the supervisor ends with 75. Then the job has to continue:
 
-    the next job of a chain waits     nothing is to be done: it starts when this one ends
-    Slurm queues a job again          scontrol requeue, which ends this script with TERM
-    it refuses (--no-requeue)         a new job that starts when this one ends
-    Slurm is ending the job itself    a person's scancel is the end; a time limit or a preemption is not. The state is
+    the next job of a chain waits     nothing to do: it starts when this one ends
+    Slurm can queue the job again     scontrol requeue, which ends this script with TERM
+    Slurm refuses (--no-requeue)      a new job that starts when this one ends
+    Slurm is ending the job itself    scancel ends the run; a time limit or a preemption does not. The state is
                                       COMPLETING for all of them, but the job's output names the reason. scontrol
-                                      requeue would bring a cancelled job back
+                                      requeue would restart a cancelled job
+
+Images of containers run in one of two runtimes:
+
+    NAME, docker://NAME, FILE.sqsh    pyxis, a plugin of Slurm: options of srun
+    FILE.sif, oras://, library://     Apptainer (or Singularity): a program that srun starts
+    docker://NAME without pyxis       Apptainer
+
+There is no Slurm inside a container, so the batch script stays outside: one `srun` starts one command on each node,
+inside, with the number of the node and the address of the first, as on machines without Slurm.
 """
 
+import re
 import shlex
 from collections.abc import Sequence
+from enum import StrEnum
 
-from slurm.container import Container, Runtime, srun_words
+from trainer.spec.errors import InputError
 from trainer.spec.messages.submission import CHAIN_FILE, JOBS_FILE
+from trainer.spec.value import Value
+
+_APPTAINER_IMAGES = ("oras://", "library://", "shub://")
+
+
+class Runtime(StrEnum):
+    """What starts containers."""
+
+    PYXIS = "pyxis"
+    APPTAINER = "apptainer"
+
+
+class Container(Value, frozen=True, kw_only=True):
+    """An image, and the folders of the machine that must be seen inside, under the same paths."""
+
+    runtime: Runtime
+    image: str
+    folders: tuple[str, ...] = ()
+
+
+def container_of(image: str, *, folders: Sequence[str], has_pyxis: bool) -> Container:
+    """The container for `slurm.container`; InputError for a folder it cannot show, and where nothing here runs it."""
+    for folder in folders:
+        if re.search(r"[:,]", folder):
+            raise InputError(
+                f"{folder}: a container cannot be given a folder with a colon or a comma in its path; rename it"
+            )
+    kept = _without_nested(folders)
+    if image.endswith(".sif") or image.startswith(_APPTAINER_IMAGES):
+        return Container(runtime=Runtime.APPTAINER, image=image, folders=kept)
+    if has_pyxis:
+        return Container(runtime=Runtime.PYXIS, image=_pyxis_name(image), folders=kept)
+    if image.startswith("docker://"):
+        return Container(runtime=Runtime.APPTAINER, image=image, folders=kept)
+    raise InputError(
+        f"slurm.container: {image} needs pyxis, and srun has no --container-image on this cluster; "
+        "write docker://NAME or a .sif file, which Apptainer runs"
+    )
+
+
+def srun_words(container: Container, *, workdir: str) -> tuple[list[str], list[str]]:
+    """Options of srun, and what stands before the program; every word is quoted for the shell."""
+    mounts = ",".join(f"{folder}:{folder}" for folder in container.folders)
+    if container.runtime is Runtime.PYXIS:
+        options = [f"--container-image={container.image}", f"--container-workdir={workdir}"]
+        options += [f"--container-mounts={mounts}"] if mounts else []
+        return [shlex.quote(option) for option in options], []
+    binds = ["--bind", mounts] if mounts else []
+    words = ["exec", "--nv", *binds, "--pwd", workdir, container.image]
+    return [], ['"$apptainer"', *map(shlex.quote, words)]
+
+
+def _pyxis_name(image: str) -> str:
+    """As every version of pyxis reads it: a registry is set off by `#`."""
+    name = image.removeprefix("docker://")
+    registry, slash, rest = name.partition("/")
+    if image.startswith("docker://") and slash and "#" not in name and re.search(r"[.:]|^localhost$", registry):
+        return f"{registry}#{rest}"
+    return name
+
+
+def _without_nested(folders: Sequence[str]) -> tuple[str, ...]:
+    """Each folder once, without those inside another."""
+    unique = sorted(set(folders))
+    return tuple(folder for folder in unique if not any(folder.startswith(f"{other.rstrip('/')}/") for other in unique))
+
 
 _RECORD = f"""\
 # Who ran here: time, job, how often it was restarted, nodes.

@@ -9,8 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from slurm.access import ASSOCIATION_FIELDS, QOS_FIELDS, parse_associations, parse_qos_limits
-from slurm.cluster import Association, JobLimits, Node, Partition
-from slurm.text.scontrol import parse_config, parse_nodes, parse_partitions
+from slurm.cluster import Association, JobLimits, Node, Partition, parse_config, parse_nodes, parse_partitions
 from trainer.spec.errors import EnvironmentFaultError
 
 TIMEOUT_S = 20.0

@@ -11,9 +11,8 @@ import shlex
 import unicodedata
 from collections.abc import Sequence
 
-from slurm.container import Container
-from slurm.job_script import script_body
-from slurm.text.quantities import format_duration
+from slurm.job_script import Container, script_body
+from slurm.quantities import format_duration
 from trainer.spec.errors import InputError
 from trainer.spec.messages.submission import SCRIPT_NAME
 from trainer.spec.units import MIB

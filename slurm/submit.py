@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slurm.partition_hardware import PartitionHardware
+from slurm.quantities import format_duration
 from slurm.sbatch import BatchJob, sbatch_options
-from slurm.text.quantities import format_duration
 from trainer.spec.errors import EnvironmentFaultError, InputError
 
 LIMIT_S = 120.0  # a busy controller answers late, and a second job must not be submitted by impatience

@@ -1,20 +1,25 @@
-"""The ranks of one attempt on this machine: a launcher, its ranks, and every signal that reaches them.
+"""The ranks of one attempt on this machine: the launcher, its ranks, and the signals they receive.
 
     shardwise, or a node's agent -> accelerate launch (own session, INT and USR1 ignored) -> ranks (own sessions)
 
-- torchrun gives each rank a session of its own: a signal to the launcher's group never reaches a rank, and killing the
-  launcher leaves them alive. So ranks register themselves in `pids/`, and a stop request becomes USR1 to exactly those
-  processes. A rank that registers later gets it later.
-- A scheduler signals every process of a job, the launcher among them, and torchrun ends its ranks at a TERM: so it is
-  told to leave TERM alone (`command.launch_environment`), and TERM is ignored in it from the start.
-- The launcher dies with this process, and each rank with its launcher (PR_SET_PDEATHSIG on both links).
+- torchrun gives each rank its own session: a signal to the launcher's group does not reach a rank, and killing the
+  launcher leaves the ranks alive. Ranks therefore register themselves in `pids/`, and a stop request is sent to exactly
+  these processes as USR1. A rank that registers later receives it later.
+- A scheduler signals every process of a job, and torchrun ends its ranks at TERM. The launcher therefore ignores TERM
+  from its start, and torchrun is configured not to handle it (`command.launch_environment`).
+- The launcher dies with this process, and each rank with its launcher (PR_SET_PDEATHSIG on both).
 
-A pid means a process of one machine only: of a folder that several machines share, each asks about its own ranks.
+A pid is valid on one machine only: in a folder that several machines share, each reads the records of its own ranks.
+`attempts/N/environment.json` records the variables that determine how ranks find each other, their devices and their
+files, without secrets. It is what people compare when a run misbehaves on one node.
 """
 
 import ctypes
+import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -32,8 +37,10 @@ from launch.rundir.process_record import (
     record_of,
     write_record,
 )
+from trainer.spec.codec import write_bytes
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.report import Ending
+from trainer.spec.secrets import names_secret, redact
 
 DUMP_S = 2.0  # for the ranks to write their stacks
 KILL_GRACE_S = 10.0
@@ -175,3 +182,27 @@ def _start(argv: Sequence[str], environment: Mapping[str, str], log: int) -> sub
         )
     except OSError as error:
         raise EnvironmentFaultError(f"{argv[0]}: cannot be started: {error.strerror}") from error
+
+
+_KEPT = re.compile(
+    r"(SLURM|SBATCH|SRUN|NCCL|GLOO|UCX|FI|CUDA|NVIDIA|ROCR|TORCH|PYTORCH|TRITON|OMP|MKL|KMP|DS|DEEPSPEED|ACCELERATE|PET"
+    r"|HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|SHARDWISE|WANDB|XDG|PYTHON|LD|LC|LOADEDMODULES|MODULEPATH|CONDA)(_.*)?"
+    r"|PATH|HOME|USER|HOSTNAME|LANG|TMPDIR|VIRTUAL_ENV|.*_(PROXY|proxy)"
+)
+
+
+def kept_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that are worth keeping, by name, without those that are named like a secret."""
+    names = sorted(name for name in environment if _KEPT.fullmatch(name) and not names_secret(name))
+    return {name: environment[name] for name in names}
+
+
+def write_environment(attempt_dir: Path, environment: Mapping[str, str], *, node_rank: int = 0) -> None:
+    """Keeps what the ranks of this machine are started with; a secret inside a value is shown as `[redacted]`."""
+    name = "environment.json" if node_rank == 0 else f"environment-{node_rank}.json"
+    content = {"host": socket.gethostname(), "variables": kept_variables(environment)}
+    text = redact(json.dumps(content, indent=1), environment)
+    try:
+        write_bytes(attempt_dir / name, text.encode() + b"\n")
+    except OSError as error:
+        raise EnvironmentFaultError(f"{attempt_dir}: cannot be written: {error.strerror}") from error

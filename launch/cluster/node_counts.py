@@ -3,8 +3,7 @@
 from msgspec.structs import replace
 
 from launch.plan.gather import PlanInputs, plan_inputs
-from slurm.text.quantities import format_duration, parse_duration
-from slurm.time_limit import limit_words
+from slurm.quantities import format_duration, limit_words, parse_duration
 from trainer.planning import node_counts
 from trainer.planning.node_counts import NodeCount, counts_to_try, planned
 from trainer.planning.page.content import Section

@@ -15,13 +15,12 @@ from launch.plan.gather import PlanInputs, plan_inputs, profile_data, read_input
 from launch.plan.partition_hardware import read_partition_hardware
 from launch.rundir.paths import output_base
 from launch.track.checks import check_sinks
-from slurm.container import Container, container_of
-from slurm.node_share import share_of_job
+from slurm.job_limits import share_of_job
+from slurm.job_script import Container, container_of
 from slurm.partition_hardware import PartitionHardware
+from slurm.quantities import format_duration, num_jobs, parse_duration
 from slurm.sbatch import BatchJob, warning_s
 from slurm.submit import knows_pyxis
-from slurm.text.quantities import format_duration, parse_duration
-from slurm.time_limit import num_jobs
 from trainer.planning.explain.choice import machine_words
 from trainer.planning.node_counts import planned
 from trainer.spec.errors import EnvironmentFaultError, InputError

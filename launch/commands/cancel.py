@@ -13,15 +13,13 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from launch.rundir.cancelled import mark_cancelled
+from launch.rundir.cancel_flag import mark_cancelled
 from launch.rundir.files import RunFiles
 from launch.rundir.find import find_runs
-from launch.rundir.holder import Holder, holder_here, last_holder
-from launch.rundir.state import RunState, judge
-from launch.rundir.witness import Queue, witness_of
+from launch.rundir.lock import Holder, holder_here, last_holder
+from launch.rundir.state import Queue, RunState, judge, witness_of
 from launch.terminal import Console
-from slurm.follow import cancel, cancel_waiting, signal_batch_script
-from slurm.text.jobs import QueuedJob
+from slurm.jobs import QueuedJob, cancel, cancel_waiting, signal_batch_script
 from trainer.spec.errors import EnvironmentFaultError, ExitCode
 
 _BETWEEN_SIGNALS_S = 0.3  # two that come at once are one

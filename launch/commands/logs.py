@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.rundir.files import RunFiles, read_run
+from launch.rundir.files import NUM_LAST_WORDS, Growing, RunFiles, last_lines, main_log, read_run, side_logs
 from launch.rundir.find import RUNS, find_runs, one_run, runs_below
-from launch.rundir.logs import NUM_LAST_WORDS, Growing, last_lines, main_log, side_logs
-from launch.rundir.state import RunState, judge
-from launch.rundir.witness import Queue, witness_of
+from launch.rundir.state import Queue, RunState, judge, witness_of
 from launch.terminal import Console
 from trainer.spec.errors import ExitCode, InputError
 

@@ -23,6 +23,7 @@ from launch.run.attempts import stop_code
 from launch.run.short_run import run_short, scratch_folder, short_plan
 from launch.run.trials import check_trials_can_run
 from launch.rundir import paths as run_dirs
+from launch.rundir.lock import locked
 from launch.show.profile_text import profile_json, profile_page
 from launch.terminal import Console
 from trainer.planning.page.text_layout import page_text
@@ -97,7 +98,7 @@ def _place(options: ProfileOptions, inputs: PlanInputs, plan: Plan) -> Iterator[
     named = base.with_name(f"{base.name}-{PROFILE_FOLDER}")
     now = datetime.now(UTC)
     run_dir = run_dirs.make_run_dir(named, now=now) if options.out is None else run_dirs.use_run_dir(options.out)
-    with run_dirs.locked(run_dir):
+    with locked(run_dir):
         yield run_dir
 
 

@@ -10,8 +10,7 @@ import msgspec
 
 from launch.rundir.files import RunFiles, outputs_of, read_run, tail_lines
 from launch.rundir.find import RUNS, find_runs, run_dirs_of, runs_below
-from launch.rundir.state import RunStatus, status_of
-from launch.rundir.witness import Queue, witness_of
+from launch.rundir.state import Queue, RunStatus, status_of, witness_of
 from launch.show.status_text import render_status, render_table, submitted_s
 from launch.terminal import Console
 from trainer.spec.errors import ExitCode

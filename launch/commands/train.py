@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
-from launch.attempt.deadline import Deadline
-from launch.attempt.history import refuse_endless_restarts
-from launch.attempt.spent_limits import refuse_spent
+from launch.attempt.limits import Deadline, refuse_spent
+from launch.attempt.retries import refuse_endless_restarts
 from launch.attempt.supervisor import StoppedEarlyError, StopRequest
 from launch.engine.attempt_files import prepare_attempt
 from launch.engine.operators import build_needed
@@ -29,7 +28,8 @@ from launch.run.attempts import RunOutcome, run_attempts, stop_code
 from launch.run.prepare_run import Prepared, TrainOptions, check_trial, prepare
 from launch.run.resume_run import finished_report, plan_to_resume, refuse_other_run
 from launch.rundir import paths as run_dirs
-from launch.rundir.cancelled import must_end_at_start
+from launch.rundir.cancel_flag import must_end_at_start
+from launch.rundir.lock import locked
 from launch.show.report.runs import read_recorded
 from launch.show.report.text import render_report
 from launch.terminal import Console
@@ -74,7 +74,7 @@ def _train(
     machines: Machines,
 ) -> RunOutcome:
     plan, (run_dir, earlier) = prepared.plan, place
-    with run_dirs.locked(run_dir):
+    with locked(run_dir):
         if must_end_at_start(run_dir, environment):
             return _cancelled(run_dir, console)
         if earlier is None:

@@ -1,20 +1,29 @@
-"""What the supervisor and the agents of a run on several machines say to each other: lines of JSON over TCP.
+"""Messages between the supervisor and the agents of a run on several machines: lines of JSON over TCP.
 
     supervisor, on the first machine  <-- one connection each -->  an agent on every machine, the first included
 
-A connection ends with its machine, its network or its process, so each side sees at once that the other is gone.
-`RUN/.nodes.json` holds port and token, for the user alone: an agent that has read it is the user's, and sees the run
-directory. A line is at most `MAX_LINE_BYTES` long; whoever sends more, or something else first, is cut off.
+A connection ends with its machine, its network or its process, so each side notices at once that the other is gone.
+`RUN/.nodes.json` holds port and token and is readable by the user alone: a client that knows the token runs as the user
+and sees the run directory. Clients that send longer lines than `MAX_LINE_BYTES`, or anything else before a valid Hello,
+are disconnected.
 """
 
 import contextlib
+import os
 import secrets
 import select
 import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
+from trainer.spec import codec
+from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.hardware import Hardware
 from trainer.spec.value import Value
 
@@ -184,3 +193,169 @@ class Channel:
 def nodes_path(run_dir: Path) -> Path:
     """The file of a run that says where its supervisor listens."""
     return run_dir / NODES_NAME
+
+
+HELLO_S = 10.0  # for a connection to say who it is
+_POLL_S = 0.05
+
+
+@dataclass(slots=True)
+class Node:
+    """A machine that an agent speaks for."""
+
+    hello: Hello
+    channel: Channel
+    peer_address: str  # that it was called at: of this machine's interface towards it
+    inbox: list[Value] = field(default_factory=list)
+
+    @property
+    def rank(self) -> int:
+        return self.hello.node_rank
+
+    @property
+    def words(self) -> str:
+        return f"{self.hello.host} (node {self.rank})"
+
+
+class NodeServer:
+    """Listens for the agents of one run; nothing here waits unless it says so."""
+
+    def __init__(self, run_dir: Path, *, num_nodes: int, port: int = 0, on_line: Callable[[str], None]) -> None:
+        """Opens the port and writes `RUN/.nodes.json`; EnvironmentFaultError where either cannot be."""
+        self.num_nodes = num_nodes
+        self.nodes: dict[int, Node] = {}
+        self.gone: list[str] = []  # machines that were lost, in words
+        self._on_line = on_line
+        self._strangers: list[tuple[Channel, str, float]] = []  # who said nothing yet, with the end of its time
+        self._path = nodes_path(run_dir)
+        try:
+            self._listener = socket.create_server(("", port), backlog=num_nodes + 8)
+        except OSError as error:
+            raise EnvironmentFaultError(
+                f"--head: port {port} of this machine cannot be listened on: {error.strerror}; name another: HOST:PORT"
+            ) from error
+        self._listener.settimeout(0.0)
+        self.port: int = self._listener.getsockname()[1]
+        self._token = new_token()
+        try:
+            self._write_file()
+        except EnvironmentFaultError:
+            self._listener.close()
+            raise
+
+    def _write_file(self) -> None:
+        content = NodesFile(host=socket.gethostname(), port=self.port, token=self._token, num_nodes=self.num_nodes)
+        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(descriptor, "wb") as stream:
+                stream.write(codec.encode(content))
+            temporary.replace(self._path)
+        except OSError as error:
+            raise EnvironmentFaultError(f"{self._path}: cannot be written: {error.strerror}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def wait_for_all(self, *, limit_s: float, is_over: Callable[[], str | None], here: int | None = None) -> str | None:
+        """Waits for an agent of every machine but `here`; names those that are missing then, in a sentence.
+
+        `is_over` says why nobody can come any more.
+        """
+        end = time.monotonic() + limit_s
+        wanted = set(range(self.num_nodes)) - {here}
+        while not wanted <= self.nodes.keys():
+            self.poll()
+            reason = is_over()
+            if reason is not None or time.monotonic() > end:
+                missing = ", ".join(str(rank) for rank in sorted(wanted - self.nodes.keys()))
+                return (
+                    f"node {missing} of {self.num_nodes} did not come: {reason or f'not heard of for {limit_s:.0f} s'}"
+                )
+            time.sleep(_POLL_S)
+        return None
+
+    def poll(self) -> None:
+        """Takes who and what has come, and notes who is gone."""
+        for rank, node in list(self.nodes.items()):
+            self._take_in(node, node.channel.receive())
+            if not node.channel.is_open:
+                del self.nodes[rank]
+                self.gone.append(f"{node.words} was lost: its connection ended")
+        self._accept()  # after the lost ones: a machine that was started again at once takes its place
+        for stranger in list(self._strangers):
+            self._hear(stranger)
+
+    def send(self, message: Value) -> None:
+        """Says the same to everybody."""
+        for node in self.nodes.values():
+            node.channel.send(message)
+
+    def take(self) -> list[tuple[Node, Value]]:
+        """What came since the last time."""
+        taken = [(node, message) for node in self.nodes.values() for message in node.inbox]
+        for node in self.nodes.values():
+            node.inbox = []
+        return taken
+
+    def dismiss(self, exit_code: int, words: str = "", *, only: int | None = None) -> None:
+        """Says goodbye to every agent, or to one, and forgets it; the port stays open."""
+        for rank in [*self.nodes] if only is None else [*self.nodes.keys() & {only}]:
+            channel = self.nodes.pop(rank).channel
+            channel.receive()  # what is left unread would have the other side told of an error instead
+            channel.send(Bye(exit_code=exit_code, words=words))
+            channel.close()
+
+    def close(self) -> None:
+        """Ends every connection and takes the file away."""
+        for channel in (*(node.channel for node in self.nodes.values()), *(each[0] for each in self._strangers)):
+            channel.close()
+        self._listener.close()
+        with suppress(OSError):
+            self._path.unlink()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            called_at = connection.getsockname()[0]
+            self._strangers.append((Channel(connection, FromAgent), called_at, time.monotonic() + HELLO_S))
+
+    def _hear(self, stranger: tuple[Channel, str, float]) -> None:
+        channel, called_at, end = stranger
+        messages = channel.receive()
+        if messages or not channel.is_open or time.monotonic() > end:
+            self._strangers.remove(stranger)
+            hello = messages[0] if messages else None
+            if not isinstance(hello, Hello) or hello.token != self._token or hello.node_rank >= self.num_nodes:
+                channel.close()
+                return
+            taken = self.nodes.get(hello.node_rank)
+            if taken is not None:
+                words = f"node {hello.node_rank} is {taken.hello.host} already; give every machine its own --node-rank"
+                channel.send(Bye(exit_code=2, words=words))
+                channel.close()
+                return
+            node = self.nodes[hello.node_rank] = Node(hello, channel, called_at)
+            self._take_in(node, messages[1:])
+
+    def _take_in(self, node: Node, messages: Sequence[Value]) -> None:
+        for message in messages:
+            if isinstance(message, Note):
+                self._on_line(f"{node.hello.host}: {message.words}")
+            else:
+                node.inbox.append(message)
+
+
+def meeting_place(nodes: dict[int, Node]) -> str:
+    """Address of rank 0: where the other machines reached this one, which is rank 0's own.
+
+    By its own name for itself a machine is often only known to itself (127.0.1.1).
+    """
+    others = [node.peer_address for rank, node in sorted(nodes.items()) if rank != 0]
+    return others[0] if others else nodes[0].hello.address

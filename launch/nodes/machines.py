@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 from launch.attempt.supervisor import StopRequest
 from launch.nodes.agent import Head, parse_head, run_agent
+from launch.nodes.channel import NodeServer
 from launch.nodes.hardware import combined_hardware, parse_labelled_probes
 from launch.nodes.ranks import Cluster, Step, agent_argv, agent_environment
-from launch.nodes.server import NodeServer
 from slurm.allocation import Allocation, find_allocation, srun_argv
-from slurm.text.state import read_seconds_left
+from slurm.jobs import read_seconds_left
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from trainer.spec.hardware import Hardware
 

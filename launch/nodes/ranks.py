@@ -19,8 +19,19 @@ from typing import BinaryIO, NamedTuple
 from launch.attempt.local_ranks import DUMP_S
 from launch.attempt.supervisor import StopRequest
 from launch.attempt.watchdog import Stack
-from launch.nodes.channel import AskStacks, End, Ended, Failed, Refused, Stacks, Start, StopAsked, Tell
-from launch.nodes.server import NodeServer, meeting_place
+from launch.nodes.channel import (
+    AskStacks,
+    End,
+    Ended,
+    Failed,
+    NodeServer,
+    Refused,
+    Stacks,
+    Start,
+    StopAsked,
+    Tell,
+    meeting_place,
+)
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
 
 START_S = 300.0  # for every agent of a step to start and call: srun may wait for a node to wake

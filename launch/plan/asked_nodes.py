@@ -30,7 +30,7 @@ def read_asked_nodes(
     if not any(asked) and (name is None or spec is not None or not _is_login_node(environment)):
         return None
     from launch.plan.partition_hardware import read_partition_hardware
-    from slurm.node_share import share_of_job
+    from slurm.job_limits import share_of_job
 
     found = read_partition_hardware(
         name,

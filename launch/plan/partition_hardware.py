@@ -10,9 +10,8 @@ from msgspec.structs import replace
 from launch.probe.machine import read_libraries
 from slurm.access import Access, access_to
 from slurm.cluster import JobLimits, Partition
-from slurm.job_limits import in_order
+from slurm.job_limits import NodeShare, in_order
 from slurm.node_groups import choose_group
-from slurm.node_share import NodeShare
 from slurm.partition_hardware import WHOLE_NODES, PartitionHardware, hardware_of
 from slurm.queries import read_associations, read_config, read_nodes, read_partitions, read_qos_limits
 from trainer.planning.tables.gpu_names import hardware_from_spec

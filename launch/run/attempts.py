@@ -16,13 +16,21 @@ from typing import NamedTuple
 
 import msgspec
 
-from launch.attempt.account import Begin, incident_of, memory_report, record_of
-from launch.attempt.deadline import Deadline
 from launch.attempt.end import AttemptEnd
-from launch.attempt.history import earlier_history, num_at_step
-from launch.attempt.local_ranks import LocalRanks, Ranks
-from launch.attempt.retries import MAX_SAME_STEP, Decision, Tried, decide
-from launch.attempt.spent_limits import LimitWatch
+from launch.attempt.limits import Deadline, LimitWatch
+from launch.attempt.local_ranks import LocalRanks, Ranks, write_environment
+from launch.attempt.retries import (
+    MAX_SAME_STEP,
+    Begin,
+    Decision,
+    Tried,
+    decide,
+    earlier_history,
+    incident_of,
+    memory_report,
+    num_at_step,
+    record_of,
+)
 from launch.attempt.supervisor import StopKind, StopRequest, watch_attempt
 from launch.attempt.watchdog import Watchdog, WatchLimits
 from launch.engine.attempt_files import prepare_attempt
@@ -33,8 +41,7 @@ from launch.inputs.staging import copy_staged
 from launch.nodes.ranks import Cluster, ClusterRanks
 from launch.plan.checkpoint_fit import newest_facts, obstacle_to_resume
 from launch.rundir import paths as run_dirs
-from launch.rundir.cancelled import is_cancelled
-from launch.rundir.recorded_environment import write_environment
+from launch.rundir.cancel_flag import is_cancelled
 from launch.show.progress import Progress
 from launch.terminal import Console
 from launch.track.start import SinkProcess, running_sinks

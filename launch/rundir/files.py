@@ -1,17 +1,21 @@
-"""What a run directory says of its run: read-only, on whichever machine sees it, while the run goes on or after it.
+"""Files of a run directory, read on any machine that sees it, during the run or after it.
 
-Nothing here needs Slurm, a GPU, or the machine the run is on. Long files are read from their end, and whatever is half
-written, missing or of another version is left out: it is there at the next look.
+    slurm-JOB.out                    output of the batch script and the supervisor, one file for each job
+    attempts/N/logs/rank-R.log       output of a rank
+    attempts/N/logs/launcher*.log    output of the launcher of a machine; agents.log of srun and the agents
+
+Nothing here needs Slurm, a GPU, or the machine of the run. Long files are read from their end. Files that are missing,
+incomplete or of another version are skipped: the next read finds them.
 """
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from launch.rundir.cancelled import read_mark
+from launch.rundir.cancel_flag import read_mark
 from launch.rundir.paths import committed_checkpoints, next_attempt
 from trainer.spec import codec
 from trainer.spec.errors import InputError
@@ -162,3 +166,82 @@ def _changed_s(path: Path) -> float:
             return os.fstat(stream.fileno()).st_mtime
     except OSError:
         return 0.0
+
+
+BYTES_A_LINE = 400  # of logs, generously: what is read for the last lines
+NUM_LAST_WORDS = 5
+_LEAST_TAIL = 16 * 1024
+_CHUNK_BYTES = 1 << 20
+
+
+def main_log(files: RunFiles, *, rank: int | None = None, attempt: int | None = None) -> Path | None:
+    """The file that tells most: Slurm's output, else rank 0's log, or what is asked for; None while there is none.
+
+    InputError where an attempt or a rank is asked for that there is not.
+    """
+    number = files.attempt if attempt is None else attempt
+    if attempt is not None and not (files.run_dir / "attempts" / str(attempt)).is_dir():
+        has = f"it has {files.attempt}" if files.attempt else "it has none yet"
+        raise InputError(f"--attempt {attempt}: {files.run_dir} has no such attempt; {has}")
+    if rank is None and attempt is None and (outputs := outputs_of(files)):
+        return outputs[-1]
+    logs = files.run_dir / "attempts" / str(number) / "logs"
+    path = logs / f"rank-{rank or 0}.log"
+    if path.is_file():
+        return path
+    if rank is not None and logs.is_dir() and any(logs.glob("rank-*.log")):
+        last = max(int(each.stem.removeprefix("rank-")) for each in logs.glob("rank-*.log"))
+        raise InputError(f"--rank {rank}: attempt {number} has ranks 0 to {last}")
+    return None
+
+
+def side_logs(files: RunFiles, *, attempt: int | None = None) -> list[Path]:
+    """Logs of the launchers and the agents of an attempt that say something."""
+    logs = files.run_dir / "attempts" / str(files.attempt if attempt is None else attempt) / "logs"
+    found = [*sorted(logs.glob("launcher*.log")), *sorted(logs.glob("agents.log"))]
+    return [path for path in found if any(map(str.strip, tail_lines(path, _LEAST_TAIL)))]
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """The last lines of a file."""
+    size = path.stat().st_size if path.is_file() else 0
+    limit = max(_LEAST_TAIL, count * BYTES_A_LINE)
+    lines = tail_lines(path, limit)
+    while len(lines) < count and limit < size:
+        limit *= 4
+        lines = tail_lines(path, limit)
+    return lines[-count:] if count else []
+
+
+class Growing:
+    """New whole lines of one file since the last look."""
+
+    def __init__(self, path: Path, *, from_end: bool) -> None:
+        self.path = path
+        self._offset = _end_of_last_line(path) if from_end else 0
+
+    def read_new(self) -> Sequence[str]:
+        """What has come; a file that became shorter is read from its beginning."""
+        try:
+            with self.path.open("rb") as stream:
+                if os.fstat(stream.fileno()).st_size < self._offset:
+                    self._offset = 0
+                stream.seek(self._offset)
+                content = stream.read(_CHUNK_BYTES)
+        except OSError:
+            return ()
+        whole = content[: content.rfind(b"\n") + 1] if len(content) < _CHUNK_BYTES or b"\n" in content else content
+        self._offset += len(whole)
+        return whole.decode(errors="replace").splitlines()
+
+
+def _end_of_last_line(path: Path) -> int:
+    """Where the last whole line ends."""
+    try:
+        with path.open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            begin = max(0, size - _LEAST_TAIL)
+            stream.seek(begin)
+            return begin + stream.read().rfind(b"\n") + 1
+    except OSError:
+        return 0

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from launch.rundir.files import RunFiles, is_run_dir, read_run
-from slurm.follow import has_slurm, read_job
-from slurm.text.jobs import JOB_ID, QueuedJob
+from slurm.jobs import JOB_ID, QueuedJob, has_slurm, read_job
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.messages.submission import SCRIPT_NAME
 

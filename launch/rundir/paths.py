@@ -9,15 +9,13 @@
 A directory belongs to one supervisor at a time: it holds an advisory lock on `.lock` while it lives.
 """
 
-import fcntl
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-from launch.rundir.holder import LOCK, holder_line, parse_holder
+from launch.rundir.lock import LOCK
 from trainer.spec.errors import EnvironmentFaultError, InputError
 
 _STAMP = "%Y%m%d-%H%M%S"
@@ -105,30 +103,6 @@ def next_attempt(run_dir: Path) -> int:
     folder = run_dir / "attempts"
     numbers = [int(path.name) for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
     return max(numbers, default=0) + 1
-
-
-@contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
-    """Holds the run directory; another live holder is an error that names its process."""
-    path = run_dir / LOCK
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise EnvironmentFaultError(f"{run_dir}: cannot be written: {error.strerror}") from error
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = parse_holder(os.read(descriptor, 512))
-            words = "an unknown process" if holder is None else holder.words
-            raise EnvironmentFaultError(
-                f"{run_dir}: is in use by {words}; wait for it, or stop it with: shardwise cancel {run_dir}"
-            ) from None
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, holder_line())
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _make(path: Path, *, may_exist: bool = False) -> bool:

@@ -5,7 +5,7 @@ from datetime import datetime
 from pathlib import Path
 
 from launch.rundir.state import RunState, RunStatus
-from slurm.text.words import ended_words, queued_words
+from slurm.jobs import ended_words, queued_words
 from trainer.spec.units import format_bytes, format_count, format_seconds
 
 NUM_INCIDENTS = 5

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launch.rundir.files import RunFiles, read_run
-from launch.rundir.holder import last_holder
-from launch.rundir.state import Judged, RunState, judge
-from launch.rundir.witness import Queue, witness_of
+from launch.rundir.lock import last_holder
+from launch.rundir.state import Judged, Queue, RunState, judge, witness_of
 from launch.show.live.tail import MetricsTail
 from launch.show.live.view import LiveView, StepLog, view_of
 from trainer.spec.report import Ending

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from workplace_factory import LIMIT_S, Workplace, make_workplace, read_metrics
 
-from launch.rundir.cancelled import is_cancelled, mark_cancelled
+from launch.rundir.cancel_flag import is_cancelled, mark_cancelled
 from launch.rundir.process_record import ProcessRecord, descendants, read_records, record_of
 from trainer.spec import codec
 from trainer.spec.plan import Plan

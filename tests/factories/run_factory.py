@@ -10,7 +10,7 @@ from engine_plan_factory import engine_plan
 from msgspec.structs import replace
 from report_factory import make_report
 
-from launch.rundir.holder import LOCK
+from launch.rundir.lock import LOCK
 from trainer.spec import codec
 from trainer.spec.hardware import Hardware, Host
 from trainer.spec.messages.heartbeat import Heartbeat, encode_heartbeat, heartbeat_path

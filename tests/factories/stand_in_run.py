@@ -11,8 +11,9 @@ from pathlib import Path
 from run_factory import metrics_row, write_attempt, write_report
 
 from launch.attempt.supervisor import StopRequest
-from launch.rundir.cancelled import is_cancelled, must_end_at_start
-from launch.rundir.paths import locked, next_attempt
+from launch.rundir.cancel_flag import is_cancelled, must_end_at_start
+from launch.rundir.lock import locked
+from launch.rundir.paths import next_attempt
 from trainer.spec.report import Ending
 
 STEP_S = 0.05

@@ -16,7 +16,7 @@ from launch.commands.cancel import CancelOptions, run_cancel
 from launch.commands.logs import LogsOptions, run_logs
 from launch.commands.status import StatusOptions, run_status
 from launch.terminal import Console
-from slurm.follow import cancel_waiting, read_job, read_queue
+from slurm.jobs import cancel_waiting, read_job, read_queue
 from slurm.submit import submit_script
 from trainer.spec.messages.submission import CHAIN_FILE, SCRIPT_NAME
 

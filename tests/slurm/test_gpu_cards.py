@@ -3,8 +3,8 @@
 import pytest
 from slurm_texts import CLUSTERS, nodes_of, slurm_text
 
+from slurm.cluster import parse_gres
 from slurm.gpu_cards import card_of, gpus_of_row
-from slurm.text.scontrol import parse_gres
 from trainer.planning.tables.gpu_names import card_name, rows_of_model
 from trainer.planning.tables.gpu_specs import GPU_SPECS
 from trainer.spec.units import GIB

@@ -6,8 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from slurm.cluster import JobLimits
-from slurm.job_limits import allowed_nodes, bounds_of, in_order, share_within, time_limit_of
-from slurm.node_share import NodeShare
+from slurm.job_limits import NodeShare, allowed_nodes, bounds_of, in_order, share_within, time_limit_of
 from trainer.spec.units import GIB
 
 PARTITION = JobLimits(source="QOS partgpu", per_user={"gres/gpu": 12})

@@ -2,7 +2,7 @@
 
 from slurm_cluster import SlurmCluster
 
-from slurm.text.state import read_seconds_left
+from slurm.jobs import read_seconds_left
 
 
 def test_the_time_that_is_left_is_read_from_the_queue(slurm: SlurmCluster):

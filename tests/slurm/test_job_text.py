@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from slurm.text.jobs import EndedJob, QueuedJob, parse_accounting, parse_jobs, parse_queue
+from slurm.jobs import EndedJob, QueuedJob, parse_accounting, parse_jobs, parse_queue
 
 CAPTURED = Path(__file__).parents[1] / "captured" / "jobs_of_slurm"
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from slurm.text.jobs import EndedJob, QueuedJob
-from slurm.text.words import ended_words, queued_words, reason_words
+from slurm.jobs import EndedJob, QueuedJob, ended_words, queued_words, reason_words
 
 
 @pytest.mark.parametrize(

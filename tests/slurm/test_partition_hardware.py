@@ -5,8 +5,8 @@ from msgspec.structs import replace
 from slurm_texts import nodes_of, partition_of
 
 from slurm.cluster import JobLimits, PartitionState
+from slurm.job_limits import NodeShare
 from slurm.node_groups import choose_group
-from slurm.node_share import NodeShare
 from slurm.partition_hardware import hardware_of
 from trainer.planning.tables.gpu_names import hardware_from_spec
 from trainer.spec.errors import EnvironmentFaultError, InputError

@@ -2,8 +2,7 @@
 
 import pytest
 
-from slurm.text.quantities import format_duration, parse_amount, parse_duration, parse_memory
-from slurm.time_limit import limit_words, num_jobs
+from slurm.quantities import format_duration, limit_words, num_jobs, parse_amount, parse_duration, parse_memory
 from trainer.spec.units import GIB, MIB
 
 

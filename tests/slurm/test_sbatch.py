@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from slurm_jobs import batch_job
 
-from slurm.container import Container, Runtime, container_of, srun_words
+from slurm.job_script import Container, Runtime, container_of, srun_words
 from slurm.sbatch import BatchJob, render_script, sbatch_options, sbatch_word, warning_s
 from trainer.spec.errors import InputError
 from trainer.spec.units import GIB

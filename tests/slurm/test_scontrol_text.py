@@ -3,8 +3,16 @@
 import pytest
 from slurm_texts import CLUSTERS, nodes_of, partition_of, slurm_text
 
-from slurm.cluster import Gres, PartitionState, Preemption
-from slurm.text.scontrol import parse_config, parse_gres, parse_nodes, parse_partitions, parse_tres
+from slurm.cluster import (
+    Gres,
+    PartitionState,
+    Preemption,
+    parse_config,
+    parse_gres,
+    parse_nodes,
+    parse_partitions,
+    parse_tres,
+)
 from trainer.spec.units import GIB, MIB
 
 PARSED = [

@@ -6,7 +6,7 @@ import pytest
 from slurm_cluster import SlurmCluster
 from slurm_jobs import batch_job, read_events, read_output, read_starts, tell_ends, write_program, write_run
 
-from slurm.container import container_of
+from slurm.job_script import container_of
 from slurm.submit import submit_script
 from trainer.spec.messages.submission import CHAIN_FILE
 

@@ -9,8 +9,8 @@ import yaml
 
 from launch.commands.options import parse_words
 from launch.job.layers import read_job_layers
-from launch.rundir.cancelled import MARK
-from slurm.text.words import reason_words
+from launch.rundir.cancel_flag import MARK
+from slurm.jobs import reason_words
 from trainer.spec.job.fields import BY_PATH
 from trainer.spec.messages.submission import FILE_NAME, JOBS_FILE, OUTPUT_PATTERN, SCRIPT_NAME
 

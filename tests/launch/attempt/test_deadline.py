@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from launch.attempt.deadline import MOST_MARGIN_S, Deadline
+from launch.attempt.limits import MOST_MARGIN_S, Deadline
 from launch.attempt.supervisor import StopKind, StopRequest
 from launch.attempt.watchdog import Watchdog
 from launch.terminal import Console

@@ -8,7 +8,7 @@ from engine_plan_factory import engine_plan
 from report_factory import make_report
 from run_factory import attempt_record
 
-from launch.attempt.history import earlier_history, num_at_step, refuse_endless_restarts
+from launch.attempt.retries import earlier_history, num_at_step, refuse_endless_restarts
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.messages.heartbeat import Heartbeat, encode_heartbeat, heartbeat_path

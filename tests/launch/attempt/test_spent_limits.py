@@ -9,8 +9,16 @@ from msgspec.structs import replace
 from report_factory import make_report
 from run_factory import attempt_record, run_plan, write_attempt, write_report
 
-from launch.attempt.deadline import MOST_MARGIN_S
-from launch.attempt.spent_limits import SPENT_FILE, Limit, LimitWatch, SpentMark, limits_of, refuse_spent, rounded_up
+from launch.attempt.limits import (
+    MOST_MARGIN_S,
+    SPENT_FILE,
+    Limit,
+    LimitWatch,
+    SpentMark,
+    limits_of,
+    refuse_spent,
+    rounded_up,
+)
 from launch.attempt.supervisor import StopKind, StopRequest
 from launch.attempt.watchdog import Watchdog
 from launch.terminal import Console

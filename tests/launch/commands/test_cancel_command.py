@@ -12,7 +12,7 @@ import pytest
 from run_factory import write_attempt, write_holder, write_report, write_submission
 
 from launch.commands.cancel import CancelOptions, run_cancel
-from launch.rundir.cancelled import is_cancelled, must_end_at_start
+from launch.rundir.cancel_flag import is_cancelled, must_end_at_start
 from launch.terminal import Console
 from trainer.spec.errors import EnvironmentFaultError, ExitCode
 from trainer.spec.report import Ending
@@ -21,7 +21,7 @@ NO_SLURM = {"PATH": "/nonexistent"}
 SUPERVISOR = """
 import sys, time
 from pathlib import Path
-from launch.rundir.paths import locked
+from launch.rundir.lock import locked
 from launch.attempt.supervisor import StopRequest
 stop = StopRequest()
 with locked(Path(sys.argv[1])), stop.listening():

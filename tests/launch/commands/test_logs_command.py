@@ -15,8 +15,8 @@ import pytest
 from run_factory import age, write_attempt, write_report, write_start, write_submission
 
 from launch.commands.logs import LogsOptions, run_logs
-from launch.rundir.logs import Growing, last_lines
-from launch.rundir.paths import locked
+from launch.rundir.files import Growing, last_lines
+from launch.rundir.lock import locked
 from launch.terminal import Console
 from trainer.spec.errors import ExitCode, InputError
 from trainer.spec.report import Ending

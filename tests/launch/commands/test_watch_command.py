@@ -12,7 +12,7 @@ from small_terminal import SmallTerminal
 
 from launch.commands.watch import WatchOptions, run_watch
 from launch.rundir.files import read_run
-from launch.rundir.holder import LOCK, holder_line
+from launch.rundir.lock import LOCK, holder_line
 from launch.rundir.state import Judged, RunState
 from launch.show.watch_run import FOREIGN_SETTLE_S, Look, WatchedRun, state_words
 from launch.terminal import Console

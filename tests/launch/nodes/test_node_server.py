@@ -18,14 +18,15 @@ from launch.nodes.channel import (
     Channel,
     FromSupervisor,
     Hello,
+    NodeServer,
     NodesFile,
     Note,
     Start,
     StopAsked,
     Tell,
+    meeting_place,
     nodes_path,
 )
-from launch.nodes.server import NodeServer, meeting_place
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from launch.rundir.recorded_environment import kept_variables, write_environment
+from launch.attempt.local_ranks import kept_variables, write_environment
 
 ENVIRONMENT = {
     "SLURM_JOB_ID": "7",

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 from run_factory import write_holder
 
-from launch.rundir.holder import Holder, holder_here, last_holder, parse_holder
-from launch.rundir.paths import locked
+from launch.rundir.lock import Holder, holder_here, last_holder, locked, parse_holder
 from trainer.spec.errors import EnvironmentFaultError
 
 HOLD = """
 import sys
 from pathlib import Path
-from launch.rundir.paths import locked
+from launch.rundir.lock import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

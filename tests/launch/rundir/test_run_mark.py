@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.rundir.cancelled import clear_mark, is_cancelled, mark_cancelled, must_end_at_start, own_job, read_mark
+from launch.rundir.cancel_flag import clear_mark, is_cancelled, mark_cancelled, must_end_at_start, own_job, read_mark
 from trainer.spec.errors import EnvironmentFaultError
 
 NOON = datetime(2030, 1, 2, 12, 0, 0, tzinfo=UTC)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from run_factory import age, write_attempt, write_report, write_start, write_submission
 
-from launch.rundir.cancelled import MARK
+from launch.rundir.cancel_flag import MARK
 from launch.rundir.files import read_run
-from launch.rundir.holder import Holder
+from launch.rundir.lock import Holder
 from launch.rundir.state import RunState, Witness, judge, seconds_left, status_of
-from slurm.text.jobs import EndedJob, QueuedJob
+from slurm.jobs import EndedJob, QueuedJob
 from trainer.spec.report import Ending
 
 RUNNING = QueuedJob(job_id="12", state="RUNNING", nodes="n1")

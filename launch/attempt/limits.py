@@ -1,21 +1,21 @@
-"""`limits.hours` and `limits.cost` while a run goes on: it stops ahead of them with a checkpoint, and is over.
+"""Time limits of a run: the stop ahead of them, with enough time for a checkpoint.
 
-Used are the hours of all attempts of a run, over all of its starts, each from the launch of its ranks to their end;
-for the cost times the ranks of the attempt and `price_per_gpu_hour`. Data, planning and a queue do not count.
-
-Such a stop is no preemption: a scheduler must not start the run again. `spent.json` in the run directory says which
-limit ended it, so that a resumption with the same limit is refused although a few seconds of it may be left.
+A scheduler sets a deadline (the time limit of a job), after which the run continues in the next job. `limits.hours` and
+`limits.cost` end the run. They count the hours of all attempts of all starts, each from the launch of its ranks to
+their end; the cost is these hours times the ranks of the attempt and `price_per_gpu_hour`. Data preparation, planning
+and queueing do not count. `spent.json` in the run directory names the limit that ended a run, so that a resumption with
+the same limit is refused even if a few seconds of it are left.
 """
 
 import math
+import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.attempt.deadline import Deadline
-from launch.attempt.history import earlier_history
+from launch.attempt.retries import earlier_history
 from launch.attempt.supervisor import StopKind, StopRequest
 from launch.attempt.watchdog import Watchdog
 from launch.terminal import Console
@@ -26,6 +26,42 @@ from trainer.spec.plan import Plan
 from trainer.spec.report import AttemptRecord, Ending, Report
 from trainer.spec.units import format_seconds
 from trainer.spec.value import Value
+
+MOST_MARGIN_S = 45.0
+
+
+class Deadline(NamedTuple):
+    """When the run has to have ended."""
+
+    moment_s: float  # on the monotonic clock
+    margin_s: float  # for processes to end, beside the last step and the last save
+
+    @classmethod
+    def in_seconds(cls, left_s: float) -> "Deadline":
+        """So many seconds from now; where that is little the margin is short as well."""
+        return cls(time.monotonic() + left_s, min(MOST_MARGIN_S, max(0.0, left_s) / 10))
+
+    @property
+    def left_s(self) -> float:
+        return self.moment_s - time.monotonic()
+
+    def needed_s(self, watchdog: Watchdog) -> float:
+        """For a step and a save, as they were measured, and an end."""
+        return self.margin_s + watchdog.stop_s
+
+    def is_near(self, watchdog: Watchdog) -> bool:
+        """Whether a stop is all that is left room for."""
+        return self.left_s < self.needed_s(watchdog)
+
+    def stop_in_time(self, stop: StopRequest, watchdog: Watchdog, console: Console) -> None:
+        """Asks for a stop after which a scheduler starts the run again, when it is near."""
+        if stop.kind is None and self.is_near(watchdog):
+            console.line(
+                f"the time limit is {format_seconds(max(self.left_s, 0.0))} away, a step, a save and an end take up to "
+                f"{format_seconds(self.needed_s(watchdog))}: stopping with a checkpoint"
+            )
+            stop.note(signal.SIGUSR1, None)
+
 
 SPENT_FILE = "spent.json"
 _HEADROOM = 1.05  # of the limit that is proposed

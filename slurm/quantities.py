@@ -1,12 +1,13 @@
-"""Times, sizes and counts as Slurm writes them. Pure; what sets no limit is None.
+"""Times, sizes and counts as Slurm writes them. Pure; None means no limit.
 
-Times are `minutes`, `minutes:seconds`, `hours:minutes:seconds`, `days-hours` and longer (man sbatch, --time); sizes of
-TRES carry K, M, G, T or P and mean powers of 1024 (man slurm.conf), memory without one is in MiB.
+Times are `minutes`, `minutes:seconds`, `hours:minutes:seconds`, `days-hours` and longer (man sbatch, --time). Sizes of
+TRES have a suffix K, M, G, T or P for powers of 1024 (man slurm.conf); memory without a suffix is in MiB.
 """
 
+import math
 import re
 
-from trainer.spec.units import MIB
+from trainer.spec.units import MIB, format_seconds
 
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 
@@ -41,3 +42,18 @@ def parse_memory(text: str) -> int | None:
     """Bytes of `750G`, `256000M` or `256000`, which is in MiB."""
     amount = parse_amount(text)
     return amount if amount is None or not text.strip().isdigit() else amount * MIB
+
+
+def num_jobs(hours: float, limit_s: int | None) -> int:
+    """Jobs that follow each other until a run of so many hours is done."""
+    return 1 if limit_s is None else max(1, math.ceil(hours * 3600 / limit_s))
+
+
+def limit_words(hours: float, limit_s: int | None, *, place: str) -> str:
+    """`38 h 10 min at a limit of 1-00:00:00: 2 jobs, which continue each other`."""
+    duration = format_seconds(hours * 3600)
+    if limit_s is None:
+        return f"{duration}; {place} sets no time limit: one job"
+    jobs = num_jobs(hours, limit_s)
+    told = "one job" if jobs == 1 else f"{jobs} jobs, which continue each other"
+    return f"{duration} at a limit of {format_duration(limit_s)}: {told}"

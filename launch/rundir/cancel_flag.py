@@ -1,9 +1,8 @@
-"""The mark of a run that a person cancelled: the file `cancelled` in its directory.
+"""The cancel flag of a run: the file `cancelled` in its directory.
 
-A stop with a checkpoint usually means "go on later": a scheduler queues the job again, the next job of a chain takes
-over. The mark says that nothing goes on: whoever supervises the run ends it as after Ctrl-C, and a job that was
-cancelled with it ends at once when it starts. It names these jobs, so that a person who submits the script again, or
-resumes the run by hand, is not refused: such a start takes the mark away.
+A stop with a checkpoint usually means "continue later": a scheduler queues the job again, or the next job of a chain
+starts. The flag prevents both: the supervisor ends the run as after Ctrl-C, and a job that was cancelled with it ends
+at once when it starts. The flag lists these jobs. Any other start of the run, by a person, removes the flag.
 """
 
 import getpass

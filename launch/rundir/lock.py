@@ -1,13 +1,18 @@
-"""Who supervises a run: the process that holds `.lock` in its directory, and the machine it is on.
+"""The lock of a run directory: the process that supervises the run holds `.lock`, with its pid and host as content.
 
-The file keeps the last holder's name when that is gone, so a process is looked at before it is believed. Nothing is
-locked to find out: a run that starts in that moment would be refused.
+The file keeps the last owner's name after that process has ended, so readers check the process. Readers never take the
+lock: a run that starts at that moment would be refused.
 """
 
+import fcntl
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+
+from trainer.spec.errors import EnvironmentFaultError
 
 LOCK = ".lock"
 
@@ -26,6 +31,30 @@ class Holder(NamedTuple):
     @property
     def is_of_this_machine(self) -> bool:
         return self.host in (None, socket.gethostname())
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Holds the run directory; another live holder is an error that names its process."""
+    path = run_dir / LOCK
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise EnvironmentFaultError(f"{run_dir}: cannot be written: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = parse_holder(os.read(descriptor, 512))
+            words = "an unknown process" if holder is None else holder.words
+            raise EnvironmentFaultError(
+                f"{run_dir}: is in use by {words}; wait for it, or stop it with: shardwise cancel {run_dir}"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, holder_line())
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def holder_line() -> bytes:

@@ -1,1 +1,0 @@
-"""Slurm's output as values."""
