@@ -356,7 +356,7 @@ def _workspace(options: argparse.Namespace) -> ExitCode:
 def _schema(_options: argparse.Namespace) -> ExitCode:
     import json
 
-    from trainer.spec.job.reading import job_json_schema
+    from trainer.spec.job.fields import job_json_schema
 
     Console().line(json.dumps(job_json_schema(), indent=2))
     return ExitCode.DONE

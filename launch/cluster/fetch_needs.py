@@ -13,7 +13,8 @@ from launch.inputs.dataset_splits import Part
 from launch.inputs.hub_files import hub_cache, list_snapshot
 from launch.inputs.model_files import ModelFiles
 from launch.probe import disk_room
-from trainer.spec.job.sections import DataSource, Job
+from trainer.spec.job.sections import Job
+from trainer.spec.job.sources import DataSource
 from trainer.spec.units import format_bytes
 
 INODES_A_FILE = 3  # of the hub's cache: the content, its name, a lock

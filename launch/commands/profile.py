@@ -29,7 +29,7 @@ from launch.terminal import Console
 from trainer.planning.page.text_layout import page_text
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
-from trainer.spec.job.sections import Every
+from trainer.spec.job.kinds import Every
 from trainer.spec.messages.profile import FIGURES_FILE, PROFILE_FOLDER, ProfileFigures, ProfileRequest
 from trainer.spec.plan import Plan
 from trainer.spec.report import Report

@@ -31,7 +31,7 @@ from launch.inputs.hub_files import hub_cache
 from launch.inputs.saved_datasets import saved_files
 from trainer.spec.data.request import ROW_SUFFIXES, PrepareRequest, SourceFile, compression, content_suffix
 from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.job.sections import DataSource
+from trainer.spec.job.sources import DataSource
 
 PYTHON_STDLIB = "python-stdlib"
 STDLIB_MAX_BYTES = 8_000_000

@@ -15,7 +15,7 @@ from launch.probe.installed import installed_version
 from launch.track.notify import NotifyError, url_in
 from launch.track.wandb.mode import wandb_mode
 from trainer.spec.errors import InputProblemsError
-from trainer.spec.job.notify import is_url, variable_of
+from trainer.spec.job.kinds import is_url, variable_of
 from trainer.spec.job.sections import Job, WandbMode
 from trainer.spec.pip_lines import extra_line, pip_line
 

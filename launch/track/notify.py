@@ -17,8 +17,7 @@ from typing import Any
 
 from launch.track.tracker import End, Incident, Line, Run
 from trainer.spec import codec
-from trainer.spec.job.kinds import HintError
-from trainer.spec.job.notify import check_url, is_url, variable_of
+from trainer.spec.job.kinds import HintError, check_url, is_url, variable_of
 from trainer.spec.secrets import redact
 
 POST_TIMEOUT_S = 10.0

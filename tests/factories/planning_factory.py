@@ -12,7 +12,8 @@ from trainer.planning.tables.gpu_names import hardware_from_spec
 from trainer.spec.calibration import Calibration
 from trainer.spec.data.profile import DataProfile
 from trainer.spec.hardware import Hardware, Host
-from trainer.spec.job.sections import Allowance, DataJob, DataSource, Job, Limits, ModelJob, Pin, TrainJob
+from trainer.spec.job.sections import Allowance, DataJob, Job, Limits, ModelJob, Pin, TrainJob
+from trainer.spec.job.sources import DataSource
 from trainer.spec.messages.extension import Extension
 from trainer.spec.model.shape import ModelShape, read_model_shape
 from trainer.spec.plan import Fp8Gain, Plan, ShapeTimes, TrialResult

@@ -10,7 +10,8 @@ import numpy as np
 from launch.inputs.data_files import list_files
 from trainer.runtime.data.token_rows import TokenLayout, TokenRows
 from trainer.spec.data.request import PrepareRequest
-from trainer.spec.job.sections import BadRows, DataFormat, DataSource
+from trainer.spec.job.sections import BadRows, DataFormat
+from trainer.spec.job.sources import DataSource
 
 REQUEST = PrepareRequest(
     sources=(),

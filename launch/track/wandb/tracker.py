@@ -26,8 +26,8 @@ from launch.track.wandb.files import (
 from launch.track.wandb.library import Session, forget, logged_step, sweep_identity
 from trainer.spec import codec
 from trainer.spec.errors import InputError
+from trainer.spec.job.fields import job_tree
 from trainer.spec.job.sections import WandbMode
-from trainer.spec.job.writing import job_tree
 from trainer.spec.plan import Plan
 from trainer.spec.report import Ending, Report
 from trainer.spec.secrets import REDACTED

@@ -21,7 +21,7 @@ from launch.inputs.data_files import (
     source_bytes,
 )
 from trainer.spec.errors import InputError
-from trainer.spec.job.sections import DataSource
+from trainer.spec.job.sources import DataSource
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 

@@ -34,7 +34,8 @@ from pathlib import Path
 from launch.inputs.data_files import list_files
 from trainer.spec.data.request import PrepareRequest
 from trainer.spec.errors import ShardwiseError
-from trainer.spec.job.sections import BadRows, DataFormat, DataSource
+from trainer.spec.job.sections import (BadRows, DataFormat)
+from trainer.spec.job.sources import DataSource
 
 answers, home = [], sys.argv[2]
 for source in json.loads(sys.argv[1]):

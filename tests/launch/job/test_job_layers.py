@@ -8,7 +8,8 @@ import pytest
 
 from launch.job.layers import ResolvedJob, read_job_layers, render_resolved
 from trainer.spec.errors import InputProblemsError
-from trainer.spec.job.sections import Every, Job, WandbMode
+from trainer.spec.job.kinds import Every
+from trainer.spec.job.sections import Job, WandbMode
 from trainer.spec.strategy import Sharding
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))

@@ -8,7 +8,8 @@ from planning_factory import CONFIGS, data_of, job_of, shape_of
 
 from trainer.planning.run.schedule import make_schedule
 from trainer.spec.errors import InputError
-from trainer.spec.job.sections import CheckpointJob, DataFormat, EvalJob, Every, LrSchedule, TrainJob, Warmup
+from trainer.spec.job.kinds import Every, Warmup
+from trainer.spec.job.sections import CheckpointJob, DataFormat, EvalJob, LrSchedule, TrainJob
 from trainer.spec.lr_schedule import learning_rate
 from trainer.spec.plan import Schedule
 from trainer.spec.strategy import Method, Optimizer

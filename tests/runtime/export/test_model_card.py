@@ -9,7 +9,8 @@ from msgspec.structs import replace
 from report_factory import make_report
 
 from trainer.runtime.export.model_card import Export, base_of, model_card
-from trainer.spec.job.sections import DataJob, DataSource, ModelJob
+from trainer.spec.job.sections import DataJob, ModelJob
+from trainer.spec.job.sources import DataSource
 from trainer.spec.plan import Plan
 from trainer.spec.report import Evaluation
 from trainer.spec.strategy import Method

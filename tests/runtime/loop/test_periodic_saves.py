@@ -20,7 +20,7 @@ from trainer.runtime.loop.session import Session, build_session
 from trainer.runtime.run.report_writer import ReportWriter, run_paths
 from trainer.runtime.run.state import RunState
 from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.job.sections import Every
+from trainer.spec.job.kinds import Every
 from trainer.spec.messages.saving import saving_choice
 from trainer.spec.plan import Plan
 from trainer.spec.report import Ending

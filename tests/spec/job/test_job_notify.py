@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from trainer.spec.errors import InputProblemsError
-from trainer.spec.job.reading import job_tree, read_job
+from trainer.spec.job.fields import job_tree
+from trainer.spec.job.reading import read_job
 
 
 def notify_of(value: Any) -> tuple[str, ...] | None:

@@ -5,22 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from trainer.spec.job.fields import BY_PATH
-from trainer.spec.job.reference import MARK, job_reference, write_job_reference
+from trainer.spec.job.fields import BY_PATH, REFERENCE_MARK, job_reference, write_job_reference
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "job-file.md"
 
 
 def test_the_document_is_the_rendered_reference():
-    """Write it anew with trainer.spec.job.reference.write_job_reference(Path("docs/job-file.md"))."""
-    above, mark, below = DOCUMENT.read_text(encoding="utf-8").partition(MARK)
+    """Write it anew with trainer.spec.job.fields.write_job_reference(Path("docs/job-file.md"))."""
+    above, mark, below = DOCUMENT.read_text(encoding="utf-8").partition(REFERENCE_MARK)
     assert above
     assert mark + below == job_reference()
 
 
 def test_writing_anew_keeps_what_stands_above_the_mark(tmp_path):
     copy = tmp_path / "job-file.md"
-    copy.write_text(f"# Ours\n\n{MARK}\n\nold tables\n")
+    copy.write_text(f"# Ours\n\n{REFERENCE_MARK}\n\nold tables\n")
     write_job_reference(copy)
     assert copy.read_text() == "# Ours\n\n" + job_reference()
 

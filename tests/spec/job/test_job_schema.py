@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from launch.job.yaml_text import read_yaml_file
-from trainer.spec.job.fields import BY_PATH, SECTIONS
-from trainer.spec.job.reading import job_json_schema, job_tree, read_job
+from trainer.spec.job.fields import BY_PATH, SECTIONS, job_json_schema, job_tree
+from trainer.spec.job.reading import read_job
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 ANNOTATIONS = {"$schema", "title", "description", "default"}

@@ -14,7 +14,8 @@ from trainer.planning.tables.learning_rates import DefaultRate, default_rate
 from trainer.spec.data.objectives import objective_of, rows_per_example
 from trainer.spec.data.profile import DataProfile
 from trainer.spec.errors import InputError
-from trainer.spec.job.sections import Every, Job, Objective, TrainJob, Warmup
+from trainer.spec.job.kinds import Every, Warmup
+from trainer.spec.job.sections import Job, Objective, TrainJob
 from trainer.spec.model.shape import ModelShape
 from trainer.spec.plan import Schedule
 from trainer.spec.strategy import Method, Optimizer

@@ -11,7 +11,8 @@ COMPRESSIONS may follow either.
 
 from os.path import splitext
 
-from trainer.spec.job.sections import BadRows, DataFormat, DataSource, LossOn
+from trainer.spec.job.sections import BadRows, DataFormat, LossOn
+from trainer.spec.job.sources import DataSource
 from trainer.spec.messages.extension import Extension
 from trainer.spec.value import Value
 

@@ -1,13 +1,13 @@
-"""From the job file's tree to a `Job` and back, strictly: every problem at once, each on one line.
+"""Strict reading of a job file's tree into a `Job`: every problem at once, each on one line.
 
-A line says where the setting stands, its path, its value, what was expected and the nearest legal spelling:
+A line names the origin of the setting, its path, its value, what was expected and the nearest legal spelling:
 
     job.yaml: pin.micro_bach is not a setting; did you mean pin.micro_batch?
     job.yaml: train.method is "qlorra"; expected auto, full, galore, lora or qlora; did you mean qlora?
 
-Nothing here reads a file or knows YAML: a tree is what a YAML or JSON reader gives. Several trees may be laid over each
-other (`read_layers`); a later one that states one of two settings that exclude each other (`train.steps` over
-`train.epochs`) replaces both. Paths stay as typed; whoever opens them takes them from the working directory.
+Nothing here reads a file or knows YAML: a tree is the result of a YAML or JSON reader. Several trees may be laid over
+each other (`read_layers`); a later one that sets one of two settings that exclude each other (`train.steps` over
+`train.epochs`) replaces both. Paths stay as typed and are relative to the working directory.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,58 +17,16 @@ from msgspec import Struct
 
 from trainer.spec.errors import InputProblemsError
 from trainer.spec.job.clashes import CLASHES
-from trainer.spec.job.fields import BY_PATH, EXCLUSIVE, FIELDS, SECTIONS, Field, attribute, children
+from trainer.spec.job.fields import BY_PATH, EXCLUSIVE, FIELDS, SECTIONS, Field, children
 from trainer.spec.job.kinds import HintError, nearest, shown
-from trainer.spec.job.schema import job_json_schema
 from trainer.spec.job.sections import Job
-from trainer.spec.job.sources import EvalSplit
-from trainer.spec.job.writing import job_tree
 
-__all__ = [
-    "JobReading",
-    "Layer",
-    "job_json_schema",
-    "job_tree",
-    "read_job",
-    "read_layers",
-    "read_value",
-]
-
-# What other trainers call a setting; an unknown key is looked up here before names like it are.
-OTHER_NAMES: Mapping[str, str] = {
-    "batch_size": "train.tokens_per_step",
-    "gradient_accumulation_steps": "train.tokens_per_step",
-    "per_device_train_batch_size": "pin.micro_batch",
-    "learning_rate": "train.lr",
-    "max_steps": "train.steps",
-    "num_train_epochs": "train.epochs",
-    "max_seq_length": "train.seq_len",
-    "max_grad_norm": "train.clip",
-    "warmup_steps": "train.warmup",
-    "warmup_ratio": "train.warmup",
-    "lr_scheduler_type": "train.schedule",
-    "gradient_checkpointing": "pin.checkpointing",
-    "mixed_precision": "pin.precision",
-    "bf16": "pin.precision",
-    "fp16": "pin.precision",
-    "optim": "pin.optimizer",
-    "deepspeed": "pin.sharding",
-    "zero_stage": "pin.sharding",
-    "lora_r": "train.lora.rank",
-    "lora_alpha": "train.lora.alpha",
-    "model_name_or_path": "model.name",
-    "dataset": "data.train",
-    "output_dir": "output",
-    "save_steps": "checkpoint.every",
-    "save_total_limit": "checkpoint.keep",
-    "eval_steps": "eval.every",
-    "logging_steps": "log.every",
-    "report_to": "log.wandb",
-}
+# Names of settings in other trainers; an unknown key is looked up here first.
+OTHER_NAMES: Mapping[str, str] = {alias: entry.path for entry in FIELDS for alias in entry.aliases}
 
 
 class Layer(NamedTuple):
-    """One tree of settings, and what its problems are reported under; `allowed` limits it to some settings."""
+    """One tree of settings, and the origin that its problems name; `allowed` limits it to some settings."""
 
     tree: Mapping[str, Any]
     origin: str
@@ -76,14 +34,14 @@ class Layer(NamedTuple):
 
 
 class JobReading(NamedTuple):
-    """The job, and for each setting that somebody wrote the origin of the layer that decided it."""
+    """The job, and for each setting that a layer states the origin of the layer that decided it."""
 
     job: Job
     sources: dict[str, str]
 
 
 class _Found(Struct):
-    """What the walk over a tree has come upon."""
+    """Result of the walk over one tree."""
 
     values: dict[str, Any] = {}
     problems: list[str] = []
@@ -91,15 +49,15 @@ class _Found(Struct):
 
 
 def read_job(tree: Mapping[str, Any], *, origin: str) -> Job:
-    """The job a tree describes, defaults filled in; InputProblemsError holds everything that is wrong with it."""
+    """The job that a tree describes, defaults filled in; raises InputProblemsError with every problem."""
     return read_layers([Layer(tree, origin)], origin=origin).job
 
 
 def read_layers(layers: Sequence[Layer], *, origin: str, checks_clashes: bool = True) -> JobReading:
     """The job that layers describe, each over those before it; `origin` is named for what no layer states.
 
-    Raises InputProblemsError with every problem. `checks_clashes` is false where a layer is known to be lost: what it
-    would have stated is then not called missing.
+    Raises InputProblemsError with every problem. `checks_clashes` is false if a layer could not be read: the settings
+    that it may have held are then not reported as missing.
     """
     problems: list[str] = []
     unreadable: set[str] = set()
@@ -122,7 +80,7 @@ def read_layers(layers: Sequence[Layer], *, origin: str, checks_clashes: bool = 
 
 
 def read_value(entry: Field, value: object) -> Any:  # noqa: ANN401 - each kind of setting has a type of its own
-    """The setting's value; ValueError says in one line what is wrong with it."""
+    """The setting's value; raises ValueError with one line that names the problem."""
     try:
         return entry.kind.read(value)
     except HintError as error:
@@ -183,7 +141,7 @@ def _unknown(path: str, section: str, meant: str | None) -> str:
 
 
 def _meant(section: str, name: str) -> str | None:
-    """The setting that was probably meant: one that others call so, one nearby, or one elsewhere."""
+    """The setting that was probably meant: by its name in another trainer, among siblings, or elsewhere."""
     if name.lower() in OTHER_NAMES:
         return OTHER_NAMES[name.lower()]
     siblings = {path.rpartition(".")[2]: path for path in children(section)}
@@ -225,12 +183,9 @@ def _build(values: Mapping[str, Any]) -> Job:
     arguments: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for path, value in values.items():
         section = path.rpartition(".")[0]
-        if isinstance(value, EvalSplit):
-            arguments[section].update(
-                eval_share=value.share, eval_source=value.source, eval_subset=value.subset, eval_split=value.split
-            )
-        else:
-            arguments[section][attribute(path)] = value
+        attributes = BY_PATH[path].attributes
+        several = value if len(attributes) > 1 else (value,)
+        arguments[section].update(zip(attributes, several, strict=True))
     for section in sorted(SECTIONS, key=lambda name: name.count("."), reverse=True):
         outer, _, name = section.rpartition(".")
         if section and arguments[section]:

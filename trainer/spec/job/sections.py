@@ -1,11 +1,33 @@
 """The job file as a value: goals in `model`, `data`, `train`, `limits`; mechanisms only in `pin`.
 
-Reading, checking and merging a file into this value is `job_file`; every default stands here and nowhere else.
-A field that is `None` means "auto" or "off", as its comment says; there is no second spelling in the value.
+One annotated field is one setting: its type, its `Setting` (what it means, what may be written) and its default.
+The reader, the writer, the JSON Schema, the nearest names and the tables of docs/job-file.md are derived from it, so
+a new setting is one field here, and the tables written again (`fields.write_job_reference`).
+None in a field means "auto" or "off"; `Setting.none` is its spelling in the file.
 """
 
 from enum import StrEnum
+from typing import Annotated
 
+from trainer.spec.job.kinds import (
+    Every,
+    Setting,
+    Warmup,
+    byte_size,
+    columns,
+    hub_kernel,
+    interval,
+    notification,
+    number,
+    one_word,
+    share,
+    text,
+    texts,
+    time_in_hours,
+    warmup_length,
+    whole,
+)
+from trainer.spec.job.sources import DataSource, held_out_rows, sources
 from trainer.spec.strategy import (
     Attention,
     Checkpointing,
@@ -21,7 +43,7 @@ from trainer.spec.value import Value
 
 
 class DataFormat(StrEnum):
-    """The shape of a training example."""
+    """Shape of a training example."""
 
     AUTO = "auto"
     TEXT = "text"
@@ -32,7 +54,7 @@ class DataFormat(StrEnum):
 
 
 class LossOn(StrEnum):
-    """Which tokens are learned."""
+    """Tokens that count in the loss."""
 
     AUTO = "auto"
     ALL = "all"
@@ -41,14 +63,14 @@ class LossOn(StrEnum):
 
 
 class BadRows(StrEnum):
-    """What a row that cannot be used does."""
+    """Treatment of a row that cannot be used."""
 
     FAIL = "fail"
     SKIP = "skip"
 
 
 class Objective(StrEnum):
-    """What the loss asks of the model."""
+    """Training objective, which selects the loss."""
 
     AUTO = "auto"
     PRETRAIN = "pretrain"
@@ -57,7 +79,7 @@ class Objective(StrEnum):
 
 
 class LrSchedule(StrEnum):
-    """The course of the learning rate after warmup, a function of the step."""
+    """Learning rate after warmup, as a function of the step."""
 
     COSINE = "cosine"
     LINEAR = "linear"
@@ -66,7 +88,7 @@ class LrSchedule(StrEnum):
 
 
 class WandbMode(StrEnum):
-    """Whether and how wandb is written."""
+    """Use of Weights & Biases."""
 
     OFF = "off"
     OFFLINE = "offline"
@@ -86,172 +108,8 @@ class Allowance(StrEnum):
     COMPILE = "compile"
 
 
-class Every(Value, frozen=True, kw_only=True):
-    """An interval; exactly one of the two is set."""
-
-    steps: int | None = None
-    seconds: float | None = None
-
-
-class Warmup(Value, frozen=True, kw_only=True):
-    """Steps until the full learning rate: a share of the run or a number; exactly one is set."""
-
-    share: float | None = None
-    steps: int | None = None
-
-
-class ModelJob(Value, frozen=True, kw_only=True):
-    """Which model: exactly one of `name` (weights to start from) and `config` (start from scratch)."""
-
-    name: str | None = None
-    config: str | None = None
-    revision: str | None = None
-    tokenizer: str | None = None  # None: the model's own; "train": a byte-level BPE made from the data
-    trust_remote_code: str | None = None  # the repository whose code may run, or None
-    flash_kernel: str | None = None  # OWNER/flash-attn2@COMMIT: may run where flash-attn is missing
-
-
-class DataSource(Value, frozen=True, kw_only=True):
-    """One source of rows and how often it is drawn."""
-
-    source: str  # a file, a folder, python-stdlib, or ORG/NAME[@REVISION] of the hub
-    weight: float = 1.0
-    subset: str | None = None  # of a data set that has several
-    split: str | None = None  # None: train
-
-
-class DataJob(Value, frozen=True, kw_only=True):
-    """Which rows are learned and how."""
-
-    train: tuple[DataSource, ...] = ()
-    eval_share: float | None = 0.01  # of train, by hash; None where `eval_source` stands or evaluation is off
-    eval_source: str | None = None
-    eval_subset: str | None = None  # of `eval_source`
-    eval_split: str | None = None  # of `eval_source`
-    format: DataFormat = DataFormat.AUTO
-    fields: dict[str, str] = {}
-    chat_template: str | None = None  # None: the tokenizer's
-    loss_on: LossOn = LossOn.AUTO
-    packing: bool | None = None  # None: auto
-    bad_rows: BadRows = BadRows.FAIL
-    bad_rows_max: float = 0.001
-    streaming: bool = False
-
-
-class LoraJob(Value, frozen=True, kw_only=True):
-    """Low-rank adapters."""
-
-    rank: int = 16
-    alpha: float = 32.0
-    dropout: float = 0.0
-    targets: tuple[str, ...] = ("all-linear",)
-    dora: bool = False
-    rslora: bool = False
-
-
-class GaloreJob(Value, frozen=True, kw_only=True):
-    """Gradient low-rank projection."""
-
-    rank: int = 256
-    update_gap: int = 200
-    scale: float = 0.25
-    projection: str = "std"
-    layerwise: bool = False
-
-
-class DpoJob(Value, frozen=True, kw_only=True):
-    """Direct preference optimisation."""
-
-    beta: float = 0.1
-
-
-class TrainJob(Value, frozen=True, kw_only=True):
-    """What the training is to do; nothing here depends on the machine."""
-
-    objective: Objective = Objective.AUTO
-    method: Method | None = None  # None: auto
-    seq_len: int = 2048
-    tokens_per_step: int = 65536
-    epochs: float | None = 1.0  # exactly one of epochs, steps, tokens is set
-    steps: int | None = None
-    tokens: int | None = None
-    lr: float | None = None  # None: auto
-    schedule: LrSchedule = LrSchedule.COSINE
-    warmup: Warmup | None = None  # None: auto
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    seed: int = 0
-    neftune_alpha: float | None = None
-    lora: LoraJob = LoraJob()
-    galore: GaloreJob = GaloreJob()
-    dpo: DpoJob = DpoJob()
-
-
-class NvmeLimit(Value, frozen=True, kw_only=True):
-    """Where NVMe offload may write, and how much."""
-
-    path: str | None = None
-    size: int | None = None  # bytes
-
-
-class Limits(Value, frozen=True, kw_only=True):
-    """What the run may take."""
-
-    hours: float = 24.0
-    vram: int | None = None  # bytes a device
-    host_ram: int | None = None  # bytes; None: what the cgroup or Slurm allows
-    nvme: NvmeLimit = NvmeLimit()
-    cost: float | None = None
-
-
-class Pin(Value, frozen=True, kw_only=True):
-    """Mechanisms fixed by hand; None leaves one to the planner."""
-
-    sharding: Sharding | None = None
-    offload: Offload | None = None
-    optimizer: Optimizer | None = None
-    precision: Precision | None = None
-    fp8_recipe: Fp8Recipe | None = None
-    checkpointing: Checkpointing | None = None
-    checkpointing_n: int | None = None  # of every_n; None: 2
-    activation_offload: bool | None = None
-    attention: Attention | None = None
-    loss: LossHead | None = None
-    micro_batch: int | None = None
-    compile: bool | None = None
-    optimizer_in_backward: bool | None = None
-
-
-class CheckpointJob(Value, frozen=True, kw_only=True):
-    """When state is saved and what is kept."""
-
-    every: Every | None = None  # None: auto
-    keep: int = 3
-    keep_every: Every | None = None  # in steps; None: none but the newest, and the best
-    best: str | None = "eval_loss"
-    is_async: bool | None = None  # `async` in the file; None: auto
-
-
-class EvalJob(Value, frozen=True, kw_only=True):
-    """When the held-out split is scored."""
-
-    every: Every | None = None  # None: auto
-    early_stop: int | None = None  # evaluations without a better loss
-
-
-class LogJob(Value, frozen=True, kw_only=True):
-    """Where metrics go."""
-
-    wandb: WandbMode = WandbMode.OFF
-    project: str = "shardwise"
-    name: str | None = None
-    tensorboard: bool = False
-    every: Every = Every(steps=1)
-    notify: tuple[str, ...] | None = None  # a URL, or the words of a command
-
-
 class NodeNetwork(StrEnum):
-    """Whether compute nodes reach the hub."""
+    """Access of compute nodes to the hub."""
 
     AUTO = "auto"  # not known
     NONE = "none"
@@ -265,28 +123,419 @@ class Stage(StrEnum):
     DATA = "data"
 
 
-class SlurmJob(Value, frozen=True, kw_only=True):
-    """How the cluster is asked."""
+class ModelJob(Value, frozen=True, kw_only=True):
+    """The model: exactly one of `name` (weights to start from) and `config` (start from scratch)."""
 
-    partition: str | None = None
-    nodes: int | None = None
-    gpus: int | None = None  # of each node; None: all it has
-    cores: int | None = None  # of each node; None: all, where nodes are not shared
-    memory: int | None = None  # bytes of each node; None: all, where nodes are not shared
-    account: str | None = None
-    qos: str | None = None
-    time: str | None = None  # None: what the plan predicts, with a margin
-    constraint: str | None = None
-    reservation: str | None = None
-    mail: str | None = None
-    comment: str | None = None
-    requeue: bool = True
-    chain: int = 1
-    network: NodeNetwork = NodeNetwork.AUTO
-    stage: tuple[Stage, ...] = ()
-    modules: tuple[str, ...] = ()
-    container: str | None = None
-    extra: tuple[str, ...] = ()
+    name: Annotated[
+        str | None,
+        Setting(
+            "Weights to start from: a hub id, a folder or a preset that names published weights.",
+            text("a hub id, a folder or a preset"),
+            aliases=("model_name_or_path",),
+        ),
+    ] = None
+    config: Annotated[
+        str | None,
+        Setting(
+            "Instead of `name`: the shape of a model that starts from scratch.",
+            text("a folder, a config.json file or a preset"),
+        ),
+    ] = None
+    revision: Annotated[
+        str | None, Setting("Revision of a model from the hub.", text("a branch, a tag or a commit"))
+    ] = None
+    tokenizer: Annotated[
+        str | None,
+        Setting(
+            "null is the model's own; `train` makes a byte-level BPE from the data.",
+            text('a folder, a hub id or "train"'),
+        ),
+    ] = None
+    trust_remote_code: Annotated[
+        str | None,
+        Setting(
+            "Runs code that comes with the model, only if it is from the repository named here.",
+            text("the name of the repository whose code may run"),
+            none="false",
+        ),
+    ] = None
+    flash_kernel: Annotated[
+        str | None,
+        Setting(
+            "Allows FlashAttention 2 from the hub, prebuilt code at this commit, where flash-attn is not installed.",
+            hub_kernel(),
+        ),
+    ] = None
+
+
+class DataJob(Value, frozen=True, kw_only=True):
+    """Rows to learn from, and their use."""
+
+    train: Annotated[
+        tuple[DataSource, ...],
+        Setting(
+            "Rows to learn, by weight; `python-stdlib` is the source text of Python's standard library.",
+            sources(),
+            aliases=("dataset",),
+        ),
+    ] = ()
+    # `data.eval` fills four fields; all are None if evaluation is off.
+    eval_share: Annotated[
+        float | None,
+        Setting(
+            "Held-out rows; a share is taken by hash, so it never changes.",
+            held_out_rows(),
+            name="eval",
+            further_fields=("eval_source", "eval_subset", "eval_split"),
+        ),
+    ] = 0.01
+    eval_source: str | None = None
+    eval_subset: str | None = None
+    eval_split: str | None = None
+    format: Annotated[DataFormat, Setting("Shape of a row; `auto` looks at the data.")] = DataFormat.AUTO
+    fields: Annotated[
+        dict[str, str],
+        Setting(
+            "Names of columns, and of the roles in messages, where they differ from the standard names.",
+            columns(
+                *("text", "tokens", "labels", "mask", "prompt", "completion", "messages", "role", "content", "tools"),
+                *("instruction", "input", "output", "chosen", "rejected", "system", "user", "assistant", "tool"),
+            ),
+        ),
+    ] = {}
+    chat_template: Annotated[
+        str | None, Setting("`auto` is the tokenizer's own.", text("a name or a file"), none="auto")
+    ] = None
+    loss_on: Annotated[LossOn, Setting("Tokens that count in the loss.")] = LossOn.AUTO
+    packing: Annotated[
+        bool | None, Setting("Fills each row of `seq_len` tokens with several short documents.", none="auto")
+    ] = None
+    bad_rows: Annotated[BadRows, Setting("Treatment of a row that cannot be used.")] = BadRows.FAIL
+    bad_rows_max: Annotated[
+        float, Setting("With `bad_rows: skip`: the largest share that may be skipped.", share())
+    ] = 0.001
+    streaming: Annotated[bool, Setting("Reads the data while training instead of preparing it first.")] = False
+
+
+class LoraJob(Value, frozen=True, kw_only=True):
+    """Low-rank adapters."""
+
+    rank: Annotated[int, Setting("Rank of the adapters.", whole(minimum=1), aliases=("lora_r",))] = 16
+    alpha: Annotated[
+        float, Setting("Scale of the adapters: alpha / rank.", number(above=0), aliases=("lora_alpha",))
+    ] = 32.0
+    dropout: Annotated[float, Setting("Dropout in front of the adapters.", number(minimum=0, below=1))] = 0.0
+    targets: Annotated[
+        tuple[str, ...],
+        Setting("Modules that get an adapter.", texts("all-linear or a list of module names", may_be_empty=False)),
+    ] = ("all-linear",)
+    dora: Annotated[bool, Setting("Trains magnitude and direction separately (DoRA).")] = False
+    rslora: Annotated[bool, Setting("Scales by alpha / sqrt(rank) (rank-stabilised LoRA).")] = False
+
+
+class GaloreJob(Value, frozen=True, kw_only=True):
+    """Gradient low-rank projection."""
+
+    rank: Annotated[int, Setting("Rank of the gradient's projection.", whole(minimum=1))] = 256
+    update_gap: Annotated[int, Setting("Steps between two new projections.", whole("a number of steps", minimum=1))] = (
+        200
+    )
+    scale: Annotated[float, Setting("Scale of the projected update.", number(above=0))] = 0.25
+    projection: Annotated[
+        str,
+        Setting("Side of the gradient that is projected.", one_word("std", "reverse_std", "right", "left", "full")),
+    ] = "std"
+    layerwise: Annotated[bool, Setting("Updates each layer inside the backward pass.")] = False
+
+
+class DpoJob(Value, frozen=True, kw_only=True):
+    """Direct preference optimisation."""
+
+    beta: Annotated[float, Setting("Strength of the penalty for moving away from the reference.", number(above=0))] = (
+        0.1
+    )
+
+
+class TrainJob(Value, frozen=True, kw_only=True):
+    """Goal of the training; nothing here depends on the machine."""
+
+    objective: Annotated[Objective, Setting("Training objective, which selects the loss.")] = Objective.AUTO
+    method: Annotated[
+        Method | None, Setting("`auto` takes the first of them that finishes within `limits.hours`.", none="auto")
+    ] = None
+    seq_len: Annotated[
+        int,
+        Setting("Longest row, in tokens.", whole("a number of tokens", minimum=8), aliases=("max_seq_length",)),
+    ] = 2048
+    tokens_per_step: Annotated[
+        int,
+        Setting(
+            "The global batch, in tokens; never changed to save memory.",
+            whole("a number of tokens", minimum=8),
+            aliases=("batch_size", "gradient_accumulation_steps"),
+        ),
+    ] = 65536
+    # Exactly one of epochs, steps and tokens is set.
+    epochs: Annotated[
+        float | None,
+        Setting("Passes over the data; or `steps`, or `tokens`.", number(above=0), aliases=("num_train_epochs",)),
+    ] = 1.0
+    steps: Annotated[
+        int | None,
+        Setting("Optimizer steps, instead of `epochs`.", whole("a number of steps", minimum=1), aliases=("max_steps",)),
+    ] = None
+    tokens: Annotated[
+        int | None, Setting("Tokens to learn, instead of `epochs`.", whole("a number of tokens", minimum=1))
+    ] = None
+    lr: Annotated[
+        float | None,
+        Setting(
+            "Peak learning rate; `auto` depends on method and size.",
+            number(above=0, maximum=10),
+            none="auto",
+            aliases=("learning_rate",),
+        ),
+    ] = None
+    schedule: Annotated[LrSchedule, Setting("Learning rate after warmup.", aliases=("lr_scheduler_type",))] = (
+        LrSchedule.COSINE
+    )
+    warmup: Annotated[
+        Warmup | None,
+        Setting(
+            "Part of the run in which the rate rises; `auto` is 3%, and 10% for dpo.",
+            warmup_length(),
+            none="auto",
+            aliases=("warmup_steps", "warmup_ratio"),
+        ),
+    ] = None
+    weight_decay: Annotated[float, Setting("Decoupled weight decay, on matrices.", number(minimum=0, maximum=10))] = 0.1
+    clip: Annotated[float, Setting("Largest norm of the gradient.", number(above=0), aliases=("max_grad_norm",))] = 1.0
+    seed: Annotated[
+        int, Setting("Seed of initial weights, data order and dropout.", whole(minimum=0, maximum=2**32 - 1))
+    ] = 0
+    neftune_alpha: Annotated[float | None, Setting("Noise on the embeddings (NEFTune).", number(above=0))] = None
+    lora: LoraJob = LoraJob()
+    galore: GaloreJob = GaloreJob()
+    dpo: DpoJob = DpoJob()
+
+
+class NvmeLimit(Value, frozen=True, kw_only=True):
+    """Folder and size of NVMe offload."""
+
+    path: Annotated[str | None, Setting("Folder on a local NVMe disk for offloaded state.", text("a path"))] = None
+    size: Annotated[int | None, Setting("Most bytes to write there.", byte_size())] = None
+
+
+class Limits(Value, frozen=True, kw_only=True):
+    """Most time, memory and money that a run may use."""
+
+    hours: Annotated[
+        float, Setting("The plan must finish within; a run stops ahead of it with a checkpoint.", time_in_hours())
+    ] = 24.0
+    vram: Annotated[int | None, Setting("Cap of each device, for planning and at run time.", byte_size())] = None
+    host_ram: Annotated[
+        int | None, Setting("Cap of host RAM; null is what the cgroup or Slurm allows.", byte_size())
+    ] = None
+    nvme: NvmeLimit = NvmeLimit()
+    cost: Annotated[
+        float | None,
+        Setting(
+            "The plan must cost at most, at `price_per_gpu_hour`; a run stops ahead of it with a checkpoint.",
+            number(above=0),
+        ),
+    ] = None
+
+
+class Pin(Value, frozen=True, kw_only=True):
+    """Mechanisms fixed by hand; None leaves one to the planner."""
+
+    sharding: Annotated[
+        Sharding | None,
+        Setting("Distribution of the model state over the ranks.", none="auto", aliases=("deepspeed", "zero_stage")),
+    ] = None
+    offload: Annotated[Offload | None, Setting("State that is held in host RAM or on NVMe.", none="auto")] = None
+    optimizer: Annotated[
+        Optimizer | None, Setting("The update rule and its implementation.", none="auto", aliases=("optim",))
+    ] = None
+    precision: Annotated[
+        Precision | None,
+        Setting("Precision of weights and computation.", none="auto", aliases=("mixed_precision", "bf16", "fp16")),
+    ] = None
+    fp8_recipe: Annotated[Fp8Recipe | None, Setting("Computation of the FP8 scales.", none="auto")] = None
+    checkpointing: Annotated[
+        Checkpointing | None,
+        Setting("Activations that are recomputed.", none="auto", aliases=("gradient_checkpointing",)),
+    ] = None
+    checkpointing_n: Annotated[
+        int | None,
+        Setting(
+            "With `every_n`: one block in this many is recomputed; `auto` is 2.",
+            whole("a number of blocks", minimum=1),
+            none="auto",
+        ),
+    ] = None
+    activation_offload: Annotated[
+        bool | None, Setting("Keeps activations in host RAM until the backward pass.", none="auto")
+    ] = None
+    attention: Annotated[Attention | None, Setting("The attention kernel.", none="auto")] = None
+    loss: Annotated[LossHead | None, Setting("Part of the logits that is in memory at one time.", none="auto")] = None
+    micro_batch: Annotated[
+        int | None,
+        Setting(
+            "Sequences in one forward pass of one rank.",
+            whole("a number of sequences", minimum=1),
+            none="auto",
+            aliases=("per_device_train_batch_size",),
+        ),
+    ] = None
+    compile: Annotated[bool | None, Setting("torch.compile, block by block.", none="auto")] = None
+    optimizer_in_backward: Annotated[
+        bool | None, Setting("Updates each weight as soon as its gradient is complete.", none="auto")
+    ] = None
+
+
+class CheckpointJob(Value, frozen=True, kw_only=True):
+    """When state is saved, and which checkpoints are retained."""
+
+    every: Annotated[
+        Every | None,
+        Setting("Between two saved states.", interval(allows_time=True), none="auto", aliases=("save_steps",)),
+    ] = None
+    keep: Annotated[
+        int,
+        Setting(
+            "Number of newest checkpoints that are retained.",
+            whole("a number of checkpoints", minimum=1),
+            aliases=("save_total_limit",),
+        ),
+    ] = 3
+    keep_every: Annotated[
+        Every | None,
+        Setting("Also retains one checkpoint in each interval, permanently.", interval(allows_time=False)),
+    ] = None
+    best: Annotated[
+        str | None, Setting("Also retains the checkpoint with the best value of this score.", one_word("eval_loss"))
+    ] = "eval_loss"
+    is_async: Annotated[bool | None, Setting("Writes while training goes on.", name="async", none="auto")] = None
+
+
+class EvalJob(Value, frozen=True, kw_only=True):
+    """When the held-out split is scored."""
+
+    every: Annotated[
+        Every | None,
+        Setting(
+            "Between two scores of the held-out rows.",
+            interval(allows_time=False),
+            none="auto",
+            aliases=("eval_steps",),
+        ),
+    ] = None
+    early_stop: Annotated[
+        int | None,
+        Setting(
+            "Stops after this many evaluations without a better loss.", whole("a number of evaluations", minimum=1)
+        ),
+    ] = None
+
+
+class LogJob(Value, frozen=True, kw_only=True):
+    """Where metrics go."""
+
+    wandb: Annotated[WandbMode, Setting("Use of Weights & Biases.", aliases=("report_to",))] = WandbMode.OFF
+    project: Annotated[str, Setting("Project of Weights & Biases.", text("a name"))] = "shardwise"
+    name: Annotated[str | None, Setting("Name of the run there; null is the run directory's.", text("a name"))] = None
+    tensorboard: Annotated[bool, Setting("Writes TensorBoard files into the run directory.")] = False
+    every: Annotated[
+        Every,
+        Setting(
+            "Between two lines of metrics.jsonl; the first, the last, scored and skipped steps always have one.",
+            interval(allows_time=False),
+            aliases=("logging_steps",),
+        ),
+    ] = Every(steps=1)
+    notify: Annotated[
+        tuple[str, ...] | None,
+        Setting("Receives a notice when the run ends, fails or is queued again.", notification()),
+    ] = None
+
+
+class SlurmJob(Value, frozen=True, kw_only=True):
+    """Options of the Slurm job."""
+
+    partition: Annotated[
+        str | None, Setting("`sbatch --partition`; null is the cluster's default.", text("a partition"))
+    ] = None
+    nodes: Annotated[int | None, Setting("Number of nodes; null is one.", whole("a number of nodes", minimum=1))] = None
+    gpus: Annotated[
+        int | None, Setting("GPUs of each node; null is all it has.", whole("a number of GPUs", minimum=1))
+    ] = None
+    cores: Annotated[
+        int | None,
+        Setting(
+            "Cores of each node, which may then be shared with other jobs; null is all, or the share of its GPUs.",
+            whole("a number of cores", minimum=1),
+        ),
+    ] = None
+    memory: Annotated[
+        int | None,
+        Setting(
+            "RAM of each node, which may then be shared with other jobs; null is all, or the share of its GPUs.",
+            byte_size(),
+        ),
+    ] = None
+    account: Annotated[str | None, Setting("`sbatch --account`.", text("an account"))] = None
+    qos: Annotated[str | None, Setting("`sbatch --qos`.", text("a quality of service"))] = None
+    time: Annotated[
+        str | None,
+        Setting(
+            "`sbatch --time`; null is the predicted time with a margin, and at most what the partition allows.",
+            text('a time such as "24:00:00" or "2-12:00:00"', pattern=r"[0-9]+(-[0-9]{1,2})?(:[0-9]{1,2}){0,2}"),
+        ),
+    ] = None
+    constraint: Annotated[str | None, Setting("`sbatch --constraint`.", text("features of nodes"))] = None
+    reservation: Annotated[str | None, Setting("`sbatch --reservation`.", text("a reservation"))] = None
+    mail: Annotated[
+        str | None,
+        Setting("Receives Slurm's mail when a job ends, fails or is requeued.", text("an address")),
+    ] = None
+    comment: Annotated[str | None, Setting("`sbatch --comment`.", text())] = None
+    requeue: Annotated[
+        bool,
+        Setting("A job that is stopped before the end of the run is queued again; with false a new job follows it."),
+    ] = True
+    chain: Annotated[
+        int,
+        Setting(
+            "Jobs that are submitted at once; each continues where the previous one stopped.",
+            whole("a number of jobs", minimum=1, maximum=100),
+        ),
+    ] = 1
+    network: Annotated[
+        NodeNetwork,
+        Setting("Access of compute nodes to the hub; with `none` everything must be here before a job is submitted."),
+    ] = NodeNetwork.AUTO
+    stage: Annotated[
+        tuple[Stage, ...],
+        Setting(
+            "What is copied to each node's own disk before the ranks start; the folder is `folders.scratch` in "
+            "config.yaml."
+        ),
+    ] = ()
+    modules: Annotated[
+        tuple[str, ...], Setting("Loaded before the run.", texts("a list of modules", may_be_empty=True))
+    ] = ()
+    container: Annotated[
+        str | None,
+        Setting(
+            "Image that the ranks run in: `docker://NAME` or a `.sqsh` file (pyxis), a `.sif` file (Apptainer).",
+            text("an image"),
+        ),
+    ] = None
+    extra: Annotated[
+        tuple[str, ...],
+        Setting("More options of sbatch.", texts('a list of options such as "--constraint=a100"', may_be_empty=True)),
+    ] = ()
 
 
 class Job(Value, frozen=True, kw_only=True):
@@ -295,13 +544,27 @@ class Job(Value, frozen=True, kw_only=True):
     model: ModelJob = ModelJob()
     data: DataJob = DataJob()
     train: TrainJob = TrainJob()
-    allow: tuple[Allowance, ...] = (Allowance.OFFLOAD_CPU,)
+    allow: Annotated[tuple[Allowance, ...], Setting("What the planner may use beyond exact, on-device strategies.")] = (
+        Allowance.OFFLOAD_CPU,
+    )
     limits: Limits = Limits()
     pin: Pin = Pin()
     checkpoint: CheckpointJob = CheckpointJob()
     eval: EvalJob = EvalJob()
     log: LogJob = LogJob()
     slurm: SlurmJob = SlurmJob()
-    extensions: str | None = None
-    output: str | None = None  # None: runs/<name of the job file>
-    price_per_gpu_hour: float | None = None
+    extensions: Annotated[
+        str | None,
+        Setting("Your own format_row, build_model, loss or on_step.", text("the path of a Python file")),
+    ] = None
+    output: Annotated[
+        str | None,
+        Setting(
+            "Run directories are made beside this name; null is runs/ and the job file's name.",
+            text("a path"),
+            aliases=("output_dir",),
+        ),
+    ] = None
+    price_per_gpu_hour: Annotated[
+        float | None, Setting("Price of one GPU for an hour, in your currency.", number(above=0))
+    ] = None

@@ -3,17 +3,25 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeGuard
 
-from trainer.spec.job.kinds import HintError, Kind, read_text
-from trainer.spec.job.quantities import number, read_share, write_share
-from trainer.spec.job.sections import DataSource
+from trainer.spec.job.kinds import HintError, Kind, number, read_share, read_text, write_share
+from trainer.spec.value import Value
 
 _TEXT = {"type": "string", "minLength": 1}
 _SHAPE_OF_SOURCE = "{source: ..., weight: 1.0, subset: ..., split: ...}"
 _SHAPE_OF_EVAL = "{source: ..., subset: ..., split: ...}"
 
 
+class DataSource(Value, frozen=True, kw_only=True):
+    """One source of rows and its sampling weight."""
+
+    source: str  # a file, a folder, python-stdlib, or ORG/NAME[@REVISION] of the hub
+    weight: float = 1.0
+    subset: str | None = None  # of a data set that has several
+    split: str | None = None  # None: train
+
+
 class EvalSplit(NamedTuple):
-    """What `data.eval` says; share and source are both None where evaluation is off."""
+    """The fields that `data.eval` fills; share and source are both None if evaluation is off."""
 
     share: float | None
     source: str | None
@@ -59,7 +67,7 @@ def sources() -> Kind:
     )
 
 
-def eval_split() -> Kind:
+def held_out_rows() -> Kind:
     """A share of train, a source of its own, or none."""
 
     def read(value: object) -> EvalSplit:
@@ -119,7 +127,8 @@ def _write_sources(value: tuple[DataSource, ...]) -> object:
     ]
 
 
-def _write_eval(value: EvalSplit) -> object:
+def _write_eval(fields: tuple[Any, ...]) -> object:
+    value = EvalSplit(*fields)
     if value.share is not None:
         return write_share(value.share)
     if value.source is None:
