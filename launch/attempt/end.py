@@ -1,15 +1,14 @@
-"""How an attempt ended, from what its processes left: reports of ranks, signs of life, and what the launcher printed.
+"""The end of an attempt, from the reports of its ranks, its heartbeats and the output of the launcher.
 
-Several things are true at once when one rank fails: the others lose it and say so, the launcher ends them. What tells
-most comes first: out of memory, an orderly end, a rank that hung, a signal, and of several errors the earliest.
+When one rank fails, the others lose their connection to it and report that, and the launcher ends them. The cause is
+the first of: out of memory, an orderly end, a rank that hung, a signal, and of several errors the earliest.
 
-That the kernel ended a rank for want of RAM is said only where it counted a kill meanwhile. A SIGKILL alone may be a
-person's, or a scheduler's.
+A rank counts as killed by the kernel for lack of RAM only if the kernel counted such a kill during the attempt. A
+SIGKILL alone may come from a person or a scheduler.
 """
 
 import re
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ from trainer.spec.plan import Plan
 from trainer.spec.report import Ending, Fault, Figures, Report, predicted_figures
 
 _ORDERLY = (Ending.FINISHED, Ending.STOPPED, Ending.PREEMPTED)
-# torch's types for a rendezvous that failed: a port that somebody took first, a peer that was late.
+# Errors of torch for a rendezvous that failed: a port that was taken meanwhile, a peer that was late.
 _TRANSIENT = ("DistNetworkError", "DistStoreError", "DistBackendError", "EADDRINUSE", "address already in use")
 
 
@@ -30,30 +29,30 @@ class AttemptEnd(NamedTuple):
 
     report: Report  # of the ranks, or made for ranks that left none; its error is the cause
     fault: Fault | None  # None: it ended in order
-    is_final: bool = False  # a person has to mend something
-    is_transient: bool = False  # the ranks did not meet, which says nothing of the next time
-    has_report: bool = True  # the ranks left one
-    is_machine_lost: bool = False  # one of several is gone, or did not come
+    is_final: bool = False  # the user has to fix something
+    is_transient: bool = False  # the ranks could not connect, which may succeed next time
+    has_report: bool = True  # a rank wrote one
+    is_machine_lost: bool = False  # one of several was lost, or did not connect
 
     @property
     def has_trained(self) -> bool:
-        """Whether it did a step."""
+        """True if it did a step."""
         return self.report.step > (self.report.resumed_from_step or 0)
 
 
 class Observed(NamedTuple):
-    """What the supervisor saw of an attempt while it ran."""
+    """Observations of the supervisor while an attempt ran."""
 
-    return_code: int | None  # of the launcher; None: we ended it
-    hung: str | None = None  # who gave no sign of life, in a sentence
-    step: int = 0  # as far as signs of life tell
-    was_cut_short: bool = False  # by us, at a person's request
-    num_oom_kills: int | None = None  # that the kernel counted meanwhile; None: nothing counts them
-    lost: str | None = None  # the machine that is gone, in a sentence
+    return_code: int | None  # of the launcher; None: the supervisor ended it
+    hung: str | None = None  # the ranks without heartbeat, in a sentence
+    step: int = 0  # by the heartbeats
+    was_cut_short: bool = False  # by a second Ctrl-C
+    num_oom_kills: int | None = None  # counted by the kernel meanwhile; None: nothing counts them
+    lost: str | None = None  # the machine that was lost, in a sentence
 
 
 def attempt_end(attempt_dir: Path, seen: Observed) -> AttemptEnd:
-    """The end that `attempt_dir` and the supervisor's eyes tell of."""
+    """The end of an attempt, from its files and the observations of the supervisor."""
     reports = rank_reports(attempt_dir)
     by_ending = {ending: [report for report in reports.values() if report.ending is ending] for ending in Ending}
     if by_ending[Ending.OUT_OF_MEMORY]:
@@ -62,22 +61,22 @@ def attempt_end(attempt_dir: Path, seen: Observed) -> AttemptEnd:
         if by_ending[ending]:
             return AttemptEnd(by_ending[ending][0], None)
     fault, cause = _fault(attempt_dir, reports, seen)
-    base = reports.get(0) or next(iter(reports.values()), None) or _made_report(attempt_dir, seen)
+    base = reports.get(0) or next(iter(reports.values()), None) or _report_without_ranks(attempt_dir, seen)
     ending = Ending.OUT_OF_MEMORY if fault.is_memory else Ending.FAILED
-    report = msgspec.structs.replace(base, ending=ending, error=cause.words, step=max(base.step, seen.step))
+    report = msgspec.structs.replace(base, ending=ending, error=cause.text, step=max(base.step, seen.step))
     return AttemptEnd(
         report,
         fault,
         is_final=cause.exit_code not in (None, ExitCode.INTERNAL),
-        is_transient=any(words in cause.words for words in _TRANSIENT),
+        is_transient=any(name in cause.text for name in _TRANSIENT),
         has_report=bool(reports),
         is_machine_lost=seen.lost is not None,
     )
 
 
 class _Cause(NamedTuple):
-    words: str
-    exit_code: int | None = None  # that a rank reported
+    text: str
+    exit_code: int | None = None  # reported by a rank
 
 
 def _fault(attempt_dir: Path, reports: dict[int, Report], seen: Observed) -> tuple[Fault, _Cause]:
@@ -90,34 +89,37 @@ def _fault(attempt_dir: Path, reports: dict[int, Report], seen: Observed) -> tup
     logs = attempt_dir / "logs"
     killed = killed_rank(attempt_dir)
     if killed is not None:
+        name = f"rank {killed.rank}"
         if killed.number == signal.SIGKILL and seen.num_oom_kills:
-            return Fault.HOST_OUT_OF_MEMORY, _Cause(f"the kernel killed rank {killed.rank} for want of host memory")
-        if killed.number == signal.SIGABRT and _gave_up_allocating(logs / f"rank-{killed.rank}.log"):
-            return Fault.OUT_OF_MEMORY, _Cause(f"rank {killed.rank} ended itself: it could not allocate memory")
-        return Fault.KILLED, _Cause(killed.words(is_counted=seen.num_oom_kills is not None))
-    left = _left_without_report(attempt_dir, reports)
-    if left is not None and _could_start_no_thread(logs / f"rank-{left.rank}.log", attempt_dir):
-        return Fault.OUT_OF_MEMORY, _Cause(f"rank {left.rank} could start no thread under the memory cap")
-    if left is not None:
-        words = f"rank {left.rank} ended with code {left.number} and left no report"
-        return Fault.ERROR, _Cause(f"{words}\nlast words: {last_words(attempt_dir, rank=left.rank)}\nlogs: {logs}")
+            return Fault.HOST_OUT_OF_MEMORY, _Cause(f"the kernel killed {name} for lack of host memory")
+        if killed.number == signal.SIGABRT and _could_not_allocate(logs / f"rank-{killed.rank}.log"):
+            return Fault.OUT_OF_MEMORY, _Cause(f"{name} ended itself: it could not allocate memory")
+        is_likely_memory = killed.number == signal.SIGKILL and seen.num_oom_kills is None
+        hint = ", often out of host memory" if is_likely_memory else ""
+        return Fault.KILLED, _Cause(f"{name} was killed by {_signal_name(killed.number)}{hint}")
+    exited = _exited_without_report(attempt_dir, reports)
+    if exited is not None:
+        if _could_start_no_thread(logs / f"rank-{exited.rank}.log", attempt_dir):
+            return Fault.OUT_OF_MEMORY, _Cause(f"rank {exited.rank} could start no thread under the memory cap")
+        end = f"rank {exited.rank} ended with code {exited.number} and wrote no report"
+        return Fault.ERROR, _Cause(f"{end}: {last_error_line(attempt_dir, rank=exited.rank)}\nlogs: {logs}")
     if reports:
         return Fault.ERROR, _earliest_error(attempt_dir, reports)
     if seen.return_code is not None and seen.return_code < 0:
         return Fault.KILLED, _Cause(f"the launcher was killed by {_signal_name(-seen.return_code)}")
     end = "was ended" if seen.return_code is None else f"ended with code {seen.return_code}"
-    told = f"no rank left a report, the launcher {end}"
-    return Fault.ERROR, _Cause(f"{told}\nlast words: {last_words(attempt_dir)}\nlogs: {logs}")
+    cause = f"no rank wrote a report, the launcher {end}: {last_error_line(attempt_dir)}"
+    return Fault.ERROR, _Cause(f"{cause}\nlogs: {logs}")
 
 
 def rank_reports(attempt_dir: Path) -> dict[int, Report]:
-    """The reports of the ranks that left one, by rank."""
+    """The reports of the ranks that wrote one, by rank."""
     reports = {}
     for path in sorted(attempt_dir.glob("report*.json")):
         try:
             reports[_rank_of(path)] = codec.read(path, Report)
         except InputError:
-            continue  # damaged by the very fault it reports: the others, or the log, tell
+            continue  # damaged by the fault itself
     return reports
 
 
@@ -126,16 +128,16 @@ def _rank_of(path: Path) -> int:
 
 
 def _earliest_error(attempt_dir: Path, reports: dict[int, Report]) -> _Cause:
-    """Of the rank that reported first: the others lost it."""
+    """The error of the rank that reported first: the others lost their connection to it."""
     written = {_rank_of(path): path.stat().st_mtime_ns for path in attempt_dir.glob("report*.json")}
     rank = min(reports, key=lambda each: written[each])
     error, code = reports[rank].error or "no reason given", reports[rank].exit_code
-    is_told_by_all = rank == 0 or error.startswith(f"rank {rank}") or reports.get(0, reports[rank]).error == error
-    return _Cause(error if is_told_by_all else f"rank {rank}: {error}", code)
+    is_common = rank == 0 or error.startswith(f"rank {rank}") or reports.get(0, reports[rank]).error == error
+    return _Cause(error if is_common else f"rank {rank}: {error}", code)
 
 
-def _made_report(attempt_dir: Path, seen: Observed) -> Report:
-    """A report for ranks that left none."""
+def _report_without_ranks(attempt_dir: Path, seen: Observed) -> Report:
+    """The report of an attempt whose ranks wrote none."""
     plan = codec.read(attempt_dir / "plan.json", Plan)
     return Report(
         ending=Ending.FAILED,
@@ -153,43 +155,37 @@ def _made_report(attempt_dir: Path, seen: Observed) -> Report:
     )
 
 
-class KilledRank(NamedTuple):
-    """A rank that a signal ended, or that left with a code."""
+class EndedRank(NamedTuple):
+    """A rank that a signal ended, or that exited with a code."""
 
     rank: int
     number: int  # of the signal, or the code
 
-    def words(self, *, is_counted: bool) -> str:
-        """`rank 1 was killed by SIGKILL`, with what that often means where nobody counts the kernel's kills."""
-        is_likely_memory = self.number == signal.SIGKILL and not is_counted
-        hint = ", often out of host memory" if is_likely_memory else ""
-        return f"rank {self.rank} was killed by {_signal_name(self.number)}{hint}"
 
+def killed_rank(attempt_dir: Path) -> EndedRank | None:
+    """The rank that a signal ended, according to the launcher's output.
 
-def killed_rank(attempt_dir: Path) -> KilledRank | None:
-    """The rank that a signal ended, where the launcher saw one.
-
-    torchrun says at once which rank failed first, with minus the signal for a code, and at the end lists every rank
-    that did not end well, those that it ended itself among them. Accelerate's launcher of a single rank says it in
-    subprocess's words.
+    torchrun reports at once which rank failed first, with minus the signal as its code, and at the end lists every rank
+    that failed, including those that it ended itself. Accelerate's launcher of a single rank prints the message of
+    subprocess.
     """
-    found: list[KilledRank] = []
+    found: list[EndedRank] = []
     for text, first in _launcher_texts(attempt_dir):
         by_torchrun = set(_ENDED_BY_TORCHRUN.findall(text))
         seen = [(int(rank) + first, number, pid) for number, rank, pid in _SEEN_BY_TORCHRUN.findall(text)]
         seen += [(int(rank), number, pid) for rank, number, pid in _LISTED_BY_TORCHRUN.findall(text)]
-        found += [KilledRank(rank, int(number)) for rank, number, pid in seen if pid not in by_torchrun]
-        found += [KilledRank(first, int(number)) for number in _DIED_ALONE.findall(text)]
+        found += [EndedRank(rank, int(number)) for rank, number, pid in seen if pid not in by_torchrun]
+        found += [EndedRank(first, int(number)) for number in _DIED_ALONE.findall(text)]
     return found[0] if found else None
 
 
 def launcher_log(attempt_dir: Path, node_rank: int) -> Path:
-    """What the launcher of a machine printed."""
+    """The file with the output of a machine's launcher."""
     return attempt_dir / "logs" / ("launcher.log" if node_rank == 0 else f"launcher-{node_rank}.log")
 
 
 def _launcher_texts(attempt_dir: Path) -> list[tuple[str, int]]:
-    """What each machine's launcher printed, with the first of its ranks: it counts its own from 0."""
+    """The output of each machine's launcher, with the first rank of that machine: torchrun counts from 0 on each."""
     num_nodes = len([*(attempt_dir / "logs").glob("launcher*.log")])
     if not num_nodes:
         return []
@@ -198,7 +194,7 @@ def _launcher_texts(attempt_dir: Path) -> list[tuple[str, int]]:
     for node in range(num_nodes):
         log = launcher_log(attempt_dir, node)
         first = 0 if plan is None else node * plan.chosen.num_ranks // num_nodes
-        texts.append((log.read_text(errors="replace") if log.is_file() else "", first))
+        texts.append((_read(log), first))
     return texts
 
 
@@ -210,45 +206,39 @@ _SEEN_BY_TORCHRUN = re.compile(r"failed \(exitcode: -(\d+)\) local_rank: (\d+) \
 _LISTED_BY_TORCHRUN = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: -(\d+) \(pid: (\d+)\)")
 _ENDED_BY_TORCHRUN = re.compile(r"Sending process (\d+) closing signal")
 _DIED_ALONE = re.compile(r"died with <Signals\.\w+: (\d+)>")
+_EXITED = re.compile(r"failed \(exitcode: (\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
 
 
-def _gave_up_allocating(log: Path) -> bool:
-    """Whether C++ or Rust code ended the process because an allocation failed where nobody could catch it."""
-    try:
-        text = log.read_text(errors="replace")
-    except OSError:
-        return False
+def _could_not_allocate(log: Path) -> bool:
+    """True if C++ or Rust code aborted the process because an allocation failed."""
+    text = _read(log)
     return "std::bad_alloc" in text or re.search(r"memory allocation of \d+ bytes failed", text) is not None
 
 
-def _left_without_report(attempt_dir: Path, reports: dict[int, Report]) -> KilledRank | None:
-    """The rank that torchrun saw fail first, with its exit code, where it said nothing itself."""
+def _exited_without_report(attempt_dir: Path, reports: dict[int, Report]) -> EndedRank | None:
+    """The rank that torchrun saw fail first, with its exit code, if it wrote no report."""
     for text, first in _launcher_texts(attempt_dir):
-        for code, rank, _ in _LEFT.findall(text):
+        for code, rank, _ in _EXITED.findall(text):
             if int(rank) + first not in reports:
-                return KilledRank(int(rank) + first, int(code))
+                return EndedRank(int(rank) + first, int(code))
     return None
 
 
-_LEFT = re.compile(r"failed \(exitcode: (\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
-
-
 def _could_start_no_thread(log: Path, attempt_dir: Path) -> bool:
-    """Whether OpenMP ended the process because the stack of a thread is more than a memory cap leaves."""
+    """True if OpenMP ended the process because the memory cap leaves no room for the stack of a thread."""
     is_capped = codec.read(attempt_dir / "plan.json", Plan).hardware.vram_cap_bytes is not None
-    return is_capped and any("libgomp: Thread creation failed" in line for line in _lines(log))
+    return is_capped and "libgomp: Thread creation failed" in _read(log)
 
 
-def last_words(attempt_dir: Path, *, rank: int | None = None) -> str:
-    """The last line of a rank's or the launcher's log that looks like an error, else the last line."""
-    lines: list[str] = []
-    logs = sorted((attempt_dir / "logs").glob("rank-*.log" if rank is None else f"rank-{rank}.log"))
-    launchers = sorted((attempt_dir / "logs").glob("launcher*.log")) if rank is None else []
-    for path in [*logs, *launchers]:
-        lines += _lines(path)
+def last_error_line(attempt_dir: Path, *, rank: int | None = None) -> str:
+    """The last line of a rank's or of all logs that looks like an error, else the last line."""
+    folder = attempt_dir / "logs"
+    logs = sorted(folder.glob("rank-*.log" if rank is None else f"rank-{rank}.log"))
+    logs += sorted(folder.glob("launcher*.log")) if rank is None else []
+    lines = [line for path in logs for line in _read(path).splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line or "error:" in line]
     return (errors or lines or ["(no output)"])[-1].strip()[:300]
 
 
-def _lines(path: Path) -> Sequence[str]:
-    return [line for line in path.read_text(errors="replace").splitlines() if line.strip()] if path.is_file() else ()
+def _read(log: Path) -> str:
+    return log.read_text(errors="replace") if log.is_file() else ""

@@ -27,34 +27,36 @@ from trainer.spec.report import AttemptRecord, Ending, Report
 from trainer.spec.units import format_seconds
 from trainer.spec.value import Value
 
-MOST_MARGIN_S = 45.0
+MAX_MARGIN_S = 45.0
+SPENT_FILE = "spent.json"
+_HEADROOM = 1.05  # of the limit that is proposed
 
 
 class Deadline(NamedTuple):
-    """When the run has to have ended."""
+    """The time at which the run has to have ended."""
 
     moment_s: float  # on the monotonic clock
-    margin_s: float  # for processes to end, beside the last step and the last save
+    margin_s: float  # for processes to end, after the last step and the last save
 
     @classmethod
     def in_seconds(cls, left_s: float) -> "Deadline":
-        """So many seconds from now; where that is little the margin is short as well."""
-        return cls(time.monotonic() + left_s, min(MOST_MARGIN_S, max(0.0, left_s) / 10))
+        """The deadline so many seconds from now; a short time has a short margin."""
+        return cls(time.monotonic() + left_s, min(MAX_MARGIN_S, max(0.0, left_s) / 10))
 
     @property
     def left_s(self) -> float:
         return self.moment_s - time.monotonic()
 
     def needed_s(self, watchdog: Watchdog) -> float:
-        """For a step and a save, as they were measured, and an end."""
+        """Seconds for a step and a save, as measured in this attempt, and an end."""
         return self.margin_s + watchdog.stop_s
 
     def is_near(self, watchdog: Watchdog) -> bool:
-        """Whether a stop is all that is left room for."""
+        """True if the time left is no more than a stop needs."""
         return self.left_s < self.needed_s(watchdog)
 
     def stop_in_time(self, stop: StopRequest, watchdog: Watchdog, console: Console) -> None:
-        """Asks for a stop after which a scheduler starts the run again, when it is near."""
+        """Requests a stop after which a scheduler starts the run again, if the deadline is near."""
         if stop.kind is None and self.is_near(watchdog):
             console.line(
                 f"the time limit is {format_seconds(max(self.left_s, 0.0))} away, a step, a save and an end take up to "
@@ -63,25 +65,21 @@ class Deadline(NamedTuple):
             stop.note(signal.SIGUSR1, None)
 
 
-SPENT_FILE = "spent.json"
-_HEADROOM = 1.05  # of the limit that is proposed
-
-
-class SpentMark(Value, frozen=True, kw_only=True):
-    """The limit that ended a run, as it was then."""
+class SpentLimit(Value, frozen=True, kw_only=True):
+    """Content of `spent.json`: the limit that ended a run, with its value at that time."""
 
     limit: str
     allowed_hours: float
 
 
 class Limit(NamedTuple):
-    """A limit of the job and what was used of it before an attempt."""
+    """A limit of the job, and the part of it that was used before an attempt."""
 
     name: str
     allowed: float  # hours, or money
     allowed_hours: float  # hours of the run, or of all GPUs together
     used_hours: float  # the same
-    hours_per_hour: int  # what an hour of the attempt adds: 1, or its ranks
+    hours_per_hour: int  # used in an hour of the attempt: 1, or its ranks
 
     @property
     def left_s(self) -> float:
@@ -89,11 +87,11 @@ class Limit(NamedTuple):
         return (self.allowed_hours - self.used_hours) / self.hours_per_hour * 3600
 
     def after(self, seconds: float) -> "Limit":
-        """The limit when the attempt has taken so long."""
+        """The limit after so many seconds of the attempt."""
         return self._replace(used_hours=self.used_hours + seconds / 3600 * self.hours_per_hour)
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """`limits.hours allows 24 h 00 min, 23 h 59 min are used`."""
         if self.name == "limits.hours":
             allowed, used = format_seconds(self.allowed_hours * 3600), format_seconds(self.used_hours * 3600)
@@ -102,7 +100,7 @@ class Limit(NamedTuple):
         return f"{self.name} allows {self.allowed:g}, {price * self.used_hours:.2f} are used at {price:g} a GPU-hour"
 
     def remedy(self, step: int, num_steps: int) -> str:
-        """What would do, at the pace of the steps that were done."""
+        """The limit to set, at the pace of the steps that were done."""
         if step < 1:
             return f"raise {self.name} and add --resume"
         needed = self.used_hours * num_steps / step * self.allowed / self.allowed_hours * _HEADROOM
@@ -122,14 +120,18 @@ def limits_of(job: Job, history: Sequence[AttemptRecord], *, num_ranks: int = 1)
 
 
 def refuse_spent(run_dir: Path, plan: Plan) -> None:
-    """InputError where a limit of the job is spent, or ended the run before and was not raised."""
-    history, mark = earlier_history(run_dir), _read_mark(run_dir)
+    """Raises InputError if a limit of the job is spent, or ended the run before and was not raised since."""
+    history = earlier_history(run_dir)
+    try:
+        spent = codec.read(run_dir / SPENT_FILE, SpentLimit)
+    except InputError:
+        spent = None
     step = max((record.step for record in history), default=0)
     for limit in limits_of(plan.job, history):
-        has_ended_it = mark is not None and mark.limit == limit.name and limit.allowed_hours <= mark.allowed_hours
+        has_ended_it = spent is not None and spent.limit == limit.name and limit.allowed_hours <= spent.allowed_hours
         if limit.left_s <= 0 or has_ended_it:
             remedy = limit.remedy(step, plan.schedule.num_steps)
-            raise InputError(f"--resume: {run_dir}: {limit.words}, at step {step};\n{remedy}")
+            raise InputError(f"--resume: {run_dir}: {limit.summary}, at step {step};\n{remedy}")
 
 
 class LimitWatch:
@@ -143,47 +145,37 @@ class LimitWatch:
         self._spent: Limit | None = None
 
     def stop_in_time(self, stop: StopRequest, watchdog: Watchdog, console: Console) -> None:
-        """Ends the run for good, with a checkpoint, when a stop is all that a limit leaves room for."""
+        """Ends the run with a checkpoint, without a restart, if a limit leaves no more time than a stop needs."""
         if stop.kind is not None or watchdog.step >= self._num_steps:
             return
         for limit, deadline in self._limits:
             if deadline.is_near(watchdog):
                 self._spent, stop.kind = limit, StopKind.INTERRUPT
-                _write_mark(self._run_dir, limit)
+                with suppress(OSError):  # of a full disk: the report states the hours as well
+                    spent = SpentLimit(limit=limit.name, allowed_hours=limit.allowed_hours)
+                    codec.write(self._run_dir / SPENT_FILE, spent)
                 needed_s = deadline.needed_s(watchdog)
-                takes = f", and a stop takes up to {format_seconds(needed_s)}" if needed_s else ""
-                console.line(f"{self._now(limit).words}{takes}: stopping with a checkpoint")
+                stop_time = f", and a stop takes up to {format_seconds(needed_s)}" if needed_s else ""
+                console.line(f"{self._now(limit).summary}{stop_time}: stopping with a checkpoint")
                 return
 
     def limit_of(self, report: Report) -> str | None:
-        """The limit that ended the run; None where it ended in another way."""
+        """The limit that ended the run; None if it ended in another way."""
         return self._spent.name if self._spent is not None and report.ending is Ending.STOPPED else None
 
     def incidents(self, report: Report) -> tuple[str, ...]:
-        """What there is to tell of a run that a limit ended."""
+        """The incident of a run that a limit ended; () for other runs."""
         if self._spent is None or self.limit_of(report) is None:
             return ()
         limit = self._now(self._spent)
         remedy = limit.remedy(report.step, report.num_steps)
-        return (f"{limit.words}: stopped at step {report.step} of {report.num_steps}; to go on, {remedy}",)
+        return (f"{limit.summary}: stopped at step {report.step} of {report.num_steps}; to go on, {remedy}",)
 
     def _now(self, limit: Limit) -> Limit:
         return limit.after(time.monotonic() - self._began_s)
 
 
 def rounded_up(value: float) -> float:
-    """With two digits that count: `34.3` is 35, `0.0121` is 0.013."""
+    """`value` rounded up to two significant digits: 34.3 is 35, 0.0121 is 0.013."""
     unit: float = 10.0 ** (math.floor(math.log10(value)) - 1)
     return math.ceil(round(value / unit, 6)) * unit
-
-
-def _read_mark(run_dir: Path) -> SpentMark | None:
-    try:
-        return codec.read(run_dir / SPENT_FILE, SpentMark)
-    except InputError:
-        return None
-
-
-def _write_mark(run_dir: Path, limit: Limit) -> None:
-    with suppress(OSError):  # of a full disk: what was used still stands in the report
-        codec.write(run_dir / SPENT_FILE, SpentMark(limit=limit.name, allowed_hours=limit.allowed_hours))

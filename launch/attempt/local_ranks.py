@@ -24,7 +24,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 from launch.attempt.end import launcher_log, rank_reports
 from launch.attempt.watchdog import Stack, read_stack
@@ -45,33 +45,38 @@ from trainer.spec.secrets import names_secret, redact
 DUMP_S = 2.0  # for the ranks to write their stacks
 KILL_GRACE_S = 10.0
 _PR_SET_PDEATHSIG = 1
+_RECORDED = re.compile(
+    r"(SLURM|SBATCH|SRUN|NCCL|GLOO|UCX|FI|CUDA|NVIDIA|ROCR|TORCH|PYTORCH|TRITON|OMP|MKL|KMP|DS|DEEPSPEED|ACCELERATE|PET"
+    r"|HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|SHARDWISE|WANDB|XDG|PYTHON|LD|LC|LOADEDMODULES|MODULEPATH|CONDA)(_.*)?"
+    r"|PATH|HOME|USER|HOSTNAME|LANG|TMPDIR|VIRTUAL_ENV|.*_(PROXY|proxy)"
+)
 
 
 class Ranks(Protocol):
-    """The processes of one attempt, wherever they run; whoever made it calls `end` however the attempt ended."""
+    """The processes of one attempt, wherever they run. Its creator calls `end` however the attempt ended."""
 
     def poll(self) -> int | None:
         """Exit code of the launcher, minus the signal that ended it; None while it runs. Called often."""
 
-    def tell(self) -> None:
-        """Asks every rank that was not asked before to stop."""
+    def request_stop(self) -> None:
+        """Sends a stop request to every rank that did not get one yet."""
 
     def has_failed(self) -> bool:
-        """Whether a rank reported a failure, or is gone without a report."""
+        """True if a rank reported a failure, or ended without a report."""
 
-    def ask_stacks(self) -> dict[int, Stack]:
-        """Has every rank write its stacks into its log; what each was doing."""
+    def dump_stacks(self) -> dict[int, Stack]:
+        """Has every rank write its stacks into its log; returns them by rank."""
 
     def end(self) -> None:
-        """Ends whatever is alive and waits until it is gone."""
+        """Ends every living process and waits until it is gone."""
 
     @property
     def num_oom_kills(self) -> int | None:
-        """Processes that the kernel ended for want of memory meanwhile; None where nothing counts them."""
+        """Processes that the kernel killed for lack of memory since the start; None if nothing counts them."""
 
     @property
     def lost(self) -> str | None:
-        """The machine that is gone, in a sentence."""
+        """The machine that was lost, in a sentence."""
 
 
 class LocalRanks:
@@ -86,13 +91,16 @@ class LocalRanks:
         node_rank: int = 0,
         ranks: range | None = None,
     ) -> None:
-        """Starts the launcher; `ranks` are this machine's, None: all. EnvironmentFaultError where it cannot start."""
+        """Starts the launcher; `ranks` are this machine's, None: all. EnvironmentFaultError if it cannot start."""
         self._attempt_dir = attempt_dir
         self._ranks = ranks
-        self._told: set[ProcessRecord] = set()
+        self._notified: set[ProcessRecord] = set()
         self._kills_before = read_oom_kills()
-        with open_launcher_log(attempt_dir, node_rank) as log:
-            self._launcher = _start(argv, environment, log.fileno())
+        write_environment(attempt_dir, environment, node_rank=node_rank)
+        log = launcher_log(attempt_dir, node_rank)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            self._launcher = _start(argv, environment, output.fileno())
         record = record_of(self._launcher.pid)
         if record is not None:
             write_record(launcher_record(attempt_dir, node_rank), record)
@@ -100,18 +108,20 @@ class LocalRanks:
     def poll(self) -> int | None:
         return self._launcher.poll()
 
-    def tell(self) -> None:
-        untold = {*self._records().values()} - self._told
-        self._told |= {record for record in untold if record.send(signal.SIGUSR1)}
+    def request_stop(self) -> None:
+        waiting = {*self._records().values()} - self._notified
+        self._notified |= {record for record in waiting if record.send(signal.SIGUSR1)}
 
     def has_failed(self) -> bool:
-        reports = self._reports()
-        if any(report in (Ending.OUT_OF_MEMORY, Ending.FAILED) for report in reports.values()):
+        reports = rank_reports(self._attempt_dir)
+        if any(report.ending in (Ending.OUT_OF_MEMORY, Ending.FAILED) for report in reports.values()):
             return True
         gone = {rank for rank, record in self._records().items() if not record.is_alive}
-        return bool(gone - reports.keys()) and not gone <= self._reports().keys()  # it may have left in between
+        if gone <= reports.keys():
+            return False
+        return not gone <= rank_reports(self._attempt_dir).keys()  # it may have been written in between
 
-    def ask_stacks(self) -> dict[int, Stack]:
+    def dump_stacks(self) -> dict[int, Stack]:
         records = self._records()
         logs = {rank: self._attempt_dir / "logs" / f"rank-{rank}.log" for rank in records}
         ends = {rank: log.stat().st_size if log.is_file() else 0 for rank, log in logs.items()}
@@ -148,15 +158,17 @@ class LocalRanks:
         }
         return found if self._ranks is None else {rank: found[rank] for rank in self._ranks if rank in found}
 
-    def _reports(self) -> dict[int, Ending]:
-        return {rank: report.ending for rank, report in rank_reports(self._attempt_dir).items()}
 
-
-def open_launcher_log(attempt_dir: Path, node_rank: int = 0) -> BinaryIO:
-    """The file that takes what the launcher of a machine prints."""
-    log = launcher_log(attempt_dir, node_rank)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    return log.open("ab")
+def write_environment(attempt_dir: Path, environment: Mapping[str, str], *, node_rank: int = 0) -> None:
+    """Records the environment of this machine's ranks; a secret inside a value is written as `[redacted]`."""
+    name = "environment.json" if node_rank == 0 else f"environment-{node_rank}.json"
+    names = sorted(name for name in environment if _RECORDED.fullmatch(name) and not names_secret(name))
+    content = {"host": socket.gethostname(), "variables": {name: environment[name] for name in names}}
+    text = redact(json.dumps(content, indent=1), environment)
+    try:
+        write_bytes(attempt_dir / name, text.encode() + b"\n")
+    except OSError as error:
+        raise EnvironmentFaultError(f"{attempt_dir}: cannot be written: {error.strerror}") from error
 
 
 def _start(argv: Sequence[str], environment: Mapping[str, str], log: int) -> subprocess.Popen[bytes]:
@@ -182,27 +194,3 @@ def _start(argv: Sequence[str], environment: Mapping[str, str], log: int) -> sub
         )
     except OSError as error:
         raise EnvironmentFaultError(f"{argv[0]}: cannot be started: {error.strerror}") from error
-
-
-_KEPT = re.compile(
-    r"(SLURM|SBATCH|SRUN|NCCL|GLOO|UCX|FI|CUDA|NVIDIA|ROCR|TORCH|PYTORCH|TRITON|OMP|MKL|KMP|DS|DEEPSPEED|ACCELERATE|PET"
-    r"|HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|SHARDWISE|WANDB|XDG|PYTHON|LD|LC|LOADEDMODULES|MODULEPATH|CONDA)(_.*)?"
-    r"|PATH|HOME|USER|HOSTNAME|LANG|TMPDIR|VIRTUAL_ENV|.*_(PROXY|proxy)"
-)
-
-
-def kept_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that are worth keeping, by name, without those that are named like a secret."""
-    names = sorted(name for name in environment if _KEPT.fullmatch(name) and not names_secret(name))
-    return {name: environment[name] for name in names}
-
-
-def write_environment(attempt_dir: Path, environment: Mapping[str, str], *, node_rank: int = 0) -> None:
-    """Keeps what the ranks of this machine are started with; a secret inside a value is shown as `[redacted]`."""
-    name = "environment.json" if node_rank == 0 else f"environment-{node_rank}.json"
-    content = {"host": socket.gethostname(), "variables": kept_variables(environment)}
-    text = redact(json.dumps(content, indent=1), environment)
-    try:
-        write_bytes(attempt_dir / name, text.encode() + b"\n")
-    except OSError as error:
-        raise EnvironmentFaultError(f"{attempt_dir}: cannot be written: {error.strerror}") from error

@@ -1,7 +1,8 @@
-"""The report on an attempt that ran out of memory: `attempts/N/out-of-memory.txt`, for a person.
+"""The report on an attempt that ran out of memory: `attempts/N/out-of-memory.txt`.
 
-What was predicted to need most, what the rank held when an allocation failed, what the allocator says, who else holds
-the card, and what comes next or would fit. Writing it never raises: it tells of a failure and must not become one.
+It shows the parts that were predicted to be largest, the memory that each rank held when an allocation failed, the
+allocator's summary, the processes on the card, and the next attempt or configurations that would fit. Writing it never
+raises: it describes a failure and must not become one.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,22 +31,22 @@ _SMI_TIMEOUT_S = 5.0
 
 
 class MemoryEnd(NamedTuple):
-    """What is known of an attempt that ran out of memory."""
+    """The facts on an attempt that ran out of memory."""
 
     number: int
     plan: Plan  # of the run
     report: Report
-    states: tuple[MemoryState, ...] = ()  # of the ranks that left one
+    states: tuple[MemoryState, ...] = ()  # of the ranks that wrote one
     next_candidate: Candidate | None = None  # None: the run ends
     decision: str = ""
-    cards: tuple[Gpu, ...] = ()  # with who holds them, where the driver says
-    smaller: tuple[Candidate, ...] = ()  # settings that are predicted to need less, where the run ends
+    cards: tuple[Gpu, ...] = ()  # with the processes on them, if the driver lists them
+    smaller: tuple[Candidate, ...] = ()  # configurations that are predicted to need less, if the run ends
 
 
 def write_oom_report(
     attempt_dir: Path, plan: Plan, report: Report, *, next_candidate: Candidate | None, decision: str
 ) -> Path | None:
-    """Writes it, and returns where; None where it could not be written."""
+    """Writes the report and returns its path; None if it could not be written."""
     try:
         end = MemoryEnd(
             number=int(attempt_dir.name),
@@ -59,7 +60,7 @@ def write_oom_report(
         )
         path = attempt_dir / FILE
         path.write_text(redact(page_text(oom_page(end), width=_WIDTH)) + "\n", encoding="utf-8")
-    except Exception:  # noqa: BLE001  # the run has failed already: that is what is to be told
+    except Exception:  # noqa: BLE001  # the run has failed already, which is what matters
         return None
     return path
 
@@ -68,7 +69,7 @@ def oom_page(end: MemoryEnd) -> Page:
     """The report. Pure."""
     candidate = end.report.plan
     sections = [
-        Section(title="What happened", blocks=(*_what(end),)),
+        Section(title="What happened", blocks=(*_happened(end),)),
         Section(title="Predicted", blocks=(*_predicted(candidate),)),
     ]
     sections += [_state_section(state, candidate) for state in end.states]
@@ -88,12 +89,12 @@ def _states(attempt_dir: Path) -> tuple[MemoryState, ...]:
         try:
             found.append(codec.read(path, MemoryState))
         except ShardwiseError:
-            continue  # it was cut short: the others tell
+            continue  # it was cut short
     return tuple(found)
 
 
 def _cards(plan: Plan) -> tuple[Gpu, ...]:
-    """The cards as the driver shows them once the ranks have ended."""
+    """The cards as the driver reports them after the ranks have ended."""
     if plan.device_kind is not DeviceKind.CUDA:
         return ()
     from launch.probe.gpus import read_gpus
@@ -102,7 +103,7 @@ def _cards(plan: Plan) -> tuple[Gpu, ...]:
 
 
 def _smaller(plan: Plan, candidate: Candidate) -> tuple[Candidate, ...]:
-    """What the planner would fall back to after this candidate, whether the run had it or not."""
+    """The planner's fallbacks after this candidate, even if the run did not have them."""
     try:
         others = tuple(other for other in plan.candidates if other.strategy != candidate.strategy)
         return fallbacks(context_of(replace(plan, candidates=(candidate, *others))), (candidate, *others))
@@ -110,16 +111,16 @@ def _smaller(plan: Plan, candidate: Candidate) -> tuple[Candidate, ...]:
         return ()  # the plan is not one that could be made here
 
 
-def _what(end: MemoryEnd) -> Iterator[Sentence]:
+def _happened(end: MemoryEnd) -> Iterator[Sentence]:
     report = end.report
     for state in end.states:
         phase = f" in {state.phase}" if state.phase else ""
         yield Sentence(text=f"Rank {state.rank} could not allocate{phase} of step {state.step}.")
     if not end.states:
-        yield Sentence(text=f"A rank ended after step {report.step} before it could say what it held.")
+        yield Sentence(text=f"A rank ended after step {report.step} before it could report what it held.")
     if report.error:
         yield Sentence(text=f"Error: {report.error.splitlines()[0]}")
-    yield Sentence(text=f"It ran {candidate_words(report.plan)}.")
+    yield Sentence(text=f"It ran {describe_candidate(report.plan)}.")
 
 
 def _predicted(candidate: Candidate) -> Iterator[Sentence | Table]:
@@ -168,13 +169,19 @@ def _counters(state: MemoryState) -> Iterator[tuple[str, int | None]]:
 
 def _fragmentation(allocated: int, reserved: int) -> str:
     unused = reserved - allocated
-    words = f"{format_bytes(unused)} of what is reserved is in no use, {unused / reserved:.0%} of it"
-    return f"Fragmentation: {words}."
+    return (
+        f"Fragmentation: {format_bytes(unused)} of the reserved memory are not in use, {unused / reserved:.0%} of it."
+    )
 
 
 def _holders(cards: Iterable[Gpu]) -> Table:
     rows = [
-        (str(card.index), str(holder.pid), holder.name or "-", _bytes(holder.memory_bytes))
+        (
+            str(card.index),
+            str(holder.pid),
+            holder.name or "-",
+            "-" if holder.memory_bytes is None else format_bytes(holder.memory_bytes),
+        )
         for card in cards
         for holder in card.holders
     ]
@@ -186,28 +193,28 @@ def _next(end: MemoryEnd) -> Iterator[Sentence]:
         yield Sentence(text=f"{end.decision[:1].upper()}{end.decision[1:]}.")
     if end.next_candidate is not None:
         yield Sentence(
-            text=f"The next attempt runs {candidate_words(end.next_candidate)}; it is predicted to need "
+            text=f"The next attempt runs {describe_candidate(end.next_candidate)}; it is predicted to need "
             f"{format_bytes(end.next_candidate.memory.need_bytes)}."
         )
         return
     offers = list(_offers(end))
     if offers:
-        yield Sentence(text="What the plan predicts to need less:")
+        yield Sentence(text="Predicted to need less:")
         yield from offers
     else:
         yield Sentence(
             text="Nothing in the plan needs less. A shorter train.seq_len, train.method: lora or allow: "
-            "[optimizer_8bit] would; shardwise plan says by how much."
+            "[optimizer_8bit] would; shardwise plan shows by how much."
         )
 
 
 def _offers(end: MemoryEnd) -> Iterator[Sentence]:
-    """Settings that need less, the nearest first and the smallest last, then other methods."""
+    """Configurations that need less memory, the closest first and the smallest last, then other methods."""
     need = end.report.plan.memory.need_bytes
-    lower = {candidate_words(each): each for each in (*end.plan.candidates, *end.smaller) if _need(each) < need}
+    lower = {describe_candidate(each): each for each in (*end.plan.candidates, *end.smaller) if _need(each) < need}
     ordered = sorted(lower.values(), key=_need, reverse=True)
     for candidate in ordered if len(ordered) <= _MOST_OFFERS else [*ordered[: _MOST_OFFERS - 1], ordered[-1]]:
-        yield Sentence(text=f"{format_bytes(_need(candidate))}: {candidate_words(candidate)}")
+        yield Sentence(text=f"{format_bytes(_need(candidate))}: {describe_candidate(candidate)}")
     for row in end.plan.methods:
         if row.memory_bytes is not None and row.memory_bytes < need and row.method is not end.report.plan.method:
             yield Sentence(text=f"{format_bytes(row.memory_bytes)}: train.method: {row.method}")
@@ -217,7 +224,7 @@ def _need(candidate: Candidate) -> int:
     return candidate.memory.need_bytes
 
 
-def candidate_words(candidate: Candidate) -> str:
+def describe_candidate(candidate: Candidate) -> str:
     """`none/fp32/adamw, micro batch 4 x 2, checkpointing full, attention sdpa, loss chunked`."""
     ranks = f" x{candidate.num_ranks}" if candidate.num_ranks > 1 else ""
     return (
@@ -235,7 +242,3 @@ def _largest(parts: dict[str, int]) -> list[tuple[str, int]]:
 def _shares(header: tuple[str, str, str], parts: Sequence[tuple[str, int]], total: int) -> Table:
     rows = [(name, format_bytes(size), f"{size / max(1, total):.0%}") for name, size in parts]
     return Table(rows=(header, *rows), right=(1, 2))
-
-
-def _bytes(value: int | None) -> str:
-    return "-" if value is None else format_bytes(value)

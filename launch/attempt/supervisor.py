@@ -1,9 +1,9 @@
-"""Watches the ranks of one attempt, passes stop requests on, and leaves no process behind.
+"""Supervision of the ranks of one attempt: forwards stop requests and leaves no process behind.
 
-- A stop request (Ctrl-C, USR1, TERM) reaches every rank, and a rank that comes later, later (`local_ranks`).
+- A stop request (Ctrl-C, USR1, TERM) reaches every rank; a rank that registers later receives it later (`local_ranks`).
 - A second Ctrl-C ends the attempt at once, without a checkpoint.
-- A rank that fails or dies leaves the others waiting in a collective: they get `END_GRACE_S`, then the end.
-- Ranks that give no sign of life (`watchdog`) write their stacks into their logs, and then the attempt is ended.
+- A rank that fails or dies leaves the others waiting in a collective: after `END_GRACE_S` they are ended.
+- Ranks without a heartbeat (`watchdog`) write their stacks into their logs, and then the attempt is ended.
 """
 
 import signal
@@ -18,22 +18,23 @@ from launch.attempt.local_ranks import Ranks
 from launch.attempt.watchdog import Silence, Watchdog, with_stacks
 
 POLL_S = 0.1
-END_GRACE_S = 15.0  # torchrun has said by then which rank failed first
+END_GRACE_S = 15.0  # torchrun has reported by then which rank failed first
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopKind(StrEnum):
-    """Who asked for the end."""
+    """Source of a stop request."""
 
     INTERRUPT = "interrupt"  # Ctrl-C
     REQUEUE = "requeue"  # TERM or USR1
 
 
 class StoppedEarlyError(KeyboardInterrupt):
-    """A stop while nothing runs yet that would have to be saved; whatever cleans up after Ctrl-C cleans up after it."""
+    """A stop before there is anything to save; handlers that clean up after Ctrl-C clean up after it as well."""
 
 
 class StopRequest:
-    """What has been asked of this process by signals, since `listening` began."""
+    """The stop requests that this process received as signals since `listening` began."""
 
     def __init__(self) -> None:
         self.kind: StopKind | None = None
@@ -41,7 +42,7 @@ class StopRequest:
         self._is_raising = False
 
     def note(self, number: int, _frame: object) -> None:
-        """Signal handler: remembers, and does nothing else unless `raising`."""
+        """Signal handler: records the signal, and does nothing else unless `raising`."""
         if number == signal.SIGINT:
             self.num_interrupts += 1
         if self.kind is None:
@@ -52,7 +53,7 @@ class StopRequest:
 
     @contextmanager
     def raising(self) -> Iterator[None]:
-        """Ends the block with StoppedEarlyError at the first signal: for what may be broken off anywhere."""
+        """Ends the block with StoppedEarlyError at the first signal, for work that may be interrupted anywhere."""
         self._is_raising = True
         try:
             yield
@@ -66,7 +67,7 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Takes INT, TERM and USR1 while the block runs."""
+        """Handles INT, TERM and USR1 while the block runs."""
         before = {number: signal.signal(number, self.note) for number in _STOP_SIGNALS}
         try:
             yield
@@ -75,17 +76,14 @@ class StopRequest:
                 signal.signal(number, handler)
 
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
-
 def watch_attempt(
     ranks: Ranks, *, attempt_dir: Path, stop: StopRequest, on_tick: Callable[[], None], watchdog: Watchdog
 ) -> AttemptEnd:
-    """Watches ranks until they end, or have to be ended; with the report they left, or one made for them."""
+    """Watches ranks until they end, or have to be ended; returns their end, with their report or a made one."""
     hung: str | None = None
     try:
         silence = _watch(ranks, stop, on_tick, watchdog)
-        hung = None if silence is None else with_stacks(silence, ranks.ask_stacks())
+        hung = None if silence is None else with_stacks(silence, ranks.dump_stacks())
         return_code = ranks.poll()
     finally:
         ranks.end()
@@ -102,17 +100,17 @@ def watch_attempt(
 
 
 def _watch(ranks: Ranks, stop: StopRequest, on_tick: Callable[[], None], watchdog: Watchdog) -> Silence | None:
-    """Returns when the attempt has ended, or has to be ended; with the ranks that hang, if that is why."""
+    """Returns when the attempt has ended, or has to be ended; the silence of ranks that hang, if that is why."""
     failed_since: float | None = None
     while ranks.poll() is None and not stop.is_urgent:
         if stop.kind is not None:
-            ranks.tell()
+            ranks.request_stop()
         if failed_since is None and ranks.has_failed():
             failed_since = time.monotonic()
         if failed_since is not None and time.monotonic() - failed_since > END_GRACE_S:
             return None
         silence = watchdog.look()
-        if silence is not None:  # after the last word, only the end of the processes is missing
+        if silence is not None:  # after the last heartbeat, only the processes remain to be ended
             return None if watchdog.has_ended else silence
         on_tick()
         time.sleep(POLL_S)

@@ -1,20 +1,18 @@
-"""Tells a rank that hangs from one that works: each gives signs of life, and each phase has a limit for its silence.
+"""Detection of ranks that hang: each rank writes heartbeats, and each phase has a limit for the time without one.
 
-Within a step the limit comes from the steps of this attempt: twenty times the usual one, three times the longest, never
-under five minutes. Before enough steps were seen, and in every other phase (loading, saving, evaluating, exporting),
-it is an hour and the time that a slow disk needs for the state. A wrong alarm costs a restart, a late one idle time:
-hence the generosity.
+Within a step the limit follows from the steps of this attempt: twenty times the median, three times the longest, at
+least five minutes. Before enough steps were seen, and in every other phase (loading, saving, evaluating, exporting), it
+is an hour plus the time that a slow disk needs for the state. A false alarm costs a restart, a late one idle time, so
+the limits are generous. Time in which this process did not run does not count: a suspended job does not hang.
 
-Time that this process did not run is not counted: a job that is suspended, or a machine that sleeps, hangs nobody.
-
-Every rank waits for one that hangs, so all fall silent. Who hangs: the one that is behind, by its step and its signs at
-that step, as all run the same lines. The others wait, however long that may take. Where several are equally far, the
-stacks decide: who stands in a collective waits.
+All ranks wait for one that hangs, so all are silent. The rank that hangs is the one that is behind, by its step and its
+heartbeats at that step, as all ranks run the same code; the others may wait for any time. If several are equally far,
+their stacks decide: a rank inside a collective waits.
 """
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -26,8 +24,8 @@ from trainer.spec.plan import Plan
 from trainer.spec.units import format_seconds
 
 _LOOK_EVERY_S = 0.5
-_LONGEST_LOOK_S = 5.0  # between two looks; more than that this process was stopped, and so were the ranks
-_NUM_WARM_STEPS = 2  # that allocate, compile and fill caches
+_MAX_INTERVAL_S = 5.0  # between two looks; for any longer this process was stopped, and so were the ranks
+_NUM_WARM_STEPS = 2  # with allocation, compilation and cold caches
 _NUM_STEPS_KEPT = 50
 _DISK_BYTES_PER_S = 50e6  # of a slow shared file system
 _STATE_BYTES_PER_PARAMETER = 16  # weights, gradients and both moments in fp32
@@ -35,17 +33,17 @@ _STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waiti
 
 
 class WatchLimits(NamedTuple):
-    """Seconds of silence, by what a rank does."""
+    """Allowed seconds without a heartbeat, by phase."""
 
     phase_s: float = 3600.0  # everything but a step, and the first steps
     least_step_s: float = 300.0
-    end_s: float = 120.0  # between the last word of a rank and the end of its process
-    data_s: float | None = None  # to wait for the data of a step; None: as for the rest of it
+    end_s: float = 120.0  # between the last heartbeat of a rank and the end of its process
+    data_s: float | None = None  # to wait for the data of a step; None: as for other phases of a step
     times_usual_step: float = 20.0
     times_longest_step: float = 3.0
 
     def scaled_to(self, plan: Plan) -> "WatchLimits":
-        """With the time that a disk needs for this model, and that the first steps of this plan may take."""
+        """The limits with the time that a disk needs for this model and that the first steps of this plan may take."""
         on_disk_s = plan.model_shape.num_parameters * _STATE_BYTES_PER_PARAMETER / _DISK_BYTES_PER_S
         first_step_s = self.times_usual_step * plan.chosen.speed.step_s
         phase_s = max(self.phase_s + on_disk_s, first_step_s)
@@ -53,16 +51,16 @@ class WatchLimits(NamedTuple):
 
 
 class Silence(NamedTuple):
-    """Ranks that gave no sign of life for longer than their phase allows."""
+    """Ranks without a heartbeat for longer than their phase allows."""
 
-    ranks: tuple[int, ...]  # that hang, as far as their signs tell
+    ranks: tuple[int, ...]  # that hang, according to their heartbeats
     phase: str
     step: int  # optimizer steps done
     silent_s: float
     limit_s: float
 
     @property
-    def words(self) -> str:
+    def message(self) -> str:
         """`rank 1 hung in backward of step 8: no sign of life for 5 min 1 s, 5 min are allowed`."""
         names = " and ".join(f"rank {rank}" for rank in self.ranks)
         where = f"while {self.phase}"
@@ -87,7 +85,7 @@ class _Rank:
 
 
 class Watchdog:
-    """Watches the ranks of one attempt."""
+    """Heartbeats of the ranks of one attempt."""
 
     def __init__(
         self,
@@ -105,14 +103,14 @@ class Watchdog:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done, as far as any rank told."""
+        """Optimizer steps done, of the furthest rank."""
         return max((rank.last.step for rank in self._ranks.values() if rank.last is not None), default=0)
 
     @property
     def stop_s(self) -> float:
-        """Seconds that a stop with a checkpoint may take: the longest step and the longest save, twice over.
+        """Seconds that a stop with a checkpoint may take: twice the longest step and the longest save.
 
-        The first save comes at step 1 and is read back, so something is known from then on.
+        The first save comes at step 1 and is read back, so both are known from then on.
         """
         steps = [step_s for rank in self._ranks.values() for step_s in rank.steps_s]
         saves = [rank.longest_save_s for rank in self._ranks.values()]
@@ -120,22 +118,26 @@ class Watchdog:
 
     @property
     def has_ended(self) -> bool:
-        """Whether every rank said its last word."""
+        """True if every rank has written its last heartbeat."""
         return all(rank.last is not None and rank.last.phase in END_PHASES for rank in self._ranks.values())
 
     def look(self) -> Silence | None:
-        """Reads the signs, at most twice a second; the silence that is too long, if there is one."""
+        """Reads the heartbeats, at most twice a second; returns the silence that is too long, if any."""
         now = self._clock()
         passed = now - self._looked_at
         if passed < _LOOK_EVERY_S:
             return None
         self._looked_at = now
         for number, rank in self._ranks.items():
-            _note(rank, read_heartbeat(self._attempt_dir, number), min(passed, _LONGEST_LOOK_S))
+            _note(rank, read_heartbeat(self._attempt_dir, number), min(passed, _MAX_INTERVAL_S))
         least = min(_progress(rank) for rank in self._ranks.values())
         behind = {number: rank for number, rank in self._ranks.items() if _progress(rank) == least}
-        late = max(behind.values(), key=lambda rank: rank.silent_s)  # of the others, all wait for these
-        return self._silence(late, tuple(behind)) if late.silent_s > self._limit_s(late) else None
+        late = max(behind.values(), key=lambda rank: rank.silent_s)  # all other ranks wait for these
+        limit_s = self._limit_s(late)
+        if late.silent_s <= limit_s:
+            return None
+        phase, step = ("starting", self.step) if late.last is None else (late.last.phase, late.last.step)
+        return Silence(ranks=tuple(behind), phase=phase, step=step, silent_s=late.silent_s, limit_s=limit_s)
 
     def _limit_s(self, rank: _Rank) -> float:
         phase = None if rank.last is None else rank.last.phase
@@ -152,23 +154,14 @@ class Watchdog:
             self._limits.times_longest_step * max(usual),
         )
 
-    def _silence(self, late: _Rank, behind: tuple[int, ...]) -> Silence:
-        return Silence(
-            ranks=behind,
-            phase="starting" if late.last is None else late.last.phase,
-            step=self.step if late.last is None else late.last.step,
-            silent_s=late.silent_s,
-            limit_s=self._limit_s(late),
-        )
-
 
 def _progress(rank: _Rank) -> tuple[int, int]:
-    """What is less in a rank that is behind: (steps, signs at this step)."""
+    """(steps, heartbeats at this step), which is less for a rank that is behind."""
     return (-1, 0) if rank.last is None else (rank.last.step, rank.last.count)
 
 
 def _note(rank: _Rank, beat: Heartbeat | None, passed_s: float) -> None:
-    """Takes one look at a rank, `passed_s` after the look before."""
+    """Updates a rank with its heartbeat, `passed_s` after the last update."""
     if rank.since_step_s is not None:
         rank.since_step_s += passed_s
     if rank.last is not None and rank.last.phase == SAVING_PHASE:
@@ -191,15 +184,15 @@ def _note(rank: _Rank, beat: Heartbeat | None, passed_s: float) -> None:
 
 
 class Stack(NamedTuple):
-    """What a rank was doing when it was asked."""
+    """The position of a rank in its code."""
 
-    frame: str | None  # `loss (mine.py, line 12)`: the innermost; None: it did not answer
+    frame: str | None  # the innermost: `loss (mine.py, line 12)`; None: it wrote no stack
     is_waiting: bool  # inside a collective
-    state: str | None  # of a process that could not answer
+    state: str | None  # of a process that cannot write its stack
 
 
 def read_stack(log: Path, *, begin: int, pid: int | None) -> Stack:
-    """The stack that a rank wrote into its log after byte `begin`; its process state says why it wrote none."""
+    """The stack that a rank wrote into its log after byte `begin`, with the state of its process if it is stopped."""
     try:
         with log.open("rb") as stream:
             stream.seek(begin)
@@ -221,20 +214,19 @@ _FRAME = re.compile(r'File "([^"]*)", line (\d+) in (\S+)')
 
 
 def with_stacks(silence: Silence, stacks: dict[int, Stack]) -> str:
-    """Who hangs once the stacks have been seen, and where it stands, in a sentence."""
-    ranks = _named(silence.ranks, stacks)
-    places = [place for rank in ranks if rank in stacks and (place := _place(stacks[rank])) is not None]
-    words = silence._replace(ranks=ranks).words
-    return words + (f"; it stands in {' and '.join(dict.fromkeys(places))}" if places else "")
+    """The message of a silence, with the ranks that hang according to their stacks, and their positions.
 
-
-def _named(ranks: Sequence[int], stacks: dict[int, Stack]) -> tuple[int, ...]:
-    """Of those who are equally far: who was stopped, else who does not wait for the others; all if none stands out."""
-    known = {rank: stacks[rank] for rank in ranks if rank in stacks}
+    Of ranks that are equally far, those whose process is stopped hang, else those outside a collective, else all.
+    """
+    known = {rank: stacks[rank] for rank in silence.ranks if rank in stacks}
     stopped = tuple(rank for rank, stack in known.items() if stack.state is not None)
     busy = tuple(rank for rank, stack in known.items() if stack.frame is not None and not stack.is_waiting)
-    return stopped or busy or tuple(ranks)
+    ranks = stopped or busy or silence.ranks
+    frames = [_position(known[rank]) for rank in ranks if rank in known]
+    positions = [*dict.fromkeys(filter(None, frames))]
+    message = silence._replace(ranks=ranks).message
+    return message + (f"; it stands in {' and '.join(positions)}" if positions else "")
 
 
-def _place(stack: Stack) -> str | None:
+def _position(stack: Stack) -> str | None:
     return stack.frame if stack.state is None else f"a process that is {stack.state}"

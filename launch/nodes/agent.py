@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 import yaml
 
-from launch.attempt.local_ranks import LocalRanks, Ranks, write_environment
+from launch.attempt.local_ranks import LocalRanks, Ranks
 from launch.attempt.supervisor import StopKind, StopRequest
 from launch.engine.accelerate_config import accelerate_config, accelerate_file
 from launch.engine.command import launch_command, launch_environment
@@ -174,7 +174,7 @@ class _Agent:
             self._finish(return_code)
             return
         if self._is_told:
-            ranks.tell()
+            ranks.request_stop()
         if not self._has_told_of_failure and ranks.has_failed():
             self._has_told_of_failure = True
             self._channel.send(Failed(attempt_dir=str(self._attempt.attempt_dir)))
@@ -196,7 +196,7 @@ class _Agent:
 def _stacks(ranks: Ranks) -> tuple[StackOf, ...]:
     return tuple(
         StackOf(rank=rank, frame=stack.frame, is_waiting=stack.is_waiting, state=stack.state)
-        for rank, stack in ranks.ask_stacks().items()
+        for rank, stack in ranks.dump_stacks().items()
     )
 
 
@@ -332,7 +332,6 @@ def start_on_node(
     argv = launch_command(attempt_dir, log_dir=attempt_dir / "logs", python=sys.executable, node_rank=node_rank)
     variables = launch_environment(environment, plan, extensions_dir=extensions, cores=host.num_cores or 1)
     interfaces = interface_settings(environment, start, _INTERFACE_SETTINGS[plan.device_kind])
-    write_environment(attempt_dir, variables | interfaces, node_rank=node_rank)
     mine, way = _ranks_of(plan, node_rank), " ".join(f"{name}={value}" for name, value in interfaces.items())
     on_progress(f"ranks {mine.start} to {mine.stop - 1} meet at {start.head}:{start.port}{' by ' + way if way else ''}")
     with contextlib.ExitStack() as stack:

@@ -148,13 +148,13 @@ class ClusterRanks:
         self._wait_for_files()
         return next((code for code in codes if code), 0)
 
-    def tell(self) -> None:
+    def request_stop(self) -> None:
         self._server.send(Tell())
 
     def has_failed(self) -> bool:
         return self._has_failed or any(ended.return_code for ended in self._ended.values())
 
-    def ask_stacks(self) -> dict[int, Stack]:
+    def dump_stacks(self) -> dict[int, Stack]:
         self._stacks = {}
         self._server.send(AskStacks())
         end = time.monotonic() + 5 * DUMP_S  # who does not answer hangs as well

@@ -18,18 +18,17 @@ import msgspec
 
 from launch.attempt.end import AttemptEnd
 from launch.attempt.limits import Deadline, LimitWatch
-from launch.attempt.local_ranks import LocalRanks, Ranks, write_environment
+from launch.attempt.local_ranks import LocalRanks, Ranks
 from launch.attempt.retries import (
     MAX_SAME_STEP,
     Begin,
     Decision,
     Tried,
+    attempt_record,
     decide,
     earlier_history,
     incident_of,
-    memory_report,
     num_at_step,
-    record_of,
 )
 from launch.attempt.supervisor import StopKind, StopRequest, watch_attempt
 from launch.attempt.watchdog import Watchdog, WatchLimits
@@ -115,12 +114,12 @@ def _run_all(around: Surroundings, *, resume: bool) -> RunOutcome:
         decision = _after(course, end, number, around)
         number = None if stop.kind is not None else decision.candidate
         report = _told(end, decision, stop, run_dir)
-        course.history.append(record_of(end, report, attempt_dir, begin))
+        course.history.append(attempt_record(end, report, attempt_dir, begin))
         course.incidents += [*end.report.incidents, *spending.incidents(report)]
         if end.fault is not None:
             incident = incident_of(end, decision)
             course.incidents.append(incident)
-            console.line(incident + memory_report(plan, attempt_dir, end, decision))
+            console.line(incident + _oom_note(plan, attempt_dir, end, decision))
         report = msgspec.structs.replace(
             report,
             incidents=tuple(dict.fromkeys(course.incidents)),
@@ -131,6 +130,17 @@ def _run_all(around: Surroundings, *, resume: bool) -> RunOutcome:
         )
         _write_report(run_dir, report)
     return RunOutcome(ExitCode(report.exit_code), report, run_dir)
+
+
+def _oom_note(plan: Plan, attempt_dir: Path, end: AttemptEnd, decision: Decision) -> str:
+    """Path of the report on an attempt that ran out of memory, as the end of a line; empty if there is none."""
+    if end.fault is None or not end.fault.is_memory:
+        return ""
+    from launch.attempt.oom_report import write_oom_report
+
+    following = None if decision.candidate is None else (plan.chosen, *plan.fallbacks)[decision.candidate]
+    path = write_oom_report(attempt_dir, plan, end.report, next_candidate=following, decision=decision.reason)
+    return "" if path is None else f" (memory report: {path})"
 
 
 @dataclass(slots=True)
@@ -185,7 +195,6 @@ def _started(around: Surroundings, plan: Plan, attempt_dir: Path) -> Iterator[Ra
     check_nvme(plan)
     cores = plan.hardware.host.num_cores or 1
     environment = launch_environment(around.environment, plan, extensions_dir=around.extensions_dir, cores=cores)
-    write_environment(attempt_dir, environment)
     argv = launch_command(attempt_dir, log_dir=attempt_dir / "logs", python=sys.executable)
     with held_folder(nvme_folder(plan, around.run_dir, int(attempt_dir.name))):
         yield LocalRanks(argv, attempt_dir=attempt_dir, environment=environment)

@@ -74,11 +74,11 @@ def run_short(
             environment=environment,
         ).report
     except EnvironmentFaultError as error:
-        return ShortRun(None, _last_words(str(error)))
+        return ShortRun(None, str(error).splitlines()[0])
     if report is not None and report.ending in (Ending.FINISHED, Ending.OUT_OF_MEMORY):
         return ShortRun(report)
-    told = (report.error if report else None) or "no report"
-    return ShortRun(None, _last_words(told) if "last words: " in told else " ".join(told.split()))
+    error_text = (report.error if report else None) or "no report"
+    return ShortRun(None, " ".join(error_text.split()))
 
 
 @contextmanager
@@ -96,9 +96,3 @@ def scratch_folder(root: Path) -> Iterator[Path]:
         raise
     if not any(folder.iterdir()):
         folder.rmdir()
-
-
-def _last_words(error: str) -> str:
-    """The one line of an error that says most."""
-    lines = [line.removeprefix("last words: ") for line in error.splitlines() if line.startswith("last words: ")]
-    return (lines or error.splitlines() or ["no message"])[0]

@@ -10,7 +10,7 @@ from engine_plan_factory import engine_plan
 from msgspec.structs import replace
 from report_factory import make_report
 
-from launch.attempt.end import AttemptEnd, Observed, attempt_end, killed_rank, last_words
+from launch.attempt.end import AttemptEnd, Observed, attempt_end, killed_rank, last_error_line
 from trainer.spec import codec
 from trainer.spec.report import Ending, Fault
 from trainer.spec.strategy import Sharding
@@ -44,7 +44,7 @@ def rank_says(attempt: Path, rank: int, words: str) -> None:
     (attempt / "logs" / f"rank-{rank}.log").write_text(words)
 
 
-def test_a_rank_that_leaves_no_report_is_a_failed_run_with_its_last_words(attempt: Path):
+def test_a_rank_that_leaves_no_report_is_a_failed_run_with_its_last_line(attempt: Path):
     rank_says(attempt, 0, "starting\nValueError: the sky fell\nbye\n")
     end = end_of(attempt)
     assert end.fault is Fault.ERROR and not end.has_trained and not end.has_report
@@ -157,7 +157,7 @@ def test_a_damaged_report_is_passed_over(attempt: Path):
 
 
 def test_last_words_without_any_output(tmp_path: Path):
-    assert last_words(tmp_path) == "(no output)"
+    assert last_error_line(tmp_path) == "(no output)"
 
 
 # -- several machines --------------------------------------------------------------------------------------------------

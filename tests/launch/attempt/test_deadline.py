@@ -5,13 +5,13 @@ import time
 
 import pytest
 
-from launch.attempt.limits import MOST_MARGIN_S, Deadline
+from launch.attempt.limits import MAX_MARGIN_S, Deadline
 from launch.attempt.supervisor import StopKind, StopRequest
 from launch.attempt.watchdog import Watchdog
 from launch.terminal import Console
 
 
-@pytest.mark.parametrize(("left_s", "margin_s"), [(60, 6), (3600, MOST_MARGIN_S)])
+@pytest.mark.parametrize(("left_s", "margin_s"), [(60, 6), (3600, MAX_MARGIN_S)])
 def test_of_a_short_job_the_margin_is_short(left_s, margin_s):
     deadline = Deadline.in_seconds(left_s)
     assert deadline.margin_s == margin_s and deadline.moment_s == pytest.approx(time.monotonic() + left_s, abs=5)

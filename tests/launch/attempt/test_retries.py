@@ -23,11 +23,11 @@ def after(*tried: Tried) -> int | None:
 @pytest.mark.parametrize("fault", [KILLED, HUNG, ERROR])
 def test_a_death_a_hang_and_an_error_are_followed_by_the_same_again(fault: Fault):
     decision = decide([Tried(1, fault, 7, 6)], CANDIDATES, nothing_in_the_way)
-    assert decision.candidate == 1 and "step 6" in decision.words
+    assert decision.candidate == 1 and "step 6" in decision.reason
 
 
 def test_without_a_checkpoint_it_starts_from_the_beginning():
-    assert "beginning" in decide([Tried(0, KILLED, 7, 0)], CANDIDATES, nothing_in_the_way).words
+    assert "beginning" in decide([Tried(0, KILLED, 7, 0)], CANDIDATES, nothing_in_the_way).reason
 
 
 def test_what_would_happen_again_is_not_tried_again():
@@ -49,7 +49,7 @@ def test_the_third_failure_of_one_step_is_the_last():
     same = Tried(0, ERROR, 7, 6)
     assert after(same, same) == 0
     decision = decide([same, same, same], CANDIDATES, nothing_in_the_way)
-    assert decision.candidate is None and "step 7" in decision.words
+    assert decision.candidate is None and "step 7" in decision.reason
 
 
 def test_other_steps_between_do_not_hide_a_step_that_always_fails():
@@ -92,7 +92,7 @@ def test_fallbacks_that_are_no_help_are_passed_over_and_named():
 
     assert decide([Tried(0, MEMORY, 7, 6)], CANDIDATES, refuses_halves).candidate == 2
     none = decide([Tried(0, MEMORY, 7, 6)], CANDIDATES, lambda candidate: "cannot go on")
-    assert none.candidate is None and none.is_out_of_fallbacks and "none/fp32/adamw cannot go on" in none.words
+    assert none.candidate is None and none.is_out_of_fallbacks and "none/fp32/adamw cannot go on" in none.reason
 
 
 def test_a_fallback_that_is_refused_at_its_start_is_followed_by_the_next():

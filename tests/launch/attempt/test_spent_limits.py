@@ -10,11 +10,11 @@ from report_factory import make_report
 from run_factory import attempt_record, run_plan, write_attempt, write_report
 
 from launch.attempt.limits import (
-    MOST_MARGIN_S,
+    MAX_MARGIN_S,
     SPENT_FILE,
     Limit,
     LimitWatch,
-    SpentMark,
+    SpentLimit,
     limits_of,
     refuse_spent,
     rounded_up,
@@ -46,14 +46,14 @@ def took(*hours: float, num_ranks: int = 1) -> list[AttemptRecord]:
 def test_hours_are_those_of_all_attempts():
     (limit,) = limits_of(job(hours=10), took(1.5, 2.5), num_ranks=8)
     assert limit == Limit("limits.hours", 10, 10, 4.0, 1) and limit.left_s == 6 * HOUR_S
-    assert all(fact in limit.words for fact in ("limits.hours", "10 h 00 min", "4 h 00 min"))
+    assert all(fact in limit.summary for fact in ("limits.hours", "10 h 00 min", "4 h 00 min"))
 
 
 def test_money_is_hours_of_all_ranks_at_their_price():
     _, limit = limits_of(job(cost=100, price=2.5), [*took(1, num_ranks=8), *took(3, num_ranks=4)], num_ranks=4)
     assert limit == Limit("limits.cost", 100, 40, 20.0, 4) and limit.left_s == 5 * HOUR_S
-    assert all(fact in limit.words for fact in ("limits.cost", " 100,", "50.00", "2.5 a GPU-hour"))
-    assert "70.00" in limit.after(2 * HOUR_S).words
+    assert all(fact in limit.summary for fact in ("limits.cost", " 100,", "50.00", "2.5 a GPU-hour"))
+    assert "70.00" in limit.after(2 * HOUR_S).summary
     assert [each.name for each in limits_of(job(cost=100), [])] == ["limits.hours"], "without a price there is no cost"
 
 
@@ -95,7 +95,7 @@ def watchdog(run_dir: Path, step: int = 0) -> Watchdog:
     return dog
 
 
-@pytest.mark.parametrize(("left_s", "stops"), [(HOUR_S, False), (MOST_MARGIN_S * 11, False), (-1.0, True)])
+@pytest.mark.parametrize(("left_s", "stops"), [(HOUR_S, False), (MAX_MARGIN_S * 11, False), (-1.0, True)])
 def test_a_limit_that_is_spent_ends_the_run_for_good_once(tmp_path: Path, left_s: float, stops: bool):
     stop, told = StopRequest(), io.StringIO()
     limits, dog = watch_of(tmp_path, left_s), watchdog(tmp_path)
@@ -112,7 +112,7 @@ def test_a_limit_that_is_spent_ends_the_run_for_good_once(tmp_path: Path, left_s
 def test_the_stop_comes_with_room_for_an_end(tmp_path: Path, monkeypatch):
     stop, limits, dog = StopRequest(), watch_of(tmp_path, HOUR_S), watchdog(tmp_path)
     begin, told = time.monotonic(), io.StringIO()
-    for seconds, kind in ((HOUR_S - MOST_MARGIN_S - 60, None), (HOUR_S - MOST_MARGIN_S + 1, StopKind.INTERRUPT)):
+    for seconds, kind in ((HOUR_S - MAX_MARGIN_S - 60, None), (HOUR_S - MAX_MARGIN_S + 1, StopKind.INTERRUPT)):
         monkeypatch.setattr(time, "monotonic", lambda seconds=seconds: begin + seconds)
         limits.stop_in_time(stop, dog, Console(told))
         assert stop.kind is kind
@@ -150,7 +150,7 @@ def test_a_spent_limit_is_refused_until_it_is_raised(tmp_path: Path):
         tmp_path / "report.json", replace(report, history=(replace(record, duration_s=10 * HOUR_S, num_ranks=4),))
     )
     refuse_spent(tmp_path, plan(hours=11))
-    codec.write(tmp_path / SPENT_FILE, SpentMark(limit="limits.cost", allowed_hours=100))
+    codec.write(tmp_path / SPENT_FILE, SpentLimit(limit="limits.cost", allowed_hours=100))
     refuse_spent(tmp_path, plan(hours=11))
     (tmp_path / SPENT_FILE).unlink()
     for hours in (10, 9.5):

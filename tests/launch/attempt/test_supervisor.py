@@ -94,7 +94,7 @@ def test_a_rank_that_registers_after_another_was_told_is_told_too(attempt: Path)
             record = record_of(sleeper.pid)
             assert record is not None
             write_record(attempt / "pids" / f"rank-{rank}.json", record)
-            ranks.tell()
+            ranks.request_stop()
             assert sleeper.wait(timeout=30) == -signal.SIGUSR1
     finally:
         for sleeper in sleepers:

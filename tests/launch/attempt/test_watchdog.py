@@ -87,7 +87,7 @@ def test_what_has_no_usual_length_has_a_limit_of_its_own(tmp_path: Path, phase, 
     ranks.beat(phase, 6)
     assert ranks.wait(999) is None
     silence = ranks.wait(3)
-    assert silence is not None and all(fact in silence.words for fact in ("rank 0", where, "16 min 41 s"))
+    assert silence is not None and all(fact in silence.message for fact in ("rank 0", where, "16 min 41 s"))
 
 
 def test_first_steps_may_compile(tmp_path: Path):
@@ -111,7 +111,7 @@ def test_who_has_given_the_fewest_signs_hangs_though_all_are_silent(tmp_path: Pa
     ranks.beat("backward", 6, but=(1,))
     silence = ranks.wait(102)
     assert silence is not None and silence.ranks == (1,)
-    assert all(fact in silence.words for fact in ("rank 1", "forward of step 7"))
+    assert all(fact in silence.message for fact in ("rank 1", "forward of step 7"))
 
 
 def test_time_in_which_nobody_ran_is_not_counted(tmp_path: Path):
