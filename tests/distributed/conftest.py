@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer.runtime.data.batches import TokenRows, step_micro_batches
+from trainer.runtime.data.batches import step_micro_batches
+from trainer.runtime.data.token_rows import TokenRows
 from trainer.spec.lr_schedule import learning_rate
 from trainer.spec.plan import Plan
 

@@ -27,7 +27,7 @@ from torch import nn
 
 from trainer.runtime.checkpoint import state_digest
 from trainer.runtime.data.batches import MicroBatch, step_micro_batches
-from trainer.runtime.export.gather import gathered_weights
+from trainer.runtime.export.weights import gathered_weights
 from trainer.runtime.loop.session import Session, build_session
 from trainer.runtime.loop.step import StepResult, Terms, TokenLoss, run_step
 from trainer.runtime.run.clock import Clock

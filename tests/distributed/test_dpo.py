@@ -17,7 +17,8 @@ from pair_factory import pair_plan, write_pairs
 from rank_factory import SEED, write_attempt
 from safetensors.numpy import load_file
 
-from trainer.runtime.data.batches import IGNORED_LABEL, TokenRows, step_micro_batches
+from trainer.runtime.data.batches import step_micro_batches
+from trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
 from trainer.runtime.models.build import build_model
 from trainer.spec.job.sections import LoraJob, LrSchedule
 from trainer.spec.plan import Plan

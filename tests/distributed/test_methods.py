@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer.runtime.data.batches import TokenRows, step_micro_batches
+from trainer.runtime.data.batches import step_micro_batches
+from trainer.runtime.data.token_rows import TokenRows
 from trainer.runtime.models.adapters import seed_adapters
 from trainer.spec import codec
 from trainer.spec.job.sections import LoraJob, LrSchedule

@@ -17,9 +17,8 @@ from msgspec.structs import replace
 from prepare_request_factory import listed_request
 from rank_factory import SEED, rank_plan, write_attempt
 
-from trainer.runtime.data.batches import IGNORED_LABEL
 from trainer.runtime.data.prepare import prepare
-from trainer.runtime.data.token_rows import TokenRows
+from trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
 from trainer.spec.data.profile import DataProfile
 from trainer.spec.job.sections import LoraJob, Objective
 from trainer.spec.plan import Plan

@@ -17,7 +17,7 @@ from workplace_factory import LIMIT_S
 from trainer.runtime.checkpoint import find_checkpoint, import_weights
 from trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
 from trainer.runtime.export.check import SAME, logits_of, prompt_ids, relative_difference
-from trainer.runtime.export.plan import plan_on, read_plan
+from trainer.runtime.export.run import plan_on, read_plan
 from trainer.runtime.models.build import build_model
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.strategy import Method

@@ -12,7 +12,7 @@ from rank_factory import SEQ_LEN, rank_plan, write_attempt
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.runtime.checkpoint import Ranks, Save
-from trainer.runtime.export.plan import plan_on
+from trainer.runtime.export.run import plan_on
 from trainer.runtime.loop.checkpoint_facts import facts_of
 from trainer.runtime.models.build import build_model
 from trainer.runtime.run.state import RunState

@@ -13,7 +13,8 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from trainer.planning.tables.learning_rates import default_rate
-from trainer.runtime.data.batches import TokenRows, step_micro_batches
+from trainer.runtime.data.batches import step_micro_batches
+from trainer.runtime.data.token_rows import TokenRows
 from trainer.runtime.models.build import build_model
 from trainer.runtime.optimizers import build_optimizer, set_learning_rate, updates_in_backward
 from trainer.spec.job.sections import GaloreJob

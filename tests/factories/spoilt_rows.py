@@ -12,7 +12,8 @@ from rank_factory import LR, SEED, train_rows
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer.runtime.data.batches import IGNORED_LABEL, step_micro_batches
+from trainer.runtime.data.batches import step_micro_batches
+from trainer.runtime.data.token_rows import IGNORED_LABEL
 from trainer.spec.lr_schedule import learning_rate
 from trainer.spec.messages.extension import Extension, Hook
 from trainer.spec.plan import Plan

@@ -11,10 +11,9 @@ from prepare_request_factory import listed_request
 from rank_factory import rank_plan
 
 from trainer.runtime.data.prepare import prepare
-from trainer.runtime.data.sources.row_shapes import RowReading
-from trainer.runtime.data.stream.files import FileFetcher
-from trainer.runtime.data.stream.reading import StreamReader
-from trainer.runtime.data.stream.values import Place
+from trainer.runtime.data.sources.rows import RowReading
+from trainer.runtime.data.stream.rows import Place
+from trainer.runtime.data.stream.windows import FileFetcher, StreamReader
 from trainer.runtime.run.report_writer import RunPaths
 from trainer.spec import codec
 from trainer.spec.data.profile import DataProfile

@@ -11,10 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainer.runtime.data.sources.row_files import read_rows
-from trainer.runtime.data.sources.row_shapes import RowReading, detect_shape, example_of
-from trainer.runtime.data.sources.source_streams import BadRow
-from trainer.runtime.data.sources.text_sources import read_blocks, survey
+from trainer.runtime.data.sources.files import BadRow, read_rows
+from trainer.runtime.data.sources.rows import RowReading, detect_shape, example_of
+from trainer.runtime.data.sources.scan import read_blocks, survey
 from trainer.spec.data.request import SourceFile
 from trainer.spec.errors import InputError
 from trainer.spec.job.sections import DataFormat

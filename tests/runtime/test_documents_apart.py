@@ -17,9 +17,9 @@ from prepare_request_factory import listed_request
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trainer.runtime.attention.packed import FLASH, document_bounds
-from trainer.runtime.data.batches import IGNORED_LABEL, MicroBatch, step_micro_batches
+from trainer.runtime.data.batches import MicroBatch, step_micro_batches
 from trainer.runtime.data.prepare import prepare
-from trainer.runtime.data.token_rows import TokenRows
+from trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
 from trainer.runtime.loop.step import forward
 from trainer.runtime.loss.head import Answer, install_loss_head
 from trainer.spec.strategy import LossHead

@@ -11,7 +11,8 @@ from attempt_runs import reset_accelerate
 from rank_factory import SEED, rank_plan, write_rows
 from transformers import PreTrainedModel
 
-from trainer.runtime.data.batches import TokenRows, step_micro_batches
+from trainer.runtime.data.batches import step_micro_batches
+from trainer.runtime.data.token_rows import TokenRows
 from trainer.runtime.engines.accelerator import build_accelerator
 from trainer.runtime.loop.evaluation import evaluate
 from trainer.runtime.loop.step import StepResult, run_step

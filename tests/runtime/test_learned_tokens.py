@@ -19,10 +19,10 @@ from conversations import TRL_TEMPLATES
 from prepare_request_factory import listed_request
 from tokenizers import Tokenizer
 
-from trainer.runtime.data.batches import IGNORED_LABEL, MicroBatch, step_micro_batches
+from trainer.runtime.data.batches import MicroBatch, step_micro_batches
 from trainer.runtime.data.chat.template import TEMPLATE_NAMES
 from trainer.runtime.data.prepare import prepare
-from trainer.runtime.data.token_rows import TokenRows
+from trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
 from trainer.spec.job.sections import LossOn
 
 COMPLETION = {"prompt": SINGLE[:1], "completion": SINGLE[1:]}

@@ -24,7 +24,7 @@ NOT_IMPORTED = (
     "deepspeed", "peft", "bitsandbytes", "trl", "galore_torch", "torchao", "transformer_engine", "liger_kernel",
     "kernels", "flash_attn", "trainer.runtime.optimizers.lamb_8bit",
     # data is read from prepared rows
-    "datasets", "pyarrow", "pandas", "trainer.runtime.data.prepare", "trainer.runtime.data.prepared_rows",
+    "datasets", "pyarrow", "pandas", "trainer.runtime.data.prepare",
     # the export and what checks it
     "onnx", "onnxruntime", "onnxscript", "trainer.runtime.export.run", "trainer.runtime.export.onnx",
     # metrics leave through another process

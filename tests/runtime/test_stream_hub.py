@@ -13,9 +13,9 @@ FILES = {"data/a.jsonl": b'{"text": "one"}\n', "data/b.jsonl": b'{"text": ""}\n'
 PROGRAM = """
 import json, sys, time
 from pathlib import Path
-from trainer.runtime.data.sources.row_shapes import RowReading
-from trainer.runtime.data.stream.files import FileFetcher
-from trainer.runtime.data.stream.reading import StreamReader
+from trainer.runtime.data.sources.rows import RowReading
+from trainer.runtime.data.stream.windows import FileFetcher
+from trainer.runtime.data.stream.windows import StreamReader
 from trainer.spec.data.request import SourceFile
 from trainer.spec.errors import ShardwiseError
 from trainer.spec.job.sections import DataFormat

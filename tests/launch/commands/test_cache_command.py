@@ -27,7 +27,7 @@ from launch.plan.gather import recorded_versions
 from launch.probe.surroundings import read_host
 from launch.rundir.process_record import ProcessRecord, record_of, write_record
 from launch.terminal import Console
-from trainer.runtime.data.stream.folder import hold_folder
+from trainer.runtime.data.cache_folders import hold_folder
 from trainer.spec.errors import ExitCode, InputError
 
 DAY_S = 86400

@@ -19,11 +19,9 @@ from export_factory import run_of, save_run, write_base
 from msgspec.structs import replace
 from prepare_request_factory import numbered_text
 
-from trainer.runtime.chat.model import Partner, load_partner
-from trainer.runtime.chat.run import Interrupts, Manner, Talk
-from trainer.runtime.data.chat.end_tokens import end_of_turn_id
+from trainer.runtime.chat.run import Interrupts, Manner, Partner, Talk, load_partner
 from trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
-from trainer.runtime.export.folder import read_tokenizer, write_adapter_folder, write_model_folder
+from trainer.runtime.export.folder import end_of_turn_id, read_tokenizer, write_adapter_folder, write_model_folder
 from trainer.runtime.models.methods import quantised_layers
 from trainer.spec.errors import InputError
 from trainer.spec.strategy import Method

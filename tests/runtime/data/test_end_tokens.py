@@ -7,9 +7,8 @@ import pytest
 from export_factory import run_of, write_base
 from msgspec.structs import replace
 
-from trainer.runtime.data.chat.end_tokens import end_of_turn_id, end_token_ids
 from trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
-from trainer.runtime.export.folder import read_tokenizer, write_model_folder
+from trainer.runtime.export.folder import end_of_turn_id, end_token_ids, read_tokenizer, write_model_folder
 from trainer.runtime.models.build import build_model
 from trainer.spec.job.sections import ModelJob
 from trainer.spec.strategy import Method

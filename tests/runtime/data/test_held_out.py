@@ -8,9 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prepare_request_factory import numbered_text
 
-from trainer.runtime.data.held_out import ALL_HELD_OUT, ALL_TRAIN, PIECE_CHARS, Split, SplitCensus, content_hash, units
 from trainer.runtime.data.sources.examples import Chat, Completion, Preference, TokenIds
-from trainer.runtime.data.sources.text_sources import Block
+from trainer.runtime.data.sources.scan import (
+    ALL_HELD_OUT,
+    ALL_TRAIN,
+    PIECE_CHARS,
+    Block,
+    Split,
+    SplitCensus,
+    content_hash,
+    units,
+)
 from trainer.spec.errors import InputError
 
 

@@ -16,9 +16,8 @@ import pytest
 from prepare_request_factory import listed_request, numbered_text
 from tokenizers import Tokenizer
 
-from trainer.runtime.data.lengths import length_histogram
 from trainer.runtime.data.prepare import main, prepare
-from trainer.runtime.data.token_rows import TokenRows
+from trainer.runtime.data.token_rows import TokenRows, length_histogram
 from trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
 from trainer.spec import codec
 from trainer.spec.data.profile import DataProfile

@@ -7,7 +7,7 @@ import signal
 import pytest
 from chat_tokenizers import byte_level_folder
 
-from trainer.runtime.data.chat.render_workers import LEAST_EXAMPLES, RenderSettings, rendered, worker_count
+from trainer.runtime.data.chat.rendering import LEAST_EXAMPLES, RenderSettings, rendered, worker_count
 from trainer.runtime.data.sources.examples import Chat, Completion, Preference
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.job.sections import LossOn

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 
-from trainer.runtime.data.sources import row_files
-from trainer.runtime.data.sources.row_files import holds_rows, read_rows
+from trainer.runtime.data.sources import files
+from trainer.runtime.data.sources.files import holds_rows, read_rows
 from trainer.spec.data.request import ROW_SUFFIXES, SourceFile
 from trainer.spec.errors import InputError
 
@@ -110,8 +110,8 @@ def test_every_suffix_of_rows_has_a_file_here(suffix):
 @pytest.mark.parametrize("batch_rows, batch_bytes", [(3, 2**24), (2**12, 100)])
 @pytest.mark.parametrize("name", ["groups.PARQUET", "file.arrow", "stream.arrow"])
 def test_rows_come_in_small_batches_in_order(tmp_path, monkeypatch, name, batch_rows, batch_bytes):
-    monkeypatch.setattr(row_files, "BATCH_ROWS", batch_rows)
-    monkeypatch.setattr(row_files, "BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr(files, "BATCH_ROWS", batch_rows)
+    monkeypatch.setattr(files, "BATCH_BYTES", batch_bytes)
     assert list(read_rows(source(tmp_path / name, FILES[name]))) == list(enumerate(ROWS, start=1))
 
 

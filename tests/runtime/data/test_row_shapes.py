@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from trainer.runtime.data.sources.examples import Chat, Completion, Preference, TokenIds
-from trainer.runtime.data.sources.row_files import read_rows
-from trainer.runtime.data.sources.row_shapes import RowReading, detect_shape, example_of
+from trainer.runtime.data.sources.files import read_rows
+from trainer.runtime.data.sources.rows import RowReading, detect_shape, example_of
 from trainer.spec.data.request import SourceFile
 from trainer.spec.errors import InputError
 from trainer.spec.job.fields import BY_PATH

@@ -13,9 +13,8 @@ from stream_factory import paths_of, prepared_stream, stream_plan, write_files, 
 from tokenizers import Tokenizer
 
 from trainer.runtime.data.batches import step_micro_batches
-from trainer.runtime.data.stream.folder import hold_folder
-from trainer.runtime.data.stream.rows import NodePlace, StreamRows
-from trainer.runtime.data.stream.values import WINDOWS_AHEAD, StreamIndex
+from trainer.runtime.data.cache_folders import hold_folder
+from trainer.runtime.data.stream.rows import WINDOWS_AHEAD, NodePlace, StreamIndex, StreamRows
 from trainer.runtime.data.token_rows import TokenRows
 from trainer.runtime.run.report_writer import RunPaths
 from trainer.spec import codec

@@ -10,16 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.runtime.data.sources import text_sources
+from trainer.runtime.data.sources import scan
 from trainer.runtime.data.sources.examples import TokenIds
-from trainer.runtime.data.sources.text_sources import (
-    BadRow,
-    Block,
-    RowReading,
-    cut_at_line_ends,
-    read_blocks,
-    survey,
-)
+from trainer.runtime.data.sources.files import BadRow
+from trainer.runtime.data.sources.rows import RowReading
+from trainer.runtime.data.sources.scan import Block, cut_at_line_ends, read_blocks, survey
 from trainer.spec.data.request import SourceFile
 from trainer.spec.errors import InputError
 from trainer.spec.job.sections import DataFormat
@@ -62,7 +57,7 @@ def read(file, reading=TEXT):
 )
 @pytest.mark.parametrize("read_bytes", [1, 3, 2**20])
 def test_the_first_byte_that_is_not_text_is_named(tmp_path, monkeypatch, content, defect, read_bytes):
-    monkeypatch.setattr(text_sources, "READ_BYTES", read_bytes)
+    monkeypatch.setattr(scan, "READ_BYTES", read_bytes)
     found = survey(source(tmp_path / "a.txt", content)).defect
     assert found is None if defect is None else defect in found
 
@@ -95,8 +90,8 @@ def test_a_blank_text_file_is_nothing(tmp_path):
 @pytest.mark.parametrize("block_chars", [1, 7, 50])
 @pytest.mark.parametrize("read_bytes", [1, 5, 64])
 def test_a_large_file_comes_in_blocks_that_are_its_text(tmp_path, monkeypatch, block_chars, read_bytes):
-    monkeypatch.setattr(text_sources, "BLOCK_CHARS", block_chars)
-    monkeypatch.setattr(text_sources, "READ_BYTES", read_bytes)
+    monkeypatch.setattr(scan, "BLOCK_CHARS", block_chars)
+    monkeypatch.setattr(scan, "READ_BYTES", read_bytes)
     text = "первая строка\nand a second, much longer than a block\n\n日本\n" * 3
     file = source(tmp_path / "a.txt", text)
     blocks: list[Any] = list(read_blocks(file, None, TEXT))

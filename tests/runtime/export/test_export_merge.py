@@ -25,8 +25,7 @@ from trainer.runtime.export.check import (
     reloaded_logits,
 )
 from trainer.runtime.export.folder import staged
-from trainer.runtime.export.plan import plan_on
-from trainer.runtime.export.run import Wish, export_run
+from trainer.runtime.export.run import Wish, export_run, plan_on
 from trainer.runtime.models.adapters import base_type
 from trainer.runtime.models.build import build_model
 from trainer.spec import codec

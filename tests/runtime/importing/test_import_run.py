@@ -66,7 +66,7 @@ def test_pickled_weights_in_several_files_are_read_by_their_index(base, tmp_path
 
 
 def test_files_are_of_a_bounded_size_and_have_an_index(base, tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.runtime.importing.writer.FILE_BYTES", 100_000)
+    monkeypatch.setattr("trainer.runtime.importing.run.FILE_BYTES", 100_000)
     imported(saved_by_torch(base, tmp_path / "in"), tmp_path / "out")
     files = sorted((tmp_path / "out").glob("model-*.safetensors"))
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())

@@ -9,7 +9,8 @@ from pair_factory import write_pairs
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
 
-from trainer.runtime.data.batches import IGNORED_LABEL, MicroBatch, TokenRows, eval_micro_batches
+from trainer.runtime.data.batches import MicroBatch, eval_micro_batches
+from trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
 from trainer.runtime.loop.dpo import DpoLoss, turn_dropout_off
 from trainer.runtime.loop.reference import as_it_is
 from trainer.runtime.loop.step import Terms

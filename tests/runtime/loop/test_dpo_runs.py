@@ -13,7 +13,8 @@ from pair_factory import NUM_EVAL_PAIRS, NUM_PAIRS, pair_plan, write_pairs
 from rank_factory import write_attempt
 from safetensors.torch import load_file
 
-from trainer.runtime.data.batches import IGNORED_LABEL, MicroBatch, TokenRows, eval_micro_batches
+from trainer.runtime.data.batches import MicroBatch, eval_micro_batches
+from trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
 from trainer.runtime.loop.evaluation import evaluate
 from trainer.runtime.loop.objectives import build_objectives
 from trainer.runtime.loop.reference import as_it_is, plain_base

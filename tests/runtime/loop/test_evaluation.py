@@ -10,7 +10,8 @@ from attempt_runs import reset_accelerate
 from engine_plan_factory import TINY_LLAMA
 from rank_factory import NUM_EVAL_ROWS, rank_plan, write_packed_rows, write_rows
 
-from trainer.runtime.data.batches import IGNORED_LABEL, TokenRows, eval_micro_batches
+from trainer.runtime.data.batches import eval_micro_batches
+from trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
 from trainer.runtime.engines.accelerator import build_accelerator
 from trainer.runtime.loop.evaluation import evaluate
 from trainer.runtime.models.build import build_model

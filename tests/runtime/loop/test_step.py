@@ -10,7 +10,8 @@ from accelerate.state import AcceleratorState, GradientState
 from engine_plan_factory import TINY_LLAMA
 from rank_factory import SEED, rank_plan, write_rows
 
-from trainer.runtime.data.batches import TokenRows, step_micro_batches
+from trainer.runtime.data.batches import step_micro_batches
+from trainer.runtime.data.token_rows import TokenRows
 from trainer.runtime.engines.accelerator import build_accelerator
 from trainer.runtime.loop.step import StepResult, run_step, seed_dropout
 from trainer.runtime.models.build import build_model

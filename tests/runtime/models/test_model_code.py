@@ -14,11 +14,11 @@ from rank_factory import rank_plan
 from registered_code import transformers_as_it_was
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedModel
 
-from trainer.runtime.data.document_check import check_documents_apart
+from trainer.runtime.data.batches import check_documents_apart
 from trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
 from trainer.runtime.export.check import SAME, logits_of, prompt_ids, relative_difference, reloaded_logits
 from trainer.runtime.export.folder import write_model_folder
-from trainer.runtime.export.plan import plan_on
+from trainer.runtime.export.run import plan_on
 from trainer.runtime.loop.sample import continue_prompt
 from trainer.runtime.models.build import build_model, build_skeleton
 from trainer.runtime.models.model_code import as_its_user, load_model_code

@@ -5,15 +5,17 @@ are the fingerprint: a prepared folder of that name ends the work. The second lo
 and what the split holds out. The third tokenises, on all cores, and writes rows. Where the tokenizer is to be made
 from the data, that stands between the two and sees the training side only.
 
-Of a stream (`window_bytes`) only the first window is prepared here, which is read once, into memory; see stream_window.
+Of a stream (`window_bytes`) only the first window is prepared here, which is read once, into memory.
 
 Progress goes to stdout, a plain line a second at most; a problem to stderr, with the exit code of its error.
+
+From what can be used of the sources to rows on disk: tokenised in order, checked, cut or packed by the writer.
 """
 
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from hashlib import blake2b
 from pathlib import Path
@@ -23,6 +25,8 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from trainer.runtime.data.cache_folders import prepared_once
+from trainer.runtime.data.chat.rendering import PreferenceIds, Rendered, RenderSettings, rendered, worker_count
 from trainer.runtime.data.chat.template import (
     ChatTemplate,
     load_chat_template,
@@ -30,19 +34,26 @@ from trainer.runtime.data.chat.template import (
     write_chat_template,
     written_tokens,
 )
-from trainer.runtime.data.data_cache import prepared_once
-from trainer.runtime.data.held_out import content_hash
-from trainer.runtime.data.lengths import batch_widths, length_histogram
-from trainer.runtime.data.prepared_rows import Work, is_packed, write_rows
-from trainer.runtime.data.row_writer import Rows
-from trainer.runtime.data.sources.census import Census, Sources, SurveyedFile, survey_sources, take_census, units_of
-from trainer.runtime.data.sources.examples import texts_of
-from trainer.runtime.data.sources.row_files import holds_rows
-from trainer.runtime.data.stream.files import FileFetcher
-from trainer.runtime.data.stream.folder import scratch_folder
-from trainer.runtime.data.stream.values import START_NAME
-from trainer.runtime.data.stream.window import FirstWindow, identity_in_stream
-from trainer.runtime.data.token_rows import CACHE_FORMAT, TokenRows, unigram_entropy_nats
+from trainer.runtime.data.row_writer import Rows, RowShape, RowWriter
+from trainer.runtime.data.sources.examples import TokenIds, size_of, texts_of
+from trainer.runtime.data.sources.files import BadRow, holds_rows
+from trainer.runtime.data.sources.scan import (
+    Census,
+    Sources,
+    SurveyedFile,
+    Unit,
+    content_hash,
+    survey_sources,
+    take_census,
+    units_of,
+)
+from trainer.runtime.data.token_rows import (
+    CACHE_FORMAT,
+    TokenRows,
+    batch_widths,
+    length_histogram,
+    unigram_entropy_nats,
+)
 from trainer.runtime.data.tokenizer import (
     TextTokenizer,
     add_special_tokens,
@@ -54,13 +65,38 @@ from trainer.runtime.data.tokenizer import (
 )
 from trainer.runtime.run.process import end_with_parent
 from trainer.spec import codec
-from trainer.spec.data.profile import DataProfile, stream_words
-from trainer.spec.data.request import PrepareRequest, content_suffix
+from trainer.spec.data.profile import DataProfile
+from trainer.spec.data.request import PrepareRequest, SourceFile, content_suffix
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
 from trainer.spec.job.sections import DataFormat, LossOn
 
 TOKENIZER_TRAINING_CHARS = 100_000_000
+BATCH_CHARS = 2**20
+BATCH_UNITS = 1024
 T = TypeVar("T")
+
+
+class Work(NamedTuple):
+    """One preparation: what is asked, of what, and the folder that it fills."""
+
+    request: PrepareRequest
+    sources: Sources
+    fingerprint: str
+    folder: Path
+
+    @property
+    def is_packed(self) -> bool:
+        return is_packed(self.request, self.shape)
+
+    @property
+    def shape(self) -> DataFormat:
+        """What the rows are."""
+        return self.sources.reading.format
+
+
+def is_packed(request: PrepareRequest, shape: DataFormat) -> bool:
+    """Packed unless the job says otherwise; rows that came tokenised stay the rows they are, and pairs are two."""
+    return shape not in (DataFormat.TOKENS, DataFormat.PREFERENCE) if request.packing is None else request.packing
 
 
 def prepare(request: PrepareRequest, report: Callable[[str], None]) -> DataProfile:
@@ -70,13 +106,13 @@ def prepare(request: PrepareRequest, report: Callable[[str], None]) -> DataProfi
     if request.seq_len < 2:
         raise InputError(f"train.seq_len: a row of {request.seq_len} tokens has no target; 2 are the least")
     if request.window_bytes is not None:
-        with scratch_folder(Path(request.cache_root, "streams"), "first") as scratch:
-            reader = FirstWindow(request, FileFetcher(scratch), report)
-            return _prepare_once(request, reader.sources, lambda work: _build_first(work, reader))
-    return _prepare_once(request, survey_sources(request, report), lambda work: _build(work).profile)
+        from trainer.runtime.data.stream.windows import prepare_first_window  # which builds by this module
+
+        return prepare_first_window(request, report)
+    return prepare_cached(request, survey_sources(request, report), lambda work: build(work).profile)
 
 
-def _prepare_once(request: PrepareRequest, sources: Sources, build: Callable[[Work], DataProfile]) -> DataProfile:
+def prepare_cached(request: PrepareRequest, sources: Sources, build: Callable[[Work], DataProfile]) -> DataProfile:
     _check_shape(request, sources.reading.format)
     fingerprint = _fingerprint(request, sources)
     root = Path(request.cache_root, "data")
@@ -119,7 +155,7 @@ def _fingerprint(request: PrepareRequest, sources: Sources) -> str:
         "format_row": None if sources.reading.format_row is None else request.extension,
     }
     if request.window_bytes is not None:
-        settings["stream"] = [request.window_bytes, [identity_in_stream(file) for file in request.files]]
+        settings["stream"] = [request.window_bytes, [_identity_in_stream(file) for file in request.files]]
     return blake2b(msgspec.json.encode(settings), digest_size=16).hexdigest()
 
 
@@ -127,6 +163,12 @@ def _identity(file: SurveyedFile) -> tuple[str, str, float]:
     """The same bytes as .csv and as .tsv are other rows; texts are texts."""
     suffix = content_suffix(file.source.path) if holds_rows(file.source) else ""
     return file.survey.digest.hex(), suffix, file.source.weight
+
+
+def _identity_in_stream(file: SourceFile) -> tuple[str, int, int, float, int]:
+    """Name, size and time or commit of a file of a stream, whose content is not read."""
+    name, mtime_ns = (file.hub, 0) if file.hub is not None else (Path(file.path).name, file.mtime_ns)
+    return name, file.size_bytes, mtime_ns, file.weight, file.source
 
 
 def _template_identity(request: PrepareRequest, shape: DataFormat) -> tuple[str, str | None] | None:
@@ -141,27 +183,14 @@ def _template(request: PrepareRequest, shape: DataFormat) -> ChatTemplate | None
     return load_chat_template(request.chat_template, None if request.tokenizer is None else Path(request.tokenizer))
 
 
-class _Built(NamedTuple):
+class Built(NamedTuple):
     """What was made of the sources, and what the look at every row found."""
 
     profile: DataProfile
     census: Census
 
 
-def _build_first(work: Work, reader: FirstWindow) -> DataProfile:
-    """Fills the folder with the first window of a stream."""
-    window = reader.read()
-    built = _build(work._replace(sources=work.sources._replace(window=window)))
-    codec.write(work.folder / START_NAME, reader.start(built.profile.num_rows, built.census))
-    return replace(
-        built.profile,
-        is_stream=True,
-        longest_row=work.request.seq_len,  # the next window may have one
-        notes=(*built.profile.notes, stream_words(reader.window_bytes, eval_share=work.request.eval_share)),
-    )
-
-
-def _build(work: Work) -> _Built:
+def build(work: Work) -> Built:
     """Fills the folder of the work."""
     census = take_census(work.request, work.sources)
     tokenizer = _tokenizer(work, census)
@@ -197,7 +226,7 @@ def _build(work: Work) -> _Built:
         dropped_tokens=rows.num_dropped_tokens,
         notes=tuple(_notes(work.request, census, rows)),
     )
-    return _Built(profile, census)
+    return Built(profile, census)
 
 
 def _tokenizer(work: Work, census: Census) -> TextTokenizer | None:
@@ -291,6 +320,89 @@ def _notes(request: PrepareRequest, census: Census, rows: Rows) -> Iterator[str]
         yield f"{rows.num_cut} documents were longer than {request.seq_len} tokens and lost their end"
     if census.split.piece_chars:
         yield f"few documents: the held-out part is pieces of {census.split.piece_chars} characters out of them"
+
+
+def write_rows(work: Work, census: Census, tokenizer: TextTokenizer | None) -> Rows:
+    """Every example that can be used, as rows; InputError where too many turn out not to be."""
+    dtype, num_rows = np.dtype("<u2" if work.request.vocab_size <= 2**16 else "<u4"), census.num_rows
+    with RowWriter(work.folder, dtype, _row_shape(work, tokenizer)) as writer:
+        for unit, made in _rendered(work, census, tokenizer):
+            if isinstance(made, str):
+                census.bad_rows.add(BadRow(unit.where, made))
+            elif isinstance(made, PreferenceIds):
+                writer.add_pair(made.chosen, made.rejected, is_held_out=unit.is_held_out, weight=unit.weight)
+            else:
+                writer.add(
+                    made.ids,
+                    opens_document=unit.opens_document,
+                    is_held_out=unit.is_held_out,
+                    weight=unit.weight,
+                    is_learned=made.is_learned,
+                )
+        census.bad_rows.check(work.request, num_rows=num_rows)
+        return writer.finish()
+
+
+def _row_shape(work: Work, tokenizer: TextTokenizer | None) -> RowShape:
+    """Text gets bos and eos; rows that came tokenised only the eos that packing needs between them.
+
+    What was rendered has its own ends.
+    """
+    is_text = work.shape is DataFormat.TEXT
+    needs_eos = is_text or (work.shape is DataFormat.TOKENS and work.is_packed)
+    return RowShape(
+        seq_len=work.request.seq_len,
+        is_packed=work.is_packed,
+        eos_id=tokenizer.eos_id if tokenizer and needs_eos else None,
+        document_prefix=tokenizer.document_prefix if tokenizer and is_text else (),
+        rows_per_example=2 if work.shape is DataFormat.PREFERENCE else 1,
+        pad_id=tokenizer.pad_id if tokenizer else 0,
+    )
+
+
+def _rendered(work: Work, census: Census, tokenizer: TextTokenizer | None) -> Iterator[tuple[Unit, Rendered]]:
+    """Every unit in order with its token ids, or with the reason why it has none."""
+    batches = _batches(units_of(work.sources, census.split, "tokenising"))
+    request = work.request
+    if tokenizer is None or work.shape is DataFormat.TOKENS:
+        for batch in batches:
+            yield from ((unit, unit.content) for unit in batch if isinstance(unit.content, TokenIds))
+    elif work.shape is DataFormat.TEXT:
+        for batch in batches:
+            encoded = tokenizer.encode([unit.content for unit in batch if isinstance(unit.content, str)])
+            for unit, ids in zip(batch, encoded, strict=True):
+                yield unit, _known(TokenIds(ids), tokenizer, request)
+    else:
+        settings = RenderSettings(str(work.folder / "tokenizer"), None, request.loss_on, request.seq_len)
+        pairs = ((batch, [unit.content for unit in batch]) for batch in batches)
+        for batch, answers in rendered(pairs, settings, num_workers=worker_count(census.num_documents)):
+            for unit, answer in zip(batch, answers, strict=True):
+                yield unit, _known(answer, tokenizer, request)
+
+
+def _known(made: Rendered, tokenizer: TextTokenizer, request: PrepareRequest) -> Rendered:
+    """The same; InputError for a token that the model has no embedding for."""
+    sequences = () if isinstance(made, str) else made if isinstance(made, PreferenceIds) else (made,)
+    highest = max((max(sequence.ids, default=0) for sequence in sequences), default=0)
+    if highest >= request.vocab_size:
+        raise InputError(
+            f"model.tokenizer: the text holds {tokenizer.tokenizer.id_to_token(highest)!r}, id {highest}; "
+            f"the model's vocabulary of {request.vocab_size} ends at {request.vocab_size - 1}"
+        )
+    return made
+
+
+def _batches(stream: Iterable[Unit]) -> Iterator[list[Unit]]:
+    batch: list[Unit] = []
+    size = 0
+    for unit in stream:
+        batch.append(unit)
+        size += size_of(unit.content)
+        if size >= BATCH_CHARS or len(batch) >= BATCH_UNITS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def main(arguments: Sequence[str]) -> int:

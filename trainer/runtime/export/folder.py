@@ -6,22 +6,36 @@
 
 A folder gets its name in one rename, when all of it is written (and, by `shardwise export`, was compared); one that
 fails is removed, as its checkpoint is still there.
+
+Writes the tokenizer of an export, and makes sure that transformers makes the same ids with it as the run was fed.
+
+The files are those that the data was prepared with. That alone is not enough: beside the config.json of some model
+types transformers takes only the vocabulary from tokenizer.json, and the rules by which text is cut from a class of its
+own (docs/workarounds.md, W9). A model would then be asked in another language than it was taught, without a word. So
+the folder is loaded as its user will load it, and compared.
+
+Which tokens end an answer, so that an exported model stops where it was taught to.
+
+Three places know one: the base model's generation settings, the tokenizer (its end of text), and the chat template,
+which closes the assistant's turn with a token of its own (`<|eot_id|>` of Llama 3, `<|im_end|>` of ChatML). Whoever
+generates needs all of them; a model that lacks the last one answers, and then goes on as the user.
 """
 
+import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from jinja2 import TemplateError
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, modeling_utils
 
-from trainer.runtime.data.chat.end_tokens import end_token_ids, write_generation_ids
 from trainer.runtime.data.chat.template import load_chat_template, write_chat_template
+from trainer.runtime.data.tokenizer import TextTokenizer, copy_tokenizer, load_tokenizer
 from trainer.runtime.export.model_card import Export, base_of, model_card
-from trainer.runtime.export.tokenizer import export_tokenizer
 from trainer.runtime.models.adapters import ALL_LINEAR, TRANSPOSED, adapted_layers, peft_config, peft_key
 from trainer.runtime.models.load.written_weights import check_model_written, check_written
 from trainer.runtime.models.model_code import write_model_code
@@ -159,3 +173,113 @@ def _write_template(plan: Plan, folder: Path) -> str | None:
     if template is not None:
         write_chat_template(template, folder)
     return None
+
+
+_TEXTS = (
+    "The 2 quick foxes don't jump over 1,234,567 lazy dogs.",
+    "def f(x):\n\n    \treturn  x + 1  # why?\r\n\r\n",
+    "  two before, two after  ",
+    "na\u00efve caf\u00e9 and cafe\u0301, \u65e5\u672c\u8a9e",
+    "\u0440\u0443\u0441\u0441\u043a\u0438\u0439 \u0639\u0631\u0628\u0649 \U0001f600\u200d",
+)
+_NUM_TOKENS = 4096  # of the vocabulary, each tried as a text; more find nothing new and take seconds
+
+
+def export_tokenizer(source: Path, folder: Path) -> str | None:
+    """Writes the tokenizer of `source` beside the config.json in `folder`; a sentence where its ids would differ."""
+    trained_with = load_tokenizer(source)
+    copy_tokenizer(trained_with, source, folder)
+    difference = _first_difference(trained_with, folder, _texts(trained_with))
+    if difference is None:
+        return None
+    return f"the exported tokenizer does not give the same ids as the one trained with: {difference}"
+
+
+def _texts(tokenizer: TextTokenizer) -> list[str]:
+    """Some sentences, and tokens from all over the vocabulary, whatever spaces, line ends and scripts are in them."""
+    vocab_size = tokenizer.vocab_size
+    some = range(0, vocab_size, -(-vocab_size // _NUM_TOKENS))
+    return [*_TEXTS, *(f"a{token} {token}1" for token in tokenizer.tokenizer.decode_batch([[id_] for id_ in some]))]
+
+
+def _first_difference(trained_with: TextTokenizer, folder: Path, texts: Sequence[str]) -> str | None:
+    """What is different about the first text that becomes other ids in `folder`; None where all are the same."""
+    try:
+        exported = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        return f"transformers cannot load it: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
+    assert isinstance(exported, PreTrainedTokenizerBase)
+    found = exported(list(texts), add_special_tokens=False)["input_ids"]
+    for text, ours, theirs in zip(texts, trained_with.encode(texts), found, strict=True):
+        if list(theirs) != ours:
+            pairs = enumerate(zip(ours, theirs, strict=False))  # one may end before they differ
+            same = next((place for place, (one, other) in pairs if one != other), min(len(ours), len(theirs)))
+            shown = [str(list(ids)[same : same + 3]) for ids in (ours, theirs)]
+            return f"{text!r}, token {same}: {shown[0]} was trained with, {type(exported).__name__} gives {shown[1]}"
+    return None
+
+
+_ANSWER = "An answer."  # stands in for the assistant's words in a template
+_TALK = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": _ANSWER}]
+
+
+def end_token_ids(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """Ids that end an answer of a plan's model, the base's own first; nothing where nobody knows one."""
+    is_own = plan.model_path is not None and plan.job.model.tokenizer is None  # another tokenizer has other ids
+    ids = [*_base_ids(Path(plan.model_path))] if is_own and plan.model_path is not None else []
+    if tokenizer is not None:
+        ids += [each for each in (tokenizer.eos_token_id, end_of_turn_id(tokenizer)) if isinstance(each, int)]
+    return tuple(dict.fromkeys(ids))
+
+
+def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token by which the chat template ends the assistant's turn; None where it uses plain text, or there is none.
+
+    Found by what stands behind an answer. A template that refuses this conversation has told nothing.
+    """
+    if not tokenizer.chat_template:
+        return None
+    try:
+        text = tokenizer.apply_chat_template(_TALK, tokenize=False)
+    except (TemplateError, ValueError, TypeError, KeyError):
+        return None
+    _, _, tail = str(text).rpartition(_ANSWER)
+    ids = tokenizer(tail.lstrip(), add_special_tokens=False)["input_ids"]
+    return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
+
+
+def write_generation_ids(
+    folder: Path, end_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase, *, is_new: bool
+) -> None:
+    """Puts the ids into the generation_config.json that transformers wrote; what else stands there stays.
+
+    Into config.json too where the model is new: there stand defaults of its class, which are other tokens here. By
+    hand: transformers refuses to save settings that it has loaded and that were changed since, where a base's own
+    contradict each other (a temperature beside greedy decoding), as some do.
+    """
+    own: dict[str, Any] = {
+        "eos_token_id": end_ids[0] if len(end_ids) == 1 else list(end_ids),
+        "pad_token_id": tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+    }
+    for name in ("generation_config.json", *(("config.json",) if is_new else ())):
+        path = folder / name
+        settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        stays = () if is_new else ("pad_token_id", "bos_token_id")
+        kept: dict[str, Any] = {key: settings[key] for key in stays if key in settings}
+        settings = {**{key: each for key, each in settings.items() if key not in own}, **own, **kept}
+        known = {key: each for key, each in settings.items() if key not in own or each not in (None, [])}
+        path.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _base_ids(folder: Path) -> list[int]:
+    """What the base's files name, generation settings before its config; not the default of its class."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if not path.is_file():
+            continue
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        found = settings.get("eos_token_id", (settings.get("text_config") or {}).get("eos_token_id"))
+        if found is not None:
+            return [int(each) for each in (found if isinstance(found, list) else [found])]
+    return []

@@ -7,23 +7,33 @@
     3  the folder is written beside OUT, and the model is let go
     4  the folder is loaded by plain transformers (and PEFT, or onnxruntime), and its logits are compared
 
-Only then is the folder called OUT. At no time is there more than one model in memory (`export_check`).
+Only then is the folder called OUT. At no time is there more than one model in memory (`trainer.runtime.export.check`).
+
+A run's plan, changed so that its model is built to be used rather than trained, on the device at hand.
+
+Which checkpoint of a run is exported or talked to: the last, the best by held-out loss, or one by its step.
+
+The default is what a run itself exports at its end: the last, or the best of a job that stops early. Where the last is
+taken and another scored better, that is said.
 """
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from msgspec.structs import replace
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from trainer.runtime.checkpoint import CheckpointFolder, import_weights, read_weights
+from trainer.runtime.checkpoint import CheckpointFolder, find_checkpoint, folder_name, import_weights, read_weights
+from trainer.runtime.checkpoint.files.search import steps_in, verified
 from trainer.runtime.export.check import (
     ROUNDED,
     SAME,
@@ -33,11 +43,9 @@ from trainer.runtime.export.check import (
     reloaded_adapter_logits,
     reloaded_logits,
 )
-from trainer.runtime.export.checkpoint import checkpoint_of, evaluation_of
 from trainer.runtime.export.folder import add_tokenizer, save_adapters, save_model, staged, write_card
-from trainer.runtime.export.merge import merge_adapters, round_weights
 from trainer.runtime.export.model_card import Export
-from trainer.runtime.export.plan import plan_on, read_plan
+from trainer.runtime.export.weights import merge_adapters, round_weights
 from trainer.runtime.models.adapters import base_type
 from trainer.runtime.models.build import build_model, model_from_config
 from trainer.runtime.models.model_code import as_its_user, write_model_code
@@ -45,8 +53,8 @@ from trainer.spec import codec
 from trainer.spec.errors import InputError, ShardwiseError
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.plan import Plan
-from trainer.spec.report import Report
-from trainer.spec.strategy import Attention, Method, Precision
+from trainer.spec.report import Evaluation, Report
+from trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Offload, Precision, Sharding
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -299,6 +307,105 @@ def answer(work: Callable[[], list[str]]) -> None:
 
 def _lines(out: Path, done: Done) -> list[str]:
     return [f"{out}: exported from {done.checkpoint.path.name}", *done.checks, *done.notes]
+
+
+def read_plan(run_dir: Path) -> Plan:
+    """The plan of what ran last: of the newest attempt, which may be another than the run began with."""
+    if not (run_dir / "plan.json").is_file():
+        raise InputError(f"{run_dir}: is not a run directory: it has no plan.json")
+    numbers = [int(path.parent.name) for path in run_dir.glob("attempts/*/plan.json") if path.parent.name.isdigit()]
+    newest = run_dir / "attempts" / str(max(numbers)) / "plan.json" if numbers else run_dir / "plan.json"
+    return _with_own_code(codec.read(newest, Plan), run_dir)
+
+
+def _with_own_code(plan: Plan, run_dir: Path) -> Plan:
+    """The plan with its model's code where the run has it now; the folder of a run may have been moved."""
+    if plan.model_code is None:
+        return plan
+    kept = run_dir / "model_code" / Path(plan.model_code.folder).name
+    return replace(plan, model_code=replace(plan.model_code, folder=str(kept.absolute())))
+
+
+def plan_on(plan: Plan, device_kind: DeviceKind, *, precision: Precision | None = None) -> Plan:
+    """The same model on one device: no engine, nothing recomputed, compiled or offloaded, torch's own attention.
+
+    `precision` decides the type that a frozen base is held in.
+    """
+    chosen = plan.chosen
+    strategy = replace(
+        chosen.strategy,
+        sharding=Sharding.NONE,
+        offload=Offload.NONE,
+        precision=precision or chosen.strategy.precision,
+    )
+    single = replace(
+        chosen,
+        strategy=strategy,
+        num_ranks=1,
+        checkpointing=Checkpointing.NONE,
+        checkpoint_every_n=None,
+        attention=Attention.EAGER if chosen.attention is Attention.EAGER else Attention.SDPA,
+        flash_kernel=None,
+        loss=LossHead.EAGER,
+        loss_chunk_tokens=None,
+        compile=False,
+        activation_offload=False,
+    )
+    return replace(plan, candidates=(single,), device_kind=device_kind)
+
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+def checkpoint_of(run_dir: Path, plan: Plan, wanted: str | None) -> tuple[CheckpointFolder, list[str]]:
+    """The checkpoint that `last`, `best`, `step-N` or None means, every byte of it verified, and what to say of it.
+
+    InputError where there is none.
+    """
+    root, notes = run_dir / "checkpoints", list[str]()
+    last = find_checkpoint(root, on_skip=notes.append)
+    if last is None:
+        raise InputError(f"{run_dir}: holds no checkpoint to export")
+    saved, best = steps_in(root), best_evaluation(last, steps_in(root))
+    if wanted is None:
+        wanted = "last" if plan.job.eval.early_stop is None or best is None else "best"
+    if wanted == "last":
+        score = evaluation_of(last)
+        if best is not None and best.step != last.step and score is not None and best.loss < score.loss:
+            notes.append(
+                f"step {best.step} scored better on the held-out rows ({best.loss:.4f}, the last {score.loss:.4f}): "
+                "--checkpoint best"
+            )
+        return last, notes
+    step = _step_of(wanted, best)
+    if step not in saved:
+        known = ", ".join(f"step-{each}" for each in saved)
+        raise InputError(f"--checkpoint {wanted}: the run has no checkpoint of step {step}; it has {known}")
+    return (last if step == last.step else verified(root / folder_name(step))), notes
+
+
+def best_evaluation(last: CheckpointFolder, saved: list[int]) -> Evaluation | None:
+    """The lowest held-out loss among steps that have a checkpoint; None where no such step was evaluated."""
+    scored = [each for each in last.facts.evaluations if each.step in saved]
+    return min(scored, key=lambda each: each.loss, default=None)
+
+
+def evaluation_of(checkpoint: CheckpointFolder) -> Evaluation | None:
+    """The score of a checkpoint's own step, as far as it knows."""
+    return next((each for each in checkpoint.facts.evaluations if each.step == checkpoint.step), None)
+
+
+def _step_of(wanted: str, best: Evaluation | None) -> int:
+    if wanted == "best":
+        if best is None:
+            raise InputError(
+                "--checkpoint best: no step of this run has both an evaluation and a checkpoint; take last"
+            )
+        return best.step
+    match = _STEP.fullmatch(wanted)
+    if match is None:
+        raise InputError(f"--checkpoint {wanted}: is none of last, best and step-N")
+    return int(match[1])
 
 
 if __name__ == "__main__":

@@ -1,16 +1,37 @@
-"""Tensors that lie in a stranger's files: their names, shapes and types at once, their values one at a time."""
+"""Tensors that lie in a stranger's files: their names, shapes and types at once, their values one at a time.
 
+Pickled files of a stranger's checkpoint, read without running anything that they name.
+
+A pickle is a program: it may name any function and have it called. So, for a file of `torch.save`:
+
+1. It must be a plain zip: nothing compressed, one pickle of bounded size, no code.
+2. The names in its pickle are read without running it, and must be on a list: tensors, their storages and types, and
+   the few classes of other libraries that stand in such files beside them.
+3. Only then `torch.load(weights_only=True)` reads it, to which those classes are stand-ins that keep what they are
+   given and do nothing: DeepSpeed is never imported for it. Storages are mapped, not read.
+
+`.metadata` of torch's distributed checkpoints is a bare pickle, which torch itself reads by `pickle.load`; here by an
+unpickler that knows a dozen names, each of them a stand-in, a size, a type or a path.
+"""
+
+import pickle
+import pickletools
+import struct
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.serialization import safe_globals
 
-from trainer.runtime.importing.files import checked_file, has_file, read_weight_map
-from trainer.runtime.importing.pickles import load_pickled
+from trainer.runtime.importing.files import checked_file, read_weight_map
 from trainer.spec.errors import InputError
+from trainer.spec.units import MIB, format_bytes
 
 SAFETENSORS_TYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -49,12 +70,6 @@ def read_safetensors(folder: Path, name: str) -> tuple[dict[str, Stored], tuple[
 def read_torch_files(folder: Path, name: str) -> dict[str, Stored]:
     """The tensors of a file of `torch.save`, or of those that an index names."""
     return _read_parts(folder, name, ".bin.index.json", _open_torch)[0]
-
-
-def find_weights(folder: Path, stem: str, ending: str) -> str | None:
-    """The file of weights in a folder, or its index; None where there is neither."""
-    names = (f"{stem}{ending}", f"{stem}{ending}.index.json")
-    return next((name for name in names if has_file(folder, name)), None)
 
 
 def _read_parts(
@@ -116,3 +131,207 @@ def checked_tensor(tensor: object, origin: Path, name: str) -> Tensor:
     if not is_dense or plain.dtype not in SAFETENSORS_TYPES:
         raise InputError(f"{origin}: {name[:80]} is no plain tensor of numbers ({plain.layout}, {plain.dtype})")
     return plain
+
+
+PICKLE_BYTES = 64 * MIB  # of data.pkl, which holds no tensor
+METADATA_BYTES = 512 * MIB  # 250 bytes for each piece of each tensor
+
+_STORAGES = ("Float", "Half", "BFloat16", "Double", "Long", "Int", "Short", "Char", "Byte", "Bool")
+_TYPES = (
+    "float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool",
+    "float8_e4m3fn", "float8_e5m2",
+)  # fmt: skip
+_PLAIN = {
+    "collections.OrderedDict",
+    "_codecs.encode",  # how protocol 2 writes bytes
+    "torch.Size",
+    "torch.device",
+    "torch._utils._rebuild_tensor_v2",
+    "torch._utils._rebuild_tensor_v3",
+    "torch._utils._rebuild_parameter",
+    "torch._tensor._rebuild_from_type_v2",  # a tensor with attributes, such as DeepSpeed's `ds_id`
+    "torch.Tensor",
+    "torch.storage.UntypedStorage",
+    *(f"torch.{name}Storage" for name in _STORAGES),
+    *(f"torch.{name}" for name in _TYPES),
+}
+_INERT = (
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "argparse.Namespace",  # scripts keep their arguments beside the weights
+    "pathlib.PosixPath",
+    "numpy.dtype",
+    "numpy.core.multiarray.scalar",
+    "numpy._core.multiarray.scalar",
+)
+_METADATA_INERT = (
+    "torch.distributed.checkpoint.metadata.Metadata",
+    "torch.distributed.checkpoint.metadata.MetadataIndex",
+    "torch.distributed.checkpoint.metadata.StorageMeta",
+    "torch.distributed.checkpoint.metadata.TensorStorageMetadata",
+    "torch.distributed.checkpoint.metadata.BytesStorageMetadata",
+    "torch.distributed.checkpoint.metadata.ChunkStorageMetadata",
+    "torch.distributed.checkpoint.metadata.TensorProperties",
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",  # before torch 2.3
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.serialization._get_layout",
+    "pathlib.PosixPath",
+    "pathlib.Path",
+)
+_METADATA_OPCODES = {
+    "PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "NONE",
+    "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE",
+    "BINUNICODE", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST", "APPEND", "APPENDS",
+    "EMPTY_DICT", "SETITEM", "SETITEMS", "EMPTY_SET", "ADDITEMS", "STACK_GLOBAL", "GLOBAL", "NEWOBJ", "REDUCE",
+    "BUILD",
+}  # fmt: skip
+_DAMAGES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    NotImplementedError,
+    RecursionError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+    struct.error,
+    zipfile.BadZipFile,
+)  # what readers of a format end with at bytes that are not of it
+
+
+class StandIn:
+    """In the place of a class or function that a pickle names: keeps what it is given, does nothing."""
+
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *arguments: Any) -> "StandIn":  # noqa: ANN401  # whatever a pickle holds
+        made = object.__new__(cls)
+        made.arguments, made.state = arguments, None
+        return made
+
+    def __init__(self, *_: object) -> None:
+        """Takes what `__new__` has kept already."""
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+
+def _stand_ins(names: tuple[str, ...]) -> dict[str, type[StandIn]]:
+    return {name: type(name.rpartition(".")[2], (StandIn,), {}) for name in names}
+
+
+STAND_INS: Mapping[str, type[StandIn]] = _stand_ins(_INERT)
+METADATA_STAND_INS: Mapping[str, type[StandIn]] = _stand_ins(_METADATA_INERT)
+
+
+def load_pickled(path: Path) -> Any:  # noqa: ANN401  # whatever the file holds
+    """What `torch.save` wrote, tensors mapped; InputError where it is damaged or names what could run code."""
+    with _explained(path):
+        with path.open("rb") as stream:
+            _check_archive(stream, path)
+        with safe_globals([(kind, name) for name, kind in STAND_INS.items()]):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def load_pickled_bytes(content: bytes, origin: Path) -> Any:  # noqa: ANN401  # whatever the bytes hold
+    """As `load_pickled`, of bytes in memory: a part of the file `origin`."""
+    with _explained(origin):
+        _check_archive(BytesIO(content), origin)
+        with safe_globals([(kind, name) for name, kind in STAND_INS.items()]):
+            return torch.load(BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def load_metadata(path: Path) -> StandIn:
+    """What `.metadata` of a torch distributed checkpoint holds, as stand-ins; InputError as for `load_pickled`."""
+    with _explained(path):
+        content = path.read_bytes()
+        for opcode, _, _ in pickletools.genops(content):
+            if opcode.name not in _METADATA_OPCODES:
+                raise pickle.UnpicklingError(f"the operation {opcode.name} has no place in it")
+        loaded = _MetadataUnpickler(BytesIO(content), path).load()
+    if type(loaded) is not METADATA_STAND_INS["torch.distributed.checkpoint.metadata.Metadata"]:
+        raise InputError(f"{path}: is damaged: it holds no metadata of a torch distributed checkpoint")
+    return loaded
+
+
+class _MetadataUnpickler(pickle._Unpickler):
+    """The one in Python: that in C makes room for whatever number of objects a pickle claims to hold."""
+
+    def __init__(self, stream: BinaryIO, origin: Path) -> None:
+        super().__init__(stream)
+        self._origin = origin
+
+    def find_class(self, module_name: str, global_name: str) -> Any:  # noqa: ANN401  # pickle's signature
+        name = f"{module_name}.{global_name}"
+        if name in METADATA_STAND_INS:
+            return METADATA_STAND_INS[name]
+        if name == "torch.Size":
+            return _size
+        if module_name == "torch" and global_name in _TYPES:
+            return getattr(torch, global_name)
+        raise refused(self._origin, name)
+
+
+def _size(dims: Any = ()) -> tuple[int, ...]:  # noqa: ANN401  # whatever a pickle holds
+    return tuple(int(dim) for dim in dims)
+
+
+def refused(origin: Path, name: str) -> InputError:
+    """The error for a name that is on no list."""
+    shown = name if name.isprintable() and len(name) <= 80 else repr(name[:77])
+    return InputError(
+        f"{origin}: is a pickle that calls {shown}, which weights do not need and which may run any code;\n"
+        "nothing was run. Save the weights as safetensors where the checkpoint comes from"
+    )
+
+
+def _check_archive(stream: BinaryIO, origin: Path) -> None:
+    """InputError for anything but a plain zip of `torch.save` whose pickle names only what is known."""
+    if not zipfile.is_zipfile(stream):
+        stream.seek(0)
+        if stream.read(4) == b"PK\x03\x04":
+            raise InputError(f"{origin}: is truncated; copy it again")
+        raise InputError(
+            f"{origin}: is no file of torch.save in the form that torch has written since 1.6;\n"
+            "if you trust it, load it with torch and save it again, best as safetensors"
+        )
+    with zipfile.ZipFile(stream) as archive:
+        members = archive.infolist()
+        names = [member.filename for member in members]
+        pickles = [member for member in members if member.filename.endswith(".pkl")]
+        is_plain = all(each.compress_type == zipfile.ZIP_STORED for each in members) and len({*names}) == len(names)
+        if not is_plain or len(pickles) != 1 or not pickles[0].filename.endswith("/data.pkl"):
+            raise InputError(f"{origin}: is no plain file of tensors: it is compressed, or holds code")
+        if pickles[0].file_size > PICKLE_BYTES:
+            raise InputError(
+                f"{origin}: holds a pickle of {format_bytes(pickles[0].file_size)}; {format_bytes(PICKLE_BYTES)} is "
+                "the most that is read"
+            )
+        content = archive.read(pickles[0])
+    for opcode, argument, _ in pickletools.genops(content):
+        if opcode.name in ("INST", "STACK_GLOBAL", "EXT1", "EXT2", "EXT4"):
+            raise refused(origin, f"{opcode.name} {argument or ''}".strip())
+        name = str(argument).replace(" ", ".")
+        if opcode.name == "GLOBAL" and name not in _PLAIN and name not in STAND_INS:
+            raise refused(origin, name)
+
+
+@contextmanager
+def _explained(origin: Path) -> Iterator[None]:
+    """Turns what a reader ends with at a damaged file into an InputError with the file's name."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{origin}: cannot be read: {error.strerror or error}") from error
+    except _DAMAGES as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(f"{origin}: is damaged, or no file of tensors: {first[:200]}") from error

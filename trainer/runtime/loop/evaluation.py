@@ -12,7 +12,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from trainer.runtime.data.batches import MicroBatch, TokenRows, eval_micro_batches
+from trainer.runtime.data.batches import MicroBatch, eval_micro_batches
+from trainer.runtime.data.token_rows import TokenRows
 from trainer.runtime.engines.engine_state import release_gathered
 from trainer.runtime.loop.step import Means, Objective, Sums, Terms, forward
 from trainer.runtime.loss.head import Answer

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from trainer.runtime.data.batches import TokenRows
+from trainer.runtime.data.token_rows import TokenRows
 from trainer.spec.strategy import Sharding
 
 PROMPT_TOKENS = 32

@@ -11,7 +11,7 @@ from trainer.runtime.checkpoint.background import BackgroundSave
 from trainer.runtime.checkpoint.files.search import is_complete, open_checkpoint, verified
 from trainer.runtime.checkpoint.save import Save
 from trainer.runtime.export.folder import write_adapter_folder, write_model_folder
-from trainer.runtime.export.gather import gathered_weights
+from trainer.runtime.export.weights import gathered_weights
 from trainer.runtime.loop.checkpoint_facts import facts_of, obstacle_to_checkpoints
 from trainer.runtime.loop.session import Session
 from trainer.runtime.models.build import plain_model

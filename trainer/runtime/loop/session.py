@@ -24,9 +24,9 @@ from trainer.runtime.checkpoint import (
 from trainer.runtime.checkpoint.background import BackgroundSave
 from trainer.runtime.checkpoint.layout.blockwise import BLOCK_ELEMENTS
 from trainer.runtime.checkpoint.load import Resumption, begin_resumption
-from trainer.runtime.data.batches import TokenRows
-from trainer.runtime.data.document_check import check_documents_apart
+from trainer.runtime.data.batches import check_documents_apart
 from trainer.runtime.data.stream.rows import StreamRows
+from trainer.runtime.data.token_rows import TokenRows
 from trainer.runtime.engines.accelerator import build_accelerator, read_ds_config
 from trainer.runtime.engines.verification import check_engagement
 from trainer.runtime.loop.checkpoint_facts import facts_of

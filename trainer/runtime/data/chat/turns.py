@@ -25,8 +25,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from trainer.runtime.data.chat.messages import text_of
-from trainer.runtime.data.chat.template import CLOSES_SLOT, OPENS_SLOT, ChatTemplate, TemplateRefusalError
+from trainer.runtime.data.chat.template import CLOSES_SLOT, OPENS_SLOT, ChatTemplate, TemplateRefusalError, text_of
 from trainer.runtime.data.sources.examples import Message
 
 _SLOT = re.compile(f"{OPENS_SLOT}(\\d+)\\.(\\d+){CLOSES_SLOT}")

@@ -1,6 +1,6 @@
 """One training example as its row states it, before any tokenizer has seen it.
 
-`row_shapes` makes these out of rows of any file; `rendering` turns them into token ids and says which are learned.
+`rows` makes these out of rows of any file; `rendering` turns them into token ids and says which are learned.
 
     str          plain text, or a stretch of a long one
     TokenIds     a row that came tokenised

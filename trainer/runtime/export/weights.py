@@ -7,18 +7,26 @@ W is the base's own weight for LoRA. For QLoRA it is the 4-bit weight made whole
 trained beside: put into the original weights they would be added to other ones. Layers of a 4-bit base without an
 adapter are made whole as well. Experts that a model holds in one tensor get their adapters by PEFT's own product. The
 sum is made in fp32 and rounded once, to the type asked for.
+
+The weights that a run exports at its end, gathered from whatever engine holds them.
 """
 
 import math
+from collections.abc import Mapping
 from copy import copy
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from trainer.runtime.models.adapters import ADAPTER
+from trainer.runtime.checkpoint import canonical_name
+from trainer.runtime.models.adapters import ADAPTER, is_adapted
+from trainer.runtime.models.build import is_deepspeed, plain_model
 from trainer.runtime.models.methods import quantised_layers
 
 
@@ -122,3 +130,31 @@ def _layer(weight: Tensor, bias: Tensor | None, plain: nn.Module, dtype: torch.d
     if bias is not None:
         made.bias = nn.Parameter(bias.detach().to(dtype))
     return made
+
+
+def gathered_weights(accelerator: Accelerator, model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """What a run exports, on rank 0 at least: adapters where there are any, else the whole model's weights.
+
+    Collective under a sharding engine, which gathers no more than is answered.
+    """
+    plain = plain_model(model)
+    trained = [(name, parameter) for name, parameter in plain.named_parameters() if parameter.requires_grad]
+    if is_adapted(name for name, _ in trained):
+        with torch.no_grad():
+            return {canonical_name(name): _gathered(parameter) for name, parameter in trained}
+    if isinstance(model, FSDPModule) or is_deepspeed(model):
+        weights: Mapping[str, torch.Tensor] = accelerator.get_state_dict(model)
+        return weights
+    return plain.state_dict()
+
+
+def _gathered(parameter: torch.Tensor) -> torch.Tensor:
+    """All elements of a parameter on the CPU; collective where ranks hold parts of it."""
+    if isinstance(parameter, DTensor):
+        return parameter.full_tensor().cpu()
+    if hasattr(parameter, "ds_id"):  # ZeRO-3
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().cpu().clone()
+    return parameter.detach().cpu()
