@@ -210,7 +210,7 @@ _CODES = {
 }
 
 
-def reason_words(reason: str | None) -> str | None:
+def describe_reason(reason: str | None) -> str | None:
     """What a reason of a job that waits means; None where it says nothing more."""
     if reason is None:
         return _REASONS["None"]
@@ -220,7 +220,7 @@ def reason_words(reason: str | None) -> str | None:
     return next((words for pattern, words in _FAMILIES if re.fullmatch(pattern, name)), None)
 
 
-def queued_words(job: QueuedJob) -> str:
+def describe_queued(job: QueuedJob) -> str:
     """`job 12: PENDING (Priority): jobs of higher priority come first; expected to start 2026-11-22T18:11:00`."""
     if not job.is_waiting:
         since = f" since {job.start}" if job.start else ""
@@ -228,12 +228,12 @@ def queued_words(job: QueuedJob) -> str:
         left = "no time limit" if job.seconds_left is None else f"{format_seconds(job.seconds_left)} of its time left"
         return f"job {job.job_id}: {job.state}{since}{where}, {left}"
     why = "" if job.reason is None else f" ({job.reason})"
-    words = reason_words(job.reason)
+    words = describe_reason(job.reason)
     start = f"; expected to start {job.start}" if job.start else ""
     return f"job {job.job_id}: PENDING{why}{'' if words is None else f': {words}'}{start}"
 
 
-def ended_words(job: EndedJob) -> str:
+def describe_ended(job: EndedJob) -> str:
     """`job 12 failed with exit code 3: no strategy fits these nodes, at 2026-11-22T18:11:00`."""
     words = f"job {job.job_id} {_ENDS.get(job.state, f'is {job.state}')}"
     if job.state == "FAILED" and job.exit_code:

@@ -13,11 +13,11 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from launch.rundir.cancel_flag import mark_cancelled
+from launch.rundir.cancel_flag import write_cancel_flag
 from launch.rundir.files import RunFiles
 from launch.rundir.find import find_runs
-from launch.rundir.lock import Holder, holder_here, last_holder
-from launch.rundir.state import Queue, RunState, judge, witness_of
+from launch.rundir.lock import LockOwner, local_owner, recorded_owner
+from launch.rundir.state import Queue, RunState, judge, read_liveness
 from launch.terminal import Console
 from slurm.jobs import QueuedJob, cancel, cancel_waiting, signal_batch_script
 from trainer.spec.errors import EnvironmentFaultError, ExitCode
@@ -36,14 +36,14 @@ def run_cancel(options: CancelOptions, console: Console, *, environment: Mapping
     """Cancels the runs that were named; EnvironmentFaultError where one is marked and cannot be reached."""
     queue, alive = Queue(environment), []
     for files in find_runs(options.run, environment).runs:
-        witness = witness_of(files, queue, asks_ended=False, environment=environment)
-        judged = judge(files, witness, now_s=time.time())
+        liveness = read_liveness(files, queue, reads_ended=False, environment=environment)
+        judged = judge(files, liveness, now_s=time.time())
         if judged.state.is_alive or judged.state is RunState.UNKNOWN:
-            queued = (job.job_id for job in witness.jobs or ())
-            mark_cancelled(files.run_dir, now=datetime.now(UTC), job_ids=[*dict.fromkeys((*files.job_ids, *queued))])
+            queued = (job.job_id for job in liveness.jobs or ())
+            write_cancel_flag(files.run_dir, now=datetime.now(UTC), job_ids=[*dict.fromkeys((*files.job_ids, *queued))])
             alive.append(files)
         else:
-            console.line(f"{files.run_dir}: nothing to cancel: {judged.words}")
+            console.line(f"{files.run_dir}: nothing to cancel: {judged.reason}")
     _end_jobs(alive, options, console, environment)
     unreached = [words for files in alive if (words := _end_here(files, options, console, queue)) is not None]
     if unreached:
@@ -85,33 +85,33 @@ def _end_here(files: RunFiles, options: CancelOptions, console: Console, queue: 
         return f"{files.run_dir} is marked, so that no job goes on with it, but its jobs stay: {queue.problem}"
     if queue.problem is None and queue.jobs_of_run(files):
         return None
-    holder = holder_here(files.run_dir)
-    if holder is None:
-        return _elsewhere(files, last_holder(files.run_dir))
-    _interrupt(holder)
+    owner = local_owner(files.run_dir)
+    if owner is None:
+        return _elsewhere(files, recorded_owner(files.run_dir))
+    _interrupt(owner)
     if options.now:
         time.sleep(_BETWEEN_SIGNALS_S)
-        _interrupt(holder)
+        _interrupt(owner)
     how = "end at once" if options.now else "save a checkpoint and end"
-    console.line(f"{files.run_dir}: asked to {how}: {holder.words}")
+    console.line(f"{files.run_dir}: asked to {how}: {owner}")
     return None
 
 
-def _elsewhere(files: RunFiles, holder: Holder | None) -> str | None:
-    if holder is None or holder.is_of_this_machine:
+def _elsewhere(files: RunFiles, owner: LockOwner | None) -> str | None:
+    if owner is None or owner.is_local:
         return None  # it ended meanwhile
     return (
-        f"{files.run_dir} is marked, so that nothing goes on with it, but {holder.words} supervises it; "
-        f"on {holder.host} run: kill -INT {holder.pid}"
+        f"{files.run_dir} is marked, so that nothing goes on with it, but {owner} supervises it; "
+        f"on {owner.host} run: kill -INT {owner.pid}"
     )
 
 
-def _interrupt(holder: Holder) -> None:
+def _interrupt(owner: LockOwner) -> None:
     try:
         with suppress(ProcessLookupError):
-            os.kill(holder.pid, signal.SIGINT)
+            os.kill(owner.pid, signal.SIGINT)
     except PermissionError:
-        raise EnvironmentFaultError(f"{holder.words} is another user's: only they can stop it") from None
+        raise EnvironmentFaultError(f"{owner} is another user's: only they can stop it") from None
 
 
 def _named(jobs: Sequence[QueuedJob]) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.rundir.files import NUM_LAST_WORDS, Growing, RunFiles, last_lines, main_log, read_run, side_logs
+from launch.rundir.files import NUM_SIDE_LINES, LogFollower, RunFiles, last_lines, main_log, read_run, side_logs
 from launch.rundir.find import RUNS, find_runs, one_run, runs_below
-from launch.rundir.state import Queue, RunState, judge, witness_of
+from launch.rundir.state import Queue, RunState, judge, read_liveness
 from launch.terminal import Console
 from trainer.spec.errors import ExitCode, InputError
 
@@ -63,7 +63,7 @@ def _show_and_follow(
         console.line(f"{files.run_dir}: nothing was written yet{_why(files, environment)}")
     elif options.rank is None:
         for side in side_logs(files, attempt=options.attempt):
-            _show(side, min(NUM_LAST_WORDS, options.num_lines), console)
+            _show(side, min(NUM_SIDE_LINES, options.num_lines), console)
     return ExitCode.DONE
 
 
@@ -83,16 +83,16 @@ class _EndOfRun:
         self._asked_at = now
         files = read_run(run_dir)
         judged = judge(
-            files, witness_of(files, Queue(self._environment), environment=self._environment), now_s=time.time()
+            files, read_liveness(files, Queue(self._environment), environment=self._environment), now_s=time.time()
         )
-        self.words = judged.words
+        self.words = judged.reason
         return not judged.state.is_alive and judged.state is not RunState.UNKNOWN
 
 
 def _follow(
     run_dir: Path, path: Path | None, options: LogsOptions, console: Console, end: _EndOfRun, look_s: float
 ) -> None:
-    growing = None if path is None else Growing(path, from_end=True)
+    growing = None if path is None else LogFollower(path, from_end=True)
     is_ending = False
     while True:
         lines = growing.read_new() if growing is not None else ()
@@ -104,7 +104,7 @@ def _follow(
         newer = main_log(read_run(run_dir), rank=options.rank, attempt=options.attempt)
         if newer is not None and (growing is None or newer != growing.path):
             console.line(f"==> {newer} <==")
-            growing = Growing(newer, from_end=False)
+            growing = LogFollower(newer, from_end=False)
             continue
         if is_ending:  # and what was written before the end has been read
             console.line(f"{run_dir}: {end.words}")
@@ -129,5 +129,5 @@ def _newest() -> str:
 
 
 def _why(files: RunFiles, environment: Mapping[str, str]) -> str:
-    witness = witness_of(files, Queue(environment), environment=environment)
-    return f": {judge(files, witness, now_s=time.time()).words}"
+    liveness = read_liveness(files, Queue(environment), environment=environment)
+    return f": {judge(files, liveness, now_s=time.time()).reason}"

@@ -10,7 +10,7 @@ import msgspec
 
 from launch.rundir.files import RunFiles, outputs_of, read_run, tail_lines
 from launch.rundir.find import RUNS, find_runs, run_dirs_of, runs_below
-from launch.rundir.state import Queue, RunStatus, status_of, witness_of
+from launch.rundir.state import Queue, RunStatus, read_liveness, status_of
 from launch.show.status_text import render_status, render_table, submitted_s
 from launch.terminal import Console
 from trainer.spec.errors import ExitCode
@@ -32,7 +32,7 @@ def run_status(options: StatusOptions, console: Console, *, environment: Mapping
     queue, base = Queue(environment), Path.cwd()
     if options.run is None:
         found, others = _own_runs(queue)
-        statuses = [_status(files, queue, environment, asks_ended=False) for files in found]
+        statuses = [_status(files, queue, environment, reads_ended=False) for files in found]
         if options.sync:
             return _sync(statuses, console, environment)
         if options.as_json:
@@ -47,7 +47,7 @@ def run_status(options: StatusOptions, console: Console, *, environment: Mapping
             console.line(f"from files alone: {queue.problem}")
         return ExitCode.DONE
     runs = find_runs(options.run, environment)
-    statuses = [_status(files, queue, environment, asks_ended=not runs.is_sweep) for files in runs.runs]
+    statuses = [_status(files, queue, environment, reads_ended=not runs.is_sweep) for files in runs.runs]
     if options.sync:
         return _sync(statuses, console, environment)
     if options.as_json:
@@ -60,10 +60,10 @@ def run_status(options: StatusOptions, console: Console, *, environment: Mapping
     return ExitCode.DONE
 
 
-def _status(files: RunFiles, queue: Queue, environment: Mapping[str, str], *, asks_ended: bool) -> RunStatus:
-    witness = witness_of(files, queue, asks_ended=asks_ended, environment=environment)
+def _status(files: RunFiles, queue: Queue, environment: Mapping[str, str], *, reads_ended: bool) -> RunStatus:
+    liveness = read_liveness(files, queue, reads_ended=reads_ended, environment=environment)
     logs = log_places(files)
-    return status_of(files, witness, now_s=time.time(), last_line=last_line(files), logs=tuple(map(str, logs)))
+    return status_of(files, liveness, now_s=time.time(), last_line=last_line(files), logs=tuple(map(str, logs)))
 
 
 def _sync(statuses: Sequence[RunStatus], console: Console, environment: Mapping[str, str]) -> ExitCode:

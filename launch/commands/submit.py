@@ -134,7 +134,7 @@ def _write(target: Target, job: BatchJob, script: str | None, job_ids: Sequence[
         if len(job_ids) > 1:
             codec.write_bytes(run_dir / CHAIN_FILE, "".join(f"{job_id}\n" for job_id in job_ids).encode())
         if job.num_points is not None:
-            codec.write(run_dir / FILE_NAME, _submission(target, target.points[0], job, now, job_ids))
+            codec.write(run_dir / FILE_NAME, _submission(target, target.points[0], job, now, job_ids, number=None))
         for number, point in enumerate(target.points, start=1):
             folder = run_dir if job.num_points is None else run_dir / f"point-{number}"
             folder.mkdir(exist_ok=True)
@@ -142,12 +142,15 @@ def _write(target: Target, job: BatchJob, script: str | None, job_ids: Sequence[
             if script is not None:
                 codec.write_bytes(folder / "job.yaml", render_resolved(point.inputs.resolved).encode())
                 codec.write(folder / "hardware.json", point.inputs.hardware)
-            codec.write(folder / FILE_NAME, _submission(target, point, job, now, ids))
+            own = None if job.num_points is None else number
+            codec.write(folder / FILE_NAME, _submission(target, point, job, now, ids, number=own))
     except OSError as error:
         raise EnvironmentFaultError(f"{run_dir}: cannot be written: {error.strerror}") from error
 
 
-def _submission(target: Target, point: Point, job: BatchJob, now: str, job_ids: Sequence[str]) -> Submission:
+def _submission(
+    target: Target, point: Point, job: BatchJob, now: str, job_ids: Sequence[str], *, number: int | None
+) -> Submission:
     return Submission(
         hardware=point.inputs.hardware,
         submitted=now,
@@ -156,6 +159,7 @@ def _submission(target: Target, point: Point, job: BatchJob, now: str, job_ids: 
         time_limit_s=job.time_limit_s,
         job_ids=tuple(job_ids),
         overrides=point.overrides,
+        point=number,
     )
 
 

@@ -63,8 +63,8 @@ def run_watch(
 def ending_lines(look: Look, *, base: Path) -> list[str]:
     """How the run ended, or stands, with its newest incidents, and what would tell more."""
     report, place = look.files.report, shown_path(str(look.files.run_dir), base)
-    lines = [f"{place}: {look.judged.words}"]
-    has_told = report is not None and look.files.has_told_its_end and not look.judged.state.is_alive
+    lines = [f"{place}: {look.judged.reason}"]
+    has_told = report is not None and look.files.has_final_report and not look.judged.state.is_alive
     if report is None or not has_told:
         return lines
     lines += [f"  error: {line}" for line in (report.error or "").splitlines()[:1]]
@@ -139,7 +139,7 @@ def _state_line(look: Look) -> dict[str, object]:
         "kind": "state",
         "run_dir": str(files.run_dir),
         "state": look.judged.state.value,
-        "words": look.judged.words,
+        "words": look.judged.reason,
         "phase": files.phase if look.judged.state in (RunState.RUNNING, RunState.UNKNOWN) else None,
         "attempt": files.attempt,
         "step": view.step,

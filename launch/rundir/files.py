@@ -10,12 +10,15 @@ incomplete or of another version are skipped: the next read finds them.
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from launch.rundir.cancel_flag import read_mark
+import msgspec
+
+from launch.rundir.cancel_flag import read_cancel_flag
 from launch.rundir.paths import committed_checkpoints, next_attempt
 from trainer.spec import codec
 from trainer.spec.errors import InputError
@@ -26,11 +29,16 @@ from trainer.spec.report import Report
 from trainer.spec.value import Value
 
 TAIL_BYTES = 64 * 1024  # of metrics.jsonl: a hundred steps
+NUM_SIDE_LINES = 5  # shown of a launcher's log
+_BYTES_A_LINE = 400  # of logs, generously: read for the last lines
+_MIN_TAIL_BYTES = 16 * 1024
+_CHUNK_BYTES = 1 << 20
+_POINT = re.compile(r"point-(\d+)")
 V = TypeVar("V", bound=Value)
 
 
 class RunFiles(NamedTuple):
-    """A run as its files tell it."""
+    """The state of a run according to its files."""
 
     run_dir: Path
     plan: Plan | None  # of the newest attempt, else of the run
@@ -43,12 +51,12 @@ class RunFiles(NamedTuple):
     starts: tuple[JobStart, ...]  # by Slurm
     job_ids: tuple[str, ...]  # every job of Slurm that the files name
     checkpoint: Path | None  # the newest
-    sign_s: float | None  # when the ranks gave the last sign of life, in seconds of the epoch
-    mark: str | None  # who cancelled it
+    heartbeat_s: float | None  # of the ranks, in seconds of the epoch
+    cancelled: str | None  # when and by whom
 
     @property
-    def has_told_its_end(self) -> bool:
-        """Whether the report tells of the newest attempt."""
+    def has_final_report(self) -> bool:
+        """True if the report includes the newest attempt."""
         return self.report is not None and self.attempt <= max(
             (record.number for record in self.report.history), default=0
         )
@@ -57,14 +65,24 @@ class RunFiles(NamedTuple):
     def attempt_dir(self) -> Path | None:
         return self.run_dir / "attempts" / str(self.attempt) if self.attempt else None
 
+    @property
+    def point(self) -> int | None:
+        """The number of this point of a sweep; None for other runs."""
+        return _point(self.run_dir, self.submission)
+
 
 def is_run_dir(path: Path) -> bool:
-    """Whether a run was submitted or planned there."""
+    """True if a run was submitted or planned there."""
     return (path / FILE_NAME).is_file() or (path / "plan.json").is_file()
 
 
+def point_of(run_dir: Path) -> int | None:
+    """The number of a sweep's point, as `submission.json` states it; None for other runs."""
+    return _point(run_dir, _read(run_dir / FILE_NAME, Submission))
+
+
 def read_run(run_dir: Path) -> RunFiles:
-    """Everything that the files of a run tell."""
+    """Everything that the files of a run contain."""
     attempt = next_attempt(run_dir) - 1
     folder = run_dir / "attempts" / str(attempt)
     status = _read_json(folder / "status.json")
@@ -74,28 +92,28 @@ def read_run(run_dir: Path) -> RunFiles:
     starts = parse_job_starts(_read_text(run_dir / JOBS_FILE))
     chain = _read_text(run_dir / CHAIN_FILE).split()
     named = (*(submission.job_ids if submission is not None else ()), *chain, *(start.job_id for start in starts))
+    steps = [rows[-1].get("step") if rows else None, status.get("step"), report.step if report is not None else None]
     checkpoints = committed_checkpoints(run_dir)
+    written = [folder / "status.json", heartbeat_path(folder, 0), run_dir / "metrics.jsonl"] if attempt else []
     return RunFiles(
         run_dir=run_dir,
         plan=_read(folder / "plan.json", Plan) or _read(run_dir / "plan.json", Plan),
         attempt=attempt,
         phase=status.get("phase"),
         rows=rows,
-        step=_step(rows, status, report),
+        step=max((step for step in steps if isinstance(step, int)), default=None),
         report=report,
         submission=submission,
         starts=starts,
         job_ids=tuple(dict.fromkeys(named)),
         checkpoint=checkpoints[-1] if checkpoints else None,
-        sign_s=_newest_change(
-            [folder / "status.json", heartbeat_path(folder, 0), run_dir / "metrics.jsonl"] if attempt else []
-        ),
-        mark=read_mark(run_dir),
+        heartbeat_s=max((changed for path in written if (changed := _changed_s(path))), default=None),
+        cancelled=read_cancel_flag(run_dir),
     )
 
 
 def tail_rows(path: Path, limit: int = TAIL_BYTES) -> list[dict[str, Any]]:
-    """The whole lines among the last bytes of a file of JSON lines; what is cut off or damaged is left out."""
+    """The complete rows among the last bytes of a file of JSON lines; damaged ones are skipped."""
     rows = []
     for line in tail_lines(path, limit):
         with suppress(ValueError):
@@ -106,7 +124,7 @@ def tail_rows(path: Path, limit: int = TAIL_BYTES) -> list[dict[str, Any]]:
 
 
 def tail_lines(path: Path, limit: int = TAIL_BYTES) -> list[str]:
-    """The lines among the last bytes of a file; the first of them only where it is whole."""
+    """The lines among the last bytes of a file; the first of them only if it is complete."""
     try:
         with path.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)
@@ -120,16 +138,93 @@ def tail_lines(path: Path, limit: int = TAIL_BYTES) -> list[str]:
     return content.decode(errors="replace").splitlines()
 
 
+def last_lines(path: Path, count: int) -> list[str]:
+    """The last `count` lines of a file."""
+    size = path.stat().st_size if path.is_file() else 0
+    limit = max(_MIN_TAIL_BYTES, count * _BYTES_A_LINE)
+    lines = tail_lines(path, limit)
+    while len(lines) < count and limit < size:
+        limit *= 4
+        lines = tail_lines(path, limit)
+    return lines[-count:] if count else []
+
+
 def outputs_of(files: RunFiles) -> tuple[Path, ...]:
-    """Files that Slurm wrote the output of the run's jobs into, that of the newest start last."""
+    """Output files of the run's jobs of Slurm, that of the newest start last."""
     found = sorted(files.run_dir.glob("slurm-*.out"), key=_changed_s)
     newest = files.run_dir / f"slurm-{files.starts[-1].job_id}.out" if files.starts else None
     return tuple(sorted(found, key=lambda path: path == newest))
 
 
-def _step(rows: tuple[dict[str, Any], ...], status: dict[str, Any], report: Report | None) -> int | None:
-    told = [rows[-1].get("step") if rows else None, status.get("step"), report.step if report is not None else None]
-    return max((step for step in told if isinstance(step, int)), default=None)
+def main_log(files: RunFiles, *, rank: int | None = None, attempt: int | None = None) -> Path | None:
+    """The log to show: Slurm's output, else rank 0's log, or the requested one; None while there is none.
+
+    InputError for an attempt or a rank that does not exist.
+    """
+    number = files.attempt if attempt is None else attempt
+    if attempt is not None and not (files.run_dir / "attempts" / str(attempt)).is_dir():
+        has = f"it has {files.attempt}" if files.attempt else "it has none yet"
+        raise InputError(f"--attempt {attempt}: {files.run_dir} has no such attempt; {has}")
+    if rank is None and attempt is None and (outputs := outputs_of(files)):
+        return outputs[-1]
+    logs = files.run_dir / "attempts" / str(number) / "logs"
+    path = logs / f"rank-{rank or 0}.log"
+    if path.is_file():
+        return path
+    ranks = [int(each.stem.removeprefix("rank-")) for each in logs.glob("rank-*.log")] if logs.is_dir() else []
+    if rank is not None and ranks:
+        raise InputError(f"--rank {rank}: attempt {number} has ranks 0 to {max(ranks)}")
+    return None
+
+
+def side_logs(files: RunFiles, *, attempt: int | None = None) -> list[Path]:
+    """Logs of the launchers and the agents of an attempt, without empty ones."""
+    logs = files.run_dir / "attempts" / str(files.attempt if attempt is None else attempt) / "logs"
+    found = [*sorted(logs.glob("launcher*.log")), *sorted(logs.glob("agents.log"))]
+    return [path for path in found if any(map(str.strip, tail_lines(path, _MIN_TAIL_BYTES)))]
+
+
+class LogFollower:
+    """New complete lines of one file since the last read. An incomplete line is left for the next read."""
+
+    def __init__(self, path: Path, *, from_end: bool) -> None:
+        self.path = path
+        self._offset = _end_of_last_line(path) if from_end else 0
+
+    def read_new(self) -> Sequence[str]:
+        """The lines since the last read; a file that became shorter is read from its beginning."""
+        try:
+            with self.path.open("rb") as stream:
+                if os.fstat(stream.fileno()).st_size < self._offset:
+                    self._offset = 0
+                stream.seek(self._offset)
+                content = stream.read(_CHUNK_BYTES)
+        except OSError:
+            return ()
+        whole = content[: content.rfind(b"\n") + 1] if len(content) < _CHUNK_BYTES or b"\n" in content else content
+        self._offset += len(whole)
+        return whole.decode(errors="replace").splitlines()
+
+
+def _end_of_last_line(path: Path) -> int:
+    try:
+        with path.open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            begin = max(0, size - _MIN_TAIL_BYTES)
+            stream.seek(begin)
+            return begin + stream.read().rfind(b"\n") + 1
+    except OSError:
+        return 0
+
+
+def _point(run_dir: Path, submission: Submission | None) -> int | None:
+    """Version 0.7 did not write the number of a point: it is in the name of its folder."""
+    if submission is None:
+        return None
+    if not isinstance(submission.point, msgspec.UnsetType):
+        return submission.point
+    match = _POINT.fullmatch(run_dir.name)
+    return None if match is None else int(match[1])
 
 
 def _read(path: Path, kind: type[V]) -> V | None:
@@ -154,94 +249,10 @@ def _read_text(path: Path) -> str:
         return ""
 
 
-def _newest_change(paths: Iterable[Path]) -> float | None:
-    changes = [change for path in paths if (change := _changed_s(path))]
-    return max(changes, default=None)
-
-
 def _changed_s(path: Path) -> float:
-    """When the file was written; opened first, or NFS answers from before."""
+    """The time of the last write; the file is opened first, or NFS returns an earlier time."""
     try:
         with path.open("rb") as stream:
             return os.fstat(stream.fileno()).st_mtime
     except OSError:
         return 0.0
-
-
-BYTES_A_LINE = 400  # of logs, generously: what is read for the last lines
-NUM_LAST_WORDS = 5
-_LEAST_TAIL = 16 * 1024
-_CHUNK_BYTES = 1 << 20
-
-
-def main_log(files: RunFiles, *, rank: int | None = None, attempt: int | None = None) -> Path | None:
-    """The file that tells most: Slurm's output, else rank 0's log, or what is asked for; None while there is none.
-
-    InputError where an attempt or a rank is asked for that there is not.
-    """
-    number = files.attempt if attempt is None else attempt
-    if attempt is not None and not (files.run_dir / "attempts" / str(attempt)).is_dir():
-        has = f"it has {files.attempt}" if files.attempt else "it has none yet"
-        raise InputError(f"--attempt {attempt}: {files.run_dir} has no such attempt; {has}")
-    if rank is None and attempt is None and (outputs := outputs_of(files)):
-        return outputs[-1]
-    logs = files.run_dir / "attempts" / str(number) / "logs"
-    path = logs / f"rank-{rank or 0}.log"
-    if path.is_file():
-        return path
-    if rank is not None and logs.is_dir() and any(logs.glob("rank-*.log")):
-        last = max(int(each.stem.removeprefix("rank-")) for each in logs.glob("rank-*.log"))
-        raise InputError(f"--rank {rank}: attempt {number} has ranks 0 to {last}")
-    return None
-
-
-def side_logs(files: RunFiles, *, attempt: int | None = None) -> list[Path]:
-    """Logs of the launchers and the agents of an attempt that say something."""
-    logs = files.run_dir / "attempts" / str(files.attempt if attempt is None else attempt) / "logs"
-    found = [*sorted(logs.glob("launcher*.log")), *sorted(logs.glob("agents.log"))]
-    return [path for path in found if any(map(str.strip, tail_lines(path, _LEAST_TAIL)))]
-
-
-def last_lines(path: Path, count: int) -> list[str]:
-    """The last lines of a file."""
-    size = path.stat().st_size if path.is_file() else 0
-    limit = max(_LEAST_TAIL, count * BYTES_A_LINE)
-    lines = tail_lines(path, limit)
-    while len(lines) < count and limit < size:
-        limit *= 4
-        lines = tail_lines(path, limit)
-    return lines[-count:] if count else []
-
-
-class Growing:
-    """New whole lines of one file since the last look."""
-
-    def __init__(self, path: Path, *, from_end: bool) -> None:
-        self.path = path
-        self._offset = _end_of_last_line(path) if from_end else 0
-
-    def read_new(self) -> Sequence[str]:
-        """What has come; a file that became shorter is read from its beginning."""
-        try:
-            with self.path.open("rb") as stream:
-                if os.fstat(stream.fileno()).st_size < self._offset:
-                    self._offset = 0
-                stream.seek(self._offset)
-                content = stream.read(_CHUNK_BYTES)
-        except OSError:
-            return ()
-        whole = content[: content.rfind(b"\n") + 1] if len(content) < _CHUNK_BYTES or b"\n" in content else content
-        self._offset += len(whole)
-        return whole.decode(errors="replace").splitlines()
-
-
-def _end_of_last_line(path: Path) -> int:
-    """Where the last whole line ends."""
-    try:
-        with path.open("rb") as stream:
-            size = stream.seek(0, os.SEEK_END)
-            begin = max(0, size - _LEAST_TAIL)
-            stream.seek(begin)
-            return begin + stream.read().rfind(b"\n") + 1
-    except OSError:
-        return 0

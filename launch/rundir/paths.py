@@ -1,12 +1,12 @@
-"""Names, makes and locks run directories.
+"""Names and creation of run directories, their attempts and checkpoints.
 
     <output>-<UTC time>/   job.yaml  hardware.json  plan.json (never rewritten)  metrics.jsonl  report.json
         attempts/N/        plan.json  accelerate.yaml  ds_config.json  environment.json  status.json  pids/  logs/
                            report.json; of several machines accelerate-1.yaml, environment-1.json ... as well;
-                           where memory ran out out-of-memory.txt
-        checkpoints/  export/  logs/ (of the sinks)  wandb/  spent.json (the limit that ended the run)
+                           out-of-memory.txt after an out of memory
+        checkpoints/  export/  logs/ (of the trackers)  wandb/  spent.json (the limit that ended the run)
 
-A directory belongs to one supervisor at a time: it holds an advisory lock on `.lock` while it lives.
+A directory belongs to one supervisor at a time, which holds its lock (`launch.rundir.lock`).
 """
 
 import os
@@ -42,14 +42,14 @@ def free_run_dir(base: Path, *, now: datetime) -> Path:
 
 
 def use_run_dir(path: Path) -> Path:
-    """`path` as a new run directory; one that holds anything is refused."""
+    """`path` as a new run directory; InputError if it is not empty."""
     refuse_used(path)
     _make(path, may_exist=True)
     return path
 
 
 def refuse_used(path: Path) -> None:
-    """InputError where something is there that is no empty directory."""
+    """Raises InputError if the path exists and is not an empty directory."""
     if path.exists() and not path.is_dir():
         raise InputError(f"--run-dir {path}: is a file, not a directory")
     if path.is_dir() and any(entry.name not in _NOT_USE for entry in path.iterdir()):
@@ -76,12 +76,12 @@ def find_run_dir(base: Path) -> Path:
 
 
 def is_submitted(run_dir: Path) -> bool:
-    """Whether the run was submitted and has yet to begin."""
+    """True if the run was submitted and has not begun."""
     return (run_dir / "submission.json").is_file() and not (run_dir / "plan.json").is_file()
 
 
 def committed_checkpoints(run_dir: Path) -> list[Path]:
-    """Checkpoint folders that were committed, oldest first; their content is verified by whoever loads one."""
+    """Committed checkpoint folders, oldest first; loading one verifies its content."""
     folder = run_dir / "checkpoints"
     if not folder.is_dir():
         return []
@@ -93,13 +93,13 @@ def committed_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def has_trained(run_dir: Path) -> bool:
-    """Whether a step was done in it."""
+    """True if the run has done a step."""
     metrics = run_dir / "metrics.jsonl"
     return metrics.is_file() and metrics.stat().st_size > 0
 
 
 def next_attempt(run_dir: Path) -> int:
-    """The number of the attempt to make: one more than the highest there is."""
+    """The number of the next attempt: one more than the highest that exists."""
     folder = run_dir / "attempts"
     numbers = [int(path.name) for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
     return max(numbers, default=0) + 1

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from launch.rundir.files import RunFiles
 from launch.rundir.find import belongs_to
-from launch.rundir.lock import Holder, holder_here, last_holder
-from slurm.jobs import EndedJob, QueuedJob, ended_words, has_slurm, read_job, read_queue
+from launch.rundir.lock import LockOwner, local_owner, recorded_owner
+from slurm.jobs import EndedJob, QueuedJob, describe_ended, has_slurm, read_job, read_queue
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.report import Ending
 from trainer.spec.units import format_seconds
@@ -22,40 +22,40 @@ _ROWS_FOR_RATE = 50
 
 
 class RunState(StrEnum):
-    """Where a run is between its submission and its end."""
+    """The state of a run between its submission and its end."""
 
     WAITING = "waiting"  # in Slurm's queue
     STARTING = "starting"  # before the first attempt: planning, preparing data, building operators
     RUNNING = "running"
     FINISHED = "finished"
     STOPPED = "stopped"
-    PREEMPTED = "preempted"  # stopped to be requeued, and nothing will do it
+    PREEMPTED = "preempted"  # stopped to be requeued, but no job waits
     OUT_OF_MEMORY = "out_of_memory"
     FAILED = "failed"
     LOST = "lost"  # ended without a report
     NOT_STARTED = "not_started"
-    UNKNOWN = "unknown"  # nobody can tell whether it is alive
+    UNKNOWN = "unknown"  # neither Slurm nor this machine knows whether it is alive
 
     @property
     def is_alive(self) -> bool:
         return self in (RunState.WAITING, RunState.STARTING, RunState.RUNNING)
 
 
-class Witness(NamedTuple):
-    """Who was asked whether a run is alive, and the answers."""
+class Liveness(NamedTuple):
+    """The jobs and processes of a run."""
 
-    jobs: tuple[QueuedJob, ...] | None  # of this run, in the queue; None: Slurm was not asked, or did not answer
-    problem: str | None = None  # why Slurm did not answer
-    ended: EndedJob | None = None  # how its newest job ended, where that was asked
-    holder: Holder | None = None  # the process of this machine that supervises it
-    last_holder: Holder | None = None  # who supervised it last, wherever that is
+    jobs: tuple[QueuedJob, ...] | None  # of this run, in the queue; None: Slurm was not queried, or gave no answer
+    problem: str | None = None  # why Slurm gave no answer
+    ended: EndedJob | None = None  # its newest job, if that was queried
+    owner: LockOwner | None = None  # the process of this machine that supervises it
+    recorded_owner: LockOwner | None = None  # the last supervisor, on any machine
 
 
 class Judged(NamedTuple):
-    """The state and what it rests on, in words."""
+    """The state of a run and the reason for it."""
 
     state: RunState
-    words: str
+    reason: str
 
 
 class RunStatus(Value, frozen=True, kw_only=True):
@@ -63,7 +63,7 @@ class RunStatus(Value, frozen=True, kw_only=True):
 
     run_dir: str
     state: RunState
-    words: str
+    words: str  # the reason for the state
     cancelled: str | None = None  # when and by whom
     overrides: tuple[str, ...] = ()  # of a point of a sweep
     jobs: tuple[QueuedJob, ...] = ()
@@ -77,7 +77,7 @@ class RunStatus(Value, frozen=True, kw_only=True):
     tokens_per_s: float | None = None  # of all ranks
     memory_peak_bytes: int | None = None  # of rank 0
     seconds_left: float | None = None
-    silent_s: float | None = None  # since the last sign of life
+    silent_s: float | None = None  # since the last heartbeat
     strategy: str | None = None
     num_ranks: int | None = None
     num_attempts: int = 0
@@ -88,73 +88,121 @@ class RunStatus(Value, frozen=True, kw_only=True):
     logs: tuple[str, ...] = ()
 
 
-def judge(files: RunFiles, witness: Witness, *, now_s: float) -> Judged:
-    """The state of a run."""
-    if witness.holder is not None:
-        return _alive(files, f"supervised by {witness.holder.words} of this machine")
-    jobs = witness.jobs or ()
+class Queue:
+    """Slurm's queue at the first query: one query for each owner of runs."""
+
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        self._environment = environment
+        self._jobs: dict[int, tuple[QueuedJob, ...] | None] = {}
+        self.problem: str | None = None if has_slurm(environment) else "there is no Slurm here"
+
+    def jobs_of(self, user: int) -> tuple[QueuedJob, ...] | None:
+        """A user's jobs that wait or run; None if Slurm gives no answer, with the reason in `problem`."""
+        if user not in self._jobs:
+            self._jobs[user] = None
+            try:
+                if self.problem is None:
+                    self._jobs[user] = read_queue(user=user, environment=self._environment)
+            except EnvironmentFaultError as error:
+                self.problem = str(error).splitlines()[0]
+        return self._jobs[user]
+
+    def jobs_of_run(self, files: RunFiles) -> tuple[QueuedJob, ...] | None:
+        """The jobs of one run, running ones first."""
+        jobs = self.jobs_of(files.run_dir.stat().st_uid)
+        if jobs is None:
+            return None
+        return tuple(sorted((job for job in jobs if belongs_to(job, files)), key=lambda job: not job.is_running))
+
+
+def read_liveness(
+    files: RunFiles, queue: Queue, *, reads_ended: bool = True, environment: Mapping[str, str] = os.environ
+) -> Liveness:
+    """The jobs and processes of a run; with `reads_ended` also the end of its last job, one more query to Slurm."""
+    may_be_queued = files.submission is not None or bool(files.starts)
+    jobs = queue.jobs_of_run(files) if may_be_queued else None
+    newest = files.starts[-1].job_id if files.starts else files.job_ids[-1] if files.job_ids else None
+    ended = None
+    if jobs == () and reads_ended and newest is not None:
+        try:
+            ended = read_job(newest, environment)
+        except EnvironmentFaultError:
+            ended = None
+    return Liveness(
+        jobs=jobs,
+        problem=queue.problem if may_be_queued else None,
+        ended=ended,
+        owner=local_owner(files.run_dir),
+        recorded_owner=recorded_owner(files.run_dir),
+    )
+
+
+def judge(files: RunFiles, liveness: Liveness, *, now_s: float) -> Judged:
+    """The state of a run. Pure."""
+    if liveness.owner is not None:
+        return _alive(files, f"supervised by {liveness.owner} of this machine")
+    jobs = liveness.jobs or ()
     running = [job for job in jobs if job.is_running]
     if running:
         return _alive(files, f"job {running[0].job_id} runs")
     if jobs:
-        verb = "waits" if not files.attempt else "waits to go on"
-        return Judged(RunState.WAITING, f"job {jobs[0].job_id} {verb}")
-    is_asked_in_vain = files.submission is not None and witness.jobs is None
-    if files.report is not None and files.has_told_its_end:
-        told = _told(files)
-        if told.state is RunState.PREEMPTED and is_asked_in_vain:
-            why = witness.problem or "Slurm was not asked"
-            return Judged(RunState.UNKNOWN, f"stopped at step {files.report.step} to be started again; {why}")
-        return told
-    if is_asked_in_vain:
-        return Judged(RunState.UNKNOWN, f"{witness.problem or 'Slurm was not asked'}{_silence(files, now_s)}")
+        return Judged(RunState.WAITING, f"job {jobs[0].job_id} {'waits to go on' if files.attempt else 'waits'}")
+    is_queue_unknown = files.submission is not None and liveness.jobs is None
+    problem = liveness.problem or "Slurm was not asked"
+    if files.report is not None and files.has_final_report:
+        ended = _reported(files)
+        if ended.state is RunState.PREEMPTED and is_queue_unknown:
+            return Judged(RunState.UNKNOWN, f"stopped at step {files.report.step} to be started again; {problem}")
+        return ended
+    if is_queue_unknown:
+        return Judged(RunState.UNKNOWN, f"{problem}{_silence(files, now_s)}")
     if files.submission is not None:
-        return _ended_silently(files, witness)
-    if witness.last_holder is not None and not witness.last_holder.is_of_this_machine:
+        return _ended_without_report(files, liveness)
+    owner = liveness.recorded_owner
+    if owner is not None and not owner.is_local:
         silence = _silence(files, now_s)
-        return Judged(
-            RunState.UNKNOWN, f"supervised by {witness.last_holder.words}, which cannot be seen from here{silence}"
-        )
+        return Judged(RunState.UNKNOWN, f"supervised by {owner}, which cannot be seen from here{silence}")
     if not files.attempt:
         return Judged(RunState.NOT_STARTED, "no attempt was made, and nothing runs on this machine")
     return Judged(RunState.LOST, "it left no report, and nothing of it runs on this machine")
 
 
 def status_of(
-    files: RunFiles, witness: Witness, *, now_s: float, last_line: str | None, logs: tuple[str, ...]
+    files: RunFiles, liveness: Liveness, *, now_s: float, last_line: str | None, logs: tuple[str, ...]
 ) -> RunStatus:
-    """Everything there is to show of a run."""
-    judged = judge(files, witness, now_s=now_s)
+    """The status of a run. Pure."""
+    judged = judge(files, liveness, now_s=now_s)
     plan, report = files.plan, files.report
     row = files.rows[-1] if files.rows else {}
-    held_out = next((line["eval_loss"] for line in reversed(files.rows) if line.get("eval_loss") is not None), None)
+    eval_loss = next((line["eval_loss"] for line in reversed(files.rows) if line.get("eval_loss") is not None), None)
     peaks = [line["memory_peak_bytes"] for line in files.rows if line.get("memory_peak_bytes")]
     num_steps = plan.schedule.num_steps if plan is not None else report.num_steps if report is not None else None
     is_running = judged.state is RunState.RUNNING
     may_be_alive = judged.state.is_alive or judged.state is RunState.UNKNOWN
+    is_silent = files.heartbeat_s is not None and judged.state.is_alive
     return RunStatus(
         run_dir=str(files.run_dir),
         state=judged.state,
-        words=judged.words,
-        cancelled=files.mark,
+        words=judged.reason,
+        cancelled=files.cancelled,
         overrides=files.submission.overrides if files.submission is not None else (),
-        jobs=witness.jobs or (),
-        ended_job=None if judged.state.is_alive else witness.ended,
-        phase=files.phase if may_be_alive and not files.has_told_its_end else None,
+        jobs=liveness.jobs or (),
+        ended_job=None if judged.state.is_alive else liveness.ended,
+        phase=files.phase if may_be_alive and not files.has_final_report else None,
         step=files.step,
         num_steps=num_steps,
         loss=row.get("loss"),
-        eval_loss=held_out,
+        eval_loss=eval_loss,
         lr=row.get("lr"),
         tokens_per_s=row.get("tokens_per_s"),
         memory_peak_bytes=max(peaks, default=None),
         seconds_left=seconds_left(files) if is_running else None,
-        silent_s=None if files.sign_s is None or not judged.state.is_alive else max(0.0, now_s - files.sign_s),
+        silent_s=max(0.0, now_s - (files.heartbeat_s or 0.0)) if is_silent else None,
         strategy=plan.chosen.strategy.name if plan is not None else None,
         num_ranks=plan.chosen.num_ranks if plan is not None else None,
         num_attempts=files.attempt,
         incidents=report.incidents if report is not None else (),
-        error=report.error if report is not None and files.has_told_its_end else None,
+        error=report.error if report is not None and files.has_final_report else None,
         checkpoint=None if files.checkpoint is None else str(files.checkpoint),
         last_line=last_line,
         logs=logs,
@@ -162,42 +210,41 @@ def status_of(
 
 
 def seconds_left(files: RunFiles) -> float | None:
-    """Seconds until the last step, at the mean of the last steps; evaluations and saves between are not in it."""
+    """Seconds until the last step, at the mean of the last steps, without evaluations and saves between them."""
     steps_s = [float(row["step_s"]) for row in files.rows[-_ROWS_FOR_RATE:] if row.get("step_s") is not None]
     if not steps_s or files.plan is None or files.step is None:
         return None
     return max(0, files.plan.schedule.num_steps - files.step) * sum(steps_s) / len(steps_s)
 
 
-def _alive(files: RunFiles, words: str) -> Judged:
+def _alive(files: RunFiles, reason: str) -> Judged:
     if not files.attempt:
-        return Judged(RunState.STARTING, f"{words}; before the first attempt")
-    if files.report is not None and files.has_told_its_end:
+        return Judged(RunState.STARTING, f"{reason}; before the first attempt")
+    if files.report is not None and files.has_final_report:
         ending = "finished" if files.report.ending is Ending.FINISHED else f"ended ({files.report.ending.value})"
-        return Judged(RunState.RUNNING, f"{words}; attempt {files.attempt} has {ending}")
-    return Judged(RunState.RUNNING, words)
+        return Judged(RunState.RUNNING, f"{reason}; attempt {files.attempt} has {ending}")
+    return Judged(RunState.RUNNING, reason)
 
 
-def _told(files: RunFiles) -> Judged:
+def _reported(files: RunFiles) -> Judged:
     assert files.report is not None
     ending, step = files.report.ending, files.report.step
-    state = RunState(ending.value)
-    words = {
+    if ending is Ending.PREEMPTED and files.cancelled is not None:
+        return Judged(RunState.STOPPED, f"stopped by request at step {step}")
+    reasons = {
         Ending.FINISHED: f"finished at step {step}",
         Ending.STOPPED: f"stopped by {files.report.limit or 'request'} at step {step}",
         Ending.PREEMPTED: f"stopped at step {step} to be started again, and nothing waits to do it",
         Ending.OUT_OF_MEMORY: f"ran out of memory at step {step}",
         Ending.FAILED: f"failed at step {step}",
-    }[ending]
-    if ending is Ending.PREEMPTED and files.mark is not None:
-        return Judged(RunState.STOPPED, f"stopped by request at step {step}")
-    return Judged(state, words)
+    }
+    return Judged(RunState(ending.value), reasons[ending])
 
 
-def _ended_silently(files: RunFiles, witness: Witness) -> Judged:
-    """Of a run whose jobs are gone from the queue without a report of the last attempt."""
-    end = "its job is no longer in the queue" if witness.ended is None else ended_words(witness.ended)
-    if files.mark is not None:
+def _ended_without_report(files: RunFiles, liveness: Liveness) -> Judged:
+    """The state of a run whose jobs have left the queue without a report of the last attempt."""
+    end = "its job is no longer in the queue" if liveness.ended is None else describe_ended(liveness.ended)
+    if files.cancelled is not None:
         return Judged(RunState.STOPPED, end)
     if not files.attempt and not files.starts:
         return Judged(RunState.NOT_STARTED, f"{end}; it never started")
@@ -207,63 +254,6 @@ def _ended_silently(files: RunFiles, witness: Witness) -> Judged:
 
 
 def _silence(files: RunFiles, now_s: float) -> str:
-    if files.sign_s is None:
+    if files.heartbeat_s is None:
         return ""
-    return f"; last sign of life {format_seconds(max(1.0, now_s - files.sign_s))} ago"
-
-
-class Queue:
-    """The queue as it was at the first question: one question to Slurm for each owner of runs."""
-
-    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
-        self._environment = environment
-        self._jobs: dict[int, tuple[QueuedJob, ...] | None] = {}
-        self.problem: str | None = None if has_slurm(environment) else "there is no Slurm here"
-
-    def jobs_of(self, user: int) -> tuple[QueuedJob, ...] | None:
-        """A user's jobs that wait or run; None where Slurm does not answer, with `problem` saying why."""
-        if user not in self._jobs:
-            self._jobs[user] = self._ask(user)
-        return self._jobs[user]
-
-    def jobs_of_run(self, files: RunFiles) -> tuple[QueuedJob, ...] | None:
-        """Those of one run, the one that runs first."""
-        jobs = self.jobs_of(files.run_dir.stat().st_uid)
-        if jobs is None:
-            return None
-        mine = [job for job in jobs if belongs_to(job, files)]
-        return tuple(sorted(mine, key=lambda job: not job.is_running))
-
-    def _ask(self, user: int) -> tuple[QueuedJob, ...] | None:
-        if self.problem is not None:
-            return None
-        try:
-            return read_queue(user=user, environment=self._environment)
-        except EnvironmentFaultError as error:
-            self.problem = str(error).splitlines()[0]
-            return None
-
-
-def witness_of(
-    files: RunFiles, queue: Queue, *, asks_ended: bool = True, environment: Mapping[str, str] = os.environ
-) -> Witness:
-    """Who knows whether the run is alive; with `asks_ended` also how its last job ended, a question more to Slurm."""
-    may_be_queued = files.submission is not None or bool(files.starts)
-    jobs = queue.jobs_of_run(files) if may_be_queued else None
-    return Witness(
-        jobs=jobs,
-        problem=queue.problem if may_be_queued else None,
-        ended=_ended(files, environment) if jobs == () and asks_ended else None,
-        holder=holder_here(files.run_dir),
-        last_holder=last_holder(files.run_dir),
-    )
-
-
-def _ended(files: RunFiles, environment: Mapping[str, str]) -> EndedJob | None:
-    newest = files.starts[-1].job_id if files.starts else files.job_ids[-1] if files.job_ids else None
-    if newest is None:
-        return None
-    try:
-        return read_job(newest, environment)
-    except EnvironmentFaultError:
-        return None
+    return f"; last sign of life {format_seconds(max(1.0, now_s - files.heartbeat_s))} ago"

@@ -5,7 +5,7 @@ from datetime import datetime
 from pathlib import Path
 
 from launch.rundir.state import RunState, RunStatus
-from slurm.jobs import ended_words, queued_words
+from slurm.jobs import describe_ended, describe_queued
 from trainer.spec.units import format_bytes, format_count, format_seconds
 
 NUM_INCIDENTS = 5
@@ -33,9 +33,9 @@ def render_status(status: RunStatus, *, base: Path) -> str:
     lines = [f"{head}{at}"] + ([] if is_said else [f"  {status.words}"])
     lines += [f"  {' '.join(status.overrides)}"] if status.overrides else []
     lines += [f"  {status.cancelled}"] if status.cancelled else []
-    lines += [f"  {queued_words(job)}" for job in status.jobs]
-    if status.ended_job is not None and ended_words(status.ended_job) not in status.words:
-        lines.append(f"  {ended_words(status.ended_job)}")
+    lines += [f"  {describe_queued(job)}" for job in status.jobs]
+    if status.ended_job is not None and describe_ended(status.ended_job) not in status.words:
+        lines.append(f"  {describe_ended(status.ended_job)}")
     lines += [f"  error: {line}" for line in (status.error or "").splitlines()[:1]]
     lines += [f"  {words}" for words in (_plan_words(status), _learning(status), _clock(status)) if words]
     lines += _history(status)

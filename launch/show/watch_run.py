@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launch.rundir.files import RunFiles, read_run
-from launch.rundir.lock import last_holder
-from launch.rundir.state import Judged, Queue, RunState, judge, witness_of
+from launch.rundir.lock import recorded_owner
+from launch.rundir.state import Judged, Queue, RunState, judge, read_liveness
 from launch.show.live.tail import MetricsTail
 from launch.show.live.view import LiveView, StepLog, view_of
 from trainer.spec.report import Ending
@@ -70,8 +70,8 @@ class WatchedRun:
     def _judged(self, files: RunFiles, now: float) -> Judged:
         if now - self._asked_at >= self._ask_s:
             self._queue, self._asked_at = Queue(self._environment), now
-        witness = witness_of(files, self._queue, asks_ended=False, environment=self._environment)
-        return judge(files, witness, now_s=time.time())
+        liveness = read_liveness(files, self._queue, reads_ended=False, environment=self._environment)
+        return judge(files, liveness, now_s=time.time())
 
     def _has_ended(self, files: RunFiles, judged: Judged, now: float) -> bool:
         """Whether it has; what may be followed by another attempt, only when nothing has come for a while."""
@@ -79,7 +79,7 @@ class WatchedRun:
         if state.is_alive or state is RunState.UNKNOWN:
             self._ended = None
             return False
-        if state in _OVER or (files.sign_s is not None and time.time() - files.sign_s > FOREIGN_SETTLE_S):
+        if state in _OVER or (files.heartbeat_s is not None and time.time() - files.heartbeat_s > FOREIGN_SETTLE_S):
             return True
         if self._ended is None or self._ended[:2] != (state, files.attempt):
             self._ended = (state, files.attempt, now)
@@ -95,7 +95,7 @@ class WatchedRun:
             state=state_words(files, judged, now_s=time.time()),
             attempt=max(1, files.attempt),
             incidents=report.incidents if report is not None else (),
-            is_running=judged.state in (RunState.RUNNING, RunState.UNKNOWN) and not files.has_told_its_end,
+            is_running=judged.state in (RunState.RUNNING, RunState.UNKNOWN) and not files.has_final_report,
         )
 
 
@@ -105,15 +105,15 @@ def state_words(files: RunFiles, judged: Judged, *, now_s: float) -> str:
         return "starting"
     if judged.state not in (RunState.RUNNING, RunState.UNKNOWN):
         name = judged.state.value.replace("_", " ")
-        return name if judged.words.startswith(name) else f"{name}: {judged.words}"
-    if files.has_told_its_end and files.report is not None:
+        return name if judged.reason.startswith(name) else f"{name}: {judged.reason}"
+    if files.has_final_report and files.report is not None:
         is_done = files.report.ending is Ending.FINISHED
         return "ending" if is_done else f"between attempts: {files.report.ending.value.replace('_', ' ')}"
     words = files.phase or "starting"
-    silent_s = 0.0 if files.sign_s is None else now_s - files.sign_s
+    silent_s = 0.0 if files.heartbeat_s is None else now_s - files.heartbeat_s
     return words if silent_s < SILENT_S else f"{words}, no sign of life for {format_seconds(silent_s)}"
 
 
 def _is_supervised_elsewhere(files: RunFiles) -> bool:
-    holder = last_holder(files.run_dir)
-    return holder is not None and not holder.is_of_this_machine
+    owner = recorded_owner(files.run_dir)
+    return owner is not None and not owner.is_local

@@ -5,7 +5,6 @@ lines through a pipe that always has room for them, and a process that dies or d
 """
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import msgspec
 
 from launch.attempt.supervisor import StopKind, StopRequest
 from launch.rundir import paths as run_dirs
+from launch.rundir.files import point_of
 from launch.terminal import Console
 from launch.track.tracker import SAID, LastWord, SinkOrder
 from launch.track.wandb.mode import wandb_mode
@@ -32,12 +32,11 @@ _QUIET_S = 3.0  # before it is said that something is waited for
 _LOOK_EVERY_S = 1.0
 _LONGEST_ERROR = 2000  # characters: the pipe holds 64 KiB
 _LONGEST_LINE = 300
-_POINT = re.compile(r"point-\d+")  # of a sweep
 
 
 def sink_order(plan: Plan, run_dir: Path, environment: Mapping[str, str]) -> SinkOrder:
     """What this plan's sinks are told to do; a trial has none."""
-    group = run_dir.absolute().parent.name if _POINT.fullmatch(run_dir.name) else None
+    group = run_dir.absolute().parent.name if point_of(run_dir) is not None else None
     name = plan.job.log.name or group or run_dir.name
     plain = SinkOrder(
         name=name if group is None else f"{name} {run_dir.name}",

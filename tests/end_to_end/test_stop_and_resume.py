@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from workplace_factory import LIMIT_S, Workplace, make_workplace, read_metrics
 
-from launch.rundir.cancel_flag import is_cancelled, mark_cancelled
+from launch.rundir.cancel_flag import is_cancelled, write_cancel_flag
 from launch.rundir.process_record import ProcessRecord, descendants, read_records, record_of
 from trainer.spec import codec
 from trainer.spec.plan import Plan
@@ -112,7 +112,7 @@ def test_a_stopped_run_resumes_with_the_losses_of_an_uninterrupted_one(long_job,
 def test_a_run_that_is_cancelled_from_another_machine_ends_by_its_mark(long_job):
     """The mark alone: whoever cancels there cannot signal a process here."""
     process = start_and_wait(long_job, steps=3)
-    mark_cancelled(long_job.only_run(), now=datetime.now(UTC))
+    write_cancel_flag(long_job.only_run(), now=datetime.now(UTC))
     output = process.communicate(timeout=LIMIT_S)[0]
     assert process.returncode == 130, output
     stopped = codec.read(long_job.only_run() / "report.json", Report)

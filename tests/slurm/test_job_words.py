@@ -2,7 +2,7 @@
 
 import pytest
 
-from slurm.jobs import EndedJob, QueuedJob, ended_words, queued_words, reason_words
+from slurm.jobs import EndedJob, QueuedJob, describe_ended, describe_queued, describe_reason
 
 
 @pytest.mark.parametrize(
@@ -33,26 +33,26 @@ from slurm.jobs import EndedJob, QueuedJob, ended_words, queued_words, reason_wo
     ],
 )
 def test_a_reason_is_explained(reason, words):
-    assert words in (reason_words(reason) or "")
+    assert words in (describe_reason(reason) or "")
 
 
 def test_an_unknown_reason_is_shown_as_it_is():
-    assert reason_words("SomethingNew") is None
+    assert describe_reason("SomethingNew") is None
     job = QueuedJob(job_id="12", state="PENDING", reason="SomethingNew")
-    assert queued_words(job) == "job 12: PENDING (SomethingNew)"
+    assert describe_queued(job) == "job 12: PENDING (SomethingNew)"
 
 
 def test_a_job_that_waits_says_when_it_is_expected():
     job = QueuedJob(job_id="12", state="PENDING", reason="Priority", start="2026-11-22T18:11:00")
-    assert queued_words(job) == (
+    assert describe_queued(job) == (
         "job 12: PENDING (Priority): jobs of higher priority come first; expected to start 2026-11-22T18:11:00"
     )
 
 
 def test_a_job_that_runs_says_where_and_how_long_it_may():
     job = QueuedJob(job_id="12", state="RUNNING", start="2026-11-22T18:11:00", nodes="n[1-2]", seconds_left=7200)
-    assert queued_words(job) == "job 12: RUNNING since 2026-11-22T18:11:00 on n[1-2], 2 h 00 min of its time left"
-    assert "no time limit" in queued_words(QueuedJob(job_id="12", state="RUNNING"))
+    assert describe_queued(job) == "job 12: RUNNING since 2026-11-22T18:11:00 on n[1-2], 2 h 00 min of its time left"
+    assert "no time limit" in describe_queued(QueuedJob(job_id="12", state="RUNNING"))
 
 
 @pytest.mark.parametrize(
@@ -70,4 +70,4 @@ def test_a_job_that_runs_says_where_and_how_long_it_may():
     ],
 )
 def test_an_end_is_explained(job, words):
-    assert ended_words(job) == words
+    assert describe_ended(job) == words

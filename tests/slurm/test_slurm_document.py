@@ -9,8 +9,8 @@ import yaml
 
 from launch.commands.options import parse_words
 from launch.job.layers import read_job_layers
-from launch.rundir.cancel_flag import MARK
-from slurm.jobs import reason_words
+from launch.rundir.cancel_flag import CANCEL_FLAG
+from slurm.jobs import describe_reason
 from trainer.spec.job.fields import BY_PATH
 from trainer.spec.messages.submission import FILE_NAME, JOBS_FILE, OUTPUT_PATTERN, SCRIPT_NAME
 
@@ -71,7 +71,7 @@ def test_every_reason_in_the_table_is_explained_by_status():
     table = TEXT.split("| reason |")[1].split("\n\n")[0]
     reasons = [name for line in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", line.split("|")[1])]
     assert len(reasons) > 12
-    assert [name for name in reasons if reason_words(name) is None] == []
+    assert [name for name in reasons if describe_reason(name) is None] == []
 
 
 def test_every_file_on_the_page_parses():
@@ -87,5 +87,5 @@ def test_the_personal_settings_are_settings(tmp_path: Path):
 
 
 def test_the_files_of_a_run_are_called_what_the_page_calls_them():
-    for name in (SCRIPT_NAME, FILE_NAME, JOBS_FILE, MARK, OUTPUT_PATTERN.replace("%j", "JOBID")):
+    for name in (SCRIPT_NAME, FILE_NAME, JOBS_FILE, CANCEL_FLAG, OUTPUT_PATTERN.replace("%j", "JOBID")):
         assert f"`{name}`" in TEXT, name

@@ -1,5 +1,6 @@
 """The supervisor with stand-in launchers and ranks: real processes, real signals, no torch."""
 
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from engine_plan_factory import engine_plan
 from report_factory import make_report
 
 from launch.attempt.end import AttemptEnd
-from launch.attempt.local_ranks import LocalRanks
+from launch.attempt.local_ranks import LocalRanks, write_environment
 from launch.attempt.supervisor import StopKind, StoppedEarlyError, StopRequest, watch_attempt
 from launch.attempt.watchdog import Watchdog, WatchLimits
 from launch.rundir.process_record import ProcessRecord, read_records, record_of, write_record
@@ -290,3 +291,31 @@ def test_the_launcher_ignores_what_a_terminal_sends(attempt: Path):
     argv = launcher_argv(attempt, make_report(), seconds=1.0)
     assert run(argv, attempt, StopRequest(), disturb).report.ending is Ending.FINISHED
     assert disturbed
+
+
+ENVIRONMENT_OF_RANKS = {
+    "SLURM_JOB_ID": "7",
+    "NCCL_SOCKET_IFNAME": "ib0",
+    "CUDA_VISIBLE_DEVICES": "0,1",
+    "PATH": "/bin",
+    "https_proxy": "http://me:swordfish-9@proxy:3128",
+    "HF_TOKEN": "hf_abcdefghijklmnopqrstuvwxyz",
+    "WANDB_API_KEY": "1234",
+    "SLURM_JWT_TOKEN": "abc",
+    "MY_DIARY": "private",
+    "LS_COLORS": "rs=0",
+    "SHARDWISE_CACHE": "/scratch/canary-canary/x",
+    "BACKUP_PASSWORD": "canary-canary",
+}
+
+
+def test_variables_that_ranks_connect_by_are_recorded_without_secrets(tmp_path: Path):
+    write_environment(tmp_path, ENVIRONMENT_OF_RANKS, node_rank=1)
+    text = (tmp_path / "environment-1.json").read_text()
+    for secret in ("swordfish", "hf_abc", "canary", "1234", "abc"):
+        assert secret not in text
+    variables = json.loads(text)["variables"]
+    assert list(variables) == [
+        "CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "PATH", "SHARDWISE_CACHE", "SLURM_JOB_ID", "https_proxy",
+    ]  # fmt: skip
+    assert variables["https_proxy"] == "http://[redacted]@proxy:3128" and variables["SLURM_JOB_ID"] == "7"

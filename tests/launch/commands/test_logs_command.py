@@ -15,7 +15,7 @@ import pytest
 from run_factory import age, write_attempt, write_report, write_start, write_submission
 
 from launch.commands.logs import LogsOptions, run_logs
-from launch.rundir.files import Growing, last_lines
+from launch.rundir.files import LogFollower, last_lines
 from launch.rundir.lock import locked
 from launch.terminal import Console
 from trainer.spec.errors import ExitCode, InputError
@@ -98,7 +98,7 @@ def test_last_lines_are_found_however_long_they_are(tmp_path: Path):
 def test_a_growing_file_is_read_by_whole_lines(tmp_path: Path):
     path = tmp_path / "log"
     path.write_text("old\nhalf")
-    growing = Growing(path, from_end=True)
+    growing = LogFollower(path, from_end=True)
     assert list(growing.read_new()) == []
     with path.open("a") as stream:
         stream.write(" a line\nnext")
@@ -106,7 +106,7 @@ def test_a_growing_file_is_read_by_whole_lines(tmp_path: Path):
     assert list(growing.read_new()) == []
     path.write_text("new\n")
     assert list(growing.read_new()) == ["new"], "what is shorter than before was written anew"
-    assert list(Growing(tmp_path / "none", from_end=False).read_new()) == []
+    assert list(LogFollower(tmp_path / "none", from_end=False).read_new()) == []
 
 
 class Followed:

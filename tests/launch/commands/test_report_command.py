@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from page_reader import read_page
 from reported_run import report_for, step_rows, tiny_plan, write_run
+from run_factory import write_submission
 
 from launch.cli import main
 from launch.commands.report import ReportOptions, run_report
@@ -32,6 +33,7 @@ def test_one_run_is_told_in_full_and_several_side_by_side(tmp_path: Path) -> Non
 def test_a_sweep_is_its_points(tmp_path: Path) -> None:
     for number in (0, 1):
         write_run(tmp_path / "sweep" / f"point-{number}")
+        write_submission(tmp_path / "sweep" / f"point-{number}", point=number)
     text = told(tmp_path / "sweep")
     assert "2 runs" in text.splitlines()[0] and "point-1" in text
 

@@ -12,7 +12,7 @@ from small_terminal import SmallTerminal
 
 from launch.commands.watch import WatchOptions, run_watch
 from launch.rundir.files import read_run
-from launch.rundir.lock import LOCK, holder_line
+from launch.rundir.lock import LOCK
 from launch.rundir.state import Judged, RunState
 from launch.show.watch_run import FOREIGN_SETTLE_S, Look, WatchedRun, state_words
 from launch.terminal import Console
@@ -42,7 +42,7 @@ def held(run_dir: Path):
     run_dir.mkdir(parents=True)
     descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    os.write(descriptor, holder_line())
+    os.write(descriptor, f"{os.getpid()} {os.uname().nodename}\n".encode())
     yield run_dir
     os.close(descriptor)
 
@@ -156,11 +156,11 @@ def test_silence_is_said(run_dir: Path):
     folder = write_attempt(run_dir, steps=[1])
     files = read_run(run_dir)
     running = Judged(RunState.RUNNING, "")
-    assert files.sign_s is not None
-    assert state_words(files, running, now_s=files.sign_s + 60) == "training"
-    assert state_words(files, running, now_s=files.sign_s + 300).endswith(" 5 min 00 s")
+    assert files.heartbeat_s is not None
+    assert state_words(files, running, now_s=files.heartbeat_s + 60) == "training"
+    assert state_words(files, running, now_s=files.heartbeat_s + 300).endswith(" 5 min 00 s")
     (folder / "status.json").unlink()
-    assert state_words(read_run(run_dir), running, now_s=files.sign_s) == "starting"
+    assert state_words(read_run(run_dir), running, now_s=files.heartbeat_s) == "starting"
 
 
 def test_a_run_that_waits_in_a_queue_is_waited_for(run_dir: Path, tmp_path: Path):
@@ -279,7 +279,7 @@ def test_the_newest_job_of_a_run_is_watched_by_its_number(run_dir: Path):
 
 def test_points_of_a_sweep_are_named(run_dir: Path):
     for number in (1, 2):
-        write_attempt(run_dir / f"point-{number}", steps=[1])
+        write_submission(run_dir / f"point-{number}", "12", point=number)
     with pytest.raises(InputError, match="2 points"):
         watch(run_dir)
 

@@ -14,15 +14,16 @@ from trainer.spec.errors import InputError
 NO_SLURM = {"PATH": "/nonexistent"}
 
 
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch) -> Path:
-    """A working directory with a run and a sweep of eleven points."""
+@pytest.fixture(params=["0.7", "now"])
+def place(tmp_path: Path, monkeypatch, request) -> Path:
+    """A working directory with a run and a sweep of eleven points, whose numbers version 0.7 did not write."""
     monkeypatch.chdir(tmp_path)
     write_submission(tmp_path / "runs" / "one", "12")
     write_submission(tmp_path / "runs" / "sweep", "20")
     script = str(tmp_path / "runs" / "sweep" / "train.sbatch")
     for number in range(1, 12):
-        write_submission(tmp_path / "runs" / "sweep" / f"point-{number}", f"20_{number}", script=script)
+        point = {} if request.param == "0.7" else {"point": number}
+        write_submission(tmp_path / "runs" / "sweep" / f"point-{number}", f"20_{number}", script=script, **point)
     write_attempt(tmp_path / "runs" / "local", steps=[1])
     return tmp_path
 
@@ -38,6 +39,14 @@ def test_a_directory_is_its_run_and_a_sweep_its_points_in_their_order(place: Pat
     assert sweep.is_sweep and names(sweep) == [f"point-{number}" for number in range(1, 12)]
     with pytest.raises(InputError, match=r"11 points.* runs/sweep/point-1$"):
         one_run(sweep, "runs/sweep")
+
+
+def test_a_point_is_known_by_its_number_whatever_its_folder_is_called(tmp_path: Path):
+    for name, number in (("small", 2), ("large", 1), ("point-7", None)):
+        write_submission(tmp_path / "sweep" / name, "20", point=number)
+    found = find_runs(str(tmp_path / "sweep"), NO_SLURM)
+    assert names(found) == ["large", "small"] and [files.point for files in found.runs] == [1, 2]
+    assert read_run(tmp_path / "sweep" / "point-7").point is None
 
 
 def test_a_job_is_found_by_the_files_of_its_run(place: Path):

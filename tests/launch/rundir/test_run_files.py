@@ -14,7 +14,7 @@ from trainer.spec.report import Ending
 def test_an_empty_directory_tells_nothing(tmp_path: Path):
     files = read_run(tmp_path)
     assert (files.attempt, files.step, files.rows, files.job_ids) == (0, None, (), ())
-    assert files.plan is None and files.report is None and files.sign_s is None and not files.has_told_its_end
+    assert files.plan is None and files.report is None and files.heartbeat_s is None and not files.has_final_report
 
 
 def test_a_run_is_told_by_its_newest_attempt(tmp_path: Path):
@@ -28,9 +28,9 @@ def test_a_run_is_told_by_its_newest_attempt(tmp_path: Path):
     assert [row["step"] for row in files.rows] == [3, 4]
     assert files.plan is not None and files.plan.schedule.num_steps == 100
     assert files.checkpoint == tmp_path / "checkpoints" / "step-00000004"
-    assert files.report is not None and not files.has_told_its_end, "it tells of the first attempt alone"
+    assert files.report is not None and not files.has_final_report, "it tells of the first attempt alone"
     write_report(tmp_path, Ending.FINISHED, attempt=2)
-    assert read_run(tmp_path).has_told_its_end
+    assert read_run(tmp_path).has_final_report
 
 
 def test_jobs_are_those_that_were_submitted_chained_and_started(tmp_path: Path):
@@ -82,7 +82,7 @@ def test_the_last_sign_of_life_is_the_youngest(tmp_path: Path):
     for path in (folder / "status.json", tmp_path / "metrics.jsonl"):
         age(path, 500)
     beat = folder / "heartbeats" / "rank-0"
-    assert read_run(tmp_path).sign_s == beat.stat().st_mtime
+    assert read_run(tmp_path).heartbeat_s == beat.stat().st_mtime
 
 
 def test_the_output_of_the_newest_start_comes_last(tmp_path: Path):

@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 from run_factory import age, write_attempt, write_report, write_start, write_submission
 
-from launch.rundir.cancel_flag import MARK
+from launch.rundir.cancel_flag import CANCEL_FLAG
 from launch.rundir.files import read_run
-from launch.rundir.lock import Holder
-from launch.rundir.state import RunState, Witness, judge, seconds_left, status_of
+from launch.rundir.lock import LockOwner
+from launch.rundir.state import Liveness, RunState, judge, seconds_left, status_of
 from slurm.jobs import EndedJob, QueuedJob
 from trainer.spec.report import Ending
 
 RUNNING = QueuedJob(job_id="12", state="RUNNING", nodes="n1")
 WAITING = QueuedJob(job_id="13", state="PENDING", reason="Priority")
-NOBODY = Witness(jobs=())
-HERE = Holder(4711, os.uname().nodename)
+NOBODY = Liveness(jobs=())
+HERE = LockOwner(4711, os.uname().nodename)
 
 
-def judged(run_dir: Path, witness: Witness) -> tuple[RunState, str]:
-    return judge(read_run(run_dir), witness, now_s=time.time())
+def judged(run_dir: Path, liveness: Liveness) -> tuple[RunState, str]:
+    return judge(read_run(run_dir), liveness, now_s=time.time())
 
 
 @pytest.fixture
@@ -32,27 +32,27 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_a_job_that_waits_is_a_run_that_waits(run_dir):
-    state, words = judged(run_dir, Witness(jobs=(WAITING,)))
+    state, words = judged(run_dir, Liveness(jobs=(WAITING,)))
     assert state is RunState.WAITING and "job 13" in words
     write_attempt(run_dir, steps=[1])
     write_report(run_dir, Ending.PREEMPTED, step=1)
-    state, words = judged(run_dir, Witness(jobs=(WAITING,)))
+    state, words = judged(run_dir, Liveness(jobs=(WAITING,)))
     assert state is RunState.WAITING and "job 13" in words and "go on" in words
 
 
 def test_a_job_that_runs_starts_before_its_first_attempt_and_runs_after(run_dir):
-    assert judged(run_dir, Witness(jobs=(WAITING, RUNNING)))[0] is RunState.STARTING
+    assert judged(run_dir, Liveness(jobs=(WAITING, RUNNING)))[0] is RunState.STARTING
     write_attempt(run_dir, steps=[1])
-    state, words = judged(run_dir, Witness(jobs=(WAITING, RUNNING)))
+    state, words = judged(run_dir, Liveness(jobs=(WAITING, RUNNING)))
     assert state is RunState.RUNNING and "job 12" in words
 
 
 def test_a_process_that_holds_the_directory_is_a_run_that_runs(tmp_path):
     write_attempt(tmp_path, steps=[1])
-    state, words = judged(tmp_path, Witness(jobs=None, holder=HERE))
+    state, words = judged(tmp_path, Liveness(jobs=None, owner=HERE))
     assert state is RunState.RUNNING and "process 4711" in words
     write_report(tmp_path, Ending.FAILED)
-    _, words = judged(tmp_path, Witness(jobs=None, holder=HERE))
+    _, words = judged(tmp_path, Liveness(jobs=None, owner=HERE))
     assert "attempt 1" in words and "failed" in words
 
 
@@ -70,7 +70,7 @@ def test_a_report_of_an_earlier_attempt_does_not(run_dir):
     write_start(run_dir, "12")
     write_attempt(run_dir, 2, steps=[2])
     ended = EndedJob(job_id="12", state="TIMEOUT")
-    state, words = judged(run_dir, Witness(jobs=(), ended=ended))
+    state, words = judged(run_dir, Liveness(jobs=(), ended=ended))
     assert state is RunState.LOST and all(fact in words for fact in ("job 12", "time limit", "attempt 2"))
 
 
@@ -78,7 +78,7 @@ def test_a_job_that_never_started_or_never_came_to_an_attempt(run_dir):
     assert judged(run_dir, NOBODY)[0] is RunState.NOT_STARTED
     write_start(run_dir, "12")
     ended = EndedJob(job_id="12", state="FAILED", exit_code=3)
-    state, words = judged(run_dir, Witness(jobs=(), ended=ended))
+    state, words = judged(run_dir, Liveness(jobs=(), ended=ended))
     assert state is RunState.FAILED and "no strategy fits" in words
 
 
@@ -86,7 +86,7 @@ def test_where_slurm_does_not_answer_that_is_said_with_the_last_sign_of_life(run
     folder = write_attempt(run_dir, steps=[1])
     for path in (folder / "status.json", folder / "heartbeats" / "rank-0", run_dir / "metrics.jsonl"):
         age(path, 125)
-    state, words = judged(run_dir, Witness(jobs=None, problem="squeue: no answer"))
+    state, words = judged(run_dir, Liveness(jobs=None, problem="squeue: no answer"))
     assert state is RunState.UNKNOWN and not state.is_alive
     assert "squeue: no answer" in words and " 2 min 0" in words
 
@@ -94,23 +94,23 @@ def test_where_slurm_does_not_answer_that_is_said_with_the_last_sign_of_life(run
 def test_a_run_that_goes_on_by_a_job_is_not_over_where_slurm_does_not_answer(run_dir):
     write_attempt(run_dir, steps=[1])
     write_report(run_dir, Ending.PREEMPTED, step=1)
-    assert judged(run_dir, Witness(jobs=None, problem="no answer"))[0] is RunState.UNKNOWN
+    assert judged(run_dir, Liveness(jobs=None, problem="no answer"))[0] is RunState.UNKNOWN
     write_report(run_dir, Ending.FINISHED)
-    assert judged(run_dir, Witness(jobs=None, problem="no answer"))[0] is RunState.FINISHED
+    assert judged(run_dir, Liveness(jobs=None, problem="no answer"))[0] is RunState.FINISHED
 
 
 def test_a_run_of_another_machine_cannot_be_seen_from_here(tmp_path):
     write_attempt(tmp_path, steps=[1])
-    state, words = judged(tmp_path, Witness(jobs=None, last_holder=Holder(5, "n3")))
+    state, words = judged(tmp_path, Liveness(jobs=None, recorded_owner=LockOwner(5, "n3")))
     assert state is RunState.UNKNOWN and "process 5 on n3" in words
-    assert judged(tmp_path, Witness(jobs=None, last_holder=HERE))[0] is RunState.LOST
+    assert judged(tmp_path, Liveness(jobs=None, recorded_owner=HERE))[0] is RunState.LOST
 
 
 def test_a_cancelled_run_was_stopped_and_waits_for_nothing(run_dir):
     write_attempt(run_dir, steps=[1])
     write_report(run_dir, Ending.PREEMPTED, step=1)
     assert "nothing waits" in judged(run_dir, NOBODY)[1]
-    (run_dir / MARK).write_text("cancelled\n")
+    (run_dir / CANCEL_FLAG).write_text("cancelled\n")
     state, words = judged(run_dir, NOBODY)
     assert state is RunState.STOPPED and "step 1" in words
 
@@ -124,13 +124,13 @@ def test_what_is_left_is_the_steps_left_at_their_mean(tmp_path):
 
 def test_a_status_holds_what_a_person_wants_to_know(run_dir):
     write_attempt(run_dir, steps=[1, 2, 3])
-    witness = Witness(jobs=(RUNNING,))
-    status = status_of(read_run(run_dir), witness, now_s=time.time(), last_line="step 3", logs=("log",))
+    liveness = Liveness(jobs=(RUNNING,))
+    status = status_of(read_run(run_dir), liveness, now_s=time.time(), last_line="step 3", logs=("log",))
     assert (status.step, status.num_steps, status.loss, status.tokens_per_s) == (3, 100, 4.97, 1234.0)
     assert (status.lr, status.memory_peak_bytes, status.seconds_left) == (3e-4, 7 * 2**20, 194.0)
     assert (status.num_attempts, status.num_ranks, status.phase) == (1, 1, "training")
     assert status.silent_s is not None and status.ended_job is None
     ended = EndedJob(job_id="12", state="COMPLETED")
     write_report(run_dir, Ending.FINISHED)
-    status = status_of(read_run(run_dir), Witness(jobs=(), ended=ended), now_s=time.time(), last_line=None, logs=())
+    status = status_of(read_run(run_dir), Liveness(jobs=(), ended=ended), now_s=time.time(), last_line=None, logs=())
     assert status.ended_job == ended and status.seconds_left is None and status.phase is None

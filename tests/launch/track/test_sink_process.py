@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 from report_factory import make_report
+from run_factory import write_submission
 from sink_factory import (
     LastWord,
     Sinks,
@@ -219,6 +220,7 @@ def test_what_is_asked_of_the_sinks_is_what_the_job_says(tmp_path):
 
 def test_without_a_name_it_is_the_run_directory_and_a_point_says_its_sweep(tmp_path):
     assert order_of(logged_plan(), tmp_path / "bot-1", {}).name == "bot-1"
+    write_submission(tmp_path / "sweep-1" / "point-3", point=3)
     point = order_of(logged_plan(), tmp_path / "sweep-1" / "point-3", {})
     assert (point.name, point.group) == ("sweep-1 point-3", "sweep-1")
     assert order_of(logged_plan(name="mine"), tmp_path / "sweep-1" / "point-3", {}).name == "mine point-3"

@@ -7,6 +7,8 @@ a line to `JOBS_FILE` each time it starts.
 
 from typing import NamedTuple
 
+import msgspec
+
 from trainer.spec.hardware import Hardware
 from trainer.spec.value import Value
 
@@ -27,6 +29,7 @@ class Submission(Value, frozen=True, kw_only=True):
     time_limit_s: int | None = None  # of one job; None: the partition's default
     job_ids: tuple[str, ...] = ()  # in the order in which they run; of a point of an array ID_INDEX
     overrides: tuple[str, ...] = ()  # of a point: its key=value
+    point: int | msgspec.UnsetType | None = msgspec.UNSET  # of a sweep, from 1; None: no point; unset: by version 0.7
 
 
 class JobStart(NamedTuple):
