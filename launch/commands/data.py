@@ -13,27 +13,13 @@ from pathlib import Path
 from launch.inputs.prepare_data import prepare_data
 from launch.plan.gather import read_inputs
 from launch.terminal import Console
-from trainer.spec.data.objectives import objective_of
 from trainer.spec.data.profile import DataProfile, LengthHistogram
+from trainer.spec.data.shapes import SHAPES, objective_of
 from trainer.spec.errors import EnvironmentFaultError, ExitCode
-from trainer.spec.job.sections import DataFormat, Job, LossOn
+from trainer.spec.job.sections import Job, LossOn
 from trainer.spec.units import format_count
 
 _BAR = 40  # columns of the longest
-_LEARNED = {
-    DataFormat.TEXT: "every token",
-    DataFormat.TOKENS: "what the rows mark, else every token",
-    DataFormat.CHAT: "what the assistant says",
-    DataFormat.PROMPT_COMPLETION: "the completion",
-    DataFormat.PREFERENCE: "which of two answers is the better one",
-}
-_NOUNS = {
-    DataFormat.TEXT: "texts",
-    DataFormat.TOKENS: "rows of tokens",
-    DataFormat.CHAT: "chats",
-    DataFormat.PROMPT_COMPLETION: "prompts with completions",
-    DataFormat.PREFERENCE: "preferences",
-}
 
 
 def run_data(job_path: Path, overrides: Sequence[str], console: Console) -> ExitCode:
@@ -54,13 +40,13 @@ def describe_data(profile: DataProfile, job: Job) -> Iterator[str]:
     objective = objective_of(job.train.objective, profile.format)
     where = " in the first window of a stream" if profile.is_stream else ""
     num_tokens = format_count(profile.num_tokens)
-    yield f"{profile.num_documents:,} {_NOUNS[profile.format]} to learn from{where}, {num_tokens} tokens"
+    yield f"{profile.num_documents:,} {SHAPES[profile.format].plural} to learn from{where}, {num_tokens} tokens"
     yield f"  objective    {objective}: {_learned_words(profile, job)}"
     if profile.is_packed:
         full = "" if profile.packing_efficiency is None else f", {profile.packing_efficiency:.1%} full"
         yield f"  rows         {rows} of at most {seq_len} tokens, whole documents packed together{full}"
     else:
-        pairs = "pairs of rows" if profile.format is DataFormat.PREFERENCE else "rows"
+        pairs = "pairs of rows" if SHAPES[profile.format].rows_per_example == 2 else "rows"
         yield f"  rows         {rows} {pairs}, the longest {profile.longest_row:,} tokens"
     held_out = f"{profile.num_eval_rows:,} rows, {format_count(profile.num_eval_tokens)} tokens"
     yield f"  held out     {held_out if profile.num_eval_rows else 'nothing'}"
@@ -75,8 +61,8 @@ def describe_data(profile: DataProfile, job: Job) -> Iterator[str]:
 
 
 def _learned_words(profile: DataProfile, job: Job) -> str:
-    what = _LEARNED[profile.format] if job.data.loss_on is LossOn.AUTO else f"loss on {job.data.loss_on}"
-    if profile.num_targets is None or profile.format is DataFormat.PREFERENCE:
+    what = SHAPES[profile.format].learned if job.data.loss_on is LossOn.AUTO else f"loss on {job.data.loss_on}"
+    if profile.num_targets is None or SHAPES[profile.format].rows_per_example == 2:
         return what
     span = "the window" if profile.is_stream else "an epoch"
     return f"{what}, {format_count(profile.num_targets)} tokens of {span} ({_share(profile):.0%})"

@@ -13,7 +13,7 @@ from typing import IO
 import msgspec
 
 from trainer.spec.data.request import ROW_SUFFIXES, PrepareRequest, SourceFile, compression, content_suffix
-from trainer.spec.data.row_fields import fitting_shapes, names_of, shape_of_row
+from trainer.spec.data.shapes import column_names, fitting_shapes, shape_of_row
 from trainer.spec.job.sections import DataFormat
 
 _LONGEST_ROW = 2**20  # bytes; a longer one is not looked at
@@ -27,7 +27,9 @@ def shape_of_first_row(listed: PrepareRequest) -> DataFormat | None:
         return None
     columns = _columns(file)
     fields = listed.fields
-    return shape_of_row(lambda field: any(name in columns for name in names_of(field, fields)), fitting_shapes(fields))
+    return shape_of_row(
+        lambda field: any(name in columns for name in column_names(field, fields)), fitting_shapes(fields)
+    )
 
 
 def _columns(file: SourceFile) -> Sequence[str]:

@@ -16,7 +16,7 @@ from trainer.planning.memory.parts import grouped
 from trainer.planning.run.padding import document_tokens
 from trainer.planning.simulated import named_events
 from trainer.spec import codec
-from trainer.spec.data.objectives import objective_of, rows_per_example
+from trainer.spec.data.shapes import objective_of, rows_per_example
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
 from trainer.spec.messages.simulation import Simulation, SimulationRequest
 from trainer.spec.plan import Candidate, MemoryEstimate, Plan

@@ -26,9 +26,9 @@ from trainer.planning.planner import make_plan
 from trainer.planning.run.data_estimate import estimate_data
 from trainer.planning.tables.gpu_names import hardware_from_spec
 from trainer.spec.calibration import Calibration
-from trainer.spec.data.objectives import shape_before_reading
 from trainer.spec.data.profile import DataProfile
 from trainer.spec.data.request import PrepareRequest
+from trainer.spec.data.shapes import Encoding, assumed_shape, encoding_of
 from trainer.spec.errors import InputError
 from trainer.spec.hardware import Hardware, Host
 from trainer.spec.job.sections import Allowance, DataFormat, Job
@@ -150,7 +150,7 @@ def make_request(
             f'model.tokenizer: "train" cannot serve {shape.model_type}: transformers would read it back by other '
             "rules; name a folder that has a tokenizer, or another model type"
         )
-    if job.model.tokenizer == "train" or (tokenizer_path is None and job.data.format is DataFormat.TOKENS):
+    if job.model.tokenizer == "train" or (tokenizer_path is None and encoding_of(job.data.format) is Encoding.TOKENS):
         tokenizer = None
     elif tokenizer_path is not None:
         tokenizer = tokenizer_path
@@ -269,7 +269,7 @@ def _shape_unread(inputs: PlanInputs) -> DataFormat:
     """What the rows are: as the job states, as the first of them looks, or as its objective needs them."""
     stated, objective = inputs.request.format, inputs.resolved.job.train.objective
     seen = shape_of_first_row(inputs.request) if stated is DataFormat.AUTO else None
-    return seen or shape_before_reading(objective, stated)
+    return seen or assumed_shape(objective, stated)
 
 
 def plan_inputs(

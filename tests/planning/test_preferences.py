@@ -11,8 +11,8 @@ from trainer.planning.explain.plan_page import explain_plan
 from trainer.planning.memory import estimate_memory
 from trainer.planning.run.data_estimate import estimate_data
 from trainer.planning.setting import RecipeChoices
-from trainer.spec.data.objectives import shape_before_reading
 from trainer.spec.data.profile import DataProfile
+from trainer.spec.data.shapes import assumed_shape
 from trainer.spec.errors import InputError
 from trainer.spec.job.sections import DataFormat, DataJob, Objective
 from trainer.spec.messages.extension import Extension, Hook
@@ -105,7 +105,7 @@ def test_rows_that_an_objective_cannot_learn_from_are_refused(objective: Objecti
 
 
 def test_preferences_that_nobody_has_read_are_planned_as_pairs() -> None:
-    shape = shape_before_reading(Objective.DPO, DataFormat.AUTO)
+    shape = assumed_shape(Objective.DPO, DataFormat.AUTO)
     data = estimate_data(num_bytes=10**8, seq_len=2048, vocab_size=128256, eval_share=0.01, shape=shape)
     rows = estimate_data(num_bytes=10**8, seq_len=2048, vocab_size=128256, eval_share=0.01)
     assert (data.format, data.is_packed, data.num_rows) == (DataFormat.PREFERENCE, False, rows.num_rows // 2)

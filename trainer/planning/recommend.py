@@ -20,7 +20,8 @@ from trainer.planning.reasons.certainty import usual_error
 from trainer.planning.search.choice import survey
 from trainer.planning.search.settings_search import best_candidate, loss_handicap
 from trainer.spec.calibration import RatesSource
-from trainer.spec.job.sections import Allowance, DataFormat
+from trainer.spec.data.shapes import SHAPES
+from trainer.spec.job.sections import Allowance
 from trainer.spec.messages.saving import saving_choice
 from trainer.spec.plan import Candidate, Plan
 from trainer.spec.report import Report
@@ -151,7 +152,7 @@ def _waiting(_: PlanningContext, __: Plan, ___: Report, observed: Observed) -> I
 
 def _padding(_: PlanningContext, plan: Plan, __: Report, observed: Observed) -> Iterator[Recommendation]:
     """Pairs are compared row by row and cannot be packed."""
-    if observed.padding_share is None or plan.data.is_packed or plan.data.format is DataFormat.PREFERENCE:
+    if observed.padding_share is None or plan.data.is_packed or SHAPES[plan.data.format].rows_per_example == 2:
         return
     gain = _without(observed.padding_share)
     text = f"{observed.padding_share:.0%} of the positions are padding: data.packing=true is predicted {gain:.2f}x"

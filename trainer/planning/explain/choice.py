@@ -7,8 +7,8 @@ from trainer.planning.context import PlanningContext
 from trainer.planning.device import device_of
 from trainer.planning.memory.recipe import dims_of, recipe_of
 from trainer.planning.page.content import Section, Sentence
+from trainer.spec.data.shapes import SHAPES
 from trainer.spec.hardware import Hardware
-from trainer.spec.job.sections import DataFormat
 from trainer.spec.messages.saving import saving_choice
 from trainer.spec.model.shape import ModelShape
 from trainer.spec.plan import Candidate, Plan
@@ -141,7 +141,7 @@ def _batch_line(plan: Plan) -> str:
     chosen = plan.chosen
     ranks = f"{chosen.num_ranks} rank{'s' if chosen.num_ranks > 1 else ''}"
     size = f"{chosen.micro_batch} x {chosen.seq_len} tokens"
-    if plan.data.format is DataFormat.PREFERENCE:
+    if SHAPES[plan.data.format].rows_per_example == 2:
         size = f"{chosen.micro_batch} pair{'s' if chosen.micro_batch > 1 else ''} of rows of {chosen.seq_len} tokens"
     return (
         f"micro batch {size}, accumulation {chosen.accumulation}, {ranks}: "

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from trainer.planning.run.padding import padding_share, widths_at
 from trainer.spec.data.profile import DataProfile
-from trainer.spec.job.sections import DataFormat
+from trainer.spec.data.shapes import SHAPES
 
 WORTH_SAYING = 0.005  # of the tokens
 
@@ -34,7 +34,7 @@ def _words(data: DataProfile, mean_tokens: float, mean_cut: float, micro_batch: 
         kept = f", and keeps {lost:.0%} of the tokens, which would be cut off at the end of a row"
         yield saved + (kept if lost > WORTH_SAYING else "")
         return
-    packing = "" if data.format is DataFormat.PREFERENCE else "; data.packing=true has none"
+    packing = "" if SHAPES[data.format].rows_per_example == 2 else "; data.packing=true has none"
     yield (
         f"{ordered:.0%} of the tokens of {batches} are padding, as rows of like length are learned together "
         f"({shuffled:.0%} in random order){packing}"

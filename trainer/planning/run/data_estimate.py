@@ -9,6 +9,7 @@ from this says so, and preparation replaces it.
 import math
 
 from trainer.spec.data.profile import DataProfile, stream_words
+from trainer.spec.data.shapes import SHAPES
 from trainer.spec.job.sections import DataFormat
 
 # (largest vocabulary, bytes of UTF-8 text a token). Small: byte-level BPEs trained on Python's standard library and
@@ -37,8 +38,8 @@ def estimate_data(
     Of a stream, whose windows have `window_bytes`, that of the first window.
     """
     num_bytes = num_bytes if window_bytes is None else min(num_bytes, window_bytes)
-    is_paired = shape is DataFormat.PREFERENCE
-    row_tokens = 2 * seq_len if is_paired else seq_len
+    rows_per_example = SHAPES[shape].rows_per_example
+    row_tokens = rows_per_example * seq_len
     length = bytes_per_token(vocab_size)
     num_tokens = int(num_bytes / length)
     num_eval_tokens = int(num_tokens * (eval_share or 0))
@@ -49,7 +50,7 @@ def estimate_data(
         num_rows=max(1, num_train_tokens // row_tokens),
         num_tokens=num_train_tokens,
         longest_row=seq_len,
-        is_packed=is_packed and not is_paired,
+        is_packed=is_packed and rows_per_example == 1,
         fingerprint="estimated",
         vocab_size=vocab_size,
         num_eval_rows=-(-num_eval_tokens // row_tokens),

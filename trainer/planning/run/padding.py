@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from trainer.planning.setting import RecipeChoices
 from trainer.spec.data.profile import BatchWidth, DataProfile, LengthHistogram
-from trainer.spec.job.sections import DataFormat
+from trainer.spec.data.shapes import SHAPES
 
 # Batches are padded to a multiple of it where seq_len allows. No kernel that a rank runs is compiled for each width.
 WIDTH_MULTIPLE = 8
@@ -37,8 +37,10 @@ def mean_width(data: DataProfile | None, micro_batch: int, *, seq_len: int) -> f
 
 def row_recipe(data: DataProfile | None, *, seq_len: int) -> RecipeChoices:
     """What the data says about the rows of a setting."""
-    is_paired = data is not None and data.format is DataFormat.PREFERENCE
-    return RecipeChoices(rows_per_example=2 if is_paired else 1, document_tokens=document_tokens(data, seq_len=seq_len))
+    return RecipeChoices(
+        rows_per_example=1 if data is None else SHAPES[data.format].rows_per_example,
+        document_tokens=document_tokens(data, seq_len=seq_len),
+    )
 
 
 def document_tokens(data: DataProfile | None, *, seq_len: int) -> float | None:

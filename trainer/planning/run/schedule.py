@@ -11,8 +11,8 @@ import math
 from typing import NamedTuple
 
 from trainer.planning.tables.learning_rates import DefaultRate, default_rate
-from trainer.spec.data.objectives import objective_of, rows_per_example
 from trainer.spec.data.profile import DataProfile
+from trainer.spec.data.shapes import objective_of, rows_per_example
 from trainer.spec.errors import InputError
 from trainer.spec.job.kinds import Every, Warmup
 from trainer.spec.job.sections import Job, Objective, TrainJob

@@ -13,8 +13,8 @@ from trainer.planning.rules.incompatible_settings import SETTINGS
 from trainer.planning.rules.rule import Refusal, pinned_combination, refuse
 from trainer.planning.search.settings_choices import attention_words, every_n, missing_flash, obstacle_to_flash
 from trainer.planning.tables.catalogue import CATALOGUE
-from trainer.spec.data.objectives import SHAPES, objective_of
 from trainer.spec.data.profile import DataProfile
+from trainer.spec.data.shapes import objective_of, shapes_for
 from trainer.spec.errors import InputError, InputProblemsError
 from trainer.spec.job.sections import Job, Objective
 from trainer.spec.messages.extension import Hook
@@ -36,8 +36,8 @@ def check_job(job: Job, shape: ModelShape, data: DataProfile) -> None:
 def check_objective(job: Job, data: DataProfile, hooks: Sequence[Hook]) -> None:
     """InputError where the job says something that its objective, or a function of the user's, leaves no room for."""
     pinned, objective = job.pin.loss, job.train.objective
-    fitting = SHAPES.get(objective)
-    if fitting is not None and data.format not in fitting:
+    fitting = shapes_for(objective)
+    if data.format not in fitting:
         raise InputError(
             f"train.objective: {objective} learns from {' or '.join(fitting)} rows; data.train holds {data.format}"
         )

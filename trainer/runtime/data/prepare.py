@@ -67,6 +67,7 @@ from trainer.runtime.run.process import end_with_parent
 from trainer.spec import codec
 from trainer.spec.data.profile import DataProfile
 from trainer.spec.data.request import PrepareRequest, SourceFile, content_suffix
+from trainer.spec.data.shapes import SHAPES, Encoding, ShapeFacts
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
 from trainer.spec.job.sections import DataFormat, LossOn
 
@@ -89,6 +90,11 @@ class Work(NamedTuple):
         return is_packed(self.request, self.shape)
 
     @property
+    def facts(self) -> ShapeFacts:
+        """Facts about that shape."""
+        return SHAPES[self.shape]
+
+    @property
     def shape(self) -> DataFormat:
         """What the rows are."""
         return self.sources.reading.format
@@ -96,7 +102,7 @@ class Work(NamedTuple):
 
 def is_packed(request: PrepareRequest, shape: DataFormat) -> bool:
     """Packed unless the job says otherwise; rows that came tokenised stay the rows they are, and pairs are two."""
-    return shape not in (DataFormat.TOKENS, DataFormat.PREFERENCE) if request.packing is None else request.packing
+    return SHAPES[shape].packs_by_default if request.packing is None else request.packing
 
 
 def prepare(request: PrepareRequest, report: Callable[[str], None]) -> DataProfile:
@@ -124,9 +130,10 @@ def prepare_cached(request: PrepareRequest, sources: Sources, build: Callable[[W
 
 def _check_shape(request: PrepareRequest, shape: DataFormat) -> None:
     """InputError where the rows have nothing of what the job says of them."""
-    if shape is DataFormat.PREFERENCE and request.packing:
+    facts = SHAPES[shape]
+    if facts.rows_per_example > 1 and request.packing:
         raise InputError("data.packing: pairs of rows are compared and cannot be packed; leave it out")
-    if shape in (DataFormat.TEXT, DataFormat.TOKENS) and request.loss_on in (LossOn.COMPLETION, LossOn.ASSISTANT):
+    if facts.encoding is not Encoding.RENDERED and request.loss_on in (LossOn.COMPLETION, LossOn.ASSISTANT):
         raise InputError(
             f"data.loss_on: {request.loss_on} is asked for, and the rows are {shape}, in which nobody is told apart;\n"
             "leave it out, or give rows of chats or of prompts and completions"
@@ -178,7 +185,7 @@ def _template_identity(request: PrepareRequest, shape: DataFormat) -> tuple[str,
 
 def _template(request: PrepareRequest, shape: DataFormat) -> ChatTemplate | None:
     """The chat template of rows that hold messages; None where there is none, or no use for it."""
-    if shape in (DataFormat.TEXT, DataFormat.TOKENS):
+    if SHAPES[shape].encoding is not Encoding.RENDERED:
         return None
     return load_chat_template(request.chat_template, None if request.tokenizer is None else Path(request.tokenizer))
 
@@ -196,7 +203,7 @@ def build(work: Work) -> Built:
     tokenizer = _tokenizer(work, census)
     rows = write_rows(work, census, tokenizer)
     _check_enough(work.request, rows)
-    per_example = 2 if work.shape is DataFormat.PREFERENCE else 1
+    per_example = work.facts.rows_per_example
     has_entropy = len(rows.held_out) > 0 and per_example == 1
     lengths = rows.train[:, 1]
     cut = np.minimum(rows.documents, work.request.seq_len) if work.is_packed else lengths
@@ -237,7 +244,7 @@ def _tokenizer(work: Work, census: Census) -> TextTokenizer | None:
         tokenizer = load_tokenizer(Path(request.tokenizer))
         _check_vocabulary(tokenizer, request)
         copy_tokenizer(tokenizer, Path(request.tokenizer), folder)
-    elif work.shape is DataFormat.TOKENS:
+    elif work.facts.encoding is Encoding.TOKENS:
         return None
     else:
         reserved = () if template is None else written_tokens(template)
@@ -348,14 +355,14 @@ def _row_shape(work: Work, tokenizer: TextTokenizer | None) -> RowShape:
 
     What was rendered has its own ends.
     """
-    is_text = work.shape is DataFormat.TEXT
-    needs_eos = is_text or (work.shape is DataFormat.TOKENS and work.is_packed)
+    is_text = work.facts.encoding is Encoding.TEXT
+    needs_eos = is_text or (work.facts.encoding is Encoding.TOKENS and work.is_packed)
     return RowShape(
         seq_len=work.request.seq_len,
         is_packed=work.is_packed,
         eos_id=tokenizer.eos_id if tokenizer and needs_eos else None,
         document_prefix=tokenizer.document_prefix if tokenizer and is_text else (),
-        rows_per_example=2 if work.shape is DataFormat.PREFERENCE else 1,
+        rows_per_example=work.facts.rows_per_example,
         pad_id=tokenizer.pad_id if tokenizer else 0,
     )
 
@@ -364,10 +371,10 @@ def _rendered(work: Work, census: Census, tokenizer: TextTokenizer | None) -> It
     """Every unit in order with its token ids, or with the reason why it has none."""
     batches = _batches(units_of(work.sources, census.split, "tokenising"))
     request = work.request
-    if tokenizer is None or work.shape is DataFormat.TOKENS:
+    if tokenizer is None or work.facts.encoding is Encoding.TOKENS:
         for batch in batches:
             yield from ((unit, unit.content) for unit in batch if isinstance(unit.content, TokenIds))
-    elif work.shape is DataFormat.TEXT:
+    elif work.facts.encoding is Encoding.TEXT:
         for batch in batches:
             encoded = tokenizer.encode([unit.content for unit in batch if isinstance(unit.content, str)])
             for unit, ids in zip(batch, encoded, strict=True):

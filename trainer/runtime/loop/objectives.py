@@ -24,7 +24,7 @@ from trainer.runtime.loop.session import Session
 from trainer.runtime.loop.step import Objective, Terms, TokenLoss, forward
 from trainer.runtime.loss.head import Answer
 from trainer.runtime.run.extension import Hooks
-from trainer.spec.data.objectives import objective_of
+from trainer.spec.data.shapes import objective_of
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.job import sections as job
 from trainer.spec.messages.extension import Hook

@@ -8,7 +8,7 @@ one line. A rule sees values only: writing a default out, as the resolved job.ya
 from collections.abc import Callable
 from typing import NamedTuple
 
-from trainer.spec.data.objectives import SHAPES
+from trainer.spec.data.shapes import SHAPES, Encoding, encoding_of, shapes_for
 from trainer.spec.job.kinds import one_of
 from trainer.spec.job.sections import BadRows, DataFormat, Job, LossOn, Objective
 from trainer.spec.strategy import Checkpointing, Method, Offload, Optimizer, Precision, Sharding
@@ -58,7 +58,7 @@ def _tokenizer(job: Job) -> str | None:
 
 
 def _tokens_need_tokenizer(job: Job) -> str | None:
-    if job.data.format is not DataFormat.TOKENS or job.model.tokenizer != "train":
+    if encoding_of(job.data.format) is not Encoding.TOKENS or job.model.tokenizer != "train":
         return None
     return "data.format: tokens and model.tokenizer: train exclude each other; name the one they were made with"
 
@@ -123,30 +123,26 @@ def _scratch_objective(job: Job) -> str | None:
     return "train.objective: dpo and model.config exclude each other; it starts from a trained model: write model.name"
 
 
-_LOSS_FORMATS: dict[LossOn, tuple[DataFormat, ...]] = {
-    LossOn.COMPLETION: (DataFormat.PROMPT_COMPLETION, DataFormat.CHAT),
-    LossOn.ASSISTANT: (DataFormat.CHAT,),
-}
-
-
 def _objective_format(job: Job) -> str | None:
     objective = job.train.objective
-    return _other_format(job, f"train.objective: {objective}", "learns from", SHAPES.get(objective))
+    return _other_format(job, f"train.objective: {objective}", "learns from", shapes_for(objective))
 
 
 def _loss_format(job: Job) -> str | None:
-    return _other_format(job, f"data.loss_on: {job.data.loss_on}", "needs", _LOSS_FORMATS.get(job.data.loss_on))
+    choices = (LossOn.AUTO, LossOn.ALL)
+    fitting = tuple(shape for shape, facts in SHAPES.items() if job.data.loss_on in (*choices, *facts.loss_on))
+    return _other_format(job, f"data.loss_on: {job.data.loss_on}", "needs", fitting)
 
 
-def _other_format(job: Job, what: str, verb: str, fitting: tuple[DataFormat, ...] | None) -> str | None:
-    """Where the format is not among the `fitting` ones; None: all are."""
-    if fitting is None or job.data.format is DataFormat.AUTO or job.data.format in fitting:
+def _other_format(job: Job, what: str, verb: str, fitting: tuple[DataFormat, ...]) -> str | None:
+    """The clash of a stated format that is not among the `fitting` ones."""
+    if job.data.format is DataFormat.AUTO or job.data.format in fitting:
         return None
     return f"{what} and data.format: {job.data.format} exclude each other; it {verb} {one_of(fitting)}"
 
 
 def _template_format(job: Job) -> str | None:
-    if job.data.chat_template is None or job.data.format not in (DataFormat.TEXT, DataFormat.TOKENS):
+    if job.data.chat_template is None or encoding_of(job.data.format) in (None, Encoding.RENDERED):
         return None
     return f"data.chat_template and data.format: {job.data.format} exclude each other; leave the template out"
 

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from trainer.runtime.data.sources.examples import Chat, Completion, Content, Message, Preference, TokenIds
 from trainer.runtime.data.sources.files import BadRow, Row, decode_json, holds_rows, kind_of, read_rows
 from trainer.spec.data.request import SourceFile
-from trainer.spec.data.row_fields import FIELDS_OF_SHAPE, ROLES, fitting_shapes, names_of, shape_of_row
+from trainer.spec.data.shapes import BY_PRECEDENCE, ROLES, SHAPES, Encoding, column_names, fitting_shapes, shape_of_row
 from trainer.spec.errors import InputError
 from trainer.spec.job.sections import DataFormat
 
@@ -52,7 +52,7 @@ class Cell(NamedTuple):
 
 def find_cell(row: Row, field: str, fields: Mapping[str, str]) -> Cell | None:
     """The field's cell where the row has one that is not null; columnar files write null for what is not there."""
-    for column in names_of(field, fields):
+    for column in column_names(field, fields):
         if row.get(column) is not None:
             return Cell(column, row[column])
     return None
@@ -63,7 +63,7 @@ def require_cell(row: Row, field: str, fields: Mapping[str, str]) -> Cell:
     cell = find_cell(row, field, fields)
     if cell is not None:
         return cell
-    columns = names_of(field, fields)
+    columns = column_names(field, fields)
     null = next((column for column in columns if column in row), None)
     if null is not None:
         raise UnusableRowError(f'field "{null}" is null')
@@ -128,8 +128,9 @@ def detect_shape(
             found, example = shape, file.path
         found = DataFormat.TEXT if example is None else found
     text_file = next((file.path for file in files if not holds_rows(file)), None)
-    if found is not DataFormat.TEXT and text_file is not None:
-        what = f"{found} are" if found is DataFormat.TOKENS else f"{found} rows are"
+    encoding = SHAPES[found].encoding
+    if encoding is not Encoding.TEXT and text_file is not None:
+        what = f"{found} are" if encoding is Encoding.TOKENS else f"{found} rows are"
         raise InputError(f"data.format: {what} read from .jsonl, .csv, .parquet or .arrow files; {text_file} is text")
     _check_fields(found, fields)
     return found
@@ -150,7 +151,7 @@ def _shape_of_file(file: SourceFile, fields: Mapping[str, str], format_row: Form
     fitting = fitting_shapes(fields)
     read = [row for _, row in islice(read_rows(file), NUM_ROWS_TO_DETECT) if isinstance(row, dict) and row]
     rows = read if format_row is None else [made for row in read if (made := format_row(row))]
-    for allowed in (fitting, list(FIELDS_OF_SHAPE)):  # the second finds what is then said not to have such fields
+    for allowed in (fitting, list(BY_PRECEDENCE)):  # the second finds what is then said not to have such fields
         for row in rows:
             shape = shape_of_row(partial(_has, row, fields), allowed)
             if shape is not None:
@@ -170,7 +171,7 @@ def _has(row: Row, fields: Mapping[str, str], field: str) -> bool:
 
 
 def _check_fields(shape: DataFormat, fields: Mapping[str, str]) -> None:
-    legal = FIELDS_OF_SHAPE[shape]
+    legal = SHAPES[shape].fields
     unknown = next((name for name in fields if name not in legal), None)
     if unknown is not None:
         raise InputError(f"data.fields: {unknown} is not a field of {shape} rows; they have {', '.join(legal)}")
@@ -184,7 +185,7 @@ def example_of(row: Row, where: str, reading: RowReading) -> Content | BadRow | 
             return None
         row = made
     try:
-        return _READERS[reading.format](row, reading)
+        return READERS[reading.format](row, reading)
     except UnusableRowError as fault:
         return BadRow(where, str(fault))
 
@@ -222,9 +223,9 @@ def _chat(row: Row, reading: RowReading) -> Content:
 
 def _is_alpaca(row: Row, fields: Mapping[str, str]) -> bool:
     """Whether the row is meant so, whole or not."""
-    if "messages" in fields or any(name in row for name in names_of("messages", fields)):
+    if "messages" in fields or any(name in row for name in column_names("messages", fields)):
         return False
-    return any(name in row for field in ("instruction", "output") for name in names_of(field, fields))
+    return any(name in row for field in ("instruction", "output") for name in column_names(field, fields))
 
 
 def _alpaca(row: Row, fields: Mapping[str, str]) -> Chat:
@@ -277,7 +278,7 @@ def _learned(row: Row, ids: list[int], fields: Mapping[str, str]) -> list[bool] 
     marks = _whole_numbers(cell.value, cell.column, "labels")
     if len(marks) != len(ids):
         raise UnusableRowError(f'field "{cell.column}" has {len(marks)} entries for {len(ids)} tokens')
-    if cell.column in names_of("mask", fields):
+    if cell.column in column_names("mask", fields):
         if not set(marks) <= {0, 1}:
             raise UnusableRowError(f'field "{cell.column}" is a mask, but has entries other than 0 and 1')
         return [mark == 1 for mark in marks]
@@ -300,7 +301,7 @@ def _whole_numbers(value: object, column: str, what: str) -> list[int]:
     return numbers
 
 
-_READERS = {
+READERS = {
     DataFormat.TEXT: _text,
     DataFormat.TOKENS: _tokens,
     DataFormat.PROMPT_COMPLETION: _completion,

@@ -72,6 +72,7 @@ from trainer.spec import codec
 from trainer.spec.data.order import permuted
 from trainer.spec.data.profile import DataProfile, stream_words
 from trainer.spec.data.request import LISTING_NAME, PrepareRequest, SourceFile, content_suffix
+from trainer.spec.data.shapes import SHAPES
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, ShardwiseError
 from trainer.spec.job.sections import DataFormat
 
@@ -290,7 +291,7 @@ class WindowWriter:
         rows = write_rows(Work(self._request, sources, "", partial), census, self._tokenizer)
         window = Window(
             number=number,
-            num_examples=len(rows.train) // (2 if self._reading.format is DataFormat.PREFERENCE else 1),
+            num_examples=len(rows.train) // SHAPES[self._reading.format].rows_per_example,
             begin=begin,
             end=self._reader.places,
             num_bad_rows=census.bad_rows.num,

@@ -1,0 +1,145 @@
+"""The shapes of training rows: one row of facts for each DataFormat, which everything else asks.
+
+A new shape is a member of DataFormat, a row of SHAPES, and a reader in trainer/runtime/data/sources/rows.py.
+
+A shape is found from the columns of a row. If a row has the columns of several shapes, the first of `identified_by`
+decides: preference rows often carry the messages they were made from, and chat rows the text they were rendered to.
+`data.fields` names other columns and so selects the shape.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from enum import Enum
+
+from trainer.spec.job.sections import DataFormat, LossOn, Objective
+from trainer.spec.value import Value
+
+ROLES = ("system", "user", "assistant", "tool")
+_IN_MESSAGES = ("role", "content", *ROLES)
+_USUAL_COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "tokens": ("tokens", "input_ids"),
+    "mask": ("loss_mask", "completion_mask", "assistant_masks", "mask"),
+    "messages": ("messages", "conversations", "conversation"),
+}
+
+
+class Encoding(Enum):
+    """How rows become token ids."""
+
+    TEXT = "text"  # tokenised, between bos (where the tokenizer writes one) and eos
+    RENDERED = "rendered"  # by a chat template, or as prompt and answer; the roles of the tokens are known
+    TOKENS = "tokens"  # they are token ids already
+
+
+class ShapeFacts(Value, frozen=True, kw_only=True):
+    """Facts about one shape of rows."""
+
+    fields: tuple[str, ...]  # that `data.fields` may name columns of
+    identified_by: tuple[tuple[int, tuple[str, ...]], ...]  # (precedence, fields that a row must have)
+    encoding: Encoding
+    objective: Objective  # that `train.objective: auto` selects
+    also_for: tuple[Objective, ...] = ()  # other objectives that can learn from it
+    rows_per_example: int = 1  # 2: the rows of a pair, which are compared and cannot be packed
+    packs_by_default: bool = True
+    loss_on: tuple[LossOn, ...] = ()  # choices beside auto and all
+    plural: str
+    learned: str  # the tokens that `data.loss_on: auto` selects
+
+
+SHAPES: Mapping[DataFormat, ShapeFacts] = {
+    DataFormat.TEXT: ShapeFacts(
+        fields=("text",),
+        identified_by=((4, ("text",)),),
+        encoding=Encoding.TEXT,
+        objective=Objective.PRETRAIN,
+        plural="texts",
+        learned="every token",
+    ),
+    DataFormat.PROMPT_COMPLETION: ShapeFacts(
+        fields=("prompt", "completion", *_IN_MESSAGES),
+        identified_by=((2, ("prompt", "completion")),),
+        encoding=Encoding.RENDERED,
+        objective=Objective.SFT,
+        loss_on=(LossOn.COMPLETION,),
+        plural="prompts with completions",
+        learned="the completion",
+    ),
+    DataFormat.CHAT: ShapeFacts(
+        fields=("messages", "tools", "instruction", "input", "output", *_IN_MESSAGES),
+        identified_by=((1, ("messages",)), (3, ("instruction", "output"))),  # the latter: Alpaca
+        encoding=Encoding.RENDERED,
+        objective=Objective.SFT,
+        loss_on=(LossOn.COMPLETION, LossOn.ASSISTANT),
+        plural="chats",
+        learned="what the assistant says",
+    ),
+    DataFormat.PREFERENCE: ShapeFacts(
+        fields=("prompt", "chosen", "rejected", "messages", *_IN_MESSAGES),
+        identified_by=((0, ("chosen", "rejected")),),
+        encoding=Encoding.RENDERED,
+        objective=Objective.DPO,
+        rows_per_example=2,
+        packs_by_default=False,
+        plural="preferences",
+        learned="which of two answers is the better one",
+    ),
+    DataFormat.TOKENS: ShapeFacts(
+        fields=("tokens", "labels", "mask"),
+        identified_by=((5, ("tokens",)),),
+        encoding=Encoding.TOKENS,
+        objective=Objective.PRETRAIN,
+        also_for=(Objective.SFT,),
+        packs_by_default=False,  # each row stays the row that it is
+        plural="rows of tokens",
+        learned="what the rows mark, else every token",
+    ),
+}
+_IDENTIFICATIONS = sorted((*way, shape) for shape, facts in SHAPES.items() for way in facts.identified_by)
+BY_PRECEDENCE = tuple(dict.fromkeys(shape for _, _, shape in _IDENTIFICATIONS))
+
+
+def encoding_of(stated: DataFormat) -> Encoding | None:
+    """The encoding of rows of a stated shape; None for `auto`."""
+    return None if stated is DataFormat.AUTO else SHAPES[stated].encoding
+
+
+def column_names(field: str, fields: Mapping[str, str]) -> tuple[str, ...]:
+    """The columns that may hold a field, the preferred one first; `fields` is the job's own naming."""
+    return (fields[field],) if field in fields else _USUAL_COLUMNS.get(field, (field,))
+
+
+def fitting_shapes(fields: Mapping[str, str]) -> list[DataFormat]:
+    """The shapes that have every field the job names a column of, by precedence."""
+    return [shape for shape in BY_PRECEDENCE if set(fields) <= set(SHAPES[shape].fields)]
+
+
+def shape_of_row(has_field: Callable[[str], bool], allowed: Collection[DataFormat]) -> DataFormat | None:
+    """The first allowed shape whose fields a row has; None if it has the fields of none."""
+    for _, needed, shape in _IDENTIFICATIONS:
+        if shape in allowed and all(has_field(name) for name in needed):
+            return shape
+    return None
+
+
+def shapes_for(objective: Objective) -> tuple[DataFormat, ...]:
+    """The shapes that an objective can learn from; all for `auto`."""
+    return tuple(
+        shape for shape, facts in SHAPES.items() if objective in (Objective.AUTO, facts.objective, *facts.also_for)
+    )
+
+
+def objective_of(requested: Objective, shape: DataFormat) -> Objective:
+    """The objective of a job whose rows have this shape, never `auto`."""
+    return SHAPES[shape].objective if requested is Objective.AUTO else requested
+
+
+def assumed_shape(requested: Objective, stated: DataFormat) -> DataFormat:
+    """The shape of rows that have not been read: the job's, or the first by precedence for the objective."""
+    if stated is not DataFormat.AUTO:
+        return stated
+    objective = Objective.PRETRAIN if requested is Objective.AUTO else requested
+    return next(shape for shape in BY_PRECEDENCE if SHAPES[shape].objective is objective)
+
+
+def rows_per_example(objective: Objective) -> int:
+    """Sequences of one example: 2 for a preference, the chosen and the rejected answer."""
+    return SHAPES[assumed_shape(objective, DataFormat.AUTO)].rows_per_example
