@@ -10,7 +10,7 @@ from typing import NamedTuple
 from launch.inputs.data_files import is_of_hub
 from launch.inputs.dataset_hub import list_dataset
 from launch.inputs.dataset_splits import Part
-from launch.inputs.hub_files import hub_cache, list_snapshot
+from launch.inputs.hub import hub_cache, list_snapshot
 from launch.inputs.model_files import ModelFiles
 from launch.probe import disk_room
 from trainer.spec.job.sections import Job

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 
-from launch.inputs.flash_kernel import has_kernel
+from launch.inputs.trusted_code import has_kernel
 from launch.plan.gather import PlanInputs
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.cluster.missing_files import missing_for
-from launch.inputs.flash_kernel import kernel_of
+from launch.inputs.trusted_code import kernel_of
 from launch.plan.disk_check import needed_disk_bytes
 from launch.plan.gather import PlanInputs
 from launch.probe import disk_room

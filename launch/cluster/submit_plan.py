@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.inputs.hub_files import hub_cache
+from launch.inputs.hub import hub_cache
 from launch.job import folders
 from launch.job.layers import ResolvedJob, read_job_layers
 from launch.plan.asked_nodes import charge_of, sbatch_option

@@ -14,7 +14,7 @@ from launch.cache.entries import DAY_S, Entry, Kind, State, Survey, read_entries
 from launch.cache.prune import prune
 from launch.cache.use import read_storage, used_paths
 from launch.engine.operators import extensions_dir
-from launch.inputs.hub_files import hub_cache
+from launch.inputs.hub import hub_cache
 from launch.job import folders
 from launch.job.layers import read_personal_folders
 from launch.plan.gather import recorded_versions

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.inputs.hub_push import check_target, upload
+from launch.inputs.hub import check_target, upload
 from launch.rundir.paths import committed_checkpoints
 from launch.terminal import Console
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError

@@ -14,11 +14,10 @@ from launch.cluster.fetch_needs import Need, check_room, check_room_of, data_nee
 from launch.cluster.missing_files import missing_for
 from launch.inputs.data_files import source_bytes
 from launch.inputs.dataset_hub import dataset_files
-from launch.inputs.flash_kernel import has_kernel, load_kernel
-from launch.inputs.hub_files import hub_cache
+from launch.inputs.hub import hub_cache
 from launch.inputs.model_files import read_model_config
-from launch.inputs.prepare_data import prepare_data
-from launch.inputs.prepared_index import find_prepared
+from launch.inputs.prepare_data import find_prepared, prepare_data
+from launch.inputs.trusted_code import has_kernel, load_kernel
 from launch.job import folders
 from launch.job.layers import read_job_layers
 from launch.plan.gather import PlanInputs, read_inputs, with_weights

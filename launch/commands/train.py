@@ -15,9 +15,8 @@ from launch.attempt.retries import refuse_endless_restarts
 from launch.attempt.supervisor import StoppedEarlyError, StopRequest
 from launch.engine.attempt_files import prepare_attempt
 from launch.engine.operators import build_needed
-from launch.inputs.flash_kernel import fetch_flash_kernel
-from launch.inputs.model_code import keep_model_code
 from launch.inputs.staging import with_stages
+from launch.inputs.trusted_code import fetch_flash_kernel, keep_model_code
 from launch.job import folders
 from launch.job.extension import keep_extension
 from launch.job.layers import ResolvedJob, render_resolved

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from launch.inputs.hub_files import hub_cache
+from launch.inputs.hub import hub_cache
 from launch.job import folders
 from launch.probe.machine import read_hardware
 from launch.probe.torch_fit import TorchAnswer, ask_torch

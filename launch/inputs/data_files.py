@@ -1,17 +1,20 @@
-"""Which files a source of data is: listing and sizes only, so that planning never reads or tokenises anything.
+"""Files of a source of data: listing, sizes and the first row only, so that planning never tokenises anything.
 
 A source is a file, a folder, a data set of the Hugging Face hub, or the built-in name `python-stdlib`. A name is looked
 for on this machine first. Of a folder, files are taken by suffix, with all sub-folders, sorted, hidden and empty files
 left out:
 
-- a folder that `save_to_disk` made: the files it lists, of its split `train` or the one asked for
-- a folder of rows, or any where a subset or split is asked for: that part, as on the hub (see `dataset_splits`)
-- any other: its text, and its rows as well; `.json` files, which in a folder of text are usually somebody's settings,
-  only where there is nothing else
+- a folder that `save_to_disk` made: the files it lists, of its split `train` or the requested one
+- a folder of rows, or any folder with a subset or split: that part, as on the hub (see `dataset_splits`)
+- any other: its text, and its rows as well; `.json` files, which in a folder of text are usually settings, only if
+  there is nothing else
 
 `python-stdlib` is the Python standard library's own source code: text that is on every machine, of one kind, and large
-enough to learn from. Left out are tests, demonstrations, generated tables (`encodings`, `pydoc_data`) and whatever
-one version of Python has and the next has not, so that it is much the same text from 3.11 to 3.13.
+enough to learn from. Left out are tests, demonstrations, generated tables (`encodings`, `pydoc_data`) and modules
+that not every version of Python has, so that it is much the same text from 3.11 to 3.13.
+
+Of the first row only the columns are read, for a plan of data that is not prepared yet: the first row of a file of JSON
+lines, the header of a CSV, the schema of a Parquet file. Preparation reads more rows, and its result replaces this one.
 """
 
 import errno
@@ -19,18 +22,22 @@ import os
 import re
 import stat
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import msgspec
 
 from launch.inputs.dataset_hub import dataset_files, is_dataset_id, list_dataset, read_readme
-from launch.inputs.dataset_splits import SETTINGS_FILES, Part, files_of_part
-from launch.inputs.hub_files import hub_cache
-from launch.inputs.saved_datasets import saved_files
+from launch.inputs.dataset_splits import SETTINGS_FILES, Part, files_of_part, saved_files
+from launch.inputs.hub import hub_cache
 from trainer.spec.data.request import ROW_SUFFIXES, PrepareRequest, SourceFile, compression, content_suffix
+from trainer.spec.data.shapes import column_names, fitting_shapes, shape_of_row
 from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.job.sections import DataFormat
 from trainer.spec.job.sources import DataSource
 
 PYTHON_STDLIB = "python-stdlib"
@@ -53,6 +60,8 @@ _NEVER_READ = re.compile(
 )
 # Measured on Python sources, on prose and on Markdown (levels as the programs choose them); each within a fifth of it.
 CONTENT_PER_BYTE = {".gz": 3.6, ".zst": 3.3, ".bz2": 4.5, ".xz": 4.6, ".parquet": 2.4}
+_LONGEST_ROW = 2**20  # bytes; a longer one is not parsed
+_MODULES: Mapping[str, str] = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}  # milliseconds each, so imported on use
 
 
 class FoundFile(NamedTuple):
@@ -65,16 +74,16 @@ class FoundFile(NamedTuple):
 
 
 class _Listed(NamedTuple):
-    """A source's files, and what it was on the hub."""
+    """A source's files, and its name on the hub."""
 
     files: Sequence[FoundFile]
     reference: str | None = None  # ORG/NAME@COMMIT
 
 
 def list_files(request: PrepareRequest) -> PrepareRequest:
-    """The request with `files` and `eval_files` filled in from what its sources are on disk now.
+    """The request with `files` and `eval_files` filled in from its sources on disk.
 
-    A data set of the hub that is not in its cache is downloaded; of one that is streamed only the names are asked for.
+    A data set of the hub that is not in its cache is downloaded; of a streamed one only the names are requested.
     """
     eval_sources = (
         []
@@ -97,19 +106,19 @@ def list_files(request: PrepareRequest) -> PrepareRequest:
 
 
 def is_of_hub(source: str) -> bool:
-    """Whether a source is looked for on the hub, as nothing on this machine is called so."""
+    """True if a source is looked up on the hub, because nothing on this machine has its name."""
     if source == PYTHON_STDLIB or Path(source).expanduser().exists():
         return False
     return not _names_file(source) and is_dataset_id(source)
 
 
 def source_bytes(listed: PrepareRequest) -> int:
-    """Bytes of the listed training files as they are when decompressed, each as often as its weight draws it."""
+    """Bytes of the listed training files when decompressed, each multiplied by its weight."""
     return round(sum(file.size_bytes * _content_per_byte(file.path) * file.weight for file in listed.files))
 
 
 def _content_per_byte(path: str) -> float:
-    """How much longer the content of a compressed file usually is: nothing is read to find out."""
+    """Usual ratio of a compressed file's content to its size; nothing is read."""
     return CONTENT_PER_BYTE.get(compression(path) or content_suffix(path), 1.0)
 
 
@@ -163,7 +172,7 @@ def _refuse_part(part: Part, what: str) -> None:
 
 
 def _refuse_missing_file(source: str, path: Path, *, setting: str) -> None:
-    """InputError for what can be no data set of the hub."""
+    """Raises InputError unless the source may be a data set of the hub."""
     if _names_file(source) or not is_dataset_id(source):
         raise InputError(f"{setting}: {source} was not found: there is no {path}")
 
@@ -197,7 +206,7 @@ def _files_in_folder(folder: Path, part: Part, *, setting: str) -> Sequence[Foun
     if (saved := saved_files(folder, part, setting=setting)) is not None:
         files = [file for file in map(_found, map(str, saved)) if file is not None and file.size_bytes]
         if len(files) < len(saved):
-            raise InputError(f"{setting}: {folder} has lost some of the {len(saved)} files that its state.json lists")
+            raise InputError(f"{setting}: {folder} lacks some of the {len(saved)} files that its state.json lists")
         return files
     files = [found for found in _walk(folder) if found.size_bytes > 0]
     rows = [found for found in files if _holds_rows(found)]
@@ -273,7 +282,7 @@ def _cannot_be_listed(error: OSError) -> None:
 
 
 def _found(path: str) -> FoundFile | None:
-    """A regular file; None for a pipe, a device, or a link that leads nowhere."""
+    """A regular file; None for a pipe, a device, or a broken link."""
     try:
         status = os.stat(path)  # noqa: PTH116 - thousands of paths at every start
     except OSError as error:
@@ -281,3 +290,57 @@ def _found(path: str) -> FoundFile | None:
             return None
         raise EnvironmentFaultError(f"{path}: cannot be read: {error.strerror}") from error
     return FoundFile(path, status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
+
+
+def shape_of_first_row(listed: PrepareRequest) -> DataFormat | None:
+    """The shape of the first row of the listed files; None if they are text or the row cannot be read."""
+    file = next((file for file in listed.files if content_suffix(file.path) in ROW_SUFFIXES), None)
+    if file is None or listed.extension is not None:  # a user's format_row makes other rows of these
+        return None
+    columns = _columns(file)
+    fields = listed.fields
+    return shape_of_row(
+        lambda field: any(name in columns for name in column_names(field, fields)), fitting_shapes(fields)
+    )
+
+
+def _columns(file: SourceFile) -> Sequence[str]:
+    """Columns with a value in the first row, or those of all rows; empty if they cannot be read."""
+    suffix = content_suffix(file.path)
+    try:
+        if suffix == ".parquet" and compression(file.path) is None:
+            from pyarrow.parquet import read_schema  # 0.1 s that no other kind of file costs
+
+            return list(read_schema(file.path).names)
+        if suffix in (".parquet", ".arrow") or compression(file.path) not in (None, *_MODULES):
+            return ()
+        with closing(_open(file.path)) as stream:
+            line = _first_line(stream).decode("utf-8-sig")
+        if suffix in (".csv", ".tsv"):
+            return _header(line, is_tabbed=suffix == ".tsv")
+        row = msgspec.json.decode(line)
+    except Exception:  # noqa: BLE001 - damaged; every format has errors of its own, and preparation reports them
+        return ()
+    return [name for name, value in row.items() if value is not None] if isinstance(row, dict) else ()
+
+
+def _open(path: str) -> IO[bytes]:
+    name = compression(path)
+    found: IO[bytes] = open(path, "rb") if name is None else import_module(_MODULES[name]).open(path)  # noqa: SIM115, PTH123
+    return found
+
+
+def _first_line(stream: IO[bytes]) -> bytes:
+    """The first line that is not empty; of one too long its beginning, which is not a row."""
+    line = stream.readline(_LONGEST_ROW)
+    while line and not line.removeprefix(BOM_UTF8).strip():
+        line = stream.readline(_LONGEST_ROW)
+    return line
+
+
+def _header(line: str, *, is_tabbed: bool) -> Sequence[str]:
+    from csv import reader
+
+    delimiters = "\t" if is_tabbed else ",;\t|"
+    delimiter = max(delimiters, key=line.count)
+    return next(reader([line], delimiter=delimiter), [])

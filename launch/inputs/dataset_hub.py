@@ -1,12 +1,12 @@
 """A data set's files from the Hugging Face hub: those already in the local cache, and a download of the rest.
 
 `ORG/NAME` is the newest revision that was downloaded, `ORG/NAME@REVISION` a branch, a tag or a commit. Only the files
-of the split asked for are downloaded, and only files of text or rows, by suffix: never a script, never a pickle.
+of the requested split are downloaded, and only files of text or rows, by suffix: never a script, never a pickle.
 
 The cache is read by its layout (`datasets--ORG--NAME/refs/REVISION` holds a commit, `snapshots/COMMIT/` its files), so
-that what is here needs neither the network nor a library. Beside it stands `listings/COMMIT.json`, the names of all
-files of that commit, written before the first of them is downloaded: so a download that was broken off is seen and
-gone on with. Where another program filled the cache, only numbered files (`-00000-of-00004`) tell what is missing.
+that cached data needs neither the network nor a library. `listings/COMMIT.json` beside it holds the names of all files
+of that commit, written before the first download, so that an interrupted download is detected and continued. If another
+program filled the cache, only numbered files (`-00000-of-00004`) show what is missing.
 """
 
 import re
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from launch.inputs.dataset_splits import SETTINGS_FILES, Part, files_of_part
-from launch.inputs.hub_files import ANSWER_TIMEOUT_S, HUB_ID, hub_errors_explained
+from launch.inputs.hub import ANSWER_TIMEOUT_S, HUB_ID, hub_errors_explained
 from trainer.spec import codec
 from trainer.spec.data.request import ROW_SUFFIXES, content_suffix
 from trainer.spec.errors import InputError
@@ -40,7 +40,7 @@ class ListedFile(NamedTuple):
 
     address: str  # hf://datasets/ORG/NAME@COMMIT/FILE
     size_bytes: int
-    path: Path  # where it is, if it was downloaded
+    path: Path  # of the file, once downloaded
 
 
 class ListedFiles(NamedTuple):
@@ -54,21 +54,21 @@ class Listing(Value, frozen=True, kw_only=True):
     """Every file of one commit of a repository."""
 
     names: tuple[str, ...]
-    sizes: tuple[int, ...] = ()  # of each, where they were asked for
+    sizes: tuple[int, ...] = ()  # of each, if they were requested
 
 
 def is_dataset_id(source: str) -> bool:
-    """Whether the source may name a data set of the hub."""
+    """True if the source may name a data set of the hub."""
     repository, at, revision = source.partition("@")
     is_revision = _REVISION.fullmatch(revision) is not None and ".." not in revision
     return HUB_ID.fullmatch(repository) is not None and (not at or is_revision)
 
 
 def dataset_files(source: str, part: Part, *, cache: Path, setting: str) -> HubFiles:
-    """The part's files, downloaded where they are not in `cache`; a cached revision needs no network.
+    """The part's files, downloaded if they are not in `cache`; a cached revision needs no network.
 
-    Raises InputError where the data set, its revision or the part does not exist, or needs a token;
-    EnvironmentFaultError where the hub cannot be reached. Both say what to do next.
+    Raises InputError if the data set, its revision or the part does not exist, or needs a token; EnvironmentFaultError
+    if the hub cannot be reached. Both name the next step.
     """
     found = _find(source, part, cache=cache, setting=setting)
     return found if found is not None else _download(source, part, cache=cache, setting=setting)
@@ -77,7 +77,7 @@ def dataset_files(source: str, part: Part, *, cache: Path, setting: str) -> HubF
 def list_dataset(source: str, part: Part, *, cache: Path, setting: str) -> ListedFiles:
     """The part's files without downloading them; a revision that was listed or downloaded needs no network.
 
-    Raises as `dataset_files` does.
+    Raises the errors of `dataset_files`.
     """
     repository, _ = _parsed(source)
     found = _find(source, part, cache=cache, setting=setting)
@@ -102,7 +102,7 @@ def _listed(reference: str, sizes: Mapping[str, int], snapshot: Path) -> ListedF
 
 
 def read_readme(folder: Path) -> str | None:
-    """What README.md says; None where there is none."""
+    """Text of README.md; None if there is none."""
     try:
         return (folder / README).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -110,7 +110,7 @@ def read_readme(folder: Path) -> str | None:
 
 
 def _find(source: str, part: Part, *, cache: Path, setting: str) -> HubFiles | None:
-    """The part as it is in the cache; None where some of it is not there, or may not be."""
+    """The part in the cache; None if some of it is missing, or may be."""
     repository, revision = _parsed(source)
     root = _root(cache, repository)
     commit = _commit(root, revision)
@@ -137,7 +137,7 @@ def _download(source: str, part: Part, *, cache: Path, setting: str) -> HubFiles
     with hub_errors_explained(
         repository, revision=revision, cache=cache, setting=setting, what="a data set", pages="datasets/"
     ):
-        commit, names = _ask(source, cache=cache, with_sizes=False)
+        commit, names = _request_listing(source, cache=cache, with_sizes=False)
         snapshot = _root(cache, repository) / "snapshots" / commit
         data = _data_files(names)
         if not data:
@@ -148,7 +148,7 @@ def _download(source: str, part: Part, *, cache: Path, setting: str) -> HubFiles
 
 
 def _listing_with_sizes(source: str, *, cache: Path, setting: str) -> tuple[str, Listing]:
-    """The commit of the source and its files, from the cache where they were asked for before."""
+    """The commit of the source and its files, from the cache if they were requested before."""
     repository, revision = _parsed(source)
     root = _root(cache, repository)
     commit = _commit(root, revision)
@@ -157,14 +157,14 @@ def _listing_with_sizes(source: str, *, cache: Path, setting: str) -> tuple[str,
         with hub_errors_explained(
             repository, revision=revision, cache=cache, setting=setting, what="a data set", pages="datasets/"
         ):
-            commit, _ = _ask(source, cache=cache, with_sizes=True)
+            commit, _ = _request_listing(source, cache=cache, with_sizes=True)
         listing = _stored_listing(root, commit)
     assert listing is not None, "it was just written"
     return commit, listing
 
 
-def _ask(source: str, *, cache: Path, with_sizes: bool) -> tuple[str, tuple[str, ...]]:
-    """The commit and the names of its files, asked of the hub and kept, with README.md in the cache."""
+def _request_listing(source: str, *, cache: Path, with_sizes: bool) -> tuple[str, tuple[str, ...]]:
+    """Requests the commit and the names of its files from the hub; stores them and README.md in the cache."""
     from huggingface_hub import HfApi
 
     repository, revision = _parsed(source)
@@ -196,7 +196,7 @@ def _root(cache: Path, repository: str) -> Path:
 
 
 def _commit(root: Path, revision: str | None) -> str:
-    """What a branch or a tag was when it was last asked for; a commit is itself."""
+    """The commit of a branch or a tag when it was last requested; a commit is itself."""
     name = revision or "main"
     try:
         return (root / "refs" / name).read_text().strip()
@@ -205,7 +205,7 @@ def _commit(root: Path, revision: str | None) -> str:
 
 
 def _data_files(names: Sequence[str]) -> tuple[str, ...]:
-    """Those that can be read: rows, and where there are none, text."""
+    """The readable files: rows, or text if there are none."""
     visible = [
         name
         for name in names
@@ -218,7 +218,7 @@ def _data_files(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _has_all_shards(names: Sequence[str]) -> bool:
-    """Whether numbered files are as many as their names say."""
+    """True if numbered files are as many as their names state."""
     counts: dict[tuple[str, str, str], int] = {}
     for name in names:
         if shard := _SHARD.fullmatch(name):
@@ -239,12 +239,12 @@ def _read_listing(root: Path, commit: str) -> tuple[str, ...]:
 def _stored_listing(root: Path, commit: str) -> Listing | None:
     try:
         return codec.read(_listing_path(root, commit), Listing)
-    except InputError:  # filled by another program, or never asked for
+    except InputError:  # filled by another program, or never requested
         return None
 
 
 def _write_listing(root: Path, commit: str, revision: str | None, listing: Listing) -> None:
-    """The names, and which commit the branch or tag is now, where huggingface_hub would write it."""
+    """Stores the names, and the commit of the branch or tag where huggingface_hub would write it."""
     _listing_path(root, commit).parent.mkdir(parents=True, exist_ok=True)
     codec.write(_listing_path(root, commit), listing)
     reference = root / "refs" / (revision or "main")

@@ -1,15 +1,20 @@
-"""Which files of a data set are the split that was asked for: names in, names out, nothing is read.
+"""Files of one split of a data set: names in, names out; only folders of `save_to_disk` are read.
 
 As on the Hugging Face hub, so that a data set means here what it means there. The front matter of its README.md may
 list subsets (`configs`) with their files by split, as patterns. Otherwise names decide, as in the library datasets: a
 file `train-00000-of-00004.parquet`, a folder `test/`, a word of the name (`dev.jsonl`, `my_train_v2.csv`), each of them
-alone; and where no name says anything, everything is train.
+alone; if no name has a split, everything is train.
+
+`Dataset.save_to_disk` and `DatasetDict.save_to_disk` write a `state.json` beside `dataset_info.json`, which lists the
+Arrow files of one data set, and a `dataset_dict.json`, which names the splits, each a folder of that kind.
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
 
 from launch.job.yaml_text import read_yaml
 from trainer.spec.data.request import ROW_SUFFIXES, content_suffix
@@ -28,6 +33,7 @@ _SEPARATORS = r"-._ 0-9"
 _SHARD = re.compile(r"(?:.*/)?(?P<split>\w+(?:\.\w+)*)-[0-9]{5}-of-[0-9]{5}[^/]*")
 _CONVERTED = re.compile(r"(?P<subset>[^/]+)/(?P<split>[^/]+)/[0-9]{4,}\.parquet")
 _FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE)
+T = TypeVar("T")
 
 
 class Part(NamedTuple):
@@ -38,7 +44,7 @@ class Part(NamedTuple):
 
 
 def files_of_part(names: Sequence[str], readme: str | None, part: Part, *, origin: str) -> tuple[str, ...]:
-    """The files among `names` (relative, with slashes) that are the part, sorted; InputError where it has none."""
+    """The files among `names` (relative, with slashes) of the part, sorted; raises InputError if there are none."""
     configs = _converted(names) or ([] if readme is None else _configs(readme, origin=origin))
     splits = _splits_of_config(names, _config(configs, part, origin=origin)) if configs else _splits(names, part)
     if part.subset is not None and not configs and not splits:
@@ -60,7 +66,7 @@ def _listed(words: Iterable[str], before: str, instead: str) -> str:
 
 
 def _of_one_kind(names: Sequence[str]) -> Sequence[str]:
-    """The files of the commonest kind, rows before text: the same rows are often there in two formats."""
+    """The files of the commonest kind, rows before text: a data set often has the same rows in two formats."""
     rows = [name for name in names if content_suffix(name) in ROW_SUFFIXES]
     if not rows:
         return names
@@ -72,7 +78,7 @@ def _of_one_kind(names: Sequence[str]) -> Sequence[str]:
 
 
 def _configs(readme: str, *, origin: str) -> list[dict[str, Any]]:
-    """The subsets that the front matter lists; none where it lists none."""
+    """The subsets that the front matter lists."""
     front_matter = _FRONT_MATTER.match(readme)
     if front_matter is None:
         return []
@@ -86,7 +92,7 @@ def _configs(readme: str, *, origin: str) -> list[dict[str, Any]]:
 
 
 def _converted(names: Sequence[str]) -> list[dict[str, Any]]:
-    """The subsets of the hub's own Parquet form of a data set, `SUBSET/SPLIT/0000.parquet`; none of any other."""
+    """The subsets of the hub's own Parquet form of a data set, `SUBSET/SPLIT/0000.parquet`; empty for any other."""
     found = [_CONVERTED.fullmatch(name) for name in names]
     folders = {(match["subset"], match["split"]) for match in found if match}
     if not folders or not all(found):
@@ -126,7 +132,7 @@ def _splits_of_config(names: Sequence[str], config: Mapping[str, Any]) -> dict[s
 
 
 def _patterns_by_split(written: object) -> dict[str, list[str]]:
-    """`data_files` as people write it: a pattern, several, or several with their splits."""
+    """Patterns of `data_files`, which is a pattern, several, or several with their splits."""
     if isinstance(written, Mapping):
         return {str(split): _paths(paths) for split, paths in written.items()}
     entries = written if isinstance(written, list) else [written]
@@ -164,14 +170,14 @@ def _pattern(glob: str) -> re.Pattern[str]:
 
 
 def _splits(names: Sequence[str], part: Part) -> dict[str, list[str]]:
-    """Without a README that lists them, a subset is a folder at the top."""
+    """Files by split; without a README that lists subsets, a subset is a folder at the top."""
     if part.subset is None:
         return _splits_by_name(names)
     return _splits_by_name([name for name in names if name.startswith(f"{part.subset}/")])
 
 
 def _splits_by_name(names: Sequence[str]) -> dict[str, list[str]]:
-    """The first rule by which any file has a split decides for all; files without one are then left out."""
+    """Files by split, by the first rule that finds any; files without a split are then left out."""
     for rule in (_split_of_shard, _split_of_folder, _split_of_file):
         splits: dict[str, list[str]] = {}
         for name in names:
@@ -201,3 +207,49 @@ def _split_of_word(word: str) -> str | None:
         if re.search(rf"(?:^|[{_SEPARATORS}])(?:{'|'.join(keywords)})(?:$|[{_SEPARATORS}])", word):
             return split
     return None
+
+
+class _DataFile(msgspec.Struct):
+    filename: str
+
+
+class _State(msgspec.Struct):
+    files: list[_DataFile] = msgspec.field(name="_data_files")
+
+
+class _Splits(msgspec.Struct):
+    splits: list[str]
+
+
+def saved_files(folder: Path, part: Part, *, setting: str) -> tuple[Path, ...] | None:
+    """The Arrow files of the split; None if `save_to_disk` did not write the folder. Raises InputError."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = _read(folder / "dataset_dict.json", _Splits, setting=setting).splits
+        wanted = part.split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
+        if wanted not in splits:
+            raise InputError(f"{setting}: {folder} has no split {wanted}; it has {', '.join(sorted(splits))}")
+        _refuse_subset(folder, part, setting=setting)
+        return _saved_list(folder / wanted, setting=setting)
+    if not (folder / "state.json").is_file() or not (folder / "dataset_info.json").is_file():
+        return None
+    _refuse_subset(folder, part, setting=setting)
+    if part.split is not None:
+        raise InputError(f"{setting}: {folder} has no split {part.split}; it is one data set that was saved alone")
+    return _saved_list(folder, setting=setting)
+
+
+def _saved_list(folder: Path, *, setting: str) -> tuple[Path, ...]:
+    names = [Path(file.filename).name for file in _read(folder / "state.json", _State, setting=setting).files]
+    return tuple(folder / name for name in names)
+
+
+def _refuse_subset(folder: Path, part: Part, *, setting: str) -> None:
+    if part.subset is not None:
+        raise InputError(f"{setting}: {folder} has no subset {part.subset}; it is a data set that was saved")
+
+
+def _read(path: Path, kind: type[T], *, setting: str) -> T:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{setting}: {path} is damaged: {error}") from error

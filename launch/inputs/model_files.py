@@ -1,37 +1,49 @@
-"""Which files a job's model is: its config, its weights, its tokenizer; checked before anything heavy starts.
+"""Files of a job's model (config, weights, tokenizer), checked before anything heavy starts.
 
 `model.name` and `model.config` are looked up in this order: a preset of that name (write `./NAME` for a folder called
 like one), a folder or file on this machine, a hub id in the local cache, a hub id on the hub. Relative paths are taken
-from the working directory, `~` is the home folder; the answer holds absolute ones.
+from the working directory, `~` is the home folder; the result holds absolute ones.
 
 A preset is `trainer/presets/NAME.json`, the config.json of a well-known model. With `model.config` it starts from
 scratch; with `model.name` it stands for the published weights its `_name_or_path` names, and a plan needs no network.
+
+A tokenizer may have more tokens than the model has embeddings. `ModelFiles.new_rows` counts them, so that a plan knows
+the larger embeddings before they are written: once, in the cache, by a process that may load torch. Adapters leave the
+embeddings frozen, so the rows would stay untrained and the exported adapters would name a base without them; such a job
+is refused.
 """
 
 import json
+import subprocess
+import sys
+from collections.abc import Callable
 from contextlib import suppress
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 import trainer
-from launch.inputs.hub_files import HUB_ID, download_snapshot, find_snapshot, hub_cache
+from launch.inputs.hub import HUB_ID, download_snapshot, find_snapshot, hub_cache
 from launch.inputs.weight_files import TensorShapes, check_weights, has_weights
-from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec import codec
+from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from trainer.spec.job.sections import Job, ModelJob
+from trainer.spec.model.shape import text_part
 from trainer.spec.model.template_tokens import TEMPLATE_TOKENS
 from trainer.spec.nearest import close_matches
+from trainer.spec.plan import Plan
 from trainer.spec.value import Value
 
-ROWS_MULTIPLE = 64  # of an embedding that grows: matrix units want it, and it costs next to nothing
+ROWS_MULTIPLE = 64  # of an extended embedding: matrix units need it, and it costs next to nothing
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 class ModelFiles(Value, frozen=True, kw_only=True):
-    """Where a model is.
+    """Location of a model.
 
-    `model_path` is None where the model starts from scratch. While `needs_download` is true, `model_path` and
+    `model_path` is None if the model starts from scratch. While `needs_download` is true, `model_path` and
     `tokenizer_path` are the hub id: enough for a plan; `download_model` gives the folders.
     """
 
@@ -39,10 +51,10 @@ class ModelFiles(Value, frozen=True, kw_only=True):
     config_origin: str  # names the config in messages
     model_path: str | None
     tokenizer_path: str | None
-    repository: str | None = None  # the hub id, where it is from the hub
+    repository: str | None = None  # the hub id, if it is from the hub
     revision: str | None = None  # its commit, once known
     needs_download: bool = False
-    new_rows: int = 0  # that the embeddings must have beyond those of the weights; `config` counts them in
+    new_rows: int = 0  # of the embeddings beyond those of the weights; `config` includes them
 
 
 def preset_names() -> tuple[str, ...]:
@@ -60,10 +72,10 @@ def read_preset(name: str) -> dict[str, Any]:
 
 
 def read_model_config(job: Job, *, cache_home: Path | None = None) -> ModelFiles:
-    """The files of the job's model, checked as far as headers and counts go; InputError says what is wrong.
+    """The files of the job's model, with headers and counts checked; raises InputError.
 
-    `cache_home` is Hugging Face's home folder where it is not the environment's. Small files (config, tokenizer) of a
-    hub id that is not here are downloaded, weights never: see `download_model`.
+    `cache_home` replaces the environment's Hugging Face home folder. Small files (config, tokenizer) of a hub id that
+    is not here are downloaded, weights never: see `download_model`.
     """
     cache = hub_cache(cache_home)
     if job.model.name is not None:
@@ -80,12 +92,12 @@ def read_model_config(job: Job, *, cache_home: Path | None = None) -> ModelFiles
 
 
 def find_config(name: str, *, cache_home: Path | None = None) -> ModelFiles:
-    """What `model.config: name` stands for, without asking whether its vocabulary holds its tokenizer's tokens."""
+    """Files of `model.config: name`, without a check that its vocabulary holds its tokenizer's tokens."""
     return _from_config(Job(model=ModelJob(config=name)), hub_cache(cache_home))
 
 
 def download_model(job: Job, files: ModelFiles, *, cache_home: Path | None = None) -> ModelFiles:
-    """The same files with the weights here; does nothing where they are."""
+    """The same files, with the weights downloaded unless they are here."""
     if not files.needs_download:
         return files
     assert files.repository is not None
@@ -126,7 +138,7 @@ def _from_config(job: Job, cache: Path) -> ModelFiles:
         )
     path = _path_of(name, setting="model.config")
     if path.is_file():
-        return ModelFiles(config=_read_json(path), config_origin=str(path), model_path=None, tokenizer_path=None)
+        return ModelFiles(config=codec.read_object(path), config_origin=str(path), model_path=None, tokenizer_path=None)
     if not path.is_dir():
         _refuse_unless_hub_id(name, setting="model.config")
         path = _snapshot(name, revision=job.model.revision, cache=cache, setting="model.config")
@@ -218,7 +230,7 @@ def _own_tokenizer(folder: Path) -> str | None:
 def _with_room(files: ModelFiles, chat_template: str | None) -> ModelFiles:
     """The same, its config with a vocabulary that holds the tokens added to the tokenizer and those of the template.
 
-    InputError where the tokenizer is another model's, or the model starts from scratch and its config says too little.
+    Raises InputError if the tokenizer is another model's, or the model starts from scratch with too small a vocab_size.
     """
     part = "text_config" if "vocab_size" not in files.config and "text_config" in files.config else None
     config = files.config if part is None else files.config[part]
@@ -244,14 +256,14 @@ def _with_room(files: ModelFiles, chat_template: str | None) -> ModelFiles:
             f"{vocab_size}; {remedy}"
         )
     rounded = -(-size // ROWS_MULTIPLE) * ROWS_MULTIPLE
-    grown = {**config, "vocab_size": rounded}
+    extended = {**config, "vocab_size": rounded}
     return msgspec.structs.replace(
-        files, config=grown if part is None else {**files.config, part: grown}, new_rows=rounded - vocab_size
+        files, config=extended if part is None else {**files.config, part: extended}, new_rows=rounded - vocab_size
     )
 
 
 class Tokens(NamedTuple):
-    """What tokenizer.json says of its tokens."""
+    """The tokens of a tokenizer.json."""
 
     texts: frozenset[str]  # of all
     plain_size: int  # the largest id + 1 of those that were not added
@@ -259,11 +271,11 @@ class Tokens(NamedTuple):
 
 
 def read_tokens(folder: Path) -> Tokens | None:
-    """The tokens of a folder's tokenizer.json; None where there is no such file."""
+    """The tokens of a folder's tokenizer.json; None if there is no such file."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None
-    tokenizer = _read_json(path)
+    tokenizer = codec.read_object(path)
     try:
         vocab = tokenizer["model"]["vocab"]
         ids = vocab if isinstance(vocab, dict) else {entry[0]: number for number, entry in enumerate(vocab)}
@@ -288,19 +300,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise InputError(f"{folder}: holds no config.json; name the folder of a Hugging Face model")
-    return _read_json(path)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: is not a JSON object")
-    return content
+    return codec.read_object(path)
 
 
 def _config_file(folder: Path) -> str:
@@ -308,7 +308,7 @@ def _config_file(folder: Path) -> str:
 
 
 def _path_of(name: str, *, setting: str) -> Path:
-    """The path a name would be; InputError where the system does not let us look."""
+    """The path of a name; raises InputError if the system does not permit a look."""
     try:
         path = Path(name).expanduser()
         path.exists()
@@ -330,3 +330,81 @@ def _refuse_unless_hub_id(name: str, *, setting: str) -> None:
 
 def _presets() -> Path:
     return Path(trainer.__file__).parent / "presets"
+
+
+def with_new_rows(files: ModelFiles, *, cache: Path, on_progress: Callable[[str], None]) -> ModelFiles:
+    """The model with embeddings of the size of its config, extended if they are smaller."""
+    if not files.new_rows or files.model_path is None:
+        return files
+    num_rows = text_part(files.config)["vocab_size"]
+    folder = cache / "models" / _key(Path(files.model_path), num_rows)
+    if not (folder / "config.json").is_file():
+        on_progress(f"making room for new tokens: {num_rows - files.new_rows:,} to {num_rows:,} rows of the embeddings")
+        _extend_embeddings(Path(files.model_path), num_rows, folder)
+    return msgspec.structs.replace(files, model_path=str(folder), new_rows=0)
+
+
+def kept_plan_with_new_rows(plan: Plan, *, cache: Path, on_progress: Callable[[str], None]) -> Plan:
+    """A stored plan, with the model's embeddings extended to the size in the plan if they are smaller."""
+    config = None if plan.model_path is None else Path(plan.model_path, "config.json")
+    if config is None or not config.is_file():
+        return plan
+    held = text_part(msgspec.json.decode(config.read_bytes(), type=dict[str, Any])).get("vocab_size")
+    num_rows = plan.model_config["vocab_size"]
+    if not isinstance(held, int) or held >= num_rows:
+        return plan
+    files = ModelFiles(
+        config=plan.model_config,
+        config_origin=str(config),
+        model_path=plan.model_path,
+        tokenizer_path=plan.tokenizer_path,
+        new_rows=num_rows - held,
+    )
+    refuse_frozen_rows(plan, files, plan.job.data.chat_template)
+    return msgspec.structs.replace(
+        plan, model_path=with_new_rows(files, cache=cache, on_progress=on_progress).model_path
+    )
+
+
+def refuse_frozen_rows(plan: Plan, files: ModelFiles, template: str | None) -> None:
+    """Raises InputError if tokens are new to a model and the plan's method freezes its embeddings.
+
+    `files` are those before the extension; `template` is the job's data.chat_template.
+    """
+    method = plan.chosen.method
+    if not files.new_rows or not method.freezes_base:
+        return
+    if TEMPLATE_TOKENS.get(template or ""):
+        named, remedy = f"data.chat_template: {template}", "a template of plain text such as data.chat_template=plain"
+    else:
+        named, remedy = "model.tokenizer: it", "a tokenizer without tokens of its own"
+    raise InputError(
+        f"{named} brings tokens that are new to the model, and {method} leaves its embeddings as they are;\n"
+        f"take train.method=full, or {remedy}"
+    )
+
+
+def _key(folder: Path, num_rows: int) -> str:
+    key = blake2b(f"{folder}\0{num_rows}\n".encode(), digest_size=16)
+    for path in sorted(folder.iterdir()):
+        status = path.stat()
+        key.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    return key.hexdigest()
+
+
+def _extend_embeddings(folder: Path, num_rows: int, out: Path) -> None:
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "trainer.runtime.tools.grow_vocabulary",
+        str(folder),
+        str(num_rows),
+        str(out),
+    ]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", check=False)
+    if done.returncode == 0:
+        return
+    message = "\n".join([line for line in done.stderr.splitlines() if line.strip()][-3:]) or "no message"
+    error = InputError if done.returncode == ExitCode.INPUT else EnvironmentFaultError
+    raise error(f"model.name: its embeddings could not be made larger: {message}")

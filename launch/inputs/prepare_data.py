@@ -1,8 +1,12 @@
-"""Starts the data preparation in a process of its own, where it was not prepared before.
+"""Preparation of the data in a process of its own, unless it was prepared before.
 
-Tokenising needs libraries that `launch` never imports. `python -m trainer.runtime.data.prepare` is asked with a value
-in a file and answers with one; its lines of progress are passed on, and its exit code becomes the error of that code
-again.
+Tokenising needs libraries that `launch` never imports, so `python -m trainer.runtime.data.prepare` receives a value in
+a file and returns one; its lines of progress are passed on, and its exit code becomes the error of that code again.
+
+Prepared data is found through an index: a key over the paths, sizes and times of all files and over the settings,
+pointing to the fingerprint of the content. So an unchanged source is not read, and a touched one is only read, not
+tokenised. Without the index everything works, slower. The files of a stream are compared by name, size, and time or
+commit, because a stream is never read as a whole; a run keeps the list that it was started with.
 """
 
 import os
@@ -11,16 +15,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from hashlib import blake2b
+from itertools import zip_longest
 from pathlib import Path
 from typing import IO
 
+import msgspec
+
 from launch.inputs.data_files import list_files
-from launch.inputs.prepared_index import find_prepared, write_index
 from trainer.spec import codec
 from trainer.spec.data.profile import DataProfile
-from trainer.spec.data.request import LISTING_NAME, PrepareRequest
+from trainer.spec.data.request import LISTING_NAME, PrepareRequest, SourceFile
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
+from trainer.spec.value import Value
 
 GRACE_S = 5.0
 _ENVIRONMENT = {
@@ -31,6 +40,10 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "true",
     "HF_HUB_OFFLINE": "1",
 }
+RACY_NS = 2 * 10**9  # a file changed twice within this time may have one mtime
+_INDEX_FORMAT = 4
+_PREPARED_FILES = ("layout.json", "tokens.bin", "starts.bin", "train_rows.npy", "eval_rows.npy")
+_NUM_SHOWN = 2  # changed files of a stream, in a message
 
 
 def prepare_data(
@@ -40,7 +53,7 @@ def prepare_data(
     on_progress: Callable[[str], None],
     grace_s: float = GRACE_S,
 ) -> DataProfile:
-    """The profile of the prepared data; raises the ShardwiseError that the subprocess ended with.
+    """The profile of the prepared data; raises the ShardwiseError of the subprocess.
 
     On an interrupt the subprocess has `grace_s` to clean up.
     """
@@ -75,7 +88,7 @@ def _run(listed: PrepareRequest, python: str, on_progress: Callable[[str], None]
 
 
 def _online() -> dict[str, str]:
-    """A stream fetches files of the hub while it is read, unless the user's own environment says no."""
+    """A stream downloads files of the hub while it is read, unless the user's own environment forbids it."""
     return {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0")}
 
 
@@ -111,7 +124,7 @@ def _relay(
 
 
 def _end(process: subprocess.Popen[str], grace_s: float) -> None:
-    """Asks a process that still runs to clean up and go, and kills it if it does not."""
+    """Terminates a process that still runs, and kills it after `grace_s`."""
     if process.poll() is not None:
         return
     process.terminate()
@@ -135,3 +148,91 @@ def _error_of(exit_code: int, errors: str) -> ShardwiseError:
             f"the data preparation was ended by {name}; SIGKILL often means that host memory ran out"
         )
     return ShardwiseError(f"the data preparation failed with exit code {exit_code}:\n{message}")
+
+
+class PreparedIndex(Value, frozen=True, kw_only=True):
+    """Location of the prepared form of unchanged files."""
+
+    fingerprint: str
+
+
+def find_prepared(listed: PrepareRequest) -> DataProfile | None:
+    """The profile of data prepared earlier from the listed files as they are now, or None; reads no source."""
+    root = Path(listed.cache_root, "data")
+    tokenizer_files = _tokenizer_files(listed)
+    if not (root / "index").is_dir():
+        return None
+    index_path = _index_path(listed, tokenizer_files)
+    try:
+        index = codec.read(index_path, PreparedIndex)
+        folder = root / index.fingerprint
+        profile = codec.read(folder / "profile.json", DataProfile)
+    except InputError:  # never prepared, or removed since, or of another version
+        return None
+    is_whole = all((folder / name).is_file() for name in _PREPARED_FILES)
+    return msgspec.structs.replace(profile, cache_dir=str(folder)) if is_whole else None
+
+
+def _index_path(listed: PrepareRequest, tokenizer_files: Sequence[Path]) -> Path:
+    request = msgspec.json.encode(msgspec.structs.replace(listed, cache_root="", sources=(), eval_source=None))
+    key = blake2b(f"{_INDEX_FORMAT}\n".encode() + request, digest_size=16)
+    for path in tokenizer_files:
+        status = path.stat()
+        key.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+    return Path(listed.cache_root, "data", "index", f"{key.hexdigest()}.json")
+
+
+def _tokenizer_files(listed: PrepareRequest) -> list[Path]:
+    """Files that determine token ids, with a chat template's file; raises InputError if there is no folder."""
+    template = [] if listed.chat_template is None else [Path(listed.chat_template)]
+    template = [path for path in template if path.is_file()]
+    if listed.tokenizer is None:
+        return template
+    folder = Path(listed.tokenizer)
+    if not folder.is_dir():
+        raise InputError(f"model.tokenizer: {folder} is not a folder")
+    return template + sorted(path for path in folder.iterdir() if path.is_file())
+
+
+def write_index(listed: PrepareRequest, profile: DataProfile, started_ns: int) -> None:
+    """Stores the fingerprint, unless a file is so new that a second change could have the same time."""
+    youngest_ns = max(file.mtime_ns for file in (*listed.files, *listed.eval_files))
+    if youngest_ns > started_ns - RACY_NS:
+        return
+    path = _index_path(listed, _tokenizer_files(listed))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        codec.write(path, PreparedIndex(fingerprint=profile.fingerprint))
+    except OSError:  # the data is prepared; the next start reads the files again
+        return
+
+
+def refuse_other_stream(run_dir: Path, data: DataProfile, earlier: DataProfile) -> None:
+    """Raises InputError with the files that changed since the run in `run_dir` read its stream."""
+    kept = run_dir / "stream" / LISTING_NAME
+    if not (data.is_stream and earlier.is_stream) or data.fingerprint == earlier.fingerprint or not kept.is_file():
+        return
+    assert data.cache_dir is not None
+    now = codec.read(Path(data.cache_dir, LISTING_NAME), PrepareRequest).files
+    changes = list(_changes(codec.read(kept, PrepareRequest).files, now))
+    if changes:
+        more = f"; and {len(changes) - _NUM_SHOWN} more" if len(changes) > _NUM_SHOWN else ""
+        raise InputError(
+            f"--resume: the stream of {run_dir} changed: {'; '.join(changes[:_NUM_SHOWN])}{more};\n"
+            "put the files back as they were, or start a new run without --resume"
+        )
+
+
+def _changes(then: Sequence[SourceFile], now: Sequence[SourceFile]) -> Iterator[str]:
+    for before, after in zip_longest(then, now):
+        if before is None or after is None:
+            yield f"{(before or after).path} {'is new' if before is None else 'is missing'}"
+        elif _description(before) != _description(after):
+            yield f"{_description(before)} then, {_description(after)} now"
+
+
+def _description(file: SourceFile) -> str:
+    if file.hub is not None:
+        return f"{file.hub} of {file.size_bytes} bytes"
+    time = datetime.fromtimestamp(file.mtime_ns / 1e9, tz=UTC).isoformat(timespec="milliseconds")
+    return f"{Path(file.path).name} of {file.size_bytes} bytes, written {time}"

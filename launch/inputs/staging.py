@@ -1,10 +1,10 @@
-"""Copies what every rank reads to the node's own disk first, where the job asks for it (`slurm.stage`).
+"""Copies of what every rank reads on the node's own disk, if the job requests them (`slurm.stage`).
 
     <folders.scratch>/shardwise/staged/<digest>/<name>      one folder for each source, the same path on every node
 
 A shared file system that serves a hundred ranks a model of 140 GB at once is slow for all of its users. A copy is made
-beside its name, checked against the free space first, and renamed when it is whole; the digest is of names, sizes and
-times of the source, so a copy of the source as it was is never taken for one as it is.
+under a temporary name, after a check of the free space, and renamed when it is complete; the digest covers names, sizes
+and times of the source, so an outdated copy is never used.
 """
 
 import fcntl
@@ -27,7 +27,7 @@ _SPARE = 1.02  # a file system keeps a little for itself
 
 
 def with_stages(plan: Plan, scratch: Path | None) -> Plan:
-    """The plan with the place of each copy that its job asks for; InputError where no scratch folder is named."""
+    """The plan with the path of each copy that its job requests; raises InputError without a scratch folder."""
     sources = {Stage.MODEL: plan.model_path, Stage.DATA: plan.data.cache_dir}
     wanted = [sources[stage] for stage in plan.job.slurm.stage]
     if not wanted:
@@ -41,7 +41,7 @@ def with_stages(plan: Plan, scratch: Path | None) -> Plan:
 
 
 def copy_staged(staged: Mapping[str, str], *, on_progress: Callable[[str], None]) -> None:
-    """Makes the copies that are not on this machine; EnvironmentFaultError where there is no room or no permission."""
+    """Makes the missing copies; raises EnvironmentFaultError without free space or permission."""
     for source, place in staged.items():
         try:
             _copy(Path(source), Path(place), on_progress)
@@ -58,7 +58,7 @@ def _place(source: Path, scratch: Path) -> Path:
 
 
 def _files(source: Path) -> list[tuple[Path, int, int]]:
-    """Every file below a folder with size and time, links followed: a hub's snapshot is links alone."""
+    """Every file below a folder with size and time, links followed: a hub's snapshot consists of links."""
     found = []
     for folder, _, names in os.walk(source, followlinks=True):
         for name in names:
@@ -78,7 +78,7 @@ def _copy(source: Path, place: Path, on_progress: Callable[[str], None]) -> None
         if free < num_bytes * _SPARE:
             raise EnvironmentFaultError(
                 f"slurm.stage: {source} is {format_bytes(num_bytes)}, {place.parents[3]} has {format_bytes(free)} "
-                "free; make room there or leave slurm.stage out"
+                "free; free some space there or leave slurm.stage out"
             )
         on_progress(f"copying {source} ({format_bytes(num_bytes)}) to {place.parents[3]}")
         started = time.monotonic()
@@ -91,7 +91,7 @@ def _copy(source: Path, place: Path, on_progress: Callable[[str], None]) -> None
 
 @contextmanager
 def _only_copier(lock: Path, on_progress: Callable[[str], None]) -> Iterator[None]:
-    """Holds the place: several jobs of one node may want the same copy."""
+    """Locks the destination: several jobs of one node may make the same copy."""
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:

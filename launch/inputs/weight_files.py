@@ -1,7 +1,7 @@
 """Checks of safetensors weights without loading them: headers against file sizes, the index against the headers.
 
-A safetensors file is 8 bytes of length, a JSON header of that length, and the tensors' bytes. A download that broke off
-shows as a file shorter than its header promises. Every InputError names the file and what would do.
+A safetensors file is 8 bytes of length, a JSON header of that length, and the tensors' bytes. An interrupted
+download is a file shorter than its header promises. Every InputError names the file and the remedy.
 """
 
 import json
@@ -24,7 +24,7 @@ TensorShapes = Mapping[str, tuple[int, ...]]
 
 
 def check_weights(folder: Path) -> TensorShapes:
-    """Shapes of the weights in a model folder, by name; InputError where they are missing, damaged or pickled."""
+    """Shapes of the weights in a model folder, by name; raises InputError if they are missing, damaged or pickled."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return read_header(single)
@@ -44,7 +44,7 @@ def check_weights(folder: Path) -> TensorShapes:
 
 
 def has_weights(folder: Path) -> bool:
-    """True where a folder holds every weight file it names; the files are not checked."""
+    """True if a folder holds every weight file it names; the files are not checked."""
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
         return True
@@ -91,7 +91,7 @@ def _check_tensors(path: Path, header: object, *, data_bytes: int) -> TensorShap
 
 
 def _check_tensor(tensor: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
-    """Shape and end of one entry; any of KeyError, TypeError, ValueError where it contradicts itself."""
+    """Shape and end of one entry; raises KeyError, TypeError or ValueError if it contradicts itself."""
     shape = tuple(int(size) for size in tensor["shape"])
     begin, end = tensor["data_offsets"]
     if min(shape, default=0) < 0 or not 0 <= begin <= end:
@@ -120,8 +120,8 @@ def _read_sharded(index: Path) -> TensorShapes:
         if not file.is_file():
             raise InputError(f"{file}: is missing, but {index.name} names it; download the model again")
         inside = read_header(file)
-        lost = sorted(tensor for tensor, place in weight_map.items() if place == name and tensor not in inside)
-        if lost:
-            raise InputError(f"{file}: lacks {lost[0]}, which {index.name} places there; download the model again")
+        missing = sorted(tensor for tensor, place in weight_map.items() if place == name and tensor not in inside)
+        if missing:
+            raise InputError(f"{file}: lacks {missing[0]}, which {index.name} places there; download the model again")
         shapes |= inside
     return shapes

@@ -26,8 +26,8 @@ from launch.engine.accelerate_config import accelerate_config, accelerate_file
 from launch.engine.command import launch_command, launch_environment
 from launch.engine.nvme_folder import check_nvme, held_folder, nvme_folder
 from launch.engine.operators import build_needed, remove_stale_locks
-from launch.inputs.flash_kernel import fetch_flash_kernel
 from launch.inputs.staging import copy_staged
+from launch.inputs.trusted_code import fetch_flash_kernel
 from launch.nodes.channel import (
     AskStacks,
     Bye,

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
-from launch.inputs.data_files import list_files, source_bytes
-from launch.inputs.first_row import shape_of_first_row
-from launch.inputs.model_code import offered_code, read_model_code
+from launch.inputs.data_files import list_files, shape_of_first_row, source_bytes
 from launch.inputs.model_files import ModelFiles, download_model, read_model_config
-from launch.inputs.prepared_index import find_prepared
+from launch.inputs.prepare_data import find_prepared
+from launch.inputs.trusted_code import offered_code, read_model_code
 from launch.job import folders
 from launch.job.layers import ResolvedJob, read_job_layers
 from launch.plan.asked_nodes import AskedNodes, read_asked_nodes

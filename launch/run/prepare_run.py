@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from launch.inputs.model_files import kept_plan_with_new_rows, refuse_frozen_rows, with_new_rows
 from launch.inputs.prepare_data import prepare_data
-from launch.inputs.vocabulary import kept_plan_with_new_rows, refuse_frozen_rows, with_new_rows
 from launch.job import folders
 from launch.job.layers import ResolvedJob
 from launch.nodes.hardware import describe_difference

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from launch.inputs.stream_files import refuse_other_stream
+from launch.inputs.prepare_data import refuse_other_stream
 from launch.plan.checkpoint_fit import newest_facts, obstacle_to_resume
 from launch.terminal import Console
 from trainer.planning.planner import take_candidate

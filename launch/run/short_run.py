@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from launch.attempt.supervisor import StopRequest
 from launch.engine.operators import build_needed
-from launch.inputs.flash_kernel import fetch_flash_kernel
+from launch.inputs.trusted_code import fetch_flash_kernel
 from launch.run.attempts import run_attempts
 from launch.terminal import Console
 from trainer.spec.errors import EnvironmentFaultError

@@ -3,6 +3,7 @@
 A file of another format, a truncated one or one with unknown fields is an InputError that names the file.
 """
 
+import json
 import os
 from pathlib import Path
 from typing import Any, TypeVar
@@ -66,3 +67,16 @@ def write_bytes(path: Path, content: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of another program, such as config.json."""
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: is not a JSON object")
+    return content

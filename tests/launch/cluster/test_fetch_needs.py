@@ -12,7 +12,7 @@ from workplace_factory import make_workplace
 from launch.cluster.fetch_needs import Need, check_room, check_room_of
 from launch.cluster.missing_files import missing_for
 from launch.inputs.data_files import is_of_hub
-from launch.inputs.flash_kernel import has_kernel
+from launch.inputs.trusted_code import has_kernel
 from launch.plan.gather import read_inputs
 from trainer.spec.data.request import SourceFile
 from trainer.spec.errors import EnvironmentFaultError

@@ -11,7 +11,7 @@ import pytest
 from prepare_request_factory import listed_request
 from pyarrow import parquet
 
-from launch.inputs.first_row import shape_of_first_row
+from launch.inputs.data_files import shape_of_first_row
 from trainer.spec.job.sections import DataFormat
 from trainer.spec.messages.extension import Extension, Hook
 

@@ -10,7 +10,7 @@ from hanging_programs import pids_in, wait_until_gone
 from hub_kernel_factory import KERNEL, hub_environment, put_kernel
 from msgspec.structs import replace
 
-from launch.inputs.flash_kernel import fetch_flash_kernel
+from launch.inputs.trusted_code import fetch_flash_kernel
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Sharding

@@ -44,7 +44,7 @@ print(json.dumps(answers))
 IN_TIME = """
 import json, sys
 from pathlib import Path
-from launch.inputs.hub_files import download_snapshot
+from launch.inputs.hub import download_snapshot
 from trainer.spec.errors import ShardwiseError
 try:
     download_snapshot("org/model", revision=None, cache=Path(sys.argv[1]), setting="model.name", with_weights=False,

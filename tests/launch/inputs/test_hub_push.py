@@ -13,7 +13,7 @@ TOKEN = "hf_secretsecretsecret"  # of the server in this file
 PROGRAM = """
 import json, os, sys
 from pathlib import Path
-from launch.inputs.hub_push import check_target, upload
+from launch.inputs.hub import check_target, upload
 from trainer.spec.errors import ShardwiseError
 
 answers = []

@@ -12,8 +12,8 @@ from hub_server import COMMIT, Hub, serving
 from msgspec.structs import replace
 from planning_factory import plan_of
 
-from launch.inputs.model_code import keep_model_code, offered_code, read_model_code
 from launch.inputs.model_files import read_model_config
+from launch.inputs.trusted_code import keep_model_code, offered_code, read_model_code
 from trainer.spec.errors import InputError
 from trainer.spec.job.reading import read_job
 from trainer.spec.job.sections import Job
@@ -22,7 +22,7 @@ from trainer.spec.model.code import ModelCode
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from launch.inputs.model_code import read_model_code
+from launch.inputs.trusted_code import read_model_code
 from launch.inputs.model_files import read_model_config
 from trainer.spec.errors import ShardwiseError
 from trainer.spec.job.reading import read_job

@@ -13,8 +13,7 @@ import pytest
 from prepare_request_factory import make_old, numbered_text, request_for
 
 from launch.inputs.data_files import list_files
-from launch.inputs.prepare_data import prepare_data
-from launch.inputs.prepared_index import find_prepared
+from launch.inputs.prepare_data import find_prepared, prepare_data
 from trainer.spec.errors import EnvironmentFaultError, InputError, ShardwiseError
 from trainer.spec.job.sections import BadRows
 

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from prepare_request_factory import REQUEST
 
 from launch.commands.data import describe_data
-from launch.inputs.stream_files import refuse_other_stream
+from launch.inputs.prepare_data import refuse_other_stream
 from trainer.planning.run.data_estimate import estimate_data
 from trainer.spec import codec
 from trainer.spec.data.request import LISTING_NAME, SourceFile
@@ -40,7 +40,7 @@ CHANGES = [
     (FILES[:1], [replace(FILES[0], size_bytes=7)], ("0.jsonl of 100 bytes", "0.jsonl of 7 bytes")),
     (FILES[:1], [replace(FILES[0], mtime_ns=10**18 + 10**9)], ("01:46:40", "01:46:41")),
     (FILES[:1], FILES[:2], ("/data/1.jsonl is new",)),
-    (FILES[:2], FILES[:1], ("/data/1.jsonl is gone",)),
+    (FILES[:2], FILES[:1], ("/data/1.jsonl is missing",)),
     (
         [replace(FILES[0], path=HUB.format("a" * 40), hub=HUB.format("a" * 40))],
         [replace(FILES[0], path=HUB.format("b" * 40), hub=HUB.format("b" * 40))],

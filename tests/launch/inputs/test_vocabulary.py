@@ -7,8 +7,7 @@ from msgspec.structs import replace
 from planning_factory import job_of, plan_of
 from safetensors import safe_open
 
-from launch.inputs.model_files import ModelFiles
-from launch.inputs.vocabulary import kept_plan_with_new_rows, refuse_frozen_rows
+from launch.inputs.model_files import ModelFiles, kept_plan_with_new_rows, refuse_frozen_rows
 from trainer.spec.errors import InputError
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Method

@@ -2,7 +2,7 @@
 
     python -m trainer.runtime.attention.flash_kernel OWNER/flash-attn2@COMMIT
 
-loads it in a process of its own before any rank starts (`launch.inputs.flash_kernel`), fetched from the hub where it is
+loads it in a process of its own before any rank starts (`launch.inputs.trusted_code`), fetched from the hub where it is
 not in the cache. Ranks then load it from there, without the network.
 
 transformers takes the name as it is and has the `kernels` package load it: of the commit's files the one folder

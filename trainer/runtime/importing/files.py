@@ -9,15 +9,15 @@ A folder may hold the weights in several forms: a Trainer's folder under DeepSpe
 down, the fp32 masters. The first of `_FORMS` that is there is taken, and the others are named.
 """
 
-import json
 import re
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from trainer.spec import codec
 from trainer.spec.errors import InputError
 from trainer.spec.messages.import_request import ImportKind
 from trainer.spec.units import KIB, MIB, format_bytes
@@ -73,23 +73,10 @@ def checked_folder(folder: Path, name: str) -> Path:
     return path
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; InputError for anything else."""
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: is not JSON: {_short(str(error))}") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: is not a JSON object")
-    return content
-
-
 def read_weight_map(folder: Path, name: str) -> dict[str, str]:
     """Which file an index says each tensor is in; the files are looked at when they are opened."""
     path = checked_file(folder, name, most_bytes=INDEX_BYTES)
-    weight_map = read_json(path).get("weight_map")
+    weight_map = codec.read_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
         raise InputError(f"{path}: is damaged: it holds no weight_map")
     return weight_map

@@ -44,7 +44,6 @@ from trainer.runtime.importing.files import (
     find_kind,
     has_file,
     printable,
-    read_json,
     read_weight_map,
 )
 from trainer.runtime.importing.names import Placed, base_name, build_empty, merged, place_tensors
@@ -153,7 +152,7 @@ def _config_of(request: ImportRequest, *folders: Path) -> _Config:
     for folder in folders:
         if has_file(folder, "config.json"):
             path = checked_file(folder, "config.json", most_bytes=CONFIG_BYTES)
-            return _Config(read_json(path), str(path), folder)
+            return _Config(codec.read_object(path), str(path), folder)
     raise InputError(
         f"{folders[0]}: holds no config.json; say which model it is of: --config FOLDER, a hub id or a preset"
     )
@@ -161,7 +160,7 @@ def _config_of(request: ImportRequest, *folders: Path) -> _Config:
 
 def _merged_adapter(request: ImportRequest, found: Found) -> tuple[_Config, _Opened, Placed]:
     path = checked_file(found.folder, ADAPTER_CONFIG, most_bytes=CONFIG_BYTES)
-    adapter_config = read_json(path)
+    adapter_config = codec.read_object(path)
     if request.base is None:
         raise InputError(
             f"{found.folder}: is an adapter of {base_name(adapter_config)}, and training starts from whole models;\n"

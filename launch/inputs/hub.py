@@ -1,0 +1,277 @@
+"""Models on the Hugging Face hub: files in the local cache, downloads, and the upload of an exported folder.
+
+The cache is read by its layout (`models--ORG--NAME/refs/REVISION` holds a commit, `snapshots/COMMIT/` its files), so
+that a model that is here needs neither the network nor a library. Transfers import huggingface_hub, which reads
+HF_TOKEN, the login stored by `hf auth login`, HF_ENDPOINT and HF_HUB_OFFLINE itself. Pickled weights are never
+downloaded. A new repository is private unless `--public` is given; an existing one of another visibility is refused.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.spec.errors import EnvironmentFaultError, InputError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+_SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.jinja",
+)
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+ANSWER_TIMEOUT_S = 4.0  # of the first request; the library's own timeouts and retries add up to minutes
+_LEFT_OUT = ("*/*", "consolidated*")  # other formats' folders, and a second copy of the weights
+_MAY_WRITE = ("admin", "write", "contributor")  # roles in an organisation
+_LOG_IN = "log in with: hf auth login (a token with write access), or set HF_TOKEN"
+
+
+def hub_cache(cache_home: Path | None, environment: Mapping[str, str] = os.environ) -> Path:
+    """The hub's cache: below `cache_home`, or where huggingface_hub would look."""
+    if cache_home is not None:
+        return cache_home / "hub"
+    if named := environment.get("HF_HUB_CACHE"):
+        return Path(named).expanduser()
+    if named := environment.get("HF_HOME"):
+        return Path(named).expanduser() / "hub"
+    base = environment.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "huggingface" / "hub"
+
+
+def is_offline() -> bool:
+    """True if HF_HUB_OFFLINE is set, as huggingface_hub reads it."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+
+
+def find_snapshot(repository: str, *, revision: str | None, cache: Path) -> Path | None:
+    """The folder of a revision's files in the cache, None if there are none."""
+    root = cache / f"models--{repository.replace('/', '--')}"
+    name = revision or "main"
+    try:
+        commit = (root / "refs" / name).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        commit = name
+    snapshot = root / "snapshots" / commit
+    return snapshot if (snapshot / "config.json").is_file() else None
+
+
+def download_snapshot(
+    repository: str,
+    *,
+    revision: str | None,
+    cache: Path,
+    setting: str,
+    with_weights: bool,
+    timeout_s: float = ANSWER_TIMEOUT_S,
+) -> Path:
+    """Downloads config, tokenizer and, on request, weights; returns their folder. `timeout_s` limits the first request.
+
+    Raises InputError if the repository or revision does not exist or needs a token, EnvironmentFaultError if the hub
+    cannot be reached; both name the next step.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+
+    with (
+        nullcontext() if with_weights else _without_progress_bars(),
+        hub_errors_explained(repository, revision=revision, cache=cache, setting=setting, what="a model"),
+    ):
+        HfApi().repo_info(repository, revision=revision, timeout=timeout_s)
+        folder = snapshot_download(
+            repository,
+            revision=revision,
+            cache_dir=cache,
+            allow_patterns=[*_SMALL_FILES, *(_WEIGHT_FILES if with_weights else ())],
+            ignore_patterns=list(_LEFT_OUT),
+        )
+    return Path(folder)
+
+
+class RepositoryFiles(NamedTuple):
+    """Files of a revision on the hub."""
+
+    commit: str
+    sizes: dict[str, int]  # bytes, by path
+
+
+def list_snapshot(repository: str, *, revision: str | None, cache: Path, setting: str) -> RepositoryFiles:
+    """Files that `download_snapshot` with weights would put into the cache; raises the same errors."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import filter_repo_objects
+
+    with hub_errors_explained(repository, revision=revision, cache=cache, setting=setting, what="a model"):
+        described = HfApi().model_info(repository, revision=revision, timeout=ANSWER_TIMEOUT_S, files_metadata=True)
+    sizes = {sibling.rfilename: sibling.size or 0 for sibling in described.siblings or ()}
+    wanted = filter_repo_objects(sizes, allow_patterns=[*_SMALL_FILES, *_WEIGHT_FILES], ignore_patterns=list(_LEFT_OUT))
+    assert described.sha is not None, "the hub answers with a commit"
+    return RepositoryFiles(described.sha, {name: sizes[name] for name in wanted})
+
+
+def is_snapshot(folder: Path) -> bool:
+    """True if a folder is a revision of a repository in the hub's cache; its name is then the commit."""
+    return folder.parent.name == "snapshots"
+
+
+def download_code(repository: str, *, commit: str, cache: Path, setting: str) -> None:
+    """Downloads the Python files of a model that a job trusts, beside its config of the same commit; runs none.
+
+    Raises the errors of `download_snapshot`.
+    """
+    from huggingface_hub import snapshot_download
+
+    with (
+        _without_progress_bars(),
+        hub_errors_explained(repository, revision=commit, cache=cache, setting=setting, what="a model"),
+    ):
+        snapshot_download(repository, revision=commit, cache_dir=cache, allow_patterns=["*.py"])
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    were_on = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if were_on:
+            enable_progress_bars()
+
+
+@contextmanager
+def hub_errors_explained(
+    repository: str, *, revision: str | None, cache: Path, setting: str, what: str, pages: str = ""
+) -> Iterator[None]:
+    """Turns the errors of huggingface_hub into one line with the next step.
+
+    `what` is "a model" or "a data set"; the hub has the pages of the latter below `datasets/`.
+    """
+    from huggingface_hub import errors
+
+    transport_error = errors.HfHubHTTPError.__bases__[0]  # of whichever HTTP library this version uses
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise InputError(
+            f"{setting}: {repository} is gated; ask for access at https://huggingface.co/{pages}{repository}, "
+            "then run: hf auth login"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise InputError(f"{setting}: {repository} has no revision {revision}") from None
+    except errors.RepositoryNotFoundError:
+        raise InputError(
+            f"{setting}: {repository} is neither a folder here nor {what} on the hub that you may see; check the "
+            "name or, for a private one, run: hf auth login"
+        ) from None
+    except (transport_error, OSError) as error:
+        raise EnvironmentFaultError(_unreachable(repository, setting=setting, error=error, cache=cache)) from error
+
+
+def _unreachable(repository: str, *, setting: str, error: BaseException, cache: Path) -> str:
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"{setting}: {repository} cannot be downloaded into {cache}: {os.strerror(error.errno)}"
+    why = "HF_HUB_OFFLINE is set" if is_offline() else "the hub cannot be reached"
+    return f"{setting}: {repository} is neither a folder here nor in {cache}, and {why}; name a local folder"
+
+
+class Target(NamedTuple):
+    """A repository that this login may write to."""
+
+    repository: str
+    is_public: bool
+
+
+def check_target(repository: str, *, is_public: bool) -> Target:
+    """The repository, if this login may write to it; it is not created yet.
+
+    Raises InputError for an invalid name, a repository of another owner or one of the other visibility;
+    EnvironmentFaultError without a login, with a read-only token, or if the hub cannot be reached.
+    """
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.utils import validate_repo_id
+
+    if HUB_ID.fullmatch(repository) is None:
+        raise InputError(f"--push {repository}: is not USER/NAME")
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise InputError(f"--push {repository}: {str(error).splitlines()[0]}") from None
+    if is_offline():
+        raise EnvironmentFaultError(f"--push {repository}: HF_HUB_OFFLINE is set; unset it to upload")
+    if get_token() is None:
+        raise EnvironmentFaultError(f"--push {repository}: there is no login for the hub;\n{_LOG_IN}")
+    api = HfApi()
+    with _faults(repository):
+        login: dict[str, Any] = api.whoami()
+        _check_permission(repository, login)
+        try:
+            found = api.repo_info(repository)
+        except RepositoryNotFoundError:
+            return Target(repository, is_public)
+    if is_public == bool(found.private):
+        have, remedy = ("private", "leave --public out") if is_public else ("public", "add --public")
+        raise InputError(f"--push {repository}: is on the hub already and is {have}; {remedy}, or name another")
+    return Target(repository, is_public)
+
+
+def upload(folder: Path, target: Target) -> str:
+    """Uploads a folder as one commit and returns the address; creates the repository if there is none."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    again = f"the export is whole in {folder}; to try again: hf upload {target.repository} {folder} ."
+    with _faults(target.repository, then=again):
+        made = api.create_repo(target.repository, private=not target.is_public, exist_ok=True)
+        api.upload_folder(repo_id=target.repository, folder_path=folder, commit_message="Export of a run, by shardwise")
+    return str(made)
+
+
+def _check_permission(repository: str, login: dict[str, Any]) -> None:
+    """Refuses a login that, by the response of whoami, may not write to a repository."""
+    owner, user = repository.split("/")[0], str(login.get("name"))
+    organisations = [each for each in login.get("orgs", ()) if each.get("roleInOrg", "write") in _MAY_WRITE]
+    owners = [user, *(str(each.get("name")) for each in organisations)]
+    if owner not in owners:
+        raise InputError(f"--push {repository}: you are {user} and may write to {', '.join(owners)}")
+    token = login.get("auth", {}).get("accessToken", {})
+    role = token.get("role")
+    if role == "read" or (role == "fineGrained" and not _grants(token.get("fineGrained", {}), repository)):
+        raise EnvironmentFaultError(
+            f"--push {repository}: the token {token.get('displayName', 'in use')} may not write there;\n{_LOG_IN}"
+        )
+
+
+def _grants(rights: dict[str, Any], repository: str) -> bool:
+    """True if a fine-grained token may write to a repository: by its name, or by its owner's."""
+    names = (repository, repository.split("/")[0])
+    return any(
+        "repo.write" in each.get("permissions", ()) and each.get("entity", {}).get("name") in names
+        for each in rights.get("scoped", ())
+    )
+
+
+@contextmanager
+def _faults(repository: str, *, then: str = "nothing was exported") -> Iterator[None]:
+    """Turns refusals and failures of the hub into EnvironmentFaultErrors of two lines."""
+    from huggingface_hub import errors
+
+    transport_error = errors.HfHubHTTPError.__bases__[0]  # of whichever HTTP library this version uses
+    try:
+        yield
+    except errors.HfHubHTTPError as error:
+        status: Any = error.response.status_code if error.response is not None else "without a status"
+        refusals: dict[int, str] = {401: "the hub does not know this token", 403: "the hub refuses to write there"}
+        why = refusals.get(status, f"the hub answered {status}")
+        remedy = f"{_LOG_IN}; {then}" if status in refusals else then
+        raise EnvironmentFaultError(f"--push {repository}: {why};\n{remedy}") from error
+    except (transport_error, OSError) as error:
+        name = type(error).__name__
+        raise EnvironmentFaultError(f"--push {repository}: the hub cannot be reached ({name});\n{then}") from error

@@ -1,0 +1,236 @@
+"""Code from elsewhere that a job allows: that of its model, and a FlashAttention kernel of the hub.
+
+The model's code is inspected here, not run. config.json names two classes as `MODULE.CLASS` (`auto_map`,
+https://huggingface.co/docs/transformers/custom_models); their files, and those that these import relatively, are the
+code that runs. Only their syntax trees are read. `model.trust_remote_code` must name the repository or folder of the
+model: code that config.json takes from another repository never runs.
+
+A kernel is loaded once before any rank starts, in a process of its own (`trainer.runtime.attention.flash_kernel`),
+because only torch knows which build fits: from the cache, else from the hub unless HF_HUB_OFFLINE is set. The ranks
+start with HF_HUB_OFFLINE set (`launch.engine.command`) and download nothing.
+"""
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import IO, Any
+
+from msgspec.structs import replace
+
+from launch.inputs.hub import HUB_ID, download_code, hub_cache, is_offline, is_snapshot
+from launch.inputs.model_files import ModelFiles
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.job.sections import Job
+from trainer.spec.model.code import ModelCode
+from trainer.spec.plan import Plan
+
+SETTING = "model.trust_remote_code"
+_OFFLINE = {"HF_HUB_OFFLINE": "1"}
+_POLL_S = 0.1
+_CONFIG, _MODEL = "AutoConfig", "AutoModelForCausalLM"
+
+
+def offered_code(job: Job, config: Mapping[str, Any]) -> str | None:
+    """The value of `model.trust_remote_code` that lets the code of a model run; None if it brings none."""
+    return job.model.name or job.model.config if _MODEL in _auto_map(config) else None
+
+
+def read_model_code(job: Job, model: ModelFiles, *, cache_home: Path | None = None) -> ModelCode | None:
+    """The code that the job trusts, downloaded at the commit of the model's config; None if it trusts none.
+
+    Raises InputError if there is no code, config.json takes it from another repository, or a file is missing or is not
+    Python.
+    """
+    repository = job.model.trust_remote_code
+    if repository is None:
+        return None
+    classes = _auto_map(model.config)
+    if _CONFIG not in classes or _MODEL not in classes:
+        raise InputError(
+            f"{SETTING}: {repository} brings no code for a causal language model (its config.json names none); "
+            "leave the setting out"
+        )
+    if not isinstance(model.config.get("model_type"), str):
+        raise InputError(f"{model.config_origin}: names no model_type, which code of its own needs too")
+    modules = [_module_file(classes[name], model.config_origin) for name in (_CONFIG, _MODEL)]
+    folder = Path(model.config_origin).parent
+    is_from_hub = is_snapshot(folder) and HUB_ID.fullmatch(repository) is not None
+    if is_from_hub and not all((folder / name).is_file() for name in modules):
+        download_code(repository, commit=folder.name, cache=hub_cache(cache_home), setting=SETTING)
+    return ModelCode(
+        repository=repository,
+        revision=folder.name if is_from_hub else None,
+        folder=str(folder.absolute()),
+        files={name: sha256(content).hexdigest() for name, content in _files(folder, modules).items()},
+        config_class=classes[_CONFIG],
+        model_class=classes[_MODEL],
+    )
+
+
+def keep_model_code(plan: Plan, run_dir: Path) -> Plan:
+    """The plan with the run's own copy of its model's code; raises InputError if that changed since the plan."""
+    code = plan.model_code
+    if code is None:
+        return plan
+    digest = sha256("".join(f"{name} {code.files[name]}\n" for name in sorted(code.files)).encode()).hexdigest()
+    kept = run_dir / "model_code" / digest[:8]
+    try:
+        for name, expected in code.files.items():
+            source = kept / name if (kept / name).is_file() else Path(code.folder) / name
+            content = source.read_bytes()
+            if sha256(content).hexdigest() != expected:
+                raise InputError(f"{SETTING}: {source} changed since the plan was made; start again")
+            (kept / name).parent.mkdir(parents=True, exist_ok=True)
+            (kept / name).write_bytes(content)
+    except OSError as error:
+        raise InputError(f"{SETTING}: {error.filename} cannot be read or kept: {error.strerror}") from error
+    return replace(plan, model_code=replace(code, folder=str(kept.absolute())))
+
+
+def _auto_map(config: Mapping[str, Any]) -> dict[str, str]:
+    found = config.get("auto_map")
+    if not isinstance(found, dict):
+        return {}
+    return {name: each for name, each in found.items() if isinstance(each, str)}
+
+
+def _module_file(reference: str, origin: str) -> str:
+    """The file of `MODULE.CLASS`; raises InputError for another repository or an invalid name."""
+    other, dashes, own = reference.rpartition("--")
+    if dashes:
+        raise InputError(
+            f"{origin}: takes its code from {other}, and {SETTING} is for a model's own; name a copy that holds "
+            f"{own.partition('.')[0]}.py itself"
+        )
+    *module, name = reference.split(".")
+    if not module or not all(part.isidentifier() for part in (*module, name)):
+        raise InputError(f"{origin}: auto_map names {reference!r}, which is no MODULE.CLASS")
+    return f"{'/'.join(module)}.py"
+
+
+def _files(folder: Path, modules: list[str]) -> dict[str, bytes]:
+    """Content of the named files and of their relative imports, transitively, by path below the folder."""
+    found: dict[str, bytes] = {}
+    waiting = list(modules)
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        path = folder / name
+        try:
+            found[name] = path.read_bytes()
+            tree = ast.parse(found[name], filename=str(path))
+        except OSError as error:
+            raise InputError(f"{SETTING}: {path} cannot be read: {error.strerror}") from error
+        except (SyntaxError, ValueError) as error:
+            raise InputError(f"{SETTING}: {path} is no Python that this version reads: {error}") from error
+        waiting += [each for each in _imported(tree, name) if (folder / each).is_file()]
+    return found
+
+
+def _imported(tree: ast.Module, name: str) -> list[str]:
+    """Files that the relative imports of a file could mean."""
+    wanted: list[str] = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or not 0 < node.level <= name.count("/") + 1:
+            continue
+        parts = name.split("/")[: -node.level]
+        parts += node.module.split(".") if node.module else []
+        wanted += _candidates(parts)
+        for alias in node.names:
+            wanted += _candidates([*parts, alias.name])
+    return wanted
+
+
+def _candidates(parts: list[str]) -> list[str]:
+    path = "/".join(parts)
+    return [f"{path}.py", f"{path}/__init__.py"] if path else []
+
+
+def fetch_flash_kernel(
+    plan: Plan,
+    *,
+    on_progress: Callable[[str], None],
+    should_stop: Callable[[], bool] = lambda: False,
+    python: str = sys.executable,
+) -> None:
+    """Loads the kernel of the plan, if it has one, once on this machine, so that the cache holds it.
+
+    Raises EnvironmentFaultError, with the next step, if that fails. Ends early once `should_stop` is true.
+    """
+    kernel = kernel_of(plan)
+    problem = None if kernel is None else load_kernel(kernel, on_progress, should_stop, python)
+    if problem is not None:
+        raise EnvironmentFaultError(problem)
+
+
+def kernel_of(plan: Plan) -> str | None:
+    """The kernel that the plan, or one of its fallbacks, runs."""
+    return next((each.flash_kernel for each in (plan.chosen, *plan.fallbacks) if each.flash_kernel), None)
+
+
+def load_kernel(
+    kernel: str,
+    on_progress: Callable[[str], None],
+    should_stop: Callable[[], bool] = lambda: False,
+    python: str = sys.executable,
+) -> str | None:
+    """Loads a kernel once, downloaded if the cache lacks it; returns the reason if it cannot be loaded."""
+    problem = _load(kernel, python, _OFFLINE, should_stop)
+    if problem is not None and not is_offline() and not should_stop():
+        on_progress(f"fetching {kernel}, once for this machine")
+        problem = _load(kernel, python, {}, should_stop)
+    return problem
+
+
+def has_kernel(kernel: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """True if the cache has a build of the kernel; only torch knows if that fits this machine."""
+    named = environment.get("HF_KERNELS_CACHE") or environment.get("KERNELS_CACHE")
+    cache = Path(named).expanduser() if named else hub_cache(None, environment)
+    repository, _, commit = kernel.partition("@")
+    builds = cache / f"kernels--{repository.replace('/', '--')}" / "snapshots" / commit / "build"
+    return builds.is_dir() and any(builds.iterdir())
+
+
+def _load(kernel: str, python: str, settings: dict[str, str], should_stop: Callable[[], bool]) -> str | None:
+    """The error message of the process; None if it loaded the kernel or was stopped."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        code = _run([python, "-m", "trainer.runtime.attention.flash_kernel", kernel], settings, errors, should_stop)
+        if not code:
+            return None
+        errors.seek(0)
+        lines = [line for line in errors.read().splitlines() if line.strip()]
+    starts = [
+        number for number, line in enumerate(lines) if line.startswith("attention: ")
+    ]  # libraries speak before it
+    if starts:
+        return "\n".join(lines[starts[-1] :])
+    return "\n".join([f"attention: loading {kernel} ended with code {code}", *lines[-2:]])
+
+
+def _run(argv: list[str], settings: dict[str, str], errors: IO[str], should_stop: Callable[[], bool]) -> int | None:
+    """Exit code of the process; None if it was stopped."""
+    environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
+    process = subprocess.Popen(
+        argv,
+        env=environment | settings,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        start_new_session=True,  # Ctrl-C reaches us alone, and we end it
+    )
+    try:
+        while process.poll() is None and not should_stop():
+            time.sleep(_POLL_S)
+        return process.returncode
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
