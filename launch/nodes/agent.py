@@ -13,14 +13,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import yaml
 
-from launch.attempt.local_ranks import LocalRanks, Ranks
+from launch.attempt.local_ranks import LocalRanks
 from launch.attempt.supervisor import StopKind, StopRequest
 from launch.engine.accelerate_config import accelerate_config, accelerate_file
 from launch.engine.command import launch_command, launch_environment
@@ -29,22 +29,18 @@ from launch.engine.operators import build_needed, remove_stale_locks
 from launch.inputs.staging import copy_staged
 from launch.inputs.trusted_code import fetch_flash_kernel
 from launch.nodes.channel import (
-    AskStacks,
     Bye,
     Channel,
-    End,
+    Command,
     Ended,
-    Failed,
     FromSupervisor,
     Hello,
     NodesFile,
     Note,
-    Refused,
-    StackOf,
+    Order,
     Stacks,
     Start,
-    StopAsked,
-    Tell,
+    StopRequested,
     nodes_path,
 )
 from launch.probe.surroundings import interface_of, read_host
@@ -56,19 +52,23 @@ from trainer.spec.plan import Plan
 from trainer.spec.secrets import redacted_output
 
 POLL_S = 0.1
-SEEN_WITHIN_S = 90.0  # a file of another machine: NFS looks at a folder anew after a minute at most
+CONNECT_S = 90.0  # a file of another machine: NFS refreshes a folder after a minute at most
 RETRY_S = 1.0
+_INTERFACE_SETTINGS = {
+    DeviceKind.CPU: ("GLOO_SOCKET_IFNAME",),
+    DeviceKind.CUDA: ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"),
+}
 
 
 class Head(NamedTuple):
-    """Where a supervisor is called."""
+    """The address of a supervisor."""
 
     host: str
-    port: int | None = None  # None: as its file says
+    port: int | None = None  # None: as in its file
 
 
 def parse_head(text: str) -> Head:
-    """`HOST` or `HOST:PORT`; InputError says so."""
+    """`HOST` or `HOST:PORT`; InputError for anything else."""
     host, colon, port = text.rpartition(":") if text.count(":") == 1 else (text, "", "")
     if not host or (colon and not (port.isdigit() and 0 < int(port) < 1 << 16)):
         raise InputError(f"--head {text}: expected HOST or HOST:PORT")
@@ -84,102 +84,93 @@ def run_agent(
     on_line: Callable[[str], None],
     environment: Mapping[str, str] = os.environ,
     hardware: Hardware | None = None,
-    wait_s: float = SEEN_WITHIN_S,
+    wait_s: float = CONNECT_S,
 ) -> ExitCode:
-    """Serves a supervisor to the end of its run; EnvironmentFaultError where none can be reached, or it is lost."""
+    """Serves a supervisor to the end of its run; EnvironmentFaultError if none can be reached, or it is lost."""
     channel = _connect(run_dir, head, node_rank, hardware, stop, wait_s)
     if channel is None:
         return ExitCode.REQUEUE if stop.kind is StopKind.REQUEUE else ExitCode.INTERRUPTED
-    agent = _Agent(channel, node_rank=node_rank, stop=stop, on_line=on_line, environment=environment)
+    agent = _Agent(channel, node_rank=node_rank, stop=stop, environment=environment)
     try:
-        return agent.run()
+        end = agent.run()
     finally:
         agent.end_attempt()
         channel.close()
+    if end.text:
+        on_line(end.text)
+    return ExitCode(end.exit_code)
 
 
 class _Agent:
-    def __init__(
-        self,
-        channel: Channel,
-        *,
-        node_rank: int,
-        stop: StopRequest,
-        on_line: Callable[[str], None],
-        environment: Mapping[str, str],
-    ) -> None:
+    def __init__(self, channel: Channel, *, node_rank: int, stop: StopRequest, environment: Mapping[str, str]) -> None:
         self._channel = channel
         self._node_rank = node_rank
         self._stop = stop
-        self._on_line = on_line
         self._environment = environment
         self._attempt: NodeAttempt | None = None
-        self._is_told = self._has_told_of_stop = self._has_told_of_failure = False
+        self._is_stopping = self._has_sent_stop = False
 
-    def run(self) -> ExitCode:
+    def run(self) -> Bye:
         while True:
             for message in self._channel.receive(POLL_S):
                 if isinstance(message, Bye):
-                    if message.words:
-                        self._on_line(message.words)
-                    return ExitCode(message.exit_code)
-                self._do(message)
+                    return message
+                if isinstance(message, Start):
+                    self._start(message)
+                elif isinstance(message, Command):
+                    self._do(message.order)
             if not self._channel.is_open:
                 raise EnvironmentFaultError("the supervisor of this run is gone: its connection ended")
-            self._look()
+            self._poll()
 
     def end_attempt(self) -> None:
-        """Ends whatever runs here."""
+        """Ends every process of the attempt."""
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
             attempt.end()
 
-    def _do(self, message: object) -> None:
-        if isinstance(message, Start):
-            self._start(message)
-        elif isinstance(message, Tell):
-            self._is_told = True
-        elif isinstance(message, AskStacks):
-            self._channel.send(Stacks(stacks=() if self._attempt is None else _stacks(self._attempt.ranks)))
-        elif isinstance(message, End) and self._attempt is not None:
-            self._finish(None)
-
-    def _start(self, message: Start) -> None:
-        self._is_told = self._has_told_of_failure = False
+    def _start(self, start: Start) -> None:
+        self._is_stopping = False
         try:
             self._attempt = start_on_node(
-                message,
+                start,
                 node_rank=self._node_rank,
                 environment=self._environment,
-                on_progress=self._say,
+                on_progress=self._send_note,
                 should_stop=lambda: not self._channel.is_open,
             )
         except ShardwiseError as error:
-            self._channel.send(Refused(words=str(error), exit_code=int(error.exit_code)))
+            refusal = Ended(attempt_dir=start.attempt_dir, refusal=str(error), exit_code=int(error.exit_code))
+            self._channel.send(refusal)
 
-    def _say(self, words: str) -> None:
-        self._channel.send(Note(words=words))
+    def _send_note(self, line: str) -> None:
+        self._channel.send(Note(text=line))
 
-    def _look(self) -> None:
+    def _do(self, order: Order) -> None:
+        if order is Order.STOP:
+            self._is_stopping = True
+        elif order is Order.DUMP_STACKS:
+            self._channel.send(Stacks(stacks={} if self._attempt is None else self._attempt.ranks.dump_stacks()))
+        elif self._attempt is not None:
+            self._report_end(None)
+
+    def _poll(self) -> None:
+        """Forwards a stop request of this machine and the end of its launcher."""
         if self._stop.kind is not None:
-            self._is_told = True  # one rank that was asked is enough: they agree at the next step
-            if not self._has_told_of_stop:
-                self._has_told_of_stop = True
-                self._channel.send(StopAsked(is_interrupt=self._stop.kind is StopKind.INTERRUPT))
+            self._is_stopping = True  # a request to one rank is enough: the ranks agree at the next step
+            if not self._has_sent_stop:
+                self._has_sent_stop = True
+                number = signal.SIGINT if self._stop.kind is StopKind.INTERRUPT else signal.SIGUSR1
+                self._channel.send(StopRequested(signal_number=number))
         if self._attempt is None:
             return
-        ranks = self._attempt.ranks
-        return_code = ranks.poll()
+        return_code = self._attempt.ranks.poll()
         if return_code is not None:
-            self._finish(return_code)
-            return
-        if self._is_told:
-            ranks.request_stop()
-        if not self._has_told_of_failure and ranks.has_failed():
-            self._has_told_of_failure = True
-            self._channel.send(Failed(attempt_dir=str(self._attempt.attempt_dir)))
+            self._report_end(return_code)
+        elif self._is_stopping:
+            self._attempt.ranks.request_stop()
 
-    def _finish(self, return_code: int | None) -> None:
+    def _report_end(self, return_code: int | None) -> None:
         attempt = self._attempt
         assert attempt is not None
         self.end_attempt()
@@ -193,17 +184,94 @@ class _Agent:
         )
 
 
-def _stacks(ranks: Ranks) -> tuple[StackOf, ...]:
-    return tuple(
-        StackOf(rank=rank, frame=stack.frame, is_waiting=stack.is_waiting, state=stack.state)
-        for rank, stack in ranks.dump_stacks().items()
-    )
+class NodeAttempt(NamedTuple):
+    """An attempt on one machine."""
+
+    ranks: LocalRanks
+    resources: contextlib.ExitStack  # released at its end
+    attempt_dir: Path
+    local_ranks: range
+
+    def files(self) -> tuple[str, ...]:
+        """Reports of this machine's ranks in the attempt's folder."""
+        names = [f"report-rank-{rank}.json" if rank else "report.json" for rank in self.local_ranks]
+        return tuple(name for name in names if (self.attempt_dir / name).is_file())
+
+    def end(self) -> None:
+        """Ends every living process."""
+        with self.resources:
+            self.ranks.end()
+
+
+def start_on_node(
+    start: Start,
+    *,
+    node_rank: int,
+    environment: Mapping[str, str],
+    on_progress: Callable[[str], None],
+    should_stop: Callable[[], bool],
+) -> NodeAttempt:
+    """Starts this machine's ranks; a ShardwiseError names what is missing here."""
+    attempt_dir, cache = Path(start.attempt_dir), Path(start.cache)
+    plan = codec.read(attempt_dir / "plan.json", Plan)
+    host = read_host()
+    _check_folders(plan)
+    copy_staged(plan.staged, on_progress=on_progress)
+    check_nvme(plan)
+    fetch_flash_kernel(plan, on_progress=on_progress, should_stop=should_stop)
+    here = msgspec.structs.replace(plan, hardware=msgspec.structs.replace(plan.hardware, host=host))
+    extensions = build_needed(here, cache_home=cache, on_progress=on_progress, should_stop=should_stop)
+    remove_stale_locks(extensions, on_progress=on_progress)  # of an earlier rank
+    settings = accelerate_config(plan, attempt_dir=attempt_dir, node_rank=node_rank, head=start.head, port=start.port)
+    codec.write_bytes(accelerate_file(attempt_dir, node_rank), yaml.safe_dump(settings, sort_keys=False).encode())
+    argv = launch_command(attempt_dir, log_dir=attempt_dir / "logs", python=sys.executable, node_rank=node_rank)
+    variables = launch_environment(environment, plan, extensions_dir=extensions, cores=host.num_cores or 1)
+    interfaces = _interface_settings(environment, start, plan.device_kind)
+    on_each = plan.chosen.num_ranks // plan.num_machines
+    ranks = range(node_rank * on_each, (node_rank + 1) * on_each)
+    way = " by " + " ".join(f"{name}={value}" for name, value in interfaces.items()) if interfaces else ""
+    on_progress(f"ranks {ranks.start} to {ranks.stop - 1} meet at {start.head}:{start.port}{way}")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(held_folder(nvme_folder(plan, attempt_dir.parent.parent, int(attempt_dir.name))))
+        started = LocalRanks(
+            argv, attempt_dir=attempt_dir, environment=variables | interfaces, node_rank=node_rank, ranks=ranks
+        )
+        return NodeAttempt(started, stack.pop_all(), attempt_dir, ranks)
+
+
+def _interface_settings(environment: Mapping[str, str], start: Start, device_kind: DeviceKind) -> dict[str, str]:
+    """The interface on the way to rank 0, for gloo and for NCCL's first contact; the user's own settings stay.
+
+    By default gloo uses the address of the machine's own name, often 127.0.1.1, and NCCL may use the bridge of a
+    container engine.
+    """
+    settings = _INTERFACE_SETTINGS[device_kind]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:  # nothing is sent
+        route.connect((start.head, start.port))
+        name = interface_of(route.getsockname()[0])
+    own = {setting: environment[setting] for setting in settings if setting in environment}
+    return own if name in (None, "lo") else {setting: str(name) for setting in settings} | own
+
+
+def _check_folders(plan: Plan) -> None:
+    """EnvironmentFaultError names a folder that this machine does not see."""
+    needed = {
+        "the model": plan.model_path,
+        "the tokenizer": plan.tokenizer_path,
+        "the prepared data": plan.data.cache_dir,
+    }
+    for name, path in needed.items():
+        if path is not None and not Path(path).exists():
+            raise EnvironmentFaultError(
+                f"{name} is not there: {path}\nkeep it on a file system that every machine sees, "
+                "such as folders.cache and folders.huggingface in config.yaml name"
+            )
 
 
 def _connect(
     run_dir: Path, head: Head, node_rank: int, hardware: Hardware | None, stop: StopRequest, wait_s: float
 ) -> Channel | None:
-    """The connection to the supervisor; None after a stop request. The file of a run that ended says another token."""
+    """The connection to the supervisor; None after a stop request. The file of a run that ended has another token."""
     end = time.monotonic() + wait_s
     while stop.kind is None:
         problem = f"{run_dir} has no {nodes_path(run_dir).name}: no supervisor runs there, or this machine sees another"
@@ -218,8 +286,13 @@ def _connect(
                     connection = socket.create_connection((host, port), timeout=10.0)
                 except OSError as error:
                     problems.append(f"{host} port {port} cannot be reached: {error.strerror or error}")
-                else:
-                    return _greeted(connection, content, node_rank, hardware)
+                    continue
+                channel, address = Channel(connection, FromSupervisor), connection.getsockname()[0]
+                name = socket.gethostname()
+                channel.send(
+                    Hello(token=content.token, node_rank=node_rank, host=name, address=address, hardware=hardware)
+                )
+                return channel
             problem = problems[0]
         if time.monotonic() > end:
             raise EnvironmentFaultError(
@@ -231,27 +304,9 @@ def _connect(
 
 
 def _hosts(head: Head, content: NodesFile) -> list[str]:
-    """Where the supervisor may be called: a node's name in Slurm need not mean anything to the resolver."""
+    """Names and addresses of the supervisor: the resolver need not know a node's name in Slurm."""
     srun = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")  # of the machine on which srun runs, which is the supervisor's
     return [*dict.fromkeys((head.host, *((content.host, srun) if srun else ())))]
-
-
-def _greeted(connection: socket.socket, content: NodesFile, node_rank: int, hardware: Hardware | None) -> Channel:
-    from launch.probe.surroundings import interface_of
-
-    address = connection.getsockname()[0]
-    channel = Channel(connection, FromSupervisor)
-    channel.send(
-        Hello(
-            token=content.token,
-            node_rank=node_rank,
-            host=socket.gethostname(),
-            address=address,
-            interface=interface_of(address),
-            hardware=hardware,
-        )
-    )
-    return channel
 
 
 def main() -> int:
@@ -263,119 +318,16 @@ def main() -> int:
     options = parser.parse_args()
     stop = StopRequest()
     with redacted_output(), stop.listening():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to hear
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the supervisor
         try:
             run_agent(
-                options.run_dir,
-                head=options.head,
-                node_rank=options.node_rank,
-                stop=stop,
-                on_line=Console().line,
+                options.run_dir, head=options.head, node_rank=options.node_rank, stop=stop, on_line=Console().line
             )
         except ShardwiseError as error:
             sys.stderr.write(f"{error}\n")
             return int(error.exit_code)
-    return 0  # how the run ended is the supervisor's to tell; a code of ours would end the other machines
+    return 0  # the supervisor reports the end of the run; another code here would end the other machines
 
 
 if __name__ == "__main__":
     sys.exit(main())
-
-
-_INTERFACE_SETTINGS = {
-    DeviceKind.CPU: ("GLOO_SOCKET_IFNAME",),
-    DeviceKind.CUDA: ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"),
-}
-
-
-class NodeAttempt(NamedTuple):
-    """An attempt as one machine runs it."""
-
-    ranks: LocalRanks
-    held: contextlib.ExitStack  # what goes with its end
-    attempt_dir: Path
-    mine: range  # ranks
-
-    def files(self) -> tuple[str, ...]:
-        """What this machine's ranks left in the attempt's folder for the supervisor to read."""
-        names = [f"report-rank-{rank}.json" if rank else "report.json" for rank in self.mine]
-        return tuple(name for name in names if (self.attempt_dir / name).is_file())
-
-    def end(self) -> None:
-        """Ends whatever is alive."""
-        with self.held:
-            self.ranks.end()
-
-
-def start_on_node(
-    start: Start,
-    *,
-    node_rank: int,
-    environment: Mapping[str, str],
-    on_progress: Callable[[str], None],
-    should_stop: Callable[[], bool],
-) -> NodeAttempt:
-    """Starts this machine's ranks; a ShardwiseError says what is missing here."""
-    attempt_dir, cache = Path(start.attempt_dir), Path(start.cache)
-    plan = codec.read(attempt_dir / "plan.json", Plan)
-    host = read_host()
-    _check_folders(plan)
-    copy_staged(plan.staged, on_progress=on_progress)
-    check_nvme(plan)
-    fetch_flash_kernel(plan, on_progress=on_progress, should_stop=should_stop)
-    here = msgspec.structs.replace(plan, hardware=msgspec.structs.replace(plan.hardware, host=host))
-    extensions = build_needed(here, cache_home=cache, on_progress=on_progress, should_stop=should_stop)
-    remove_stale_locks(extensions, on_progress=on_progress)  # a rank before may have left one
-    settings = accelerate_config(plan, attempt_dir=attempt_dir, node_rank=node_rank, head=start.head, port=start.port)
-    file = accelerate_file(attempt_dir, node_rank)
-    codec.write_bytes(file, yaml.safe_dump(settings, sort_keys=False).encode())
-    argv = launch_command(attempt_dir, log_dir=attempt_dir / "logs", python=sys.executable, node_rank=node_rank)
-    variables = launch_environment(environment, plan, extensions_dir=extensions, cores=host.num_cores or 1)
-    interfaces = interface_settings(environment, start, _INTERFACE_SETTINGS[plan.device_kind])
-    mine, way = _ranks_of(plan, node_rank), " ".join(f"{name}={value}" for name, value in interfaces.items())
-    on_progress(f"ranks {mine.start} to {mine.stop - 1} meet at {start.head}:{start.port}{' by ' + way if way else ''}")
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(held_folder(nvme_folder(plan, attempt_dir.parent.parent, int(attempt_dir.name))))
-        ranks = LocalRanks(
-            argv, attempt_dir=attempt_dir, environment=variables | interfaces, node_rank=node_rank, ranks=mine
-        )
-        return NodeAttempt(ranks, stack.pop_all(), attempt_dir, mine)
-
-
-def interface_settings(environment: Mapping[str, str], start: Start, settings: Sequence[str]) -> dict[str, str]:
-    """The interface for gloo, and for NCCL's first contact: the one on the way to rank 0. What a person set stays.
-
-    Left alone gloo takes whatever the machine's own name means, on many machines 127.0.1.1, and NCCL may take the
-    bridge of a container engine.
-    """
-    name = interface_of(_address_towards(start.head, start.port))
-    own = {setting: environment[setting] for setting in settings if setting in environment}
-    return own if name in (None, "lo") else {setting: str(name) for setting in settings} | own
-
-
-def _address_towards(host: str, port: int) -> str:
-    """This machine's address on the way to another; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
-        route.connect((host, port))
-        address: str = route.getsockname()[0]
-    return address
-
-
-def _ranks_of(plan: Plan, node_rank: int) -> range:
-    on_each = plan.chosen.num_ranks // plan.num_machines
-    return range(node_rank * on_each, (node_rank + 1) * on_each)
-
-
-def _check_folders(plan: Plan) -> None:
-    """EnvironmentFaultError names what this machine does not see."""
-    needed = {
-        "the model": plan.model_path,
-        "the tokenizer": plan.tokenizer_path,
-        "the prepared data": plan.data.cache_dir,
-    }
-    for what, path in needed.items():
-        if path is not None and not Path(path).exists():
-            raise EnvironmentFaultError(
-                f"{what} is not there: {path}\nkeep it on a file system that every machine sees, "
-                "such as folders.cache and folders.huggingface in config.yaml name"
-            )

@@ -2,7 +2,10 @@
 
     supervisor, on the first machine  <-- one connection each -->  an agent on every machine, the first included
 
-A connection ends with its machine, its network or its process, so each side notices at once that the other is gone.
+torchrun connects the ranks, and the shared run directory holds heartbeats, reports and logs. The connection carries the
+rest: starts and stops, the end of each machine's launcher, and the loss of a machine. A connection ends with its
+machine, its network or its process, so each side notices at once that the other is gone.
+
 `RUN/.nodes.json` holds port and token and is readable by the user alone: a client that knows the token runs as the user
 and sees the run directory. Clients that send longer lines than `MAX_LINE_BYTES`, or anything else before a valid Hello,
 are disconnected.
@@ -15,25 +18,28 @@ import select
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
 import msgspec
 
+from launch.attempt.watchdog import Stack
 from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError
+from trainer.spec.errors import EnvironmentFaultError, ExitCode
 from trainer.spec.hardware import Hardware
 from trainer.spec.value import Value
 
 NODES_NAME = ".nodes.json"
 MAX_LINE_BYTES = 4 << 20  # a probe of a large node is some hundred KiB
+HELLO_S = 10.0  # for a client to authenticate
 _RECEIVE_BYTES = 1 << 16
+_POLL_S = 0.05
 
 
 class NodesFile(Value, frozen=True, kw_only=True):
-    """Where the supervisor of a run listens."""
+    """Content of `.nodes.json`: the address of the supervisor of a run."""
 
     host: str  # its own name for itself
     port: int
@@ -42,14 +48,42 @@ class NodesFile(Value, frozen=True, kw_only=True):
 
 
 class Hello(Value, frozen=True, kw_only=True, tag="hello"):
-    """An agent's first words."""
+    """The first message of an agent."""
 
     token: str
     node_rank: int
     host: str
     address: str  # of the interface that leads to the supervisor
-    interface: str | None  # its name, where it has one
-    hardware: Hardware | None = None  # where the supervisor has not asked before
+    hardware: Hardware | None = None  # if the supervisor has not probed the machine
+
+
+class Note(Value, frozen=True, kw_only=True, tag="note"):
+    """A line for the user."""
+
+    text: str
+
+
+class Stacks(Value, frozen=True, kw_only=True, tag="stacks"):
+    """Reply to `Order.DUMP_STACKS`."""
+
+    stacks: dict[int, Stack]  # by rank
+
+
+class Ended(Value, frozen=True, kw_only=True, tag="ended"):
+    """The launcher ended, or could not start; no process of the attempt is alive on this machine."""
+
+    attempt_dir: str  # as in Start: a message may refer to an attempt that is over
+    return_code: int | None = None  # None: the agent ended it
+    num_oom_kills: int | None = None
+    files: tuple[str, ...] = ()  # in the attempt's folder, written on this machine
+    refusal: str | None = None  # why the attempt cannot start here
+    exit_code: int = 0  # of the refusal
+
+
+class StopRequested(Value, frozen=True, kw_only=True, tag="stop_requested"):
+    """This machine received a stop request."""
+
+    signal_number: int
 
 
 class Start(Value, frozen=True, kw_only=True, tag="start"):
@@ -61,85 +95,33 @@ class Start(Value, frozen=True, kw_only=True, tag="start"):
     cache: str
 
 
-class Tell(Value, frozen=True, tag="tell"):
-    """Ask the ranks to stop."""
+class Order(StrEnum):
+    """An action of the agent on the ranks of the attempt."""
+
+    STOP = "stop"  # with a checkpoint
+    DUMP_STACKS = "dump_stacks"
+    END = "end"  # now; more attempts may follow
 
 
-class AskStacks(Value, frozen=True, tag="ask_stacks"):
-    """Ask the ranks where they are."""
+class Command(Value, frozen=True, kw_only=True, tag="command"):
+    """An order to every agent."""
 
-
-class End(Value, frozen=True, tag="end"):
-    """End the ranks of this attempt; more attempts may come."""
+    order: Order
 
 
 class Bye(Value, frozen=True, kw_only=True, tag="bye"):
     """The run is over."""
 
     exit_code: int
-    words: str = ""
+    text: str = ""
 
 
-class Note(Value, frozen=True, kw_only=True, tag="note"):
-    """A line for a person."""
-
-    words: str
-
-
-class StackOf(Value, frozen=True, kw_only=True):
-    """What a rank was doing."""
-
-    rank: int
-    frame: str | None
-    is_waiting: bool
-    state: str | None
-
-
-class Stacks(Value, frozen=True, kw_only=True, tag="stacks"):
-    """The answer to AskStacks."""
-
-    stacks: tuple[StackOf, ...]
-
-
-class Failed(Value, frozen=True, kw_only=True, tag="failed"):
-    """A rank of this machine reported a failure, or is gone without a report."""
-
-    attempt_dir: str  # as Start named it: an agent may speak late of an attempt that is over
-
-
-class Ended(Value, frozen=True, kw_only=True, tag="ended"):
-    """The launcher ended, and nothing of the attempt is alive on this machine."""
-
-    attempt_dir: str  # as Start named it
-    return_code: int | None  # None: the agent ended it
-    num_oom_kills: int | None
-    files: tuple[str, ...]  # in the attempt's folder, written on this machine
-
-
-class Refused(Value, frozen=True, kw_only=True, tag="refused"):
-    """The attempt cannot start on this machine."""
-
-    words: str
-    exit_code: int
-
-
-class StopAsked(Value, frozen=True, kw_only=True, tag="stop_asked"):
-    """This machine was asked to end."""
-
-    is_interrupt: bool  # by Ctrl-C
-
-
-FromAgent = Hello | Note | Stacks | Failed | Ended | Refused | StopAsked
-FromSupervisor = Start | Tell | AskStacks | End | Bye
-
-
-def new_token() -> str:
-    """A word that nobody guesses."""
-    return secrets.token_hex(16)
+FromAgent = Hello | Note | Stacks | Ended | StopRequested
+FromSupervisor = Start | Command | Bye
 
 
 class Channel:
-    """One connection: whole messages in both directions, nothing that waits for ever."""
+    """One connection with complete messages in both directions; no call waits without a limit."""
 
     def __init__(self, connection: socket.socket, kind: object) -> None:
         """`kind` is the union of messages that the other side may send."""
@@ -155,7 +137,7 @@ class Channel:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
 
     def send(self, message: Value) -> bool:
-        """False, and the channel closed, where the other side is gone."""
+        """Returns False, with the channel closed, if the other side is gone."""
         if not self.is_open:
             return False
         try:
@@ -165,7 +147,7 @@ class Channel:
         return self.is_open
 
     def receive(self, wait_s: float = 0.0) -> list[Value]:
-        """The messages that have come, after waiting for one at most `wait_s`; closes where there will be no more."""
+        """The messages that have arrived, after waiting at most `wait_s` for one; closes the channel at its end."""
         if self.is_open and select.select([self.connection], [], [], wait_s)[0]:
             try:
                 content = self.connection.recv(_RECEIVE_BYTES)
@@ -177,7 +159,7 @@ class Channel:
         *lines, self._rest = self._rest.split(b"\n")
         try:
             messages = [self._decoder.decode(line) for line in lines]
-        except (msgspec.DecodeError, UnicodeDecodeError):  # a stranger
+        except (msgspec.DecodeError, UnicodeDecodeError):  # an unauthenticated client
             messages = []
             self.close()
         if len(self._rest) > MAX_LINE_BYTES:
@@ -190,22 +172,13 @@ class Channel:
         self.connection.close()
 
 
-def nodes_path(run_dir: Path) -> Path:
-    """The file of a run that says where its supervisor listens."""
-    return run_dir / NODES_NAME
-
-
-HELLO_S = 10.0  # for a connection to say who it is
-_POLL_S = 0.05
-
-
 @dataclass(slots=True)
 class Node:
-    """A machine that an agent speaks for."""
+    """A machine whose agent has authenticated."""
 
     hello: Hello
     channel: Channel
-    peer_address: str  # that it was called at: of this machine's interface towards it
+    peer_address: str  # the address of this machine at which the agent connected
     inbox: list[Value] = field(default_factory=list)
 
     @property
@@ -213,20 +186,21 @@ class Node:
         return self.hello.node_rank
 
     @property
-    def words(self) -> str:
+    def name(self) -> str:
+        """`n2 (node 1)`."""
         return f"{self.hello.host} (node {self.rank})"
 
 
 class NodeServer:
-    """Listens for the agents of one run; nothing here waits unless it says so."""
+    """The supervisor's side of the connections; only `wait_for_all` waits."""
 
     def __init__(self, run_dir: Path, *, num_nodes: int, port: int = 0, on_line: Callable[[str], None]) -> None:
-        """Opens the port and writes `RUN/.nodes.json`; EnvironmentFaultError where either cannot be."""
+        """Opens the port and writes `RUN/.nodes.json`; EnvironmentFaultError if either fails."""
         self.num_nodes = num_nodes
         self.nodes: dict[int, Node] = {}
-        self.gone: list[str] = []  # machines that were lost, in words
+        self.lost: list[str] = []  # machines whose connection ended, in sentences
         self._on_line = on_line
-        self._strangers: list[tuple[Channel, str, float]] = []  # who said nothing yet, with the end of its time
+        self._pending: list[tuple[Channel, str, float]] = []  # unauthenticated clients, with the end of their time
         self._path = nodes_path(run_dir)
         try:
             self._listener = socket.create_server(("", port), backlog=num_nodes + 8)
@@ -236,15 +210,8 @@ class NodeServer:
             ) from error
         self._listener.settimeout(0.0)
         self.port: int = self._listener.getsockname()[1]
-        self._token = new_token()
-        try:
-            self._write_file()
-        except EnvironmentFaultError:
-            self._listener.close()
-            raise
-
-    def _write_file(self) -> None:
-        content = NodesFile(host=socket.gethostname(), port=self.port, token=self._token, num_nodes=self.num_nodes)
+        self._token = secrets.token_hex(16)
+        content = NodesFile(host=socket.gethostname(), port=self.port, token=self._token, num_nodes=num_nodes)
         temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -252,6 +219,7 @@ class NodeServer:
                 stream.write(codec.encode(content))
             temporary.replace(self._path)
         except OSError as error:
+            self._listener.close()
             raise EnvironmentFaultError(f"{self._path}: cannot be written: {error.strerror}") from error
 
     def __enter__(self) -> Self:
@@ -261,60 +229,59 @@ class NodeServer:
         self.close()
 
     def wait_for_all(self, *, limit_s: float, is_over: Callable[[], str | None], here: int | None = None) -> str | None:
-        """Waits for an agent of every machine but `here`; names those that are missing then, in a sentence.
+        """Waits for an agent of every machine but `here`; returns a sentence on those that are missing then.
 
-        `is_over` says why nobody can come any more.
+        `is_over` returns the reason if no further machine can connect.
         """
         end = time.monotonic() + limit_s
-        wanted = set(range(self.num_nodes)) - {here}
-        while not wanted <= self.nodes.keys():
+        expected = set(range(self.num_nodes)) - {here}
+        while not expected <= self.nodes.keys():
             self.poll()
             reason = is_over()
             if reason is not None or time.monotonic() > end:
-                missing = ", ".join(str(rank) for rank in sorted(wanted - self.nodes.keys()))
-                return (
-                    f"node {missing} of {self.num_nodes} did not come: {reason or f'not heard of for {limit_s:.0f} s'}"
-                )
+                missing = ", ".join(str(rank) for rank in sorted(expected - self.nodes.keys()))
+                reason = reason or f"no connection within {limit_s:.0f} s"
+                return f"node {missing} of {self.num_nodes} did not come: {reason}"
             time.sleep(_POLL_S)
         return None
 
     def poll(self) -> None:
-        """Takes who and what has come, and notes who is gone."""
+        """Accepts connections and messages, and notes lost machines."""
         for rank, node in list(self.nodes.items()):
-            self._take_in(node, node.channel.receive())
+            self._store(node, node.channel.receive())
             if not node.channel.is_open:
                 del self.nodes[rank]
-                self.gone.append(f"{node.words} was lost: its connection ended")
+                self.lost.append(f"{node.name} was lost: its connection ended")
         self._accept()  # after the lost ones: a machine that was started again at once takes its place
-        for stranger in list(self._strangers):
-            self._hear(stranger)
+        for client in list(self._pending):
+            self._authenticate(client)
 
     def send(self, message: Value) -> None:
-        """Says the same to everybody."""
+        """Sends a message to every agent."""
         for node in self.nodes.values():
             node.channel.send(message)
 
     def take(self) -> list[tuple[Node, Value]]:
-        """What came since the last time."""
+        """The messages since the last call."""
         taken = [(node, message) for node in self.nodes.values() for message in node.inbox]
         for node in self.nodes.values():
             node.inbox = []
         return taken
 
-    def dismiss(self, exit_code: int, words: str = "", *, only: int | None = None) -> None:
-        """Says goodbye to every agent, or to one, and forgets it; the port stays open."""
+    def dismiss(self, exit_code: int, text: str = "", *, only: int | None = None) -> None:
+        """Ends the connection to every agent, or to one; the port stays open."""
         for rank in [*self.nodes] if only is None else [*self.nodes.keys() & {only}]:
             channel = self.nodes.pop(rank).channel
-            channel.receive()  # what is left unread would have the other side told of an error instead
-            channel.send(Bye(exit_code=exit_code, words=words))
+            channel.receive()  # data left unread would be an error on the other side
+            channel.send(Bye(exit_code=exit_code, text=text))
             channel.close()
 
     def close(self) -> None:
-        """Ends every connection and takes the file away."""
-        for channel in (*(node.channel for node in self.nodes.values()), *(each[0] for each in self._strangers)):
+        """Ends every connection and removes the file."""
+        for channel in (*(node.channel for node in self.nodes.values()), *(each[0] for each in self._pending)):
             channel.close()
         self._listener.close()
-        with suppress(OSError):
+        with contextlib.suppress(OSError):
             self._path.unlink()
 
     def _accept(self) -> None:
@@ -323,39 +290,45 @@ class NodeServer:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            called_at = connection.getsockname()[0]
-            self._strangers.append((Channel(connection, FromAgent), called_at, time.monotonic() + HELLO_S))
+            address = connection.getsockname()[0]
+            self._pending.append((Channel(connection, FromAgent), address, time.monotonic() + HELLO_S))
 
-    def _hear(self, stranger: tuple[Channel, str, float]) -> None:
-        channel, called_at, end = stranger
+    def _authenticate(self, client: tuple[Channel, str, float]) -> None:
+        channel, address, end = client
         messages = channel.receive()
-        if messages or not channel.is_open or time.monotonic() > end:
-            self._strangers.remove(stranger)
-            hello = messages[0] if messages else None
-            if not isinstance(hello, Hello) or hello.token != self._token or hello.node_rank >= self.num_nodes:
-                channel.close()
-                return
-            taken = self.nodes.get(hello.node_rank)
-            if taken is not None:
-                words = f"node {hello.node_rank} is {taken.hello.host} already; give every machine its own --node-rank"
-                channel.send(Bye(exit_code=2, words=words))
-                channel.close()
-                return
-            node = self.nodes[hello.node_rank] = Node(hello, channel, called_at)
-            self._take_in(node, messages[1:])
+        if not messages and channel.is_open and time.monotonic() <= end:
+            return
+        self._pending.remove(client)
+        hello = messages[0] if messages else None
+        if not isinstance(hello, Hello) or hello.token != self._token or hello.node_rank >= self.num_nodes:
+            channel.close()
+            return
+        taken = self.nodes.get(hello.node_rank)
+        if taken is not None:
+            text = f"node {hello.node_rank} is {taken.hello.host} already; give every machine its own --node-rank"
+            channel.send(Bye(exit_code=int(ExitCode.INPUT), text=text))
+            channel.close()
+            return
+        node = self.nodes[hello.node_rank] = Node(hello, channel, address)
+        self._store(node, messages[1:])
 
-    def _take_in(self, node: Node, messages: Sequence[Value]) -> None:
+    def _store(self, node: Node, messages: Sequence[Value]) -> None:
         for message in messages:
             if isinstance(message, Note):
-                self._on_line(f"{node.hello.host}: {message.words}")
+                self._on_line(f"{node.hello.host}: {message.text}")
             else:
                 node.inbox.append(message)
 
 
-def meeting_place(nodes: dict[int, Node]) -> str:
-    """Address of rank 0: where the other machines reached this one, which is rank 0's own.
+def head_address(nodes: dict[int, Node]) -> str:
+    """Address of rank 0: the one at which the other machines reached this machine, which runs rank 0.
 
-    By its own name for itself a machine is often only known to itself (127.0.1.1).
+    A machine's own name is often resolved to 127.0.1.1, which no other machine can reach.
     """
     others = [node.peer_address for rank, node in sorted(nodes.items()) if rank != 0]
     return others[0] if others else nodes[0].hello.address
+
+
+def nodes_path(run_dir: Path) -> Path:
+    """The file of a run with the address of its supervisor."""
+    return run_dir / NODES_NAME

@@ -1,7 +1,7 @@
-"""Several machines as one `Hardware`: every rank has the same plan, so the weakest machine decides what each has.
+"""Several machines as one `Hardware`: every rank has the same plan, so the weakest machine sets each value.
 
-GPUs of another model or in another number, and other versions of the libraries, are refused with both values: a run
-would be planned for one machine and fail on another.
+Machines with different GPUs or library versions are refused with both values: a run would be planned for one machine
+and fail on another.
 """
 
 import json
@@ -35,7 +35,10 @@ def combined_hardware(machines: Mapping[str, Hardware]) -> Hardware:
 
 
 def parse_labelled_probes(text: str) -> list[Hardware]:
-    """What `srun --label shardwise probe --json` printed, by node; EnvironmentFaultError where one printed no probe."""
+    """The probes in the output of `srun --label shardwise probe --json`, by node.
+
+    EnvironmentFaultError for a node that printed no probe.
+    """
     lines: dict[int, list[str]] = {}
     for line in text.splitlines():
         match = re.match(r"\s*(\d+): ?(.*)$", line)
@@ -48,32 +51,32 @@ def parse_labelled_probes(text: str) -> list[Hardware]:
         try:
             json.loads(content[begin:])
         except ValueError:
-            last = next((line for line in reversed(found) if line.strip()), "nothing")
-            raise EnvironmentFaultError(f"node {number} could not be probed; it said: {last.strip()[:300]}") from None
+            last = next((line for line in reversed(found) if line.strip()), "no output")
+            raise EnvironmentFaultError(f"node {number} could not be probed: {last.strip()[:300]}") from None
         probes.append(codec.decode(content[begin:].encode(), Hardware, origin=f"the probe of node {number}"))
     return probes
 
 
 def describe_difference(planned: Hardware, found: Hardware) -> str | None:
-    """What is otherwise than a plan assumed, both values in words; None where nothing is that matters to it."""
+    """Differences from the hardware that a plan assumed, with both values; None if none affects the plan."""
     pairs = (
         ("nodes", planned.num_nodes, found.num_nodes),
-        ("GPUs a node", _gpu_words(planned.gpus), _gpu_words(found.gpus)),
+        ("GPUs a node", _gpu_names(planned.gpus), _gpu_names(found.gpus)),
     )
-    differences = [f"{what}: {then} planned, {now} found" for what, then, now in pairs if then != now]
+    differences = [f"{name}: {then} planned, {now} found" for name, then, now in pairs if then != now]
     then, now = planned.host.ram_bytes, found.host.ram_bytes
     if then is not None and now is not None and now < 0.9 * then:
         differences.append(f"RAM a node: {format_bytes(then)} planned, {format_bytes(now)} found")
     return "; ".join(differences) or None
 
 
-def _gpu_words(gpus: Sequence[Gpu]) -> str:
+def _gpu_names(gpus: Sequence[Gpu]) -> str:
     names = {gpu.spec_name or gpu.name for gpu in gpus}
     return f"{len(gpus)} x {' and '.join(sorted(names))}" if gpus else "none"
 
 
 def _refuse_unlike(first_name: str, first: Hardware, name: str, machine: Hardware) -> None:
-    here, there = _gpu_words(first.gpus), _gpu_words(machine.gpus)
+    here, there = _gpu_names(first.gpus), _gpu_names(machine.gpus)
     if here != there:
         raise EnvironmentFaultError(
             f"{first_name} has {here}, {name} has {there}; every machine of a run needs the same:\n"

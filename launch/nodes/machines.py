@@ -27,12 +27,12 @@ from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from trainer.spec.hardware import Hardware
 
 PROBE_S = 300.0  # srun may wait for a node to wake
-GATHER_S = 3600.0  # for people to start the command on every machine
-DEFAULT_PORT = 29400  # beside torch's own 29500
+CONNECT_ALL_S = 3600.0  # for people to start the command on every machine
+DEFAULT_PORT = 29400  # next to torch's 29500
 
 
 class Membership(NamedTuple):
-    """What the command line says of the machines of a run."""
+    """The place of this machine in a run on several, from the command line."""
 
     num_nodes: int
     node_rank: int
@@ -43,7 +43,10 @@ class Membership(NamedTuple):
 def membership(
     *, nodes: int | None, node_rank: int | None, head: str | None, run_dir: Path | None
 ) -> Membership | None:
-    """The place of this machine among several that a person starts; None for one machine. InputError: what lacks."""
+    """The place of this machine among several that a person starts; None for one machine.
+
+    InputError for incomplete or impossible options.
+    """
     if nodes is None and node_rank is None and head is None:
         return None
     if nodes is None or node_rank is None or head is None:
@@ -58,18 +61,18 @@ def membership(
         )
     place = Membership(nodes, node_rank, parse_head(head), run_dir)
     if _is_loopback(place.head.host):
-        raise InputError(f"--head {head}: every machine would call itself; name the machine of --node-rank 0")
+        raise InputError(f"--head {head}: every machine would connect to itself; name the machine of --node-rank 0")
     return place
 
 
 class Machines:
-    """Where the ranks of a run can be; one machine unless Slurm or the command line names several."""
+    """The machines of a run: one, unless Slurm or the command line names several."""
 
     def __init__(
         self, allocation: Allocation | None, server: NodeServer | None, environment: Mapping[str, str]
     ) -> None:
         self._allocation = allocation
-        self._server = server  # of machines that people start
+        self._server = server  # for machines that people start
         self._environment = environment
 
     @property
@@ -80,16 +83,16 @@ class Machines:
 
     @property
     def was_restarted(self) -> bool:
-        """Whether a scheduler starts this run again, and no person."""
+        """True if a scheduler, and not a person, starts this run again."""
         return self._allocation is not None and self._allocation.num_restarts > 0
 
-    def end(self, exit_code: ExitCode, words: str) -> None:
-        """Tells the machines that people started what the run came to."""
+    def end(self, exit_code: ExitCode, text: str) -> None:
+        """Sends the end of the run to the machines that people started."""
         if self._server is not None:
-            self._server.dismiss(int(exit_code), words)
+            self._server.dismiss(int(exit_code), text)
 
     def read_hardware(self) -> Hardware | None:
-        """What all the machines have; None where this is the only one."""
+        """The hardware of all machines; None if this is the only one."""
         if self.num_nodes == 1:
             return None
         if self._server is not None:
@@ -97,7 +100,7 @@ class Machines:
 
             mine = read_hardware()
             others = sorted(self._server.nodes.items())
-            named = {node.words: node.hello.hardware for _, node in others if node.hello.hardware is not None}
+            named = {node.name: node.hello.hardware for _, node in others if node.hello.hardware is not None}
             machines = {socket.gethostname(): mine, **named}
         else:
             assert self._allocation is not None
@@ -106,12 +109,12 @@ class Machines:
         return combined_hardware(machines)
 
     def seconds_left(self) -> int | None:
-        """Until Slurm ends this job; None without a limit."""
+        """Seconds until Slurm ends this job; None without a limit."""
         return None if self._allocation is None else read_seconds_left(self._allocation.job_id)
 
     @contextlib.contextmanager
     def serving(self, run_dir: Path, *, cache: Path, on_line: Callable[[str], None]) -> Iterator[Cluster | None]:
-        """The machines, ready to start agents; None where this is the only one."""
+        """The machines, ready to start agents; None if this is the only one."""
         if self.num_nodes == 1:
             yield None
             return
@@ -136,9 +139,9 @@ def machines_of(
     *,
     on_line: Callable[[str], None],
     environment: Mapping[str, str] = os.environ,
-    limit_s: float = GATHER_S,
+    limit_s: float = CONNECT_ALL_S,
 ) -> Iterator[Machines]:
-    """The machines of a run as its supervisor finds them; waits for those that people have yet to start."""
+    """The machines of a run for its supervisor; waits for those that people have yet to start."""
     if place is None:
         yield Machines(find_allocation(environment), None, environment)
         return
@@ -154,18 +157,18 @@ def machines_of(
         try:
             yield Machines(None, server, environment)
         finally:
-            server.dismiss(int(ExitCode.ENVIRONMENT), f"the supervisor on {place.head.host} ended; it says why")
+            server.dismiss(int(ExitCode.ENVIRONMENT), f"the supervisor on {place.head.host} ended; see its output")
 
 
 def serve(
-    place: Membership, stop: StopRequest, *, on_line: Callable[[str], None], limit_s: float = GATHER_S
+    place: Membership, stop: StopRequest, *, on_line: Callable[[str], None], limit_s: float = CONNECT_ALL_S
 ) -> ExitCode:
     """Runs this machine's ranks for the supervisor of rank 0; the exit code of the run."""
     from launch.probe.machine import read_hardware
 
     _refuse_unknown_host(place.head.host)
     head = Head(place.head.host, place.head.port or DEFAULT_PORT)
-    on_line(f"node {place.node_rank} of {place.num_nodes}: calling {head.host}:{head.port}")
+    on_line(f"node {place.node_rank} of {place.num_nodes}: connecting to {head.host}:{head.port}")
     return run_agent(
         place.run_dir,
         head=head,
@@ -179,6 +182,7 @@ def serve(
 
 def _probe_nodes(allocation: Allocation, environment: Mapping[str, str]) -> list[Hardware]:
     """The probes of every node of a job, in Slurm's order."""
+    nodes = f"the {allocation.num_nodes} nodes of job {allocation.job_id}"
     argv = srun_argv(allocation, [sys.executable, "-m", "launch.cli", "probe", "--json"], labels=True)
     try:
         done = subprocess.run(
@@ -193,20 +197,14 @@ def _probe_nodes(allocation: Allocation, environment: Mapping[str, str]) -> list
     except OSError as error:
         raise EnvironmentFaultError(f"srun cannot be started: {error.strerror}") from error
     except subprocess.TimeoutExpired:
-        raise EnvironmentFaultError(
-            f"the {allocation.num_nodes} nodes of job {allocation.job_id} could not be probed within {PROBE_S:.0f} s"
-        ) from None
+        raise EnvironmentFaultError(f"{nodes} could not be probed within {PROBE_S:.0f} s") from None
     if done.returncode != 0:
-        words = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        raise EnvironmentFaultError(
-            f"the {allocation.num_nodes} nodes of job {allocation.job_id} could not be probed "
-            f"(srun ended with code {done.returncode}): {(words or ['it said nothing'])[0][:300]}"
-        )
+        lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        first = (lines or ["no output"])[0][:300]
+        raise EnvironmentFaultError(f"{nodes} could not be probed (srun ended with code {done.returncode}): {first}")
     probes = parse_labelled_probes(done.stdout)
     if len(probes) != allocation.num_nodes:
-        raise EnvironmentFaultError(
-            f"{len(probes)} of the {allocation.num_nodes} nodes of job {allocation.job_id} answered the probe"
-        )
+        raise EnvironmentFaultError(f"{len(probes)} of {nodes} were probed")
     return probes
 
 
@@ -221,7 +219,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _addresses(host: str) -> set[str]:
-    """IPv4 addresses of a name; EnvironmentFaultError where nobody knows it."""
+    """IPv4 addresses of a name; EnvironmentFaultError if it cannot be resolved."""
     try:
         found = socket.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -241,7 +239,7 @@ def _refuse_unknown_host(host: str) -> None:
 
 
 def _refuse_foreign_head(host: str) -> None:
-    """InputError where rank 0 is not started on the head: only an address of one's own can be bound."""
+    """Raises InputError if rank 0 is not started on the head: only a machine's own addresses can be bound."""
     for address in _addresses(host):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as own:
             try:

@@ -1,7 +1,7 @@
-"""The ranks of one attempt on several machines: one agent each, all told the same.
+"""The ranks of one attempt on several machines, through one agent on each.
 
-Under Slurm one `srun` starts the agents of an attempt and its end ends them (`Step`); without it people start them, one
-a machine, and they stay for the attempts to come.
+Under Slurm one `srun` starts the agents of an attempt, and they end with it (`Step`). Without Slurm people start them,
+one on each machine, and they serve all attempts of the run.
 """
 
 import os
@@ -14,31 +14,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
+from launch.attempt.end import rank_reports
 from launch.attempt.local_ranks import DUMP_S
 from launch.attempt.supervisor import StopRequest
 from launch.attempt.watchdog import Stack
-from launch.nodes.channel import (
-    AskStacks,
-    End,
-    Ended,
-    Failed,
-    NodeServer,
-    Refused,
-    Stacks,
-    Start,
-    StopAsked,
-    Tell,
-    meeting_place,
-)
+from launch.nodes.channel import Command, Ended, NodeServer, Order, Stacks, Start, StopRequested, head_address
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
+from trainer.spec.report import Ending
 
-START_S = 300.0  # for every agent of a step to start and call: srun may wait for a node to wake
-FILES_S = 65.0  # a file that another machine wrote shows after NFS's longest look at a folder
+START_S = 300.0  # for every agent of a step to start and connect: srun may wait for a node to wake
+FILES_S = 65.0  # for a file of another machine to appear: NFS refreshes a folder after a minute at most
 STEP_END_S = 40.0  # for srun to end; Slurm's own KillWait is 30 s by default
 _POLL_S = 0.1
-# What Slurm says of a node that does not answer, by version; our own words in the same log say other things.
+# Messages of Slurm on a node that does not answer, by version. The agents' own messages are in the same log.
 _NODE_IS_GONE = re.compile(
     r"^(srun|slurmstepd)\b.*(node failure|communication connection failure|launch .*failed|not responding|timed out"
     r"|no route to host|connection (refused|reset)|nodes? .*\b(down|fail))",
@@ -47,20 +37,30 @@ _NODE_IS_GONE = re.compile(
 
 
 class Step:
-    """The `srun` that holds the agents of an attempt, or the one agent that this machine needs without Slurm."""
+    """The `srun` with the agents of an attempt, or the agent of this machine without Slurm."""
 
     def __init__(self, argv: Sequence[str], *, environment: Mapping[str, str], log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log, self._name = log, Path(argv[0]).name
-        with log.open("ab") as output:
-            self._process = _start(argv, environment, output)
+        try:
+            with log.open("ab") as output:
+                self._process = subprocess.Popen(
+                    list(argv),
+                    env=dict(environment),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,  # Ctrl-C is handled by this process, and srun would end at it
+                )
+        except OSError as error:
+            raise EnvironmentFaultError(f"{argv[0]}: cannot be started: {error.strerror}") from error
 
     def poll(self) -> int | None:
         return self._process.poll()
 
     @property
-    def words(self) -> str | None:
-        """Why it ended before its time; None while it runs."""
+    def failure(self) -> str | None:
+        """The reason for its end, which came too early; None while it runs."""
         code = self._process.poll()
         if code is None:
             return None
@@ -69,13 +69,13 @@ class Step:
         return f"{self._name} ended with code {code}{last}"
 
     def check_nodes(self) -> None:
-        """EnvironmentFaultError where it ended, and not because a node is gone: it would end so again."""
-        words = self.words
-        if words is not None and _NODE_IS_GONE.search(self.log.read_text(errors="replace")) is None:
-            raise EnvironmentFaultError(f"the nodes could not be started: {words}\nlog: {self.log}")
+        """Raises EnvironmentFaultError if it ended for another reason than a lost node: that would happen again."""
+        failure = self.failure
+        if failure is not None and _NODE_IS_GONE.search(self.log.read_text(errors="replace")) is None:
+            raise EnvironmentFaultError(f"the nodes could not be started: {failure}\nlog: {self.log}")
 
     def end(self, grace_s: float = STEP_END_S) -> None:
-        """Waits for it to end by itself, then ends it."""
+        """Waits `grace_s` for its end, then ends it."""
         for number, wait_s in ((None, grace_s), (signal.SIGTERM, STEP_END_S), (signal.SIGKILL, STEP_END_S)):
             if number is not None and self._process.poll() is None:
                 with suppress(ProcessLookupError):
@@ -85,25 +85,11 @@ class Step:
                 return
 
 
-def _start(argv: Sequence[str], environment: Mapping[str, str], output: BinaryIO) -> subprocess.Popen[bytes]:
-    try:
-        return subprocess.Popen(
-            list(argv),
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,  # Ctrl-C is this process's to hear, and srun would end at it
-        )
-    except OSError as error:
-        raise EnvironmentFaultError(f"{argv[0]}: cannot be started: {error.strerror}") from error
-
-
 class Cluster(NamedTuple):
-    """The machines of a run, as the supervisor reaches them."""
+    """The machines of a run, for its supervisor."""
 
     server: NodeServer
-    start_step: Callable[[Path], Step]  # for the attempt whose folder it is given
+    start_step: Callable[[Path], Step]  # for the attempt in this folder
     is_slurm: bool
     cache: Path  # of operators
     on_line: Callable[[str], None]
@@ -113,25 +99,26 @@ class ClusterRanks:
     """The ranks of one attempt on every machine of a cluster."""
 
     def __init__(self, cluster: Cluster, *, attempt_dir: Path, stop: StopRequest) -> None:
-        """Starts the agents that are not there, then the attempt; one that does not come is `lost`."""
+        """Starts missing agents, then the attempt; `lost` names an agent that does not connect."""
         self._server, self._stop, self._is_slurm = cluster.server, stop, cluster.is_slurm
         self._attempt_dir = attempt_dir.absolute()
         self._ended: dict[int, Ended] = {}
-        self._has_failed = False
         self._stacks: dict[int, dict[int, Stack]] = {}
         self._lost: str | None = None
-        self._running: set[int] = set()  # machines that were told to start and have not said that they ended
+        self._running: set[int] = set()  # machines between Start and Ended
         self._is_over = False
-        self._server.gone.clear()
+        self._server.lost.clear()
         self._step = cluster.start_step(attempt_dir)
         try:
-            self._say_who_is_missing(cluster)
-            self._lost = self._server.wait_for_all(limit_s=START_S, is_over=self._reason_to_wait_no_more)
+            missing = sorted(set(range(1, self._server.num_nodes)) - self._server.nodes.keys())
+            if missing and not cluster.is_slurm:
+                names = " and ".join(f"node {rank}" for rank in missing)
+                cluster.on_line(f"waiting for {names}: start the same command there again")
+            self._lost = self._server.wait_for_all(limit_s=START_S, is_over=self._reason_not_to_wait)
             if self._lost is not None and self._stop.kind is None and cluster.is_slurm:
                 self._step.check_nodes()
             if self._lost is None:
-                head, port = meeting_place(self._server.nodes), free_port()
-                folder = str(self._attempt_dir)
+                head, port, folder = head_address(self._server.nodes), free_port(), str(self._attempt_dir)
                 self._server.send(Start(attempt_dir=folder, head=head, port=port, cache=str(cluster.cache)))
                 self._running = {*self._server.nodes}
         except BaseException:
@@ -139,27 +126,29 @@ class ClusterRanks:
             raise
 
     def poll(self) -> int | None:
-        self._hear()
-        codes = [ended.return_code for ended in self._ended.values()]
+        self._receive()
         if self._lost is not None:
             return 1
-        if len(codes) < self._server.num_nodes:
+        if len(self._ended) < self._server.num_nodes:
             return None
         self._wait_for_files()
-        return next((code for code in codes if code), 0)
+        return next((ended.return_code for ended in self._ended.values() if ended.return_code), 0)
 
     def request_stop(self) -> None:
-        self._server.send(Tell())
+        self._server.send(Command(order=Order.STOP))
 
     def has_failed(self) -> bool:
-        return self._has_failed or any(ended.return_code for ended in self._ended.values())
+        """True after a report of a failure in the shared folder, or after a launcher ended with an error."""
+        failed = (Ending.OUT_OF_MEMORY, Ending.FAILED)
+        is_reported = any(report.ending in failed for report in rank_reports(self._attempt_dir).values())
+        return is_reported or any(ended.return_code for ended in self._ended.values())
 
     def dump_stacks(self) -> dict[int, Stack]:
         self._stacks = {}
-        self._server.send(AskStacks())
-        end = time.monotonic() + 5 * DUMP_S  # who does not answer hangs as well
+        self._server.send(Command(order=Order.DUMP_STACKS))
+        end = time.monotonic() + 5 * DUMP_S  # an agent that does not reply hangs as well
         while len(self._stacks) < len(self._server.nodes) and time.monotonic() < end:
-            self._hear()
+            self._receive()
             time.sleep(_POLL_S)
         return {rank: stack for stacks in self._stacks.values() for rank, stack in stacks.items()}
 
@@ -167,12 +156,12 @@ class ClusterRanks:
         if self._is_over:
             return
         self._is_over = True
-        self._server.send(End())
+        self._server.send(Command(order=Order.END))
         deadline = time.monotonic() + 2 * DUMP_S + 10
         while self._running & self._server.nodes.keys() and time.monotonic() < deadline:
-            self._hear(may_refuse=False)
+            self._receive()
             time.sleep(_POLL_S)
-        self._server.dismiss(0, only=None if self._is_slurm else 0)  # machines of people stay for the next attempt
+        self._server.dismiss(0, only=None if self._is_slurm else 0)  # agents of people stay for the next attempt
         self._step.end(grace_s=5.0)
 
     @property
@@ -184,71 +173,54 @@ class ClusterRanks:
     def lost(self) -> str | None:
         return self._lost
 
-    def _say_who_is_missing(self, cluster: Cluster) -> None:
-        """What people start, people start again."""
-        missing = sorted(set(range(1, self._server.num_nodes)) - self._server.nodes.keys())
-        if missing and not cluster.is_slurm:
-            names = " and ".join(f"node {rank}" for rank in missing)
-            cluster.on_line(f"waiting for {names}: start the same command there again")
+    def _reason_not_to_wait(self) -> str | None:
+        return self._step.failure if self._stop.kind is None else "a stop was requested"
 
-    def _reason_to_wait_no_more(self) -> str | None:
-        if self._stop.kind is not None:
-            return "a stop was asked for"
-        return self._step.words
-
-    def _hear(self, *, may_refuse: bool = True) -> None:
+    def _receive(self) -> None:
+        """Handles the messages of the agents; a refusal is raised as an error, unless the attempt is over."""
         self._server.poll()
         for node, message in self._server.take():
-            if isinstance(message, Ended | Failed) and message.attempt_dir != str(self._attempt_dir):
-                continue  # of an attempt that is over
-            if isinstance(message, Ended):
-                self._ended[node.rank] = message
+            if isinstance(message, Ended) and message.attempt_dir == str(self._attempt_dir):
                 self._running.discard(node.rank)
-            elif isinstance(message, Failed):
-                self._has_failed = True
+                if message.refusal is None:
+                    self._ended[node.rank] = message
+                elif not self._is_over:
+                    raise _as_error(f"{node.hello.host}: {message.refusal}", message.exit_code)
             elif isinstance(message, Stacks):
-                self._stacks[node.rank] = {
-                    each.rank: Stack(each.frame, each.is_waiting, each.state) for each in message.stacks
-                }
-            elif isinstance(message, StopAsked):
-                number = signal.SIGINT if message.is_interrupt else signal.SIGUSR1
-                if self._stop.kind is None:
-                    self._stop.note(number, None)
-            elif isinstance(message, Refused):
-                self._running.discard(node.rank)
-                if may_refuse:
-                    raise _as_error(f"{node.hello.host}: {message.words}", message.exit_code)
-        if self._server.gone and self._lost is None:
-            self._lost = self._server.gone[0]
+                self._stacks[node.rank] = message.stacks
+            elif isinstance(message, StopRequested) and self._stop.kind is None:
+                self._stop.note(message.signal_number, None)
+        if self._server.lost and self._lost is None:
+            self._lost = self._server.lost[0]
 
     def _wait_for_files(self) -> None:
-        """Until this machine sees what the ranks of the others wrote."""
+        """Waits until this machine sees the reports that were written on the others."""
         names = {name for ended in self._ended.values() for name in ended.files}
         end = time.monotonic() + FILES_S
         while not all((self._attempt_dir / name).is_file() for name in names) and time.monotonic() < end:
             time.sleep(_POLL_S)
 
 
-def _as_error(words: str, exit_code: int) -> ShardwiseError:
+def _as_error(text: str, exit_code: int) -> ShardwiseError:
     kinds = {ExitCode.INPUT: InputError, ExitCode.ENVIRONMENT: EnvironmentFaultError}
-    return kinds.get(ExitCode(exit_code), ShardwiseError)(words)
+    return kinds.get(ExitCode(exit_code), ShardwiseError)(text)
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on: several runs may share it."""
+    """A free port of this machine: several runs may share it."""
     with socket.create_server(("", 0)) as listener:
         port: int = listener.getsockname()[1]
     return port
 
 
 def agent_argv(run_dir: Path, head: str, *, node_rank: int | None = None) -> list[str]:
-    """What starts an agent; without a rank Slurm's number of the node is taken."""
+    """The command that starts an agent; without a rank it uses Slurm's number of the node."""
     argv = [sys.executable, "-m", "launch.nodes.agent", str(run_dir.absolute()), "--head", head]
     return argv if node_rank is None else [*argv, "--node-rank", str(node_rank)]
 
 
 def agent_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` with our packages first, wherever the working directory is."""
+    """`environment` with this installation first on the import path, in any working directory."""
     packages = str(Path(__file__).resolve().parents[2])
     rest = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return {**environment, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join([packages, *rest])}

@@ -52,7 +52,7 @@ def test_what_would_happen_again_ends_the_run_with_its_words(tmp_path, words, to
 
 def test_a_step_that_runs_says_nothing_and_is_ended(tmp_path):
     step = Step([sys.executable, "-c", "import time; time.sleep(60)"], environment={}, log=tmp_path / "agents.log")
-    assert step.words is None
+    assert step.failure is None
     step.check_nodes()
     step.end(grace_s=0.01)
     assert step.poll() == -15

@@ -1,6 +1,7 @@
 """The supervisor and its agents: who may join, what arrives, and who is missed; real sockets on this machine."""
 
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -16,20 +17,22 @@ from launch.nodes.channel import (
     MAX_LINE_BYTES,
     Bye,
     Channel,
+    Command,
     FromSupervisor,
     Hello,
     NodeServer,
     NodesFile,
     Note,
+    Order,
     Start,
-    StopAsked,
-    Tell,
-    meeting_place,
+    StopRequested,
+    head_address,
     nodes_path,
 )
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 
+STOP = Command(order=Order.STOP)
 LIMIT_S = 120  # a machine may be busy
 
 
@@ -50,9 +53,7 @@ def call(server, tmp_path):
         content = codec.read(nodes_path(tmp_path), NodesFile)
         channel = Channel(socket.create_connection(("127.0.0.1", content.port)), FromSupervisor)
         channels.append(channel)
-        channel.send(
-            Hello(token=token or content.token, node_rank=rank, host=f"n{rank}", address="127.0.0.1", interface="lo")
-        )
+        channel.send(Hello(token=token or content.token, node_rank=rank, host=f"n{rank}", address="127.0.0.1"))
         return channel
 
     yield greet
@@ -73,15 +74,15 @@ def test_machines_join_by_what_the_run_directory_tells_the_user_alone(server, ca
     assert mode == 0o600
     channels = [call(rank) for rank in (1, 0)]
     poll_until(server, lambda: len(server.nodes) == 2)
-    server.send(Tell())
-    assert [channel.receive(LIMIT_S) for channel in channels] == [[Tell()], [Tell()]]
+    server.send(STOP)
+    assert [channel.receive(LIMIT_S) for channel in channels] == [[STOP], [STOP]]
 
 
 @pytest.mark.parametrize(
     "words",
     [
         b"GET / HTTP/1.1\r\n\r\n",
-        b'{"type":"tell"}\n',
+        b'{"type":"command","order":"stop"}\n',
         b'{"type":"ended","attempt_dir":"/a","return_code":0,"num_oom_kills":null,"files":["../../x"]}\n',
         b"x" * (MAX_LINE_BYTES + 2),
         b"\xff\xfe\n",
@@ -132,15 +133,15 @@ def test_a_rank_that_is_taken_is_told_by_whom(server, call):
     poll_until(server, is_answered)
     (refusal,) = answers
     assert isinstance(refusal, Bye) and refusal.exit_code == 2
-    assert "node 1 is n1" in refusal.words and "--node-rank" in refusal.words
+    assert "node 1 is n1" in refusal.text and "--node-rank" in refusal.text
 
 
 def test_a_machine_whose_connection_ends_is_named(server, call):
     channel = call(1)
     poll_until(server, lambda: 1 in server.nodes)
     channel.close()
-    poll_until(server, lambda: server.gone)
-    (gone,) = server.gone
+    poll_until(server, lambda: server.lost)
+    (gone,) = server.lost
     assert "n1 (node 1)" in gone and not server.nodes
 
 
@@ -151,9 +152,9 @@ def test_a_machine_that_comes_back_before_its_loss_was_noticed_joins(server, cal
     lost.close()
     call(1)
     time.sleep(0.1)  # both events wait for one look
-    poll_until(server, lambda: bool(server.gone))
+    poll_until(server, lambda: bool(server.lost))
     poll_until(server, lambda: 1 in server.nodes)
-    assert server.gone == ["n1 (node 1) was lost: its connection ended"]
+    assert server.lost == ["n1 (node 1) was lost: its connection ended"]
 
 
 def test_machines_that_do_not_come_are_named_with_the_reason(server, call):
@@ -168,7 +169,7 @@ def test_machines_that_do_not_come_are_named_with_the_reason(server, call):
 
 def test_what_an_agent_says_for_people_is_shown_under_its_name(server, call):
     channel = call(1)
-    channel.send(Note(words="building cpu_adam"))
+    channel.send(Note(text="building cpu_adam"))
     poll_until(server, lambda: server.lines)
     assert server.lines == ["n1: building cpu_adam"]
 
@@ -178,9 +179,9 @@ def test_ranks_meet_where_the_others_reached_the_first_machine(server, call):
         call(rank)
     poll_until(server, lambda: len(server.nodes) == 2)
     server.nodes[1].peer_address = "10.0.0.5"  # as a second machine would have called it
-    assert meeting_place(server.nodes) == "10.0.0.5"
+    assert head_address(server.nodes) == "10.0.0.5"
     server.dismiss(0, only=1)
-    assert meeting_place(server.nodes) == "127.0.0.1"
+    assert head_address(server.nodes) == "127.0.0.1"
 
 
 def test_the_file_goes_with_the_supervisor(tmp_path):
@@ -280,11 +281,11 @@ def test_a_machine_does_not_outlive_the_supervisor(server, agent):
 def test_a_stop_on_any_machine_is_one_for_the_run(server, agent):
     agent.terminate()
     poll_until(server, lambda: server.nodes[1].inbox)
-    assert [message for _, message in server.take()] == [StopAsked(is_interrupt=False)]
+    assert [message for _, message in server.take()] == [StopRequested(signal_number=signal.SIGUSR1)]
 
 
 def test_what_a_machine_does_not_see_is_said_by_its_name(server, agent, tmp_path):
     server.send(Start(attempt_dir=str(tmp_path / "attempts/1"), head="127.0.0.1", port=1, cache=str(tmp_path)))
     poll_until(server, lambda: server.nodes[1].inbox)
     ((node, refused),) = server.take()
-    assert node.rank == 1 and refused.exit_code == 2 and "plan.json: cannot be read" in refused.words
+    assert node.rank == 1 and refused.exit_code == 2 and "plan.json: cannot be read" in refused.refusal
