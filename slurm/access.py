@@ -1,10 +1,10 @@
-"""What a user may use of a partition: accounts and qualities of service, and the limits these set. Pure.
+"""A user's access to a partition: accounts, qualities of service and their limits. Pure.
 
-From `sacctmgr -nP show user NAME withassoc` and `show qos`, whose columns stand in ASSOCIATION_FIELDS and QOS_FIELDS.
-A cluster without accounting answers neither; then nothing is known, which is not the same as nothing being allowed.
+The input is the output of `sacctmgr -nP show user NAME withassoc` and `show qos`, with the columns ASSOCIATION_FIELDS
+and QOS_FIELDS. A cluster without accounting has neither: then the access is unknown, not denied.
 
-A controller with EnforcePartLimits=NO, which is Slurm's default, takes a job of an account that the partition does not
-take, `sbatch --test-only` too, and leaves it pending for good: so this is asked before a job is submitted.
+A controller with EnforcePartLimits=NO, Slurm's default, accepts a job of an account that the partition does not allow,
+in `sbatch --test-only` too, and leaves it pending for ever. So the access is checked before a job is submitted.
 """
 
 from collections.abc import Sequence
@@ -30,19 +30,19 @@ _FALLBACK_QOS = "normal"  # of an association with several and no default
 
 
 class Access(Value, frozen=True, kw_only=True):
-    """How a user may use a partition."""
+    """A user's access to a partition."""
 
     accounts: tuple[str, ...]
     qos: tuple[str, ...]  # with any of the accounts
-    account: str | None = None  # that a job would be charged to
-    job_qos: str | None = None  # under which it would run
-    states_account: bool = False  # Slurm's own default would not do
+    account: str | None = None  # charged for a job
+    job_qos: str | None = None  # of a job
+    states_account: bool = False  # the job has to name it: Slurm's default is another
     states_qos: bool = False
     limits: JobLimits | None = None  # of the association
-    refusal: str | None = None  # why the partition is not open to this user, or not without naming more
+    refusal: str | None = None  # why the user has no access, or has to name an account or a QOS
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """`you may use it with accounts theory, vision; QOS normal, long`."""
         if self.refusal is not None:
             return self.refusal
@@ -100,9 +100,9 @@ def access_to(
     qos: str | None = None,
     holds_to_qos: bool = True,
 ) -> Access:
-    """What of these associations the partition takes; `account` and `qos` are what a job asks for, None for nothing.
+    """The access that these associations give; `account` and `qos` are those that a job names, if any.
 
-    Where the cluster does not hold jobs to the QOS of their account, any may be asked for.
+    A cluster that does not restrict jobs to the QOS of their account (`holds_to_qos`) allows any.
     """
     here = [one for one in associations if one.partition in (None, partition.name)]
     granted = [one for one in here if _takes_account(partition, one.account)]
@@ -151,7 +151,7 @@ def _accounts(names: Sequence[str]) -> str:
 
 
 def _default_qos(own: Association) -> str | None:
-    """What Slurm takes where a job asks for none; None where it refuses that."""
+    """The QOS of a job that names none; None if Slurm refuses such a job."""
     if own.default_qos is not None or len(own.qos) == 1:
         return own.default_qos or own.qos[0]
     return _FALLBACK_QOS if _FALLBACK_QOS in own.qos else None
@@ -160,7 +160,7 @@ def _default_qos(own: Association) -> str | None:
 def _closed(
     partition: Partition, here: Sequence[Association], granted: Sequence[Association], every_qos: Sequence[str]
 ) -> str | None:
-    """Why nothing that this user has opens the partition."""
+    """Why none of the user's accounts has access to the partition."""
     if not here:
         return f"you have no account for partition {partition.name}"
     if not granted:
@@ -183,27 +183,26 @@ def _no_account(
     partition: Partition,
     associations: Sequence[Association],
     accounts: Sequence[str],
-    asked: str | None,
+    requested: str | None,
     default: str | None,
 ) -> str:
     choices = f"--account names one of {', '.join(accounts)}"
-    if asked is not None and asked not in _names(associations):
-        return f"you have no account {asked}; {choices}"
-    name = asked or default
+    if requested is not None and requested not in _names(associations):
+        return f"you have no account {requested}; {choices}"
+    name = requested or default
     if name is None:
         return f"you have no default account; {choices}"
-    return (
-        f"partition {partition.name} does not take {'your default ' if asked is None else ''}account {name}; {choices}"
-    )
+    own = "your default account" if requested is None else "account"
+    return f"partition {partition.name} does not take {own} {name}; {choices}"
 
 
-def _no_qos(partition: Partition, own: Association, choices: Sequence[str], asked: str | None) -> str:
+def _no_qos(partition: Partition, own: Association, choices: Sequence[str], requested: str | None) -> str:
     if not choices:
         return _closed_qos(partition, own.qos)
     named = f"--qos names one of {', '.join(choices)}"
-    if asked is not None and asked not in own.qos:
-        return f"account {own.account} has no QOS {asked}; {named}"
-    name = asked or _default_qos(own)
+    if requested is not None and requested not in own.qos:
+        return f"account {own.account} has no QOS {requested}; {named}"
+    name = requested or _default_qos(own)
     if name is None:
         return f"account {own.account} has no default QOS; {named}"
-    return f"partition {partition.name} does not take {'the default ' if asked is None else ''}QOS {name}; {named}"
+    return f"partition {partition.name} does not take {'the default ' if requested is None else ''}QOS {name}; {named}"

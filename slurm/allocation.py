@@ -1,7 +1,7 @@
-"""Where we are on a cluster: on a login node, inside a job, or on no cluster at all; pure functions of a probe.
+"""The place of this process on a cluster: on a login node, inside a job, or on no cluster. Pure.
 
-What Slurm tells a job stands in its environment (sbatch(1), OUTPUT ENVIRONMENT VARIABLES). A program that `srun` starts
-as one of several tasks is no place for a supervisor: there would be one a task.
+The facts on a job are in its environment (sbatch(1), OUTPUT ENVIRONMENT VARIABLES). A program that `srun` starts as one
+of several tasks cannot supervise a run: there would be one supervisor for each task.
 """
 
 import re
@@ -14,28 +14,28 @@ from trainer.spec.hardware import Hardware
 
 
 class Allocation(NamedTuple):
-    """What a job was given, as the first of its nodes sees it."""
+    """The resources of a job, from the environment of its first node."""
 
     job_id: str
     num_nodes: int
-    num_restarts: int  # of this job by requeueing; a follow-up job counts anew
+    num_restarts: int  # of this job by requeueing; 0 in a follow-up job
     cores_per_node: int | None  # of the node that has fewest
-    is_in_step: bool  # srun started this program: steps of its own must share what it holds
+    is_in_step: bool  # srun started this program: its own steps must share the resources of that step
 
 
 def is_login_node(hardware: Hardware) -> bool:
-    """True where sbatch is at hand, no job is running here, and there is no GPU to train on."""
+    """True if sbatch is available, this is not inside a job, and there is no GPU to train on."""
     slurm = hardware.host.slurm
     return slurm is not None and slurm.has_sbatch and slurm.job_id is None and not hardware.gpus
 
 
 def submit_line(job: str, overrides: Sequence[str] = ()) -> str:
-    """The command that submits `job`, with every word quoted for the shell."""
+    """The command that submits `job`, quoted for the shell."""
     return shlex.join(["shardwise", "submit", job, *overrides])
 
 
 def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
-    """The job this program runs in; None outside of one. InputError where it is one of several tasks."""
+    """The job of this program; None outside a job. InputError if the program is one of several tasks."""
     job_id = environment.get("SLURM_JOB_ID")
     if not job_id:
         return None
@@ -57,9 +57,9 @@ def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
 
 
 def srun_argv(allocation: Allocation, command: Sequence[str], *, labels: bool = False) -> list[str]:
-    """The argv that runs `command` once on every node of the job, with all that the job has there.
+    """The argv that runs `command` once on every node of the job, with all resources of the job there.
 
-    A task that fails ends the others. `labels` puts the number of the node before each line of output.
+    A task that fails ends the others. `labels` prefixes each line of output with the number of its node.
     """
     nodes = allocation.num_nodes
     argv = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
@@ -71,7 +71,7 @@ def srun_argv(allocation: Allocation, command: Sequence[str], *, labels: bool = 
 
 
 def _least_cores(text: str) -> int | None:
-    """Of `96(x2),64`, 64; None where it is not said."""
+    """64 for `96(x2),64`; None for other text."""
     counts = [int(found[1]) for found in re.finditer(r"(\d+)(?:\(x\d+\))?(?:,|$)", text)]
     return min(counts, default=None)
 

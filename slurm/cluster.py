@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from itertools import pairwise
 
-from slurm.quantities import parse_amount, parse_duration, parse_memory
+from slurm.quantities import known, parse_amount, parse_duration, parse_memory
 from trainer.spec.units import MIB
 from trainer.spec.value import Value
 
@@ -117,7 +117,6 @@ class Association(Value, frozen=True, kw_only=True):
 
 
 _KEY = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z0-9_]*)=")
-_NOTHING = ("", "(null)", "N/A", "NONE", "None", "n/a")
 _NO_LIMIT = ("UNLIMITED", "INFINITE", "ALL")
 # A node in one of these states takes no new job; what is powered down or booting does.
 _OUT_OF_SERVICE = frozenset(
@@ -131,12 +130,12 @@ _STATE_MARKS = "*~#!%$@^+-"
 
 def parse_partitions(text: str) -> tuple[Partition, ...]:
     """The partitions of `scontrol show partition`, with or without `-o`."""
-    return tuple(_partition(fields) for fields in _records(text, "PartitionName"))
+    return tuple(_partition(fields) for fields in parse_records(text, "PartitionName"))
 
 
 def parse_nodes(text: str) -> tuple[Node, ...]:
     """The nodes of `scontrol show node`, with or without `-o`."""
-    return tuple(_node(fields) for fields in _records(text, "NodeName"))
+    return tuple(_node(fields) for fields in parse_records(text, "NodeName"))
 
 
 def parse_gres(text: str | None) -> tuple[Gres, ...]:
@@ -163,26 +162,23 @@ def parse_tres(text: str | None) -> dict[str, int]:
     return found
 
 
+def parse_records(text: str, first_key: str) -> Iterator[dict[str, str | None]]:
+    """The fields of each record of `scontrol show`, by name; unknown values are None."""
+    starts = [match.start() for match in re.finditer(rf"^\s*{first_key}=", text, re.MULTILINE)]
+    for start, end in pairwise((*starts, len(text))):
+        record = text[start:end]
+        matches = list(_KEY.finditer(record))
+        ends = [match.start() for match in matches[1:]] + [len(record)]
+        fields: dict[str, str | None] = {}
+        for match, value_end in zip(matches, ends, strict=True):
+            fields.setdefault(match[1], known(record[match.end() : value_end]))
+        yield fields
+
+
 def parse_config(text: str) -> dict[str, str]:
     """`scontrol show config` by name."""
     pairs = (line.partition("=") for line in text.splitlines())
     return {name.strip(): value.strip() for name, equals, value in pairs if equals}
-
-
-def _records(text: str, first_key: str) -> Iterator[dict[str, str | None]]:
-    starts = [match.start() for match in re.finditer(rf"^\s*{first_key}=", text, re.MULTILINE)]
-    for start, end in pairwise((*starts, len(text))):
-        yield _fields(text[start:end])
-
-
-def _fields(record: str) -> dict[str, str | None]:
-    matches = list(_KEY.finditer(record))
-    ends = [match.start() for match in matches[1:]] + [len(record)]
-    fields: dict[str, str | None] = {}
-    for match, end in zip(matches, ends, strict=True):
-        value = " ".join(record[match.end() : end].split())
-        fields.setdefault(match[1], None if value in _NOTHING else value)
-    return fields
 
 
 def _partition(fields: Mapping[str, str | None]) -> Partition:

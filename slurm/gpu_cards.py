@@ -1,9 +1,9 @@
-"""Which card of the catalogue a GRES type means. Pure.
+"""The card of the catalogue that a GRES type names. Pure.
 
-Sites name cards as they like: `a100`, `nvidia_h100_80gb_hbm3` (what NVML reports), `v100-sxm2-32gb`, `A100.80gb`,
+Sites choose the names of cards: `a100`, `nvidia_h100_80gb_hbm3` (what NVML reports), `v100-sxm2-32gb`, `A100.80gb`,
 `rtx_3090`; others leave the type out and give nodes a feature (`A100-80GB`, `GPU_SKU:V100`, `hbm80g`, `gpu80`).
-`trainer.planning.tables.gpu_names` finds the rows of a name, and which of several to assume. What is not in the
-catalogue is not guessed at.
+`trainer.planning.tables.gpu_names` finds the rows of a name and chooses among several. A card that is not in the
+catalogue is not guessed.
 """
 
 import re
@@ -35,11 +35,11 @@ _NO_HOST = Host(cpu_name=None, num_cores=None, ram_bytes=None, ram_available_byt
 
 
 class CardChoice(Value, frozen=True, kw_only=True):
-    """A card that was chosen, and from what."""
+    """The chosen card and its alternatives."""
 
     gpu: Gpu  # as the first of its node
-    fits: tuple[str, ...]  # every row of the catalogue that it could be
-    told_by: str  # `gpu:a100`, `the feature A100-80GB`
+    fits: tuple[str, ...]  # every row of the catalogue that matches
+    source: str  # `gpu:a100`, `the feature A100-80GB`
 
     @property
     def is_assumed(self) -> bool:
@@ -47,25 +47,25 @@ class CardChoice(Value, frozen=True, kw_only=True):
 
 
 def card_of(gres: Gres, features: Sequence[str] = (), others: Iterable[Gres] = ()) -> CardChoice | None:
-    """The card of a node's GRES; None where the catalogue has none of that name, or nothing names one.
+    """The card of a node's GRES; None if the catalogue has none of that name, or there is no name.
 
-    `others` are the node's other resources: some sites keep the GPUs' memory there (`VramPerGpu:no_consume:94G`).
+    `others` are the node's other resources: some sites state the GPUs' memory there (`VramPerGpu:no_consume:94G`).
     """
     profile, rest = mig_profile(gres.kind or "")
-    rows, told_by = rows_of_name(rest, _memory_hints(features, others)), f"gpu:{gres.kind}"
+    rows, source = rows_of_name(rest, _memory_hints(features, others)), f"gpu:{gres.kind}"
     if not card_name(rest).model:
-        rows, told_by = _rows_of_features(features)
+        rows, source = _rows_of_features(features)
         rows = of_memory(rows, _memory_hints(features, others))
     if not rows:
         return None
     chosen = preferred_row(rows, gres.count)
     if profile is not None:
-        return CardChoice(gpu=_mig_gpu(chosen, profile), fits=(chosen.name,), told_by=told_by)
-    return CardChoice(gpu=gpus_of_row(chosen.name, 1)[0], fits=tuple(row.name for row in rows), told_by=told_by)
+        return CardChoice(gpu=_mig_gpu(chosen, profile), fits=(chosen.name,), source=source)
+    return CardChoice(gpu=gpus_of_row(chosen.name, 1)[0], fits=tuple(row.name for row in rows), source=source)
 
 
 def gpus_of_row(name: str, count: int) -> tuple[Gpu, ...]:
-    """So many cards of a row of the catalogue."""
+    """`count` cards of a row of the catalogue."""
     return hardware_from_spec(f"{count}x{name}", local_host=lambda: _NO_HOST).gpus
 
 
@@ -76,7 +76,7 @@ def _memory_hints(features: Sequence[str], others: Iterable[Gres]) -> list[int]:
 
 
 def _rows_of_features(features: Sequence[str]) -> tuple[tuple[GpuSpec, ...], str]:
-    """The rows of the one model that features name; none where they name several, or none."""
+    """The rows of the model that features name; none if they name several models or none."""
     found = {feature: rows for feature in features if (rows := _rows_of_feature(feature))}
     sets = set(found.values())
     return (sets.pop(), f"the feature {next(iter(found))}") if len(sets) == 1 else ((), "")
@@ -93,7 +93,7 @@ def _value(feature: str) -> str:
 
 
 def _mig_gpu(row: GpuSpec, profile: str) -> Gpu:
-    """A slice of a card; one whose profile the catalogue does not have for it has the memory that its name states."""
+    """A slice of a card; a profile that the catalogue does not have gets the memory in its name."""
     part = gpu_spec(f"{row.name}{MIG_MARK}{profile}")
     named_gib = int(re.findall(r"\d+", profile)[1])
     memory = part.usable_bytes if part is not None else int(named_gib * _MIG_USABLE_SHARE * GIB)

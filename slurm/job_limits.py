@@ -17,7 +17,7 @@ from trainer.spec.value import Value
 
 
 class NodeShare(Value, frozen=True, kw_only=True):
-    """What is asked of each node; None: all it has, or the share of its GPUs."""
+    """The resources requested of each node; None: all of them, or in proportion to the GPUs."""
 
     gpus: int | None = None
     cores: int | None = None
@@ -29,14 +29,14 @@ class NodeShare(Value, frozen=True, kw_only=True):
 
 
 def share_of_job(slurm: SlurmJob) -> NodeShare:
-    """What a job file asks for: slurm.gpus, slurm.cores, slurm.memory."""
+    """The share that a job file requests: slurm.gpus, slurm.cores, slurm.memory."""
     return NodeShare(gpus=slurm.gpus, cores=slurm.cores, ram_bytes=slurm.memory)
 
 
 def share_of_node(
     share: NodeShare, *, num_gpus: int, num_cores: int, ram_bytes: int | None
 ) -> tuple[int, int, int | None]:
-    """GPUs, cores and RAM that a job gets of a node; InputError for more than it has."""
+    """GPUs, cores and RAM of a job on a node; InputError for more than the node has."""
     gpus = num_gpus if share.gpus is None else share.gpus
     part = gpus / num_gpus if num_gpus else 1.0
     cores = share.cores or max(1, int(num_cores * part))
@@ -54,17 +54,17 @@ _GPU = "gres/gpu"
 
 
 class Bound(Value, frozen=True, kw_only=True):
-    """An amount of a TRES that one job cannot exceed."""
+    """The largest amount of a TRES for one job."""
 
     tres: str
     amount: int
-    words: str  # `QOS long: 8 GPUs a user`
+    text: str  # `QOS long: 8 GPUs a user`
 
 
 def in_order(
     partition_qos: JobLimits | None, job_qos: JobLimits | None, association: JobLimits | None
 ) -> tuple[JobLimits, ...]:
-    """The limits on a job, those first that go before the others."""
+    """The limits on a job in the order in which Slurm applies them."""
     first, second = partition_qos, job_qos
     if job_qos is not None and job_qos.is_over_partition:
         first, second = job_qos, partition_qos
@@ -72,12 +72,12 @@ def in_order(
 
 
 def time_limit_of(limits: Sequence[JobLimits]) -> int | None:
-    """Seconds that they leave a job; None where none is set."""
+    """The time limit of a job in seconds; None without one."""
     return next((one.max_time_s for one in limits if one.max_time_s is not None), None)
 
 
 def bounds_of(limits: Sequence[JobLimits]) -> tuple[Bound, ...]:
-    """What bounds one job, each TRES and kind by the first that sets it."""
+    """The bounds of one job, for each TRES and kind from the first limit that sets it."""
     kinds = (
         ("a job", [one.per_job for one in limits]),
         ("a user", [one.per_user for one in limits]),
@@ -90,35 +90,35 @@ def bounds_of(limits: Sequence[JobLimits]) -> tuple[Bound, ...]:
 def allowed_nodes(
     bounds: Sequence[Bound], *, gpus: int, gpu_type: str | None, cores: int, ram_bytes: int | None
 ) -> tuple[int, str] | None:
-    """The nodes of so much each that a job may have at most, and what says so; None where nothing bounds them."""
+    """The largest number of nodes with these resources for a job, and the limit; None without a limit."""
     typed = {f"{_GPU}:{gpu_type}": gpus} if gpu_type else {}
     needed = {"node": 1, _GPU: gpus, **typed, "cpu": cores, "mem": ram_bytes or 0}
-    counts = [(bound.amount // needed[bound.tres], bound.words) for bound in bounds if needed.get(bound.tres)]
+    counts = [(bound.amount // needed[bound.tres], bound.text) for bound in bounds if needed.get(bound.tres)]
     return min(counts, key=lambda pair: pair[0], default=None)
 
 
 def share_within(
     bounds: Sequence[Bound], share: NodeShare, *, gpus: int, gpu_type: str | None, cores: int, ram_bytes: int | None
 ) -> tuple[NodeShare, str] | None:
-    """The share of one node that the bounds leave of so much, and what says so.
+    """The share of a node with these resources that the bounds allow, and the limits that reduce it.
 
-    None where they take nothing away, and where they leave nothing. What the job asks for itself stays.
+    None if they reduce nothing, or leave nothing. Amounts that the job requests itself stay.
     """
-    said = []
+    reasons = []
     most = _least(bounds, _GPU, f"{_GPU}:{gpu_type}")
     if most is not None and share.gpus is None and most.amount < gpus:
         share = replace(share, gpus=most.amount)
-        said.append(most.words)
+        reasons.append(most.text)
     part = 1.0 if share.gpus is None or not gpus else share.gpus / gpus
     most = _least(bounds, "cpu")
     if most is not None and share.cores is None and most.amount < int(cores * part):
         share = replace(share, cores=most.amount)
-        said.append(most.words)
+        reasons.append(most.text)
     most = _least(bounds, "mem")
     if most is not None and share.ram_bytes is None and most.amount < int((ram_bytes or 0) * part):
         share = replace(share, ram_bytes=most.amount)
-        said.append(most.words)
-    return (share, "; ".join(said)) if said and 0 not in (share.gpus, share.cores, share.ram_bytes) else None
+        reasons.append(most.text)
+    return (share, "; ".join(reasons)) if reasons and 0 not in (share.gpus, share.cores, share.ram_bytes) else None
 
 
 def _least(bounds: Sequence[Bound], *tres: str) -> Bound | None:
@@ -131,10 +131,10 @@ def _first_set(limits: Sequence[JobLimits], amounts: Sequence[Mapping[str, int]]
         for tres, amount in granted.items():
             if tres not in seen:
                 seen.add(tres)
-                yield Bound(tres=tres, amount=amount, words=f"{one.source}: {_amount_words(tres, amount)} {whose}")
+                yield Bound(tres=tres, amount=amount, text=f"{one.source}: {_describe_amount(tres, amount)} {whose}")
 
 
-def _amount_words(tres: str, amount: int) -> str:
+def _describe_amount(tres: str, amount: int) -> str:
     if tres == "mem":
         return f"{format_bytes(amount)} RAM"
     kind = tres.removeprefix(_GPU).removeprefix(":")

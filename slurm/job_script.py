@@ -34,14 +34,14 @@ _APPTAINER_IMAGES = ("oras://", "library://", "shub://")
 
 
 class Runtime(StrEnum):
-    """What starts containers."""
+    """The program that starts containers."""
 
     PYXIS = "pyxis"
     APPTAINER = "apptainer"
 
 
 class Container(Value, frozen=True, kw_only=True):
-    """An image, and the folders of the machine that must be seen inside, under the same paths."""
+    """An image, and the folders of the machine that are mounted inside, under the same paths."""
 
     runtime: Runtime
     image: str
@@ -49,11 +49,11 @@ class Container(Value, frozen=True, kw_only=True):
 
 
 def container_of(image: str, *, folders: Sequence[str], has_pyxis: bool) -> Container:
-    """The container for `slurm.container`; InputError for a folder it cannot show, and where nothing here runs it."""
+    """The container for `slurm.container`; InputError for a folder it cannot mount, and without a runtime for it."""
     for folder in folders:
         if re.search(r"[:,]", folder):
             raise InputError(
-                f"{folder}: a container cannot be given a folder with a colon or a comma in its path; rename it"
+                f"{folder}: a container cannot mount a folder with a colon or a comma in its path; rename it"
             )
     kept = _without_nested(folders)
     if image.endswith(".sif") or image.startswith(_APPTAINER_IMAGES):
@@ -68,20 +68,20 @@ def container_of(image: str, *, folders: Sequence[str], has_pyxis: bool) -> Cont
     )
 
 
-def srun_words(container: Container, *, workdir: str) -> tuple[list[str], list[str]]:
-    """Options of srun, and what stands before the program; every word is quoted for the shell."""
+def srun_parts(container: Container, *, workdir: str) -> tuple[list[str], list[str]]:
+    """Options of srun, and the command before the program; quoted for the shell."""
     mounts = ",".join(f"{folder}:{folder}" for folder in container.folders)
     if container.runtime is Runtime.PYXIS:
         options = [f"--container-image={container.image}", f"--container-workdir={workdir}"]
         options += [f"--container-mounts={mounts}"] if mounts else []
         return [shlex.quote(option) for option in options], []
     binds = ["--bind", mounts] if mounts else []
-    words = ["exec", "--nv", *binds, "--pwd", workdir, container.image]
-    return [], ['"$apptainer"', *map(shlex.quote, words)]
+    command = ["exec", "--nv", *binds, "--pwd", workdir, container.image]
+    return [], ['"$apptainer"', *map(shlex.quote, command)]
 
 
 def _pyxis_name(image: str) -> str:
-    """As every version of pyxis reads it: a registry is set off by `#`."""
+    """The name as every version of pyxis reads it: with `#` after a registry."""
     name = image.removeprefix("docker://")
     registry, slash, rest = name.partition("/")
     if image.startswith("docker://") and slash and "#" not in name and re.search(r"[.:]|^localhost$", registry):
@@ -247,7 +247,7 @@ def _surroundings(program_dir: str | None, modules: Sequence[str], *, is_offline
 
 
 def _container_start(container: Container, workdir: str) -> str:
-    options, before = srun_words(container, workdir=workdir)
+    options, before = srun_parts(container, workdir=workdir)
     srun = [
         'srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 --input=none',
         '--cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none --mem=0',

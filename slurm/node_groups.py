@@ -1,8 +1,8 @@
-"""The nodes of a partition as groups of equal ones, and which group a job is planned for. Pure.
+"""Groups of equal nodes in a partition, and the choice of the group that a job is planned for. Pure.
 
-Equal means the same GPUs, the same card, the same cores and about the same RAM: nodes that were bought together differ
-by some MiB, and a group has what its least node has. A job runs on nodes of one group, since every rank waits for the
-slowest.
+Equal nodes have the same number of GPUs of the same card, the same cores and about the same RAM: nodes that were bought
+together differ by some MiB, and a group has the RAM of its smallest node. A job runs on nodes of one group, since every
+rank waits for the slowest.
 """
 
 import re
@@ -21,7 +21,7 @@ _SAME_RAM = 0.9  # of the largest of a group
 class NodeGroup(Value, frozen=True, kw_only=True):
     """Equal nodes of a partition."""
 
-    names: tuple[str, ...]  # () where Slurm shows none of them
+    names: tuple[str, ...]  # () if Slurm shows none of them
     num_nodes: int
     num_in_service: int
     num_cores: int
@@ -38,17 +38,17 @@ class NodeGroup(Value, frozen=True, kw_only=True):
 
     @property
     def gpus_used(self) -> int:
-        """GPUs of a node that one job drives: of slices one, which is all that NCCL and a process can."""
+        """GPUs of a node that one job uses: of MIG slices one, which is the limit of NCCL and of a process."""
         return 1 if self.is_mig else self.num_gpus
 
     @property
     def gres(self) -> str | None:
-        """What to ask of Slurm for a node's GPUs: `gpu:a100:8`."""
+        """The request for a node's GPUs: `gpu:a100:8`."""
         kind = f":{self.gpu_type}" if self.gpu_type else ""
         return f"gpu{kind}:{self.gpus_used}" if self.num_gpus else None
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """`4 nodes of 8 x A100-SXM4-80GB (128 cores, 1007 GiB RAM)`."""
         ram = f", {format_bytes(self.ram_bytes)} RAM" if self.ram_bytes is not None else ""
         nodes = f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"
@@ -67,18 +67,18 @@ class Choice(Value, frozen=True, kw_only=True):
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that a job could get, those not shown taken to be like the only group there is."""
+        """Nodes that a job could get; hidden nodes count as members of the only group there is."""
         return self.group.num_nodes + (self.num_hidden if self.group.names and not self.others else 0)
 
     @property
-    def is_told_by_gres(self) -> bool:
-        """Whether no node of another group has what is asked of this one."""
+    def is_selected_by_gres(self) -> bool:
+        """True if no node of another group satisfies the request for this one."""
         return not any(_would_serve(other, self.group) for other in self.others)
 
     @property
     def constraint(self) -> str | None:
-        """A feature that selects the group; None where its GRES does, and where no feature tells it from the others."""
-        if self.is_told_by_gres:
+        """A feature that selects the group; None if its GRES does, or no feature distinguishes it from the others."""
+        if self.is_selected_by_gres:
             return None
         elsewhere = {feature for other in self.others for feature in other.features}
         own = [feature for feature in self.group.features if feature not in elsewhere]
@@ -88,9 +88,9 @@ class Choice(Value, frozen=True, kw_only=True):
 def choose_group(
     partition: Partition, nodes: Sequence[Node], *, constraint: str | None = None, num_gpus: int | None = None
 ) -> Choice:
-    """The largest group of GPU nodes that `constraint` selects, of CPU nodes where there is none.
+    """The largest group of GPU nodes that `constraint` selects, else of CPU nodes.
 
-    Groups of `num_gpus`, which somebody stated, come before larger ones. InputError where no node has the features of
+    Groups of `num_gpus`, which the user stated, come before larger ones. InputError if no node has the features of
     `constraint`.
     """
     members = [node for node in nodes if partition.name in node.partitions]
@@ -123,9 +123,9 @@ def group_nodes(nodes: Iterable[Node]) -> tuple[NodeGroup, ...]:
 
 
 def satisfies(features: Sequence[str], constraint: str) -> bool:
-    """Whether a node with these features meets sbatch's `--constraint`: `a100&ib`, `[hbm80g|hbm40g]`, `(a|b)&c`.
+    """True if a node with these features satisfies sbatch's `--constraint`: `a100&ib`, `[hbm80g|hbm40g]`, `(a|b)&c`.
 
-    Counts (`ib*4`) ask the same of a node without theirs.
+    Counts of nodes (`ib*4`) are ignored.
     """
     words = re.findall(r"[^\s&|,()\[\]*]+|[&|,()\[\]]", re.sub(r"\*\d+", "", constraint))
     has = set(features)
@@ -151,7 +151,7 @@ def _holds(rule: list[str]) -> bool:
 
 
 def _would_serve(other: NodeGroup, group: NodeGroup) -> bool:
-    """Whether Slurm could give nodes of `other` for what `group` is asked with."""
+    """True if Slurm could allocate nodes of `other` for a request for `group`."""
     if not group.num_gpus:
         return True
     same = group.gpu_type is None or other.gpu_type == group.gpu_type
@@ -207,7 +207,7 @@ def _group(nodes: Sequence[Node]) -> NodeGroup:
 
 
 def _group_of_tres(partition: Partition) -> NodeGroup:
-    """Nodes that Slurm does not show, from what it counts of the whole partition."""
+    """Nodes that Slurm does not show, from the totals of the partition."""
     count = max(1, partition.num_nodes)
     gpus = [Gres(name="gpu", kind=None, count=partition.tres.get("gres/gpu", 0) // count)]
     gpus += [

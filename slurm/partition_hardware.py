@@ -27,16 +27,16 @@ WHOLE_NODES = NodeShare()
 
 
 class PartitionHardware(Value, frozen=True, kw_only=True):
-    """What a job that asks for nodes of a partition would run on."""
+    """The hardware of a job that requests nodes of a partition."""
 
     hardware: Hardware
     partition: Partition
     group: NodeGroup
-    constraint: str | None = None  # a feature to ask for, so that no nodes of another kind are given
-    num_allowed_nodes: int  # that one job may have
-    share: NodeShare = WHOLE_NODES  # of each node: what the job asks for, or the most that its limits leave
+    constraint: str | None = None  # a feature to request, so that no nodes of another kind are allocated
+    num_allowed_nodes: int  # for one job
+    share: NodeShare = WHOLE_NODES  # of each node: as requested, or the most that the limits allow
     time_limit_s: int | None = None
-    access: Access | None = None  # None: the cluster does not say
+    access: Access | None = None  # None: unknown
 
 
 def hardware_of(
@@ -51,16 +51,16 @@ def hardware_of(
 ) -> PartitionHardware:
     """The hardware of `num_nodes` nodes of the chosen group, or of a share of each.
 
-    `stated` is what `--hardware` names: a probed node, or a SPEC; `limits` are those on the job, those first that go
-    before the others. Where these do not leave a job one whole node, it gets a share of one. InputError where `stated`
-    disagrees with Slurm, where nothing names the card, and for more nodes than there are or than one job may have;
-    EnvironmentFaultError where the partition starts no jobs.
+    `stated` is the value of `--hardware`, a probed node or a SPEC; `limits` are those on the job, in the order in which
+    Slurm applies them. If they do not allow a whole node, the job gets a share of one. InputError if `stated` disagrees
+    with Slurm, if the card is unknown, and for more nodes than there are or than one job may have;
+    EnvironmentFaultError if the partition starts no jobs.
     """
     _check_state(partition, choice)
     if stated is not None and not choice.group.names and not choice.group.num_gpus:
-        # Powered down, and not accounted for: what they have is asked for as it is stated.
+        # Powered down and without accounting: the job requests the stated GPUs.
         choice = replace(choice, group=replace(choice.group, num_gpus=len(stated.gpus)))
-    share, said, allowed, why = _within_limits(partition, choice, limits, share)
+    share, reduced_by, allowed, why = _within_limits(partition, choice, limits, share)
     _check_count(partition, choice, num_nodes, allowed, why)
     gpus = _gpus(partition, choice.group, stated)
     if stated is not None:
@@ -81,8 +81,8 @@ def hardware_of(
             partition,
             choice,
             gpus,
-            asked=None if share.is_whole else (cores, ram),
-            limited_by=said,
+            share=None if share.is_whole else (cores, ram),
+            limited_by=reduced_by,
             stated=stated,
             probed=probed,
         ),
@@ -104,13 +104,13 @@ def hardware_of(
 def _within_limits(
     partition: Partition, choice: Choice, limits: tuple[JobLimits, ...], share: NodeShare
 ) -> tuple[NodeShare, str | None, int, str]:
-    """What a job has of each node and which limits make it less, the nodes that it may have, and what says so."""
+    """The share of each node, the limits that reduce it, the largest number of nodes, and the limit of that."""
     bounds, gpus = bounds_of(limits), choice.group.gpus_used
     cores, ram = _granted(partition, choice.group)
 
     def allowed(share: NodeShare) -> tuple[int, str]:
         used, own_cores, own_ram = share_of_node(share, num_gpus=gpus, num_cores=cores, ram_bytes=ram)
-        most = [(choice.num_nodes, f"it has {choice.group.words}")]
+        most = [(choice.num_nodes, f"it has {choice.group.summary}")]
         if partition.max_nodes is not None:
             most.append((partition.max_nodes, "its MaxNodes"))
         bounded = allowed_nodes(bounds, gpus=used, gpu_type=choice.group.gpu_type, cores=own_cores, ram_bytes=own_ram)
@@ -135,14 +135,14 @@ def _check_state(partition: Partition, choice: Choice) -> None:
         raise EnvironmentFaultError(f"partition {partition.name} has no nodes")
     if choice.group.names and choice.group.num_in_service == 0:
         raise EnvironmentFaultError(
-            f"partition {partition.name}: all of its {choice.group.words} are down or drained\n"
+            f"partition {partition.name}: all of its {choice.group.summary} are down or drained\n"
             "take another partition, or ask who runs the cluster when they come back"
         )
 
 
 def _check_count(partition: Partition, choice: Choice, num_nodes: int, allowed: int, why: str) -> None:
     if num_nodes > allowed:
-        others = "; ".join(other.words for other in choice.others)
+        others = "; ".join(other.summary for other in choice.others)
         more = f"\nit also has {others}, which --constraint selects" if others else ""
         raise InputError(f"--nodes {num_nodes}: partition {partition.name} gives a job {allowed} ({why}){more}")
     if num_nodes < partition.min_nodes:
@@ -150,13 +150,13 @@ def _check_count(partition: Partition, choice: Choice, num_nodes: int, allowed: 
 
 
 def _gpus(partition: Partition, group: NodeGroup, stated: Hardware | None) -> tuple[Gpu, ...]:
-    """The GPUs of a node: those that were stated, else those of the catalogue."""
+    """The GPUs of a node: the stated ones, else those of the catalogue."""
     if stated is not None:
         return tuple(_elsewhere(gpu, number) for number, gpu in enumerate(stated.gpus))
     if not group.num_gpus and not group.names:
         raise InputError(
             f"partition {partition.name}: Slurm shows none of its nodes (powered down) and counts no GPUs of them\n"
-            "--hardware says what they have, such as 8xA100-SXM4-80GB, or 1xCPU for none"
+            "--hardware states what they have, such as 8xA100-SXM4-80GB, or 1xCPU for none"
         )
     if not group.num_gpus:
         return ()
@@ -168,7 +168,7 @@ def _gpus(partition: Partition, group: NodeGroup, stated: Hardware | None) -> tu
 
 
 def _links(probed: Hardware, num_gpus: int) -> tuple[Link, ...]:
-    """The links between the first GPUs of a probed node, which are counted from 0 here."""
+    """The links between the first GPUs of a probed node, numbered from 0."""
     numbers = {gpu.index: number for number, gpu in enumerate(probed.gpus[:num_gpus])}
     return tuple(
         replace(link, a=numbers[link.a], b=numbers[link.b])
@@ -178,22 +178,22 @@ def _links(probed: Hardware, num_gpus: int) -> tuple[Link, ...]:
 
 
 def _elsewhere(gpu: Gpu, number: int) -> Gpu:
-    """A card like this one in another node: nobody's process on it, no identity."""
+    """The same card in another node: without processes and identity."""
     return replace(gpu, index=number, uuid=None, free_bytes=None, holders=())
 
 
 def _which_card(partition: Partition, group: NodeGroup) -> str:
-    called = f"calls its GPUs gpu:{group.gpu_type}, which is no card of the catalogue"
-    told = called if group.gpu_type else f"does not tell which GPUs its {group.gres} are"
+    unknown = f"calls its GPUs gpu:{group.gpu_type}, which is no card of the catalogue"
+    problem = unknown if group.gpu_type else f"does not name the card of its {group.gres}"
     return (
-        f"partition {partition.name}: Slurm {told}; say it with\n"
-        f"--hardware {group.num_gpus}xA100-SXM4-80GB, or whatever they are, or with --hardware hw.json, made by\n"
+        f"partition {partition.name}: Slurm {problem}; name it with\n"
+        f"--hardware {group.num_gpus}xA100-SXM4-80GB, or the card that they are, or with --hardware hw.json, made by\n"
         f"{probe_line(partition, group)}"
     )
 
 
 def _check_stated(partition: Partition, group: NodeGroup, stated: Hardware, num_nodes: int) -> None:
-    """InputError where --hardware and Slurm say different things of the same node."""
+    """Raises InputError if --hardware and Slurm differ on the same node."""
     count = len(stated.gpus)
     if group.num_gpus and count != group.gpus_used:
         raise InputError(
@@ -209,7 +209,7 @@ def _check_stated(partition: Partition, group: NodeGroup, stated: Hardware, num_
 
 
 def _agrees(group: NodeGroup, gpu: Gpu) -> bool:
-    """Whether a card may be what Slurm's type, or a feature, calls it."""
+    """True if a card matches Slurm's type, or a feature."""
     if group.is_mig:
         return bool(gpu.is_mig_on)
     if group.card is not None:
@@ -225,7 +225,7 @@ def _candidates(group: NodeGroup) -> str:
 
 
 def _granted(partition: Partition, group: NodeGroup) -> tuple[int, int | None]:
-    """Cores and RAM of a node that a job may have at most."""
+    """The largest cores and RAM of a node for a job."""
     cores = _least(group.num_cores, partition.max_cpus_per_node) or 1
     per_cpu = partition.max_ram_per_cpu_bytes
     return cores, _least(
@@ -255,84 +255,83 @@ def partition_notes(
     choice: Choice,
     gpus: tuple[Gpu, ...],
     *,
-    asked: tuple[int, int | None] | None,
+    share: tuple[int, int | None] | None,
     limited_by: str | None = None,
     stated: Hardware | None,
     probed: Hardware | None,
 ) -> tuple[str, ...]:
-    """Which nodes they are, what was assumed of them and what else the partition has.
+    """Notes on the nodes, the assumptions about them and the other nodes of the partition.
 
-    `asked` are the cores and the RAM of a job that does not take whole nodes, `limited_by` what keeps it from that
-    where it did not ask for less itself; `stated` is what --hardware names, and
-    `probed` the same where it is a file.
+    `share` are the cores and the RAM of a job that does not use whole nodes, `limited_by` the limits that force that;
+    `stated` is the value of --hardware, and `probed` the same if it is a file.
     """
-    words = None if asked is None else _asked_words(len(gpus), *asked)
+    part = None if share is None else _describe_share(len(gpus), *share)
     if limited_by is not None:
-        words = f"{words}, the most that it may have ({limited_by}),"
+        part = f"{part}, the most that it may have ({limited_by}),"
     return (
-        *_node_notes(partition, choice, words),
+        *_node_notes(partition, choice, part),
         *_card_notes(choice.group, gpus, stated=stated),
         *_assumed_notes(partition, choice.group, gpus, probed=probed),
         *_other_notes(partition, choice),
     )
 
 
-def _node_notes(partition: Partition, choice: Choice, asked: str | None) -> Iterator[str]:
-    """Which nodes they are, and what a job has of each."""
+def _node_notes(partition: Partition, choice: Choice, share: str | None) -> Iterator[str]:
+    """Notes on the nodes and the share of a job."""
     group = choice.group
-    forced = " (not kept to it: OverSubscribe=FORCE)" if partition.is_oversubscribed else ""
-    has = f"a job is taken to have whole nodes{forced}" if asked is None else f"a job asks for {asked} of each"
-    yield f"partition {partition.name}: {group.words}; {has}"
+    forced = " (not guaranteed: OverSubscribe=FORCE)" if partition.is_oversubscribed else ""
+    has = f"a job is assumed to have whole nodes{forced}" if share is None else f"a job requests {share} of each"
+    yield f"partition {partition.name}: {group.summary}; {has}"
     if choice.num_hidden:
-        yield f"{choice.num_hidden} of its nodes are not shown by Slurm (powered down) and are taken to be alike"
+        yield f"{choice.num_hidden} of its nodes are not shown by Slurm (powered down) and are assumed to be alike"
     if group.num_in_service < group.num_nodes:
         yield f"{group.num_in_service} of these {group.num_nodes} nodes are in service now"
 
 
-def _asked_words(gpus: int, cores: int, ram: int | None) -> str:
-    words = [f"{gpus} GPU{'s' if gpus > 1 else ''}"] if gpus else []
-    words += [f"{cores} cores"] + ([f"{format_bytes(ram)} RAM"] if ram is not None else [])
-    return ", ".join(words)
+def _describe_share(gpus: int, cores: int, ram: int | None) -> str:
+    parts = [f"{gpus} GPU{'s' if gpus > 1 else ''}"] if gpus else []
+    parts += [f"{cores} cores"] + ([f"{format_bytes(ram)} RAM"] if ram is not None else [])
+    return ", ".join(parts)
 
 
 def _other_notes(partition: Partition, choice: Choice) -> Iterator[str]:
-    """What else is in the partition, and how to keep to the nodes that are planned for."""
+    """Notes on the other nodes of the partition, and on the option that excludes them."""
     if choice.others:
-        others = "; ".join(other.words for other in choice.others)
-        yield f"the partition also has {others}; {_selecting_words(choice)}"
+        others = "; ".join(other.summary for other in choice.others)
+        yield f"the partition also has {others}; {_selection(choice)}"
     for other in choice.group.other_gpus:
         yield f"not used: {other.count} x gpu:{other.kind} on the same nodes"
     if partition.preemption is not Preemption.OFF and partition.grace_time_s:
-        yield f"jobs may make way for others here, {format_duration(partition.grace_time_s)} after a warning"
+        yield f"jobs may be preempted by others here, {format_duration(partition.grace_time_s)} after a warning"
 
 
-def _selecting_words(choice: Choice) -> str:
-    if choice.is_told_by_gres:
-        return f"--gres={choice.group.gres} keeps to the first"
+def _selection(choice: Choice) -> str:
+    if choice.is_selected_by_gres:
+        return f"--gres={choice.group.gres} selects the first"
     if choice.constraint is None:
-        return "no feature tells them apart, so a job may get these"
-    return f"--constraint={choice.constraint} keeps to the first"
+        return "no feature distinguishes them, so a job may get these"
+    return f"--constraint={choice.constraint} selects the first"
 
 
 def _card_notes(group: NodeGroup, gpus: tuple[Gpu, ...], *, stated: Hardware | None) -> list[str]:
     if stated is not None:
-        said = f"the card is that of --hardware {stated.source.removeprefix('catalogue ')}"
-        return [said if group.num_gpus else f"{said}; Slurm lists no GPU here"] if gpus else []
+        card = f"the card is that of --hardware {stated.source.removeprefix('catalogue ')}"
+        return [card if group.num_gpus else f"{card}; Slurm lists no GPU here"] if gpus else []
     if not gpus:
-        return ["Slurm lists no GPU here; where the nodes have some, --hardware 4xNAME states them"]
+        return ["Slurm lists no GPU here; if the nodes have some, --hardware 4xNAME states them"]
     assert group.card is not None
     if group.is_mig:
         return [
-            f"{group.num_gpus} slices a node ({group.card.told_by}), of which a job uses one; its memory follows from "
+            f"{group.num_gpus} slices a node ({group.card.source}), of which a job uses one; its memory follows from "
             "its profile"
         ]
     others = [row for row in group.card.fits if row != gpus[0].name]
     if others:
         return [
-            f"{group.card.told_by} fits {', '.join((gpus[0].name, *others))}: the first is assumed; "
+            f"{group.card.source} fits {', '.join((gpus[0].name, *others))}: the first is assumed; "
             f"--hardware {group.num_gpus}x{others[0]} states another"
         ]
-    return [f"{group.card.told_by} is taken for {gpus[0].name}"]
+    return [f"{group.card.source} is assumed to be {gpus[0].name}"]
 
 
 def _assumed_notes(
@@ -345,7 +344,7 @@ def _assumed_notes(
         return []
     link = f"NVLink {format_bytes(row.nvlink_bytes_per_s)}/s" if row.nvlink_bytes_per_s else "PCIe alone"
     return [
-        f"assumed from the catalogue, since Slurm does not say: {link} between GPUs, a network of "
+        f"assumed from the catalogue, as Slurm does not report it: {link} between GPUs, a network of "
         f"{format_bytes(row.network_bytes_per_s)}/s a node, no NVMe; `{probe_line(partition, group, '--measure')}` "
         "measures them for --hardware hw.json"
     ]
@@ -354,5 +353,5 @@ def _assumed_notes(
 def probe_line(partition: Partition, group: NodeGroup, *options: str) -> str:
     """The command that probes a whole node of the partition."""
     gres = [f"--gres={group.gres}"] if group.gres else []
-    asked = ["srun", f"--partition={partition.name}", "--nodes=1", "--exclusive", *gres]
-    return shlex.join([*asked, "shardwise", "probe", *options, "-o", "hw.json"])
+    argv = ["srun", f"--partition={partition.name}", "--nodes=1", "--exclusive", *gres]
+    return shlex.join([*argv, "shardwise", "probe", *options, "-o", "hw.json"])

@@ -9,11 +9,12 @@ import re
 
 from trainer.spec.units import MIB, format_seconds
 
+_UNKNOWN = ("", "N/A", "NONE", "None", "(null)", "Unknown", "None assigned", "n/a")
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 
 
 def parse_duration(text: str | None) -> int | None:
-    """Seconds; None for UNLIMITED, INFINITE and for what is no time."""
+    """Seconds; None for UNLIMITED, INFINITE and any other text."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text or "")
     if match is None:
         return None
@@ -33,7 +34,7 @@ def format_duration(seconds: int) -> str:
 
 
 def parse_amount(text: str) -> int | None:
-    """A count such as `8`, `4K` or `94G`; None where it is none."""
+    """A count such as `8`, `4K` or `94G`; None for any other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGTP]?)", text.strip(), re.IGNORECASE)
     return None if match is None else int(float(match[1]) * 1024 ** _POWERS[match[2].upper()])
 
@@ -45,15 +46,20 @@ def parse_memory(text: str) -> int | None:
 
 
 def num_jobs(hours: float, limit_s: int | None) -> int:
-    """Jobs that follow each other until a run of so many hours is done."""
+    """Number of consecutive jobs for a run of so many hours."""
     return 1 if limit_s is None else max(1, math.ceil(hours * 3600 / limit_s))
 
 
-def limit_words(hours: float, limit_s: int | None, *, place: str) -> str:
+def describe_num_jobs(hours: float, limit_s: int | None, *, place: str) -> str:
     """`38 h 10 min at a limit of 1-00:00:00: 2 jobs, which continue each other`."""
     duration = format_seconds(hours * 3600)
     if limit_s is None:
         return f"{duration}; {place} sets no time limit: one job"
     jobs = num_jobs(hours, limit_s)
-    told = "one job" if jobs == 1 else f"{jobs} jobs, which continue each other"
-    return f"{duration} at a limit of {format_duration(limit_s)}: {told}"
+    count = "one job" if jobs == 1 else f"{jobs} jobs, which continue each other"
+    return f"{duration} at a limit of {format_duration(limit_s)}: {count}"
+
+
+def known(text: str) -> str | None:
+    """A value without blanks around it; None for the words with which Slurm marks a missing one."""
+    return None if text.strip() in _UNKNOWN else text.strip()

@@ -1,7 +1,7 @@
-"""Asks Slurm: runs its commands and parses what they answer.
+"""Queries to Slurm: runs its commands and parses their output.
 
-Commands run with LC_ALL=C and are given TIMEOUT_S: a controller that is gone keeps them for seconds, a configuration
-that is not there for a minute. Whatever goes wrong is an EnvironmentFaultError that names the command.
+Commands run with LC_ALL=C and a limit of TIMEOUT_S: they wait seconds for a controller that is down, and a minute
+without a configuration. Every failure is an EnvironmentFaultError that names the command.
 """
 
 import os
@@ -13,46 +13,46 @@ from slurm.cluster import Association, JobLimits, Node, Partition, parse_config,
 from trainer.spec.errors import EnvironmentFaultError
 
 TIMEOUT_S = 20.0
-ACCOUNTING_TIMEOUT_S = 5.0  # of what a plan can do without
+ACCOUNTING_TIMEOUT_S = 5.0  # for facts that a plan does not need
 _NO_CONTROLLER = ("Unable to contact slurm controller", "Zero Bytes were transmitted", "Socket timed out")
 
 
 def read_partitions(environment: Mapping[str, str] = os.environ) -> tuple[Partition, ...]:
     """Every partition that Slurm shows this user."""
-    return parse_partitions(ask_slurm(("scontrol", "-o", "show", "partition"), environment=environment))
+    return parse_partitions(run_slurm(("scontrol", "-o", "show", "partition"), environment=environment))
 
 
 def read_nodes(environment: Mapping[str, str] = os.environ) -> tuple[Node, ...]:
     """Every node that Slurm shows; a cloud's that are powered down may be missing."""
-    return parse_nodes(ask_slurm(("scontrol", "-o", "show", "node"), environment=environment))
+    return parse_nodes(run_slurm(("scontrol", "-o", "show", "node"), environment=environment))
 
 
 def read_config(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The controller's configuration by name."""
-    return parse_config(ask_slurm(("scontrol", "show", "config"), environment=environment))
+    return parse_config(run_slurm(("scontrol", "show", "config"), environment=environment))
 
 
 def read_associations(
     user: str, cluster: str | None, environment: Mapping[str, str] = os.environ
 ) -> tuple[Association, ...]:
-    """The accounts of a user on this cluster; EnvironmentFaultError where the cluster keeps no accounts."""
+    """The accounts of a user on this cluster; EnvironmentFaultError on a cluster without accounting."""
     where = [f"name={user}"] + ([f"cluster={cluster}"] if cluster else [])
     columns = f"format={','.join(ASSOCIATION_FIELDS)}"
     argv = ("sacctmgr", "-nP", "show", "user", *where, "withassoc", columns)
-    return parse_associations(ask_slurm(argv, environment=environment, timeout_s=ACCOUNTING_TIMEOUT_S))
+    return parse_associations(run_slurm(argv, environment=environment, timeout_s=ACCOUNTING_TIMEOUT_S))
 
 
 def read_qos_limits(names: Sequence[str], environment: Mapping[str, str] = os.environ) -> dict[str, JobLimits]:
-    """The limits of qualities of service by name; EnvironmentFaultError where the cluster keeps none."""
+    """The limits of qualities of service by name; EnvironmentFaultError on a cluster without accounting."""
     if not names:
         return {}
     columns = f"format={','.join(QOS_FIELDS)}"
     argv = ("sacctmgr", "-nP", "show", "qos", f"name={','.join(names)}", columns)
-    return parse_qos_limits(ask_slurm(argv, environment=environment, timeout_s=ACCOUNTING_TIMEOUT_S))
+    return parse_qos_limits(run_slurm(argv, environment=environment, timeout_s=ACCOUNTING_TIMEOUT_S))
 
 
-def ask_slurm(argv: Sequence[str], *, environment: Mapping[str, str] = os.environ, timeout_s: float = TIMEOUT_S) -> str:
-    """What a command of Slurm prints; EnvironmentFaultError where it is missing, silent, or fails."""
+def run_slurm(argv: Sequence[str], *, environment: Mapping[str, str] = os.environ, timeout_s: float = TIMEOUT_S) -> str:
+    """The output of a command of Slurm; EnvironmentFaultError if it is missing, hangs, or fails."""
     command = " ".join(argv)
     try:
         done = subprocess.run(
@@ -67,7 +67,7 @@ def ask_slurm(argv: Sequence[str], *, environment: Mapping[str, str] = os.enviro
         )
     except FileNotFoundError:
         raise EnvironmentFaultError(
-            f"{argv[0]} is not on PATH: partitions are known where Slurm is, on a login node\n"
+            f"{argv[0]} is not on PATH: partitions are known on a login node, where Slurm is\n"
             "elsewhere name the machine: --hardware 4x8xH100-SXM5-80GB"
         ) from None
     except OSError as error:

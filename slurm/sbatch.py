@@ -1,8 +1,8 @@
-"""Renders `train.sbatch`: the options of a job as `#SBATCH` lines, then what runs on its first node. Pure.
+"""Rendering of `train.sbatch`: the options of a job as `#SBATCH` lines, then the program of its first node. Pure.
 
-`#SBATCH` lines are read by sbatch, not by a shell. It splits them at white space, takes `#` for a comment, and knows
-quotes and backslashes, so a value in double quotes with both escaped arrives as it is (seen on Slurm 22.05 for every
-printable character); only control characters cannot. In --output `%` begins a pattern, and a backslash switches
+`#SBATCH` lines are read by sbatch, not by a shell. It splits them at white space, reads `#` as the start of a comment,
+and supports quotes and backslashes. A value in double quotes with both escaped arrives unchanged (tested on Slurm 22.05
+for every printable character), except control characters. In --output `%` begins a pattern, and a backslash switches
 patterns off. Everything below is shell: each text goes through shlex.quote.
 """
 
@@ -18,10 +18,10 @@ from trainer.spec.messages.submission import SCRIPT_NAME
 from trainer.spec.units import MIB
 from trainer.spec.value import Value
 
-LEAST_WARNING_S = 120
-EARLY_S = 60  # Slurm looks at its clock so seldom (man sbatch, --signal)
-MARGIN_S = 60  # for ranks to agree, and for a file system that is slow today
-MOST_WARNING_S = 65535  # of --signal
+MIN_WARNING_S = 120
+EARLY_S = 60  # the resolution of Slurm's clock (man sbatch, --signal)
+MARGIN_S = 60  # for ranks to agree, and for a slow file system
+MAX_WARNING_S = 65535  # of --signal
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 _LONG = re.compile(r"--([a-z][a-z0-9-]*)(?:[= ]\s*(.*))?", re.DOTALL)
 _SHORT = re.compile(r"-([A-Za-z])\s*(.*)", re.DOTALL)
@@ -33,22 +33,22 @@ _OWN_LETTERS = {"a": "array", "W": "wait", "o": "output", "n": "ntasks", "N": "n
 
 
 class BatchJob(Value, frozen=True, kw_only=True):
-    """One job, or an array of them, as sbatch is asked for it. Paths are absolute."""
+    """One job, or an array of them, with the values of sbatch's options. Paths are absolute."""
 
     name: str
-    words: str  # what it is, for whoever reads the script
+    summary: str  # for readers of the script
     written_by: str  # shardwise and its version
     run_dir: str  # of a sweep the folder that holds the points
     workdir: str  # in which the job file's relative paths begin
     program_dir: str  # of the interpreter and of shardwise
     num_nodes: int = 1
     gres: str | None = None  # of each node: gpu:h100:8
-    asks_gres: bool = False  # by --gres; else by --gpus-per-node
+    uses_gres_option: bool = False  # --gres in place of --gpus-per-node
     num_cores: int | None = None
     memory_bytes: int | None = None
     takes_whole_nodes: bool = True
     time_limit_s: int | None = None
-    warning_s: int = LEAST_WARNING_S
+    warning_s: int = MIN_WARNING_S
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
@@ -67,18 +67,18 @@ class BatchJob(Value, frozen=True, kw_only=True):
 
 def warning_s(*, step_s: float, save_s: float, time_limit_s: int | None) -> int:
     """Seconds of warning before the time limit: for a step, a save and a margin, at most half of the limit."""
-    wanted = max(LEAST_WARNING_S, round(step_s + save_s + MARGIN_S + EARLY_S))
-    limit = MOST_WARNING_S if time_limit_s is None else min(MOST_WARNING_S, time_limit_s // 2)
+    wanted = max(MIN_WARNING_S, round(step_s + save_s + MARGIN_S + EARLY_S))
+    limit = MAX_WARNING_S if time_limit_s is None else min(MAX_WARNING_S, time_limit_s // 2)
     return min(wanted, limit)
 
 
 def render_script(job: BatchJob) -> str:
     """The text of `train.sbatch`; InputError for a value that cannot arrive as it is."""
-    options = [f"#SBATCH {sbatch_word(option)}" for option in sbatch_options(job)]
+    options = [f"#SBATCH {sbatch_line(option)}" for option in sbatch_options(job)]
     script = f"{job.run_dir}/{SCRIPT_NAME}"
     head = [
         "#!/bin/bash -l" if job.modules else "#!/bin/bash",  # a login shell knows `module`
-        f"# {_one_line(job.name)}: {_one_line(job.words)}",
+        f"# {_one_line(job.name)}: {_one_line(job.summary)}",
         f"# Written by {job.written_by}, and yours to edit. Submitted again it goes on from the newest checkpoint:",
         f"#   sbatch {shlex.quote(script)}",
         "",
@@ -121,8 +121,8 @@ def sbatch_options(job: BatchJob) -> list[str]:
     return [*options, *_places(job), *_checked_extra(job.extra)]
 
 
-def sbatch_word(option: str) -> str:
-    """One option as a `#SBATCH` line holds it; InputError where no line can."""
+def sbatch_line(option: str) -> str:
+    """One option as the text of a `#SBATCH` line; InputError if it cannot be one."""
     name, equals, value = option.partition("=") if option.startswith("--") else (option[:2], "", option[2:])
     _refuse_control(option, name)
     if not value or _PLAIN.fullmatch(value):
@@ -134,7 +134,7 @@ def sbatch_word(option: str) -> str:
 def _devices(job: BatchJob) -> list[str]:
     if job.gres is None:
         return []
-    return [f"--gres={job.gres}"] if job.asks_gres else [f"--gpus-per-node={job.gres.removeprefix('gpu:')}"]
+    return [f"--gres={job.gres}"] if job.uses_gres_option else [f"--gpus-per-node={job.gres.removeprefix('gpu:')}"]
 
 
 def _share(job: BatchJob) -> list[str]:
@@ -146,9 +146,9 @@ def _share(job: BatchJob) -> list[str]:
 
 
 def _places(job: BatchJob) -> list[str]:
-    """Where the job runs and writes."""
-    for path, what in ((job.run_dir, "the run directory"), (job.workdir, "the working directory")):
-        _refuse_control(path, what)
+    """Options for the working directory and the output of the job."""
+    for path, name in ((job.run_dir, "the run directory"), (job.workdir, "the working directory")):
+        _refuse_control(path, name)
     if "\\" in job.run_dir:
         raise InputError(f"{job.run_dir}: Slurm cannot write to a path with a backslash; choose another --run-dir")
     folder = job.run_dir.replace("%", "%%")
@@ -157,7 +157,7 @@ def _places(job: BatchJob) -> list[str]:
 
 
 def _checked_extra(extra: Sequence[str]) -> list[str]:
-    """Each as `--name=value`, `--name` or `-xvalue`; InputError for what is no option, and for what is set already."""
+    """Each as `--name=value`, `--name` or `-xvalue`; InputError for other text and for options that shardwise sets."""
     options = []
     for text in extra:
         long, short = _LONG.fullmatch(text.strip()), _SHORT.fullmatch(text.strip())
@@ -174,13 +174,13 @@ def _checked_extra(extra: Sequence[str]) -> list[str]:
     return options
 
 
-def _refuse_control(text: str, what: str) -> None:
+def _refuse_control(text: str, name: str) -> None:
     """InputError for line breaks, other control characters, and bytes that are not UTF-8."""
     found = next((each for each in text if unicodedata.category(each) in ("Cc", "Cs")), None)
     if found is not None:
-        raise InputError(f"{what}: {text!r} holds {found!r}; a line of a batch script can hold no such character")
+        raise InputError(f"{name}: {text!r} holds {found!r}; a line of a batch script can hold no such character")
 
 
 def _one_line(text: str) -> str:
-    """For a comment: whatever could end its line becomes a space."""
+    """The text for a comment: characters that could end its line become spaces."""
     return "".join(" " if unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp") else each for each in text)

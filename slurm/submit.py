@@ -1,4 +1,4 @@
-"""Gives a script to sbatch: first as a question, then for real; what Slurm refuses comes with what would do."""
+"""Submission of a script with sbatch: first as a test, then for real. Refusals of Slurm come with a remedy."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from slurm.quantities import format_duration
 from slurm.sbatch import BatchJob, sbatch_options
 from trainer.spec.errors import EnvironmentFaultError, InputError
 
-LIMIT_S = 120.0  # a busy controller answers late, and a second job must not be submitted by impatience
+LIMIT_S = 120.0  # a busy controller replies late, and a job must not be submitted twice
 _KEPT_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 _OTHER_NAMES = {"time": "TIMELIMIT", "array": "ARRAY_INX", "mem": "MEM_PER_NODE", "no-requeue": "NO_REQUEUE"}
 _CLASHING = ("SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU", "SBATCH_WAIT", "SBATCH_ARRAY_INX")
@@ -20,12 +20,12 @@ _PREFIX = re.compile(r"^(sbatch: |srun: )?(error: |fatal: )?(allocation failure:
 
 
 def check_script(text: str, job: BatchJob, found: PartitionHardware | None, *, environment: Mapping[str, str]) -> str:
-    """What Slurm says of a script without taking it: `Job 7 to start at ...`; InputError where it refuses."""
+    """Slurm's reply to `sbatch --test-only`: `Job 7 to start at ...`; InputError if it refuses the script."""
     done = _run_sbatch(["--test-only"], job, environment, script=text)
     if done.returncode != 0:
         raise InputError(explain_refusal(done.stderr or done.stdout, job, found))
     lines = [line.removeprefix("sbatch: ") for line in done.stderr.splitlines() if " to start at " in line]
-    return lines[0] if lines else "Slurm would take it"
+    return lines[0] if lines else "Slurm would accept it"
 
 
 def submit_script(
@@ -36,9 +36,9 @@ def submit_script(
     after: str | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> str:
-    """The id of the job; `after` is that of a job whose end it waits for. InputError where Slurm refuses it."""
-    words = ["--parsable", *([f"--dependency=afterany:{after}"] if after is not None else []), str(script)]
-    done = _run_sbatch(words, job, environment)
+    """The id of the job; `after` is the id of a job that it waits for. InputError if Slurm refuses it."""
+    arguments = ["--parsable", *([f"--dependency=afterany:{after}"] if after is not None else []), str(script)]
+    done = _run_sbatch(arguments, job, environment)
     job_id = done.stdout.strip().splitlines()[-1].partition(";")[0] if done.stdout.strip() else ""
     if done.returncode != 0 or not job_id.isdigit():
         raise InputError(explain_refusal(done.stderr or done.stdout, job, found))
@@ -46,7 +46,7 @@ def submit_script(
 
 
 def knows_pyxis(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether srun has the options of the container plugin."""
+    """True if srun has the options of the container plugin."""
     try:
         return "--container-image" in _call(("srun", "--help"), environment).stdout
     except EnvironmentFaultError:
@@ -54,10 +54,10 @@ def knows_pyxis(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def submit_environment(environment: Mapping[str, str], job: BatchJob) -> dict[str, str]:
-    """`environment` without what would overrule the script or belongs to a job this one is submitted from.
+    """`environment` without variables that would override the script or belong to the job that submits this one.
 
-    A variable of sbatch (SBATCH_PARTITION) goes before the script's own option; one for what the script leaves out, as
-    sites set for accounts, stays.
+    A variable of sbatch (SBATCH_PARTITION) overrides the script's own option. Variables for options that the script
+    does not set stay: sites set them for accounts.
     """
     stated = {option[2:].partition("=")[0] for option in sbatch_options(job)}
     overruling = {f"SBATCH_{_OTHER_NAMES.get(name, name.replace('-', '_').upper())}" for name in stated}
@@ -69,26 +69,26 @@ def submit_environment(environment: Mapping[str, str], job: BatchJob) -> dict[st
     }
 
 
-def explain_refusal(said: str, job: BatchJob, found: PartitionHardware | None) -> str:
-    """Slurm's own words and what would do, in at most three lines. Pure."""
-    lines = [_PREFIX.sub("", line).strip() for line in said.splitlines() if line.strip()]
-    words = next(
+def explain_refusal(output: str, job: BatchJob, found: PartitionHardware | None) -> str:
+    """Slurm's message and a remedy, in at most three lines. Pure."""
+    lines = [_PREFIX.sub("", line).strip() for line in output.splitlines() if line.strip()]
+    message = next(
         (line for line in reversed(lines) if _hint(line) is not None), lines[0] if lines else "no reason given"
     )
-    hint = _hint(words)
-    advice = hint.advice(job, found) if hint is not None else _asked(job)
-    return f"Slurm refuses this job: {words}\n{advice}"
+    hint = _hint(message)
+    advice = hint.advice(job, found) if hint is not None else _requested(job)
+    return f"Slurm refuses this job: {message}\n{advice}"
 
 
 class _Hint(NamedTuple):
-    """What helps against a refusal that holds `said`."""
+    """The remedy for a refusal that contains `text`."""
 
-    said: str
+    text: str
     advice: Callable[[BatchJob, PartitionHardware | None], str]
 
 
-def _hint(words: str) -> _Hint | None:
-    return next((hint for hint in _HINTS if hint.said.lower() in words.lower()), None)
+def _hint(message: str) -> _Hint | None:
+    return next((hint for hint in _HINTS if hint.text.lower() in message.lower()), None)
 
 
 def _partition(job: BatchJob, _found: PartitionHardware | None) -> str:
@@ -108,17 +108,18 @@ def _qos(job: BatchJob, found: PartitionHardware | None) -> str:
 
 
 def _nodes(job: BatchJob, found: PartitionHardware | None) -> str:
-    has = f"; partition {found.partition.name} has {found.group.words}" if found is not None else ""
-    return f"{_asked(job)}{has}\nask for less with --nodes, --gpus-per-node, slurm.cores or slurm.memory"
+    has = f"; partition {found.partition.name} has {found.group.summary}" if found is not None else ""
+    return f"{_requested(job)}{has}\nrequest less with --nodes, --gpus-per-node, slurm.cores or slurm.memory"
 
 
 def _time(job: BatchJob, found: PartitionHardware | None) -> str:
-    asked = "no time limit was asked for" if job.time_limit_s is None else f"asked: {format_duration(job.time_limit_s)}"
+    limit_s = job.time_limit_s
+    requested = "no time limit was requested" if limit_s is None else f"requested: {format_duration(limit_s)}"
     limit = found.time_limit_s if found is not None else None
     most = (
         f"; {found.partition.name} allows {format_duration(limit)}" if found is not None and limit is not None else ""
     )
-    return f"{asked}{most}; a shorter --time does: a run that is not done goes on in a further job"
+    return f"{requested}{most}; choose a shorter --time: an unfinished run continues in a further job"
 
 
 def _feature(job: BatchJob, found: PartitionHardware | None) -> str:
@@ -131,19 +132,17 @@ def _reservation(job: BatchJob, _found: PartitionHardware | None) -> str:
 
 
 def _limits(job: BatchJob, found: PartitionHardware | None) -> str:
-    qos = found.access.words if found is not None and found.access is not None else ""
+    qos = found.access.summary if found is not None and found.access is not None else ""
     granted = qos or "`sacctmgr show qos` lists what each grants"
-    return f"{_asked(job)}\n{granted}; fewer --nodes or a shorter --time may do"
+    return f"{_requested(job)}\n{granted}; fewer --nodes or a shorter --time may do"
 
 
 def _option(_job: BatchJob, _found: PartitionHardware | None) -> str:
-    return "what stands in slurm.extra is passed to sbatch as it is; `sbatch --help` lists its options"
+    return "slurm.extra is passed to sbatch unchanged; `sbatch --help` lists its options"
 
 
 def _points(job: BatchJob, _found: PartitionHardware | None) -> str:
-    return (
-        f"the sweep has {job.num_points} points; `scontrol show config` says how many an array may have (MaxArraySize)"
-    )
+    return f"the sweep has {job.num_points} points; `scontrol show config` has the limit of an array (MaxArraySize)"
 
 
 _HINTS = (
@@ -172,21 +171,23 @@ _HINTS = (
 
 
 def _stated(name: str, value: str | None) -> str:
-    return f"no --{name} was asked for" if value is None else f"asked: --{name}={value}"
+    return f"no --{name} was requested" if value is None else f"requested: --{name}={value}"
 
 
-def _asked(job: BatchJob) -> str:
+def _requested(job: BatchJob) -> str:
     kept = ("nodes", "gpus-per-node", "gres", "cpus-per-task", "mem", "exclusive", "time", "partition", "constraint")
     options = [option for option in sbatch_options(job) if option[2:].partition("=")[0] in kept]
-    return "asked: " + " ".join(options)
+    return "requested: " + " ".join(options)
 
 
 def _run_sbatch(
-    words: Sequence[str], job: BatchJob, environment: Mapping[str, str], *, script: str = ""
+    arguments: Sequence[str], job: BatchJob, environment: Mapping[str, str], *, script: str = ""
 ) -> "subprocess.CompletedProcess[str]":
-    done = _call(("sbatch", *words), submit_environment(environment, job), folder=job.workdir, stdin=script)
+    done = _call(("sbatch", *arguments), submit_environment(environment, job), folder=job.workdir, stdin=script)
     if "Unable to contact slurm controller" in done.stderr:
-        raise EnvironmentFaultError("the controller of this cluster does not answer (`scontrol ping`); try again later")
+        raise EnvironmentFaultError(
+            "the controller of this cluster does not respond (`scontrol ping`); try again later"
+        )
     return done
 
 
@@ -213,5 +214,5 @@ def _call(
         raise EnvironmentFaultError(f"{argv[0]} cannot be started: {error.strerror}") from error
     except subprocess.TimeoutExpired:
         raise EnvironmentFaultError(
-            f"{argv[0]} said nothing for {LIMIT_S:.0f} s; before trying again, see with squeue whether the job is there"
+            f"{argv[0]} gave no reply within {LIMIT_S:.0f} s; check with squeue whether the job was submitted"
         ) from None

@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from launch.plan.gather import PlanInputs, plan_inputs
-from slurm.quantities import format_duration, limit_words, parse_duration
+from slurm.quantities import describe_num_jobs, format_duration, parse_duration
 from trainer.planning import node_counts
 from trainer.planning.node_counts import NodeCount, counts_to_try, planned
 from trainer.planning.page.content import Section
@@ -30,7 +30,7 @@ def node_counts_section(inputs: PlanInputs, plan: Plan) -> Section | None:
     elif wanted is not None:
         limit = wanted
     nodes = f"{asked} node{'s' if asked > 1 else ''}"
-    words.append(f"on {nodes}: {limit_words(hours, limit, place=place)}")
+    words.append(f"on {nodes}: {describe_num_jobs(hours, limit, place=place)}")
     return node_counts.node_counts_section(counts, place=place, allowed=found.num_allowed_nodes, sentences=words)
 
 

@@ -111,14 +111,14 @@ def batch_job(target: Target, run_dir: Path, *, num_points: int | None, environm
     save_s = first.chosen.memory.checkpoint_bytes / SAVE_BYTES_PER_S
     return BatchJob(
         name=output_base(target.resolved.job.output, target.resolved.name).name,
-        words=f"{first.chosen.strategy.name} on {machine_words(target.hardware)}, {time_words(target)}",
+        summary=f"{first.chosen.strategy.name} on {machine_words(target.hardware)}, {time_words(target)}",
         written_by=f"shardwise {recorded_versions()['shardwise']}",
         run_dir=str(run_dir),
         workdir=str(Path.cwd()),
         program_dir=str(Path(sys.executable).parent),
         num_nodes=target.hardware.num_nodes,
         gres=f"gpu:{kind}{gpus}" if has_gres else None,
-        asks_gres=found is not None and (found.group.is_mig or bool(found.group.other_gpus)),
+        uses_gres_option=found is not None and (found.group.is_mig or bool(found.group.other_gpus)),
         num_cores=slurm.cores if found is None else host.num_cores,
         memory_bytes=slurm.memory if found is None else host.ram_bytes,
         takes_whole_nodes=share.is_whole,

@@ -7,7 +7,7 @@ from launch.doctor.finding import Finding, Level, explained, fault, fine, warnin
 from launch.doctor.machine import Machine
 from launch.probe.program import ask
 from slurm.allocation import is_login_node
-from slurm.queries import ask_slurm
+from slurm.queries import run_slurm
 from trainer.spec.errors import EnvironmentFaultError
 
 
@@ -26,7 +26,7 @@ def check_slurm(machine: Machine) -> Iterator[Finding]:
             "sudo systemctl restart munge; its clock and its key must be those of the controller",
         )
     try:
-        answer = ask_slurm(
+        answer = run_slurm(
             ("scontrol", "ping"), environment=machine.environment, timeout_s=machine.place.slurm_timeout_s
         )
     except EnvironmentFaultError as error:

@@ -14,7 +14,6 @@ is refused.
 """
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -402,6 +401,8 @@ def _extend_embeddings(folder: Path, num_rows: int, out: Path) -> None:
         str(num_rows),
         str(out),
     ]
+    import subprocess  # a plan that computes needs none of it
+
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", check=False)
     if done.returncode == 0:
         return

@@ -50,7 +50,7 @@ def read_partition_hardware(
     access, unknown = _read_access(found, config, account, qos, environment)
     limits = _read_limits(found, config, access, qos, environment)
     answer = hardware_of(found, choice, num_nodes=nodes, stated=stated, access=access, limits=limits, share=share)
-    said = access.words if access is not None else unknown
+    said = access.summary if access is not None else unknown
     hardware = replace(answer.hardware, notes=(*answer.hardware.notes, said))
     if not hardware.libraries:  # the nodes see the same files, so jobs run this Python
         hardware = replace(hardware, libraries=read_libraries())

@@ -38,7 +38,7 @@ def batch_job(run_dir: Path | str, **changes: Any) -> BatchJob:
     """A job of one node, whose `shardwise` is what stands in `run_dir/bin`."""
     plain = {
         "name": "tiny",
-        "words": "ddp on 2 ranks, predicted 4 s: 1 job of 00:05:00",
+        "summary": "ddp on 2 ranks, predicted 4 s: 1 job of 00:05:00",
         "written_by": "shardwise 0.6.0",
         "run_dir": str(run_dir),
         "workdir": str(Path(run_dir).parent),

@@ -42,7 +42,7 @@ def test_an_open_partition_takes_every_account_that_is_not_another_partitions():
     access = access_to(OPEN, parse_associations(ASSOCIATIONS))
     assert (access.accounts, access.qos, access.job_qos) == (("guest", "theory"), ("long", "low", "normal"), "normal")
     assert (access.account, access.states_account, access.states_qos) == ("theory", False, False)
-    assert access.words == "you may use it with accounts guest, theory; QOS long, low, normal"
+    assert access.summary == "you may use it with accounts guest, theory; QOS long, low, normal"
     assert "vision" in access_to(partition_of("fake_nodes", "gpu"), parse_associations(ASSOCIATIONS)).accounts
 
 
@@ -64,7 +64,7 @@ def test_a_partition_takes_the_accounts_and_qos_it_names():
     ],
 )
 def test_why_a_partition_is_not_open_is_said(partition, associations, words):
-    assert access_to(partition, parse_associations(rows(associations))).words == words
+    assert access_to(partition, parse_associations(rows(associations))).summary == words
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_name_and_a_comment_arrive_literally(slurm: SlurmCluster, tmp_path: Path, text: str):
-    job = batch_job(tmp_path / "run", name=text, words=text, comment=f"<{text}>", extra=("--hold",))
+    job = batch_job(tmp_path / "run", name=text, summary=text, comment=f"<{text}>", extra=("--hold",))
     script = write_run(job, "0")
     shown = slurm.job(submit_script(script, job, None, environment=slurm.environment)).text
     assert f" JobName={text} UserId=" in shown

@@ -16,7 +16,7 @@ NODE: dict[str, Any] = {"gpus": 4, "gpu_type": "a100", "cores": 64, "ram_bytes":
 
 
 def words(limits: tuple[JobLimits, ...]) -> list[str]:
-    return [bound.words for bound in bounds_of(limits)]
+    return [bound.text for bound in bounds_of(limits)]
 
 
 def test_of_each_kind_the_first_that_is_set_holds():

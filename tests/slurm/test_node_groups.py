@@ -24,7 +24,7 @@ def test_nodes_whose_ram_differs_by_mebibytes_are_one_group_with_the_least_of_it
     choice = choice_of("tum", "rtx_a6000_submit")
     assert (choice.group.num_nodes, choice.others) == (3, ())
     assert choice.group.ram_bytes == 742673 * 2**20
-    assert choice.group.words == "3 nodes of 8 x RTX-A6000 (80 cores, 725 GiB RAM)"
+    assert choice.group.summary == "3 nodes of 8 x RTX-A6000 (80 cores, 725 GiB RAM)"
 
 
 def test_a_drained_node_counts_but_is_not_in_service():
@@ -86,7 +86,7 @@ def test_what_no_feature_and_no_type_tells_apart_is_not_claimed_to_be():
     """Four of the same card would be given on a node with eight of them."""
     nodes = [node(f"s{number}", count=4) for number in range(3)] + [node("l1")]
     choice = choose_group(Partition(name="gpu", num_nodes=4), nodes)
-    assert (choice.group.gres, choice.is_told_by_gres, choice.constraint) == ("gpu:a100:4", False, None)
+    assert (choice.group.gres, choice.is_selected_by_gres, choice.constraint) == ("gpu:a100:4", False, None)
 
 
 def test_whole_cards_come_before_slices_and_the_largest_slice_before_others():
@@ -108,10 +108,10 @@ def test_of_two_kinds_of_cards_on_a_node_the_one_with_more_memory_is_used():
 
 def test_nodes_that_slurm_does_not_show_are_known_by_what_it_counts():
     hidden = choose_group(partition_of("dsai", "h100"), ())
-    assert hidden.group.words == "16 nodes of 4 x H100-SXM5-80GB (124 cores, 1.48 TiB RAM)"
+    assert hidden.group.summary == "16 nodes of 4 x H100-SXM5-80GB (124 cores, 1.48 TiB RAM)"
     assert (hidden.num_hidden, hidden.num_nodes) == (16, 16)
     untyped = choose_group(partition_of("nchc", "dev"), ())
-    assert untyped.group.words == "128 nodes of 8 x GPU (104 cores, 1.81 TiB RAM)"
+    assert untyped.group.summary == "128 nodes of 8 x GPU (104 cores, 1.81 TiB RAM)"
 
 
 def test_nodes_that_are_partly_shown_are_taken_to_be_alike():

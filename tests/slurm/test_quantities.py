@@ -2,7 +2,7 @@
 
 import pytest
 
-from slurm.quantities import format_duration, limit_words, num_jobs, parse_amount, parse_duration, parse_memory
+from slurm.quantities import describe_num_jobs, format_duration, num_jobs, parse_amount, parse_duration, parse_memory
 from trainer.spec.units import GIB, MIB
 
 
@@ -55,4 +55,4 @@ def test_amounts_are_powers_of_1024():
 )
 def test_a_run_is_as_many_jobs_as_its_hours_take(hours, limit_s, jobs, words):
     assert num_jobs(hours, limit_s) == jobs
-    assert limit_words(hours, limit_s, place="gpu") == words
+    assert describe_num_jobs(hours, limit_s, place="gpu") == words

@@ -3,7 +3,7 @@
 import pytest
 from slurm_texts import install_slurm, slurm_text
 
-from slurm.queries import ask_slurm, read_associations, read_config, read_nodes, read_partitions, read_qos_limits
+from slurm.queries import read_associations, read_config, read_nodes, read_partitions, read_qos_limits, run_slurm
 from trainer.spec.errors import EnvironmentFaultError
 
 
@@ -23,7 +23,7 @@ def test_a_cluster_answers(tmp_path):
 
 def test_commands_are_run_in_plain_english_and_user_text_reaches_no_shell(tmp_path):
     environment = program(tmp_path, "sacctmgr", 'for word; do echo "<$word>"; done; echo "$LC_ALL"')
-    text = ask_slurm(("sacctmgr", "a b", "$(touch x)", "; rm y"), environment={**environment, "LC_ALL": "de_DE.UTF-8"})
+    text = run_slurm(("sacctmgr", "a b", "$(touch x)", "; rm y"), environment={**environment, "LC_ALL": "de_DE.UTF-8"})
     assert text == "<a b>\n<$(touch x)>\n<; rm y>\nC\n"
 
 
@@ -70,4 +70,4 @@ def test_a_command_that_is_missing_or_no_program_is_said(tmp_path):
 def test_a_silent_command_is_given_up(tmp_path):
     environment = program(tmp_path, "scontrol", "exec sleep 60")
     with pytest.raises(EnvironmentFaultError, match=r"scontrol show node: .*0\.2 s"):
-        ask_slurm(("scontrol", "show", "node"), environment=environment, timeout_s=0.2)
+        run_slurm(("scontrol", "show", "node"), environment=environment, timeout_s=0.2)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from slurm_jobs import batch_job
 
-from slurm.job_script import Container, Runtime, container_of, srun_words
-from slurm.sbatch import BatchJob, render_script, sbatch_options, sbatch_word, warning_s
+from slurm.job_script import Container, Runtime, container_of, srun_parts
+from slurm.sbatch import BatchJob, render_script, sbatch_line, sbatch_options, warning_s
 from trainer.spec.errors import InputError
 from trainer.spec.units import GIB
 
@@ -59,7 +59,7 @@ def test_what_is_not_asked_for_is_left_to_the_site():
     ("changes", "expected"),
     [
         ({"gres": "gpu:8"}, "--gpus-per-node=8"),
-        ({"gres": "gpu:1g.10gb:1", "asks_gres": True}, "--gres=gpu:1g.10gb:1"),
+        ({"gres": "gpu:1g.10gb:1", "uses_gres_option": True}, "--gres=gpu:1g.10gb:1"),
         ({"num_cores": 12}, "--cpus-per-task=12"),
         ({"memory_bytes": 3 * GIB + 1}, "--mem=3073M"),
         ({"requeue": False}, "--no-requeue"),
@@ -95,7 +95,7 @@ def test_the_warning_leaves_time_for_a_step_and_a_save_and_half_of_the_job(step_
     ],
 )
 def test_a_line_of_sbatch_quotes_what_it_would_cut(option, expected):
-    assert sbatch_word(option) == expected
+    assert sbatch_line(option) == expected
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def variants() -> dict[str, BatchJob]:
     file = container_of("/images/my image.sif", folders=["/data"], has_pyxis=True)
     return {
         "plain": batch_job(RUN_DIR),
-        "odd paths": batch_job(odd, name="a\u2028b", words="x\ny", workdir=str(odd), program_dir=str(odd)),
+        "odd paths": batch_job(odd, name="a\u2028b", summary="x\ny", workdir=str(odd), program_dir=str(odd)),
         "array": batch_job(RUN_DIR, num_points=2),
         "modules": batch_job(RUN_DIR, modules=("cuda/12.4", "a b"), is_offline=True, scratch="/local/my scratch"),
         "pyxis": batch_job(RUN_DIR, container=container),
@@ -208,13 +208,13 @@ def test_a_container_sees_each_folder_once_and_its_words_are_quoted():
     folders = ["/home/me/runs", "/home/me", "/data/it's", "/home/me"]
     pyxis = container_of(IMAGE, folders=folders, has_pyxis=True)
     assert pyxis.folders == ("/data/it's", "/home/me")
-    found, before = srun_words(pyxis, workdir="/home/me/a b")
+    found, before = srun_parts(pyxis, workdir="/home/me/a b")
     assert before == [] and shlex.split(" ".join(found)) == [
         "--container-image=nvcr.io#nvidia/pytorch:25.10-py3",
         "--container-workdir=/home/me/a b",
         "--container-mounts=/data/it's:/data/it's,/home/me:/home/me",
     ]
     file = Container(runtime=Runtime.APPTAINER, image="/a b.sif", folders=("/home/me",))
-    assert shlex.split(" ".join(srun_words(file, workdir="/home/me")[1])) == [
+    assert shlex.split(" ".join(srun_parts(file, workdir="/home/me")[1])) == [
         "$apptainer", "exec", "--nv", "--bind", "/home/me:/home/me", "--pwd", "/home/me", "/a b.sif",
     ]  # fmt: skip

@@ -34,14 +34,14 @@ def found(access: Access | None = None) -> PartitionHardware:
 
 REFUSED_HERE = [
     ({"partition": "nope"}, ("nope", "sinfo --summarize")),
-    ({"constraint": "xyz"}, ("feature", "asked: --constraint=xyz; its nodes have h100, ib")),
+    ({"constraint": "xyz"}, ("feature", "requested: --constraint=xyz; its nodes have h100, ib")),
     ({"gres": "gpu:h100:9"}, ("not available", "--gpus-per-node=h100:9", "partition h100 has 4 nodes of 8 x gpu:h100")),
     ({"gres": "gpu:a100:8"}, ("not available", "--gpus-per-node=a100:8")),
     ({"num_nodes": 5}, ("Node count", "--nodes=5")),
     ({"num_cores": 97}, ("not available", "--cpus-per-task=97")),
     ({"memory_bytes": 2**50}, ("not available", "--mem=1073741824M")),
-    ({"time_limit_s": 3 * 86400}, ("time limit", "asked: 3-00:00:00; h100 allows 2-00:00:00")),
-    ({"reservation": "foo"}, ("reservation", "asked: --reservation=foo; `scontrol show reservation`")),
+    ({"time_limit_s": 3 * 86400}, ("time limit", "requested: 3-00:00:00; h100 allows 2-00:00:00")),
+    ({"reservation": "foo"}, ("reservation", "requested: --reservation=foo; `scontrol show reservation`")),
     ({"extra": ("--foo=1",)}, ("--foo", "slurm.extra")),
     ({"extra": ("--gres=foo:1",)}, ("generic resource", "ask for less")),
 ]
@@ -62,15 +62,15 @@ def test_what_this_slurm_refuses_comes_with_what_would_do(slurm: SlurmCluster, t
 REFUSED_ELSEWHERE = [
     (
         "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified\n",
-        "no --account was asked for; you may charge theory, vision: --account NAME",
+        "no --account was requested; you may charge theory, vision: --account NAME",
     ),
-    ("allocation failure: Invalid qos specification\n", "no --qos was asked for; you may use long, normal: --qos NAME"),
+    ("allocation failure: Invalid qos specification\n", "no --qos was requested; you may use long, normal: --qos NAME"),
     (
         "sbatch: error: QOSMaxNodePerJobLimit\nsbatch: error: Batch job submission failed: Job violates "
         "accounting/QOS policy (job submit limit, user's size and/or time limits)\n",
         "you may use it with accounts theory, vision; QOS long, normal; fewer --nodes or a shorter --time may do",
     ),
-    ("sbatch: error: job_submit.lua: name your project with --account\n", "asked: --nodes=1 --time=01:00:00"),
+    ("sbatch: error: job_submit.lua: name your project with --account\n", "requested: --nodes=1 --time=01:00:00"),
     ("", "no reason given"),
 ]
 

@@ -1,0 +1,156 @@
+"""Jobs of Slurm: parsed from the output of real clusters, and described."""
+
+from pathlib import Path
+
+import pytest
+from slurm_cluster import SlurmCluster
+
+from slurm.jobs import (
+    EndedJob,
+    QueuedJob,
+    describe_ended,
+    describe_queued,
+    describe_reason,
+    parse_accounting,
+    parse_jobs,
+    parse_queue,
+    read_seconds_left,
+)
+
+CAPTURED = Path(__file__).parents[1] / "captured" / "jobs_of_slurm"
+
+
+def captured(name: str) -> str:
+    return (CAPTURED / name).read_text()
+
+
+def test_the_queue_is_read_whatever_a_script_is_called():
+    jobs = {job.job_id: job for job in parse_queue(captured("squeue.txt"))}
+    assert list(jobs) == ["2", "3", "4", "5", "6_2", "7", "1", "6_1"]
+    assert jobs["3"] == QueuedJob(
+        job_id="3",
+        state="PENDING",
+        reason="Priority",
+        start="2026-11-22T18:11:00",
+        submitted="2026-11-22T18:01:37",
+        seconds_left=300,
+        num_nodes=4,
+        partition="cpu",
+        script="/tmp/run a|b/train.sbatch 30",
+    )
+    assert (jobs["1"].nodes, jobs["1"].seconds_left, jobs["1"].reason) == ("n[1-2]", 296, None)
+    assert (jobs["5"].start, jobs["5"].seconds_left) == (None, None)
+    assert (jobs["7"].script, jobs["7"].seconds_left) == ("", 86400)
+    assert [name for name, job in jobs.items() if job.is_running] == ["1", "6_1"]
+    assert [name for name, job in jobs.items() if job.is_waiting] == ["2", "3", "4", "5", "6_2", "7"]
+
+
+def test_other_lines_than_rows_of_the_queue_are_skipped():
+    assert parse_queue("slurm_load_jobs error: Unable to contact slurm controller\n\n1|RUNNING\n") == ()
+
+
+def test_the_tasks_of_an_array_are_told_apart_and_a_name_cannot_lie():
+    text = captured("scontrol_array.txt").replace("JobName=na|me ", "JobName=na|me JobState=RUNNING JobId=1 ", 1)
+    first, second = parse_jobs(text)
+    assert first == EndedJob(
+        job_id="6_5",
+        state="FAILED",
+        exit_code=3,
+        end_signal=0,
+        start="2026-11-22T18:01:47",
+        end="2026-11-22T18:01:48",
+        nodes="n1",
+        script="/tmp/run a|b/train.sbatch",
+    )
+    assert (second.job_id, second.state, second.end) == ("6_1", "RUNNING", None)
+
+
+def test_records_of_several_lines_are_read_alike():
+    (job,) = parse_jobs(captured("scontrol_out_of_memory.txt"))
+    assert (job.job_id, job.state, job.exit_code, job.end_signal) == ("569966", "OUT_OF_MEMORY", 0, 125)
+    assert (job.end, job.nodes, job.script) == ("2023-07-19T15:54:42", "gnode009", "/scratch/someone/job.sub")
+    (job,) = parse_jobs(captured("scontrol_pending.txt"))
+    assert (job.state, job.start, job.end, job.nodes) == ("PENDING", None, None, None)
+
+
+def test_the_accounting_is_read_with_whoever_cancelled():
+    text = (
+        "569966|OUT_OF_MEMORY|0:125|2023-07-19T15:54:37|2023-07-19T15:54:42|gnode009\n"
+        "17_3|CANCELLED by 1000|0:15|2024-01-01T00:00:00|2024-01-01T00:01:00|None assigned\n"
+        "18|PENDING|0:0|Unknown|Unknown|\n"
+        "sacct: error\n"
+    )
+    jobs = parse_accounting(text)
+    assert [(job.job_id, job.state, job.exit_code, job.end_signal) for job in jobs] == [
+        ("569966", "OUT_OF_MEMORY", 0, 125),
+        ("17_3", "CANCELLED", 0, 15),
+        ("18", "PENDING", 0, 0),
+    ]
+    assert (jobs[1].nodes, jobs[2].start, jobs[2].nodes) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("reason", "fact"),
+    [
+        ("Priority", "priority"),
+        ("Job's_account_not_permitted_to_use_this_partition_(staff_allows_staff_not_vision)", "account"),
+        ("Job's account not permitted to use this partition (a allows b,c not d)", "cancel it"),
+        ("Job's_QOS_not_permitted_to_use_this_partition_(long_allows_long_not_normal)", "QOS"),
+        ("QOSMaxNodePerJobLimit", "than one job"),
+        ("QOSMaxJobsPerUserLimit", "number of your jobs"),
+        ("AssocMaxJobsLimit", "number of your jobs"),
+        ("ReqNodeNotAvail, UnavailableNodes:gpu-q-[2-47]", "down, drained or reserved"),
+        ("QOSMaxGRESPerUser", "your jobs together"),
+        ("MaxGRESPerAccount", "your jobs together"),
+        ("QOSMaxWallDurationPerJobLimit", "more time"),
+        ("QOSGrpGRES", "all jobs of this QOS"),
+        ("AssocGrpGRES", "all jobs of your account"),
+        ("launch failed requeued held", "scontrol release"),
+        (None, "not considered"),
+    ],
+)
+def test_a_reason_is_explained(reason, fact):
+    assert fact in (describe_reason(reason) or "")
+
+
+@pytest.mark.parametrize(
+    ("job", "text"),
+    [
+        (
+            QueuedJob(job_id="12", state="PENDING", reason="Priority", start="2026-11-22T18:11:00"),
+            "job 12: PENDING (Priority): jobs of higher priority come first; expected to start 2026-11-22T18:11:00",
+        ),
+        (QueuedJob(job_id="12", state="PENDING", reason="SomethingNew"), "job 12: PENDING (SomethingNew)"),
+        (
+            QueuedJob(job_id="12", state="RUNNING", start="2026-11-22T18:11:00", nodes="n[1-2]", seconds_left=7200),
+            "job 12: RUNNING since 2026-11-22T18:11:00 on n[1-2], 2 h 00 min of its time left",
+        ),
+        (QueuedJob(job_id="12", state="RUNNING"), "job 12: RUNNING, no time limit"),
+        (EndedJob(job_id="12", state="COMPLETED", exit_code=0), "job 12 ended"),
+        (
+            EndedJob(job_id="12", state="FAILED", exit_code=3, end="2026-11-22T18:11:00"),
+            "job 12 failed with exit code 3 (no strategy fits these nodes) at 2026-11-22T18:11:00",
+        ),
+        (EndedJob(job_id="12", state="FAILED", exit_code=127), "job 12 failed with exit code 127"),
+        (EndedJob(job_id="12", state="FAILED", exit_code=0, end_signal=9), "job 12 failed by signal 9"),
+        (EndedJob(job_id="12", state="TIMEOUT", exit_code=0, end_signal=15), "job 12 was ended by its time limit"),
+        (EndedJob(job_id="12", state="REVOKED"), "job 12 is REVOKED"),
+    ],
+)
+def test_a_job_is_described_in_one_line(job, text):
+    assert (describe_queued(job) if isinstance(job, QueuedJob) else describe_ended(job)) == text
+
+
+def test_the_time_that_is_left_is_read_from_the_queue(slurm: SlurmCluster):
+    limited = slurm.submit("--time=10", "--output=/dev/null", "--wrap=sleep 60")
+    endless = slurm.submit("--time=UNLIMITED", "--output=/dev/null", "--wrap=sleep 60")
+    for job in (limited, endless):
+        slurm.wait_for(job, "RUNNING")
+    left_s = read_seconds_left(limited, slurm.environment)
+    assert left_s is not None and 500 < left_s <= 600
+    assert read_seconds_left(endless, slurm.environment) is None
+
+
+def test_a_job_nobody_knows_and_a_place_without_slurm_have_no_limit(slurm: SlurmCluster):
+    assert read_seconds_left("999999", slurm.environment) is None
+    assert read_seconds_left("1", {"PATH": "/nonexistent"}) is None
