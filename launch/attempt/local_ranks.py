@@ -28,7 +28,7 @@ from typing import Protocol
 
 from launch.attempt.end import launcher_log, rank_reports
 from launch.attempt.watchdog import Stack, read_stack
-from launch.probe.cgroup import read_oom_kills
+from launch.probe.host import read_oom_kills
 from launch.rundir.process_record import (
     ProcessRecord,
     descendants,

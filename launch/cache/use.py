@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from launch.probe.disk_quota import mount_of
-from launch.probe.kernel_text import parse_mountinfo, read_text
+from launch.probe.disks import mount_of
+from launch.probe.host import parse_mountinfo, read_text
 from trainer.spec.value import Value
 
 _SHARED = frozenset(

@@ -12,7 +12,7 @@ from launch.inputs.dataset_hub import list_dataset
 from launch.inputs.dataset_splits import Part
 from launch.inputs.hub import hub_cache, list_snapshot
 from launch.inputs.model_files import ModelFiles
-from launch.probe import disk_room
+from launch.probe import disks
 from trainer.spec.job.sections import Job
 from trainer.spec.job.sources import DataSource
 from trainer.spec.units import format_bytes
@@ -84,7 +84,7 @@ def data_need(source: Source, hub_home: Path | None) -> Need:
 
 def check_room(folder: Path, *, num_bytes: int, num_files: int, what: str) -> None:
     """EnvironmentFaultError with both numbers where a cache's file system, or a quota, leaves too little."""
-    disk_room.check_room(
+    disks.check_room(
         folder,
         num_bytes=num_bytes,
         num_files=num_files,

@@ -8,7 +8,7 @@ from launch.cluster.missing_files import missing_for
 from launch.inputs.trusted_code import kernel_of
 from launch.plan.disk_check import needed_disk_bytes
 from launch.plan.gather import PlanInputs
-from launch.probe import disk_room
+from launch.probe import disks
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.job.sections import NodeNetwork
 from trainer.spec.plan import Plan
@@ -42,7 +42,7 @@ def check_room(plans: Sequence[Plan], run_dir: Path) -> None:
     folder = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     if not os.access(folder, os.W_OK):
         raise EnvironmentFaultError(f"{folder}: no permission to write; name another place with output or --run-dir")
-    disk_room.check_room(
+    disks.check_room(
         run_dir,
         num_bytes=sum(map(needed_disk_bytes, plans)),
         num_files=sum(FILES_A_RUN + plan.chosen.num_ranks * FILES_A_RANK for plan in plans),

@@ -18,7 +18,7 @@ from launch.inputs.hub import hub_cache
 from launch.job import folders
 from launch.job.layers import read_personal_folders
 from launch.plan.gather import recorded_versions
-from launch.probe.surroundings import read_host
+from launch.probe.host import read_host
 from launch.terminal import Console
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError

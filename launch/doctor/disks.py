@@ -11,10 +11,9 @@ from pathlib import Path
 from launch.doctor.finding import Finding, fault, fine, warning
 from launch.doctor.machine import Machine, Place
 from launch.job import folders
-from launch.probe.disk_quota import mount_of
-from launch.probe.disk_room import read_room
-from launch.probe.kernel_text import Mount, parse_mountinfo, read_text
-from launch.probe.measure.disk import measure_folder
+from launch.probe.disks import mount_of, read_room
+from launch.probe.host import Mount, parse_mountinfo, read_text
+from launch.probe.measure import measure_folder
 from trainer.spec.units import GIB, MIB, format_bytes, format_seconds
 
 MEASURED_BYTES, BUDGET_S = 128 * MIB, 1.0

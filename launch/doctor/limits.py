@@ -10,8 +10,7 @@ from pathlib import Path
 
 from launch.doctor.finding import Finding, fault, fine, warning
 from launch.doctor.machine import Machine, Place
-from launch.probe.cgroup import read_cgroup_limits
-from launch.probe.kernel_text import locks_without_limit, parse_meminfo, read_text
+from launch.probe.host import locks_without_limit, parse_meminfo, read_cgroup_limits, read_text
 from trainer.spec.units import GIB, MIB, format_bytes
 from trainer.spec.value import Value
 

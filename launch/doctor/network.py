@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from launch.doctor.finding import Finding, fault, fine, warning
 from launch.doctor.machine import SERVER_TIMEOUT_S, Machine
+from launch.probe.host import read_text
 from launch.probe.installed import installed_version
-from launch.probe.kernel_text import read_text
 from trainer.spec.secrets import redact
 
 SLOW_NAME_S = 2.0

@@ -13,7 +13,7 @@ from launch.doctor.machine import Machine, Place
 from launch.probe.gpu_selection import held_bytes, name_holders
 from launch.probe.gpus import find_nvidia_smi
 from launch.probe.installed import installed_version
-from launch.probe.measure.links import measure_gather
+from launch.probe.measure import measure_gather
 from launch.probe.program import Answer, ask, python_environment
 from launch.probe.torch_fit import BUILT_FOR_CUDA, find_fault
 from trainer.spec.hardware import Gpu, Hardware

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from launch.doctor.finding import Finding, fine, warning
 from launch.doctor.machine import Machine, Place
-from launch.probe.disk_quota import mount_of
-from launch.probe.kernel_text import is_wsl, parse_meminfo, parse_mountinfo, read_text
+from launch.probe.disks import mount_of
+from launch.probe.host import is_wsl, parse_meminfo, parse_mountinfo, read_text
 from trainer.spec.units import GIB, format_bytes
 from trainer.spec.value import Value
 

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from launch.engine.deepspeed_config import read_base
-from launch.probe.visible_gpus import visible_gpus
+from launch.probe.gpu_selection import rank_gpu_names
 from trainer.spec.errors import InputError
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.plan import Plan
@@ -62,7 +62,7 @@ def _launch(plan: Plan, *, node_rank: int, head: str | None, port: int | None) -
             f"the plan is for {machines} machines, this is one of them; start it with shardwise submit under Slurm, "
             "else with --nodes, --node-rank and --head on each"
         )
-    gpus = visible_gpus(plan)
+    gpus = rank_gpu_names(plan)
     return {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from launch.engine.accelerate_config import accelerate_file
-from launch.probe.visible_gpus import cuda_variables
+from launch.probe.gpu_selection import cuda_variables
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.plan import Plan
 

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from launch.engine.offload_buffers import offload_buffers
-from launch.probe.kernel_text import locks_without_limit
+from launch.probe.host import locks_without_limit
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.plan import Plan
 from trainer.spec.units import format_bytes

@@ -43,7 +43,7 @@ from launch.nodes.channel import (
     StopRequested,
     nodes_path,
 )
-from launch.probe.surroundings import interface_of, read_host
+from launch.probe.host import interface_of, read_host
 from launch.terminal import Console
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError

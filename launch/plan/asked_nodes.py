@@ -70,7 +70,7 @@ def sbatch_option(extra: Sequence[str], long: str, short: str) -> str | None:
 
 
 def _is_login_node(environment: Mapping[str, str]) -> bool:
-    from launch.probe.surroundings import read_host
+    from launch.probe.host import read_host
 
     slurm = read_host(environment=environment).slurm
     if slurm is None or not slurm.has_sbatch or slurm.job_id is not None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.plan.fp8_store import keep_fp8_gain, key_of
-from launch.probe.measure.process import measuring_environment, run_modules
+from launch.probe.measure import measuring_environment, run_modules
 from launch.terminal import Console
 from trainer.spec import codec
 from trainer.spec.errors import InputError

@@ -232,7 +232,7 @@ def read_machine(
 
 
 def _read_local_host() -> Host:
-    from launch.probe.surroundings import read_host
+    from launch.probe.host import read_host
 
     return read_host()
 

@@ -1,8 +1,8 @@
-"""Says, before gigabytes of torch are downloaded, that it has no code for any GPU here. Standard library only.
+"""Check, before gigabytes of torch are downloaded, that it has code for a GPU here. Standard library only.
 
     nvidia-smi --query-gpu=compute_cap,name --format=csv,noheader | python -m launch.probe.before_download VERSION
 
-VERSION is the torch that pip would take. Exit code 4: it could use none of the cards; the lines say which torch can.
+VERSION is the torch that pip would install. Exit code 4: it could use none of the cards; the lines name one that can.
 """
 
 import re
@@ -13,7 +13,7 @@ from trainer.spec.torch_wheel import CUDA_12_INDEX, OLDEST_CAPABILITY, lacks_cod
 
 
 def obstacle(cards: str, torch_version: str) -> tuple[str, ...]:
-    """Why torch can use none of the cards that nvidia-smi lists; empty where it has code for one, or none is read."""
+    """Lines for the user if torch can use none of the cards that nvidia-smi lists; else empty."""
     known = [
         ((int(found[1]), int(found[2])), found[3].strip()) for found in re.finditer(r"(?m)^(\d+)\.(\d+), *(.+)$", cards)
     ]

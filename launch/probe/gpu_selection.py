@@ -1,21 +1,24 @@
-"""Which GPUs a plan may use: those that are visible and asked for, not busy, and all of one kind. Pure.
+"""GPUs that a plan may use (visible, requested, not busy, all of one kind), and the environment that selects them.
 
-A rank waits for the slowest of its peers and none may run out of memory, so a plan wants equal cards. What is left
-out is always said, in a sentence that names who holds a card or which other models there are. Numbers are those of
-`nvidia-smi`; CUDA may count cards of different models in another order, so a launcher names cards by UUID
-(`visible_devices`).
+A rank waits for the slowest of its peers and none may run out of memory, so a plan needs equal cards. Each card that is
+left out gets a sentence with the process that uses it or the other model. Numbers are those of `nvidia-smi`; CUDA may
+count cards of different models in another order, so processes get cards by UUID. The trial of `launch.probe.torch_fit`
+and the ranks get the same variables.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from trainer.planning.tables.gpu_rating import spec_of
 from trainer.spec.errors import InputError
-from trainer.spec.hardware import Gpu, Holder
+from trainer.spec.hardware import DeviceKind, Gpu, Hardware, Holder
+from trainer.spec.plan import Plan
 from trainer.spec.torch_wheel import lacks_code
 from trainer.spec.units import format_bytes
 
 # Above a desktop's share of a large card, below what any training process takes of one.
 BUSY_SHARE = 0.25
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_EXPANDABLE = "expandable_segments:True"  # segments that expand instead of fragmenting
 
 
 def select_gpus(
@@ -23,11 +26,11 @@ def select_gpus(
 ) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
     """The GPUs to plan for and a sentence for each that is left out; InputError names the indices that exist.
 
-    A busy card, and one that the installed torch has no code for, is skipped unless it is asked for; where all are
-    busy, as many are kept as give the most free memory.
+    A busy card, and one that the installed torch has no code for, is skipped unless it is requested; if all are busy,
+    the number with the most free memory in total is selected.
     """
-    asked, excluded = _asked_for(gpus, wanted)
-    fitting, old = (asked, ()) if wanted is not None else _with_code(asked, torch_version)
+    requested, excluded = _requested(gpus, wanted)
+    fitting, old = (requested, ()) if wanted is not None else _with_code(requested, torch_version)
     free, busy = (fitting, ()) if wanted is not None else _not_busy(fitting)
     uniform, others = _best_uniform(free)
     chosen, slices = _one_mig_slice(uniform)
@@ -35,7 +38,7 @@ def select_gpus(
 
 
 def visible_gpus(gpus: Sequence[Gpu], setting: str | None) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves, and a sentence where it hides some; None: the variable is not set.
+    """GPUs visible under CUDA_VISIBLE_DEVICES (None: not set), and a sentence if it hides some.
 
     As in CUDA, an entry is a number or the beginning of a UUID, and the list ends at the first that names no card.
     """
@@ -58,7 +61,7 @@ def visible_devices(gpus: Sequence[Gpu]) -> str:
 
 
 def free_memory_note(gpus: Sequence[Gpu]) -> str | None:
-    """A sentence where equal cards have clearly different free memory: the plan is made for the least."""
+    """A sentence if equal cards differ clearly in free memory: the plan is made for the least."""
     free = {gpu.index: gpu.free_bytes for gpu in gpus if gpu.free_bytes is not None}
     if len(free) < 2 or max(free.values()) - min(free.values()) < 0.01 * max(free.values()):
         return None
@@ -80,7 +83,7 @@ def name_gpus(indices: Sequence[int]) -> str:
 
 
 def held_bytes(gpu: Gpu) -> int:
-    """What other processes hold of a GPU now."""
+    """Memory of a GPU that other processes use now."""
     if gpu.free_bytes is None:
         return sum(holder.memory_bytes or 0 for holder in gpu.holders)
     return max(0, (gpu.usable_bytes or gpu.memory_bytes) - gpu.free_bytes)
@@ -94,7 +97,7 @@ def name_holders(holders: Sequence[Holder]) -> str:
     return ", ".join(named + more) or "a process that is not visible from here"
 
 
-def _asked_for(gpus: Sequence[Gpu], wanted: tuple[int, ...] | None) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
+def _requested(gpus: Sequence[Gpu], wanted: tuple[int, ...] | None) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
     if wanted is None:
         return tuple(gpus), ()
     existing = [gpu.index for gpu in gpus]
@@ -108,7 +111,7 @@ def _asked_for(gpus: Sequence[Gpu], wanted: tuple[int, ...] | None) -> tuple[tup
 
 
 def _with_code(gpus: Sequence[Gpu], torch_version: str | None) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
-    """The cards that this torch has code for, or all where it has code for none: a run then stops with the remedy."""
+    """The cards that this torch has code for, or all if it has code for none: a run then stops with the remedy."""
     old = [
         gpu
         for gpu in gpus
@@ -127,7 +130,7 @@ def _not_busy(gpus: Sequence[Gpu]) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
         idle = _most_free_memory(gpus)
     skipped = [gpu for gpu in gpus if gpu not in idle]
     return tuple(idle), tuple(
-        f"GPU {gpu.index} is busy: {name_holders(gpu.holders)} holds {format_bytes(held_bytes(gpu))} of "
+        f"GPU {gpu.index} is busy: {name_holders(gpu.holders)} uses {format_bytes(held_bytes(gpu))} of "
         f"{format_bytes(gpu.memory_bytes)}; --gpus {gpu.index} uses it all the same"
         for gpu in skipped
     )
@@ -158,7 +161,7 @@ def _best_uniform(gpus: Sequence[Gpu]) -> tuple[tuple[Gpu, ...], tuple[str, ...]
 
 
 def _worth(group: Sequence[Gpu], *, knows_peaks: bool) -> tuple[float, tuple[int, int]]:
-    """Total memory times total peak where every card has a row, else total memory; ties go to the newer chip."""
+    """Total memory times total peak if every card has a row, else total memory; ties go to the newer chip."""
     memory = len(group) * min(gpu.usable_bytes or gpu.memory_bytes for gpu in group)
     row = spec_of(group[0]) if knows_peaks else None
     peak = len(group) * row.fp16_flops_per_s if row is not None else 1
@@ -166,7 +169,7 @@ def _worth(group: Sequence[Gpu], *, knows_peaks: bool) -> tuple[float, tuple[int
 
 
 def _one_mig_slice(gpus: Sequence[Gpu]) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
-    """CUDA shows a process one MIG slice and NCCL joins none, so of several slices the first is planned for."""
+    """The first of several MIG slices: CUDA shows a process one, and NCCL connects none."""
     if len(gpus) < 2 or not gpus[0].is_mig_on:
         return tuple(gpus), ()
     rest = [gpu.index for gpu in gpus[1:]]
@@ -177,3 +180,33 @@ def _named(gpus: Sequence[Gpu], entry: str) -> tuple[Gpu, ...]:
     if entry.isdigit():
         return tuple(gpu for gpu in gpus if gpu.index == int(entry))
     return tuple(gpu for gpu in gpus if gpu.uuid and entry.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(entry))
+
+
+def rank_gpu_names(plan: Plan) -> tuple[str, ...] | None:
+    """A name for each rank's GPU as in CUDA_VISIBLE_DEVICES; None if there is nothing to select."""
+    if plan.device_kind is not DeviceKind.CUDA:
+        return None
+    return _names_of_first(plan.hardware, plan.chosen.num_ranks)
+
+
+def cuda_variables(hardware: Hardware, num_gpus: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Variables to add to an inherited environment for a process on the first GPUs of a machine."""
+    ours: dict[str, str] = {}
+    if hardware.can_expand_segments and not any(name in inherited for name in ALLOCATOR_VARIABLES):
+        ours["PYTORCH_ALLOC_CONF"] = _EXPANDABLE
+    gpus = _names_of_first(hardware, num_gpus)
+    if gpus is not None:
+        ours["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order of nvidia-smi, if a card is named by its index
+        ours["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return ours
+
+
+def _names_of_first(hardware: Hardware, num_gpus: int) -> tuple[str, ...] | None:
+    """Names of the first GPUs; None on several machines (their cards have other UUIDs, and the scheduler selects them)
+    and if the hardware was described instead of probed."""
+    if hardware.num_nodes > 1 or hardware.source != "probe":
+        return None
+    chosen = hardware.gpus[:num_gpus]
+    if all(gpu.uuid for gpu in chosen):
+        return tuple(str(gpu.uuid) for gpu in chosen)
+    return tuple(str(gpu.index) for gpu in chosen)

@@ -1,8 +1,11 @@
-"""Runs `nvidia-smi` and makes Gpus and Links of what it says; the program's absence and its failures become sentences.
+"""GPUs and links of this machine, from the output of `nvidia-smi`; its absence and its failures become sentences.
 
-As few runs as the machine needs: two at once for any machine (cards, compute processes); then, only where it matters,
-the table (a display holds memory, or MIG), the list (MIG) and the links (more than one card), again at once. A run
-that does not end in 10 s is killed. Everything is read below `root`, so a test can lay out a machine of its own.
+The number of runs is minimal: two at once for any machine (cards, compute processes); then, only if needed, the table
+(a display uses memory, or MIG), the list (MIG) and the links (more than one card), again at once. A run that takes more
+than 10 s is killed. Everything is read below `root`, so a test can lay out a machine of its own.
+
+NVML adds cores, clocks and memory bus of cards that have no row in the tables. Its binding is imported here alone of
+launch/, and only for such a card; without it, or without the driver's answer, these figures stay None.
 """
 
 import contextlib
@@ -13,24 +16,29 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
-from launch.probe.card_facts import with_card_facts
 from launch.probe.gpu_selection import held_bytes
-from launch.probe.kernel_text import parse_meminfo, read_text
-from launch.probe.nvidia_failures import Failure, explain_failure
-from launch.probe.nvidia_links import build_links, parse_nvlink_rates, parse_peer_access, parse_topology
+from launch.probe.host import parse_meminfo, read_text
 from launch.probe.nvidia_smi import (
     COMPUTE_APP_FIELDS,
     GPU_FIELDS,
+    Failure,
     GpuRow,
+    build_links,
+    explain_failure,
     mig_gpus,
     parse_compute_apps,
     parse_gpu_rows,
     parse_mig_memory,
     parse_mig_slices,
+    parse_nvlink_rates,
+    parse_peer_access,
     parse_table_processes,
+    parse_topology,
     unknown_field,
 )
 from trainer.spec.hardware import Gpu, Link
@@ -38,18 +46,18 @@ from trainer.spec.units import MIB
 from trainer.spec.value import Value
 
 TIMEOUT_S = 10.0
-_UNEXPLAINED_BYTES = 200 * MIB  # held by nobody in the list of compute processes: ask the table, which lists displays
+_UNEXPLAINED_BYTES = 200 * MIB  # used by none of the compute processes: the table, which lists displays, is needed
 
 
 class Answer(Value, frozen=True, kw_only=True):
-    """What one run printed; `exit_code` None: it was killed for taking too long."""
+    """Output of one run; `exit_code` is None if it was killed for taking too long."""
 
     output: str
     exit_code: int | None
 
 
 class GpuFindings(Value, frozen=True, kw_only=True):
-    """The machine's GPUs, or why there are none: `failure` where a card is or may be there and the driver fails."""
+    """The machine's GPUs; `failure` if a card is or may be there and the driver fails."""
 
     gpus: tuple[Gpu, ...] = ()
     links: tuple[Link, ...] = ()
@@ -62,7 +70,7 @@ class GpuFindings(Value, frozen=True, kw_only=True):
 def read_gpus(
     *, root: Path = Path("/"), environment: Mapping[str, str] = os.environ, timeout_s: float = TIMEOUT_S
 ) -> GpuFindings:
-    """Every NVIDIA GPU of this machine, whoever may use it."""
+    """Every NVIDIA GPU of this machine, whether or not this process may use it."""
     program = find_nvidia_smi(root, environment)
     if program is None:
         return _without_program(root)
@@ -75,7 +83,7 @@ def read_gpus(
 
 
 def find_nvidia_smi(root: Path, environment: Mapping[str, str]) -> str | None:
-    """The program's path; WSL keeps it where PATH often does not look."""
+    """The program's path; that of WSL is often not on PATH."""
     found = shutil.which("nvidia-smi", path=environment.get("PATH", os.defpath))
     wsl = root / "usr/lib/wsl/lib/nvidia-smi"
     return found or (str(wsl) if os.access(wsl, os.X_OK) else None)
@@ -87,7 +95,7 @@ def nvidia_bus_ids(root: Path) -> tuple[str, ...]:
 
 
 def amd_notes(root: Path) -> tuple[str, ...]:
-    """A sentence where the machine has GPUs of AMD."""
+    """A sentence if the machine has GPUs of AMD."""
     bus_ids = _bus_ids(root, vendor="0x1002")
     if not bus_ids:
         return ()
@@ -128,19 +136,19 @@ def _collect(process: subprocess.Popen[bytes], timeout_s: float) -> Answer:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel, no signal ends it: leave it behind
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel, no signal ends it
             process.communicate(timeout=1)
         return Answer(output="", exit_code=None)
     return Answer(output=output.decode(errors="replace"), exit_code=process.returncode)
 
 
 def _query(program: str, timeout_s: float) -> tuple[Answer, tuple[str, ...], Answer]:
-    """Cards with the fields they were asked for (less those an older driver does not know), and compute processes."""
+    """Cards, their fields (without those that an older driver does not know), and compute processes."""
     fields: tuple[str, ...] = GPU_FIELDS
     apps_command = [program, f"--query-compute-apps={','.join(COMPUTE_APP_FIELDS)}", "--format=csv,noheader,nounits"]
     cards, apps = run_all([_cards_command(program, fields), apps_command], timeout_s=timeout_s)
-    while (stranger := unknown_field(cards.output)) in fields:
-        fields = tuple(field for field in fields if field != stranger)
+    while (unknown := unknown_field(cards.output)) in fields:
+        fields = tuple(field for field in fields if field != unknown)
         (cards,) = run_all([_cards_command(program, fields)], timeout_s=timeout_s)
     return cards, fields, apps
 
@@ -153,7 +161,7 @@ def _assemble(
     program: str, rows: Sequence[GpuRow], problems: Sequence[str], apps: Answer, root: Path, timeout_s: float
 ) -> GpuFindings:
     usable, excluded = _usable_cards(rows, apps, root)
-    wanted = _further_questions(usable)
+    wanted = _further_queries(usable)
     answers = run_all([[program, *arguments] for arguments in wanted.values()], timeout_s=timeout_s)
     texts = {topic: answer.output for topic, answer in zip(wanted, answers, strict=True) if answer.exit_code == 0}
     silent = [
@@ -218,17 +226,17 @@ def _usable_cards(rows: Sequence[GpuRow], apps: Answer, root: Path) -> tuple[tup
     return tuple(gpus), tuple(excluded)
 
 
-def _further_questions(gpus: Sequence[Gpu]) -> dict[str, tuple[str, ...]]:
-    """The runs that this machine still needs, by topic."""
-    questions: dict[str, tuple[str, ...]] = {}
+def _further_queries(gpus: Sequence[Gpu]) -> dict[str, tuple[str, ...]]:
+    """Further runs that this machine needs, by topic."""
+    queries: dict[str, tuple[str, ...]] = {}
     has_mig = any(gpu.is_mig_on for gpu in gpus)
     if has_mig:
-        questions["list"] = ("-L",)
+        queries["list"] = ("-L",)
     if has_mig or any(_unexplained_bytes(gpu) > _UNEXPLAINED_BYTES for gpu in gpus):
-        questions["table"] = ()
+        queries["table"] = ()
     if sum(not gpu.is_mig_on for gpu in gpus) > 1:
-        questions |= {"topology": ("topo", "-m"), "peer_access": ("topo", "-p2p", "r"), "nvlinks": ("nvlink", "-s")}
-    return questions
+        queries |= {"topology": ("topo", "-m"), "peer_access": ("topo", "-p2p", "r"), "nvlinks": ("nvlink", "-s")}
+    return queries
 
 
 def _unexplained_bytes(gpu: Gpu) -> int:
@@ -283,14 +291,14 @@ def _slot_notes(rows: Sequence[GpuRow]) -> list[str]:
 
 
 def _numa_node(bus_id: str | None, root: Path) -> int | None:
-    """The NUMA node of a PCI device; the kernel writes -1 where there is only one."""
+    """The NUMA node of a PCI device; the kernel writes -1 if there is only one."""
     match = re.fullmatch(r"0*([0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7])", bus_id or "")
     text = read_text(root / "sys/bus/pci/devices" / match[1].lower() / "numa_node").strip() if match else ""
     return int(text) if text.isdigit() else None
 
 
 def _without_program(root: Path) -> GpuFindings:
-    """No nvidia-smi: a note where a card is on the bus all the same."""
+    """Findings without nvidia-smi: a note if a card is on the bus."""
     bus_ids = nvidia_bus_ids(root)
     if not bus_ids:
         return GpuFindings()
@@ -306,3 +314,47 @@ def _without_program(root: Path) -> GpuFindings:
             "nvidia-driver) and restart"
         )
     return GpuFindings(notes=(f"{named}, but {remedy}",), is_gpu_on_bus=True)
+
+
+def with_card_facts(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+    """The cards, with figures of NVML for each that has no row in the tables."""
+    unknown = [gpu for gpu in gpus if gpu.spec_name is None and gpu.uuid and not gpu.is_mig_on]
+    if not unknown:
+        return tuple(gpus)
+    facts = _read_nvml([gpu.uuid or "" for gpu in unknown])
+    return tuple(replace(gpu, **facts.get(gpu.uuid or "", {})) if gpu in unknown else gpu for gpu in gpus)
+
+
+def _read_nvml(uuids: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Fields of `Gpu` that NVML reports, by UUID."""
+    try:
+        import pynvml
+    except ImportError:
+        return {}
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return {}
+    try:
+        return {uuid: _facts_of(pynvml, uuid) for uuid in uuids}
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _facts_of(nvml: Any, uuid: str) -> dict[str, int]:  # noqa: ANN401  # NVML's binding is untyped
+    queries = {
+        "num_cuda_cores": ("nvmlDeviceGetNumGpuCores",),
+        "max_clock_mhz": ("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
+        "memory_bus_bits": ("nvmlDeviceGetMemoryBusWidth",),
+        "max_memory_clock_mhz": ("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_MEM),
+    }
+    facts = {}
+    for field, (function, *more) in queries.items():
+        try:
+            handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+            value = getattr(nvml, function)(handle, *more)
+        except nvml.NVMLError:  # this card, or this driver, does not report it
+            continue
+        if value:
+            facts[field] = int(value)
+    return facts

@@ -15,27 +15,29 @@ _METADATA_FOLDER = re.compile(r"(?P<name>[A-Za-z0-9._]+)-(?P<version>[^-]+)(-py\
 
 
 def installed_version(name: str) -> str | None:
-    """The version of a package by any spelling of its name, None where it is not installed."""
+    """The version of a package by any spelling of its name, None if it is not installed."""
     found = _installed(tuple(sys.path)).get(_normalized(name))
     return None if found is None else found[0]
 
 
 def installed_ns(name: str) -> int | None:
-    """When a package was installed, in nanoseconds since the epoch; None where it is not."""
+    """Time of a package's installation, in nanoseconds since the epoch; None if it is not installed."""
     found = _installed(tuple(sys.path)).get(_normalized(name))
     return None if found is None else os.stat(found[1]).st_mtime_ns  # noqa: PTH116 - as above
 
 
 def unfit_version(name: str, *, user: str) -> str | None:
-    """`kernels 0.17.2 is installed; transformers 5.23.0 takes <0.19,>=0.18.2`; None where `user` takes what is here.
+    """`kernels 0.17.2 is installed; transformers 5.23.0 takes <0.19,>=0.18.2`; None if `user` accepts the version.
 
-    None as well where either is missing, or where `user` says nothing of the versions it takes.
+    None as well if either is missing, or if `user` states no versions.
     """
     packages = _installed(tuple(sys.path))
-    installed, asking = packages.get(_normalized(name)), packages.get(_normalized(user))
-    if installed is None or asking is None:
+    installed, requiring = packages.get(_normalized(name)), packages.get(_normalized(user))
+    if installed is None or requiring is None:
         return None
-    requirement = re.search(rf"^Requires-Dist: {re.escape(name)} *([<>=!~][^;\n]*)", _metadata(asking[1]), re.MULTILINE)
+    requirement = re.search(
+        rf"^Requires-Dist: {re.escape(name)} *([<>=!~][^;\n]*)", _metadata(requiring[1]), re.MULTILINE
+    )
     if requirement is None:
         return None
     # Imported here: an ordinary plan starts faster without it.
@@ -44,11 +46,11 @@ def unfit_version(name: str, *, user: str) -> str | None:
     wanted = requirement[1].strip()
     if SpecifierSet(wanted).contains(installed[0], prereleases=True):
         return None
-    return f"{name} {installed[0]} is installed; {user} {asking[0]} takes {wanted}"
+    return f"{name} {installed[0]} is installed; {user} {requiring[0]} takes {wanted}"
 
 
 def _metadata(folder: str) -> str:
-    """What a package says of itself; empty where it says nothing."""
+    """The METADATA file of a package; empty if there is none."""
     try:
         return Path(folder, "METADATA").read_text(encoding="utf-8")
     except OSError:
@@ -66,7 +68,7 @@ def _installed(folders: tuple[str, ...]) -> dict[str, tuple[str, str]]:
         try:
             entries = os.listdir(folder or ".")  # noqa: PTH208 - a hundred Path objects take longer than the rest
         except OSError:
-            continue  # a zip file, or a folder that is not there
+            continue  # a zip file, or a missing folder
         for entry in entries:
             match = _METADATA_FOLDER.fullmatch(entry)
             if match is not None:

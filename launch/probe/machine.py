@@ -1,27 +1,28 @@
-"""Looks at this machine: which devices a plan may use, what joins them, what surrounds them. Measures only when asked.
+"""The hardware of this machine (devices, links, host) as a plan may use it, and its table for `shardwise probe`.
 
     read_gpus + read_host -> visible (CUDA_VISIBLE_DEVICES) -> selected (--gpus, busy, uniform) -> Hardware
 
-Nothing is guessed: what is not known is None, what is left out is named in `Hardware.excluded`, and what a person
-should know beside it in `Hardware.notes`. A GPU that is there while its driver fails stops the probe with the remedy,
-because a plan for the CPU would be a silent disappointment; `CUDA_VISIBLE_DEVICES=` (empty) asks for that plan.
+Nothing is guessed: an unknown figure is None, a device that is left out is named in `Hardware.excluded`, and other
+facts that a user should know are in `Hardware.notes`. A GPU whose driver fails stops the probe with the remedy, because
+a plan for the CPU would be a silent loss of speed; `CUDA_VISIBLE_DEVICES=` (empty) requests that plan.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from launch.probe.gpu_selection import free_memory_note, select_gpus, visible_devices, visible_gpus
+from launch.probe.gpu_selection import free_memory_note, name_holders, select_gpus, visible_gpus
 from launch.probe.gpus import TIMEOUT_S, GpuFindings, amd_notes, read_gpus
+from launch.probe.host import read_host
 from launch.probe.installed import installed_version, unfit_version
-from launch.probe.surroundings import read_host
-from launch.probe.text import describe_hardware
+from trainer.planning.tables.gpu_rating import rated_spec
+from trainer.planning.tables.gpu_specs import GpuSpec, gpu_spec
 from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.hardware import Gpu, Hardware
-
-__all__ = ["describe_hardware", "read_hardware", "read_libraries", "select_gpus", "visible_devices"]
+from trainer.spec.hardware import Disk, Gpu, Hardware, Host, Link, NetworkInterface, PeerCopy
+from trainer.spec.strategy import Precision
+from trainer.spec.units import format_bytes
 
 _HIDES_ALL = ("", "-1", "NoDevFiles")
 LIBRARIES = (
@@ -44,6 +45,7 @@ LIBRARIES = (
     "torchao",
     "wandb",
 )
+_LIBRARIES_PER_LINE = 5
 
 
 def read_hardware(
@@ -57,9 +59,9 @@ def read_hardware(
 ) -> Hardware:
     """This machine as a plan may use it.
 
-    InputError for an index in `gpus` that does not exist; EnvironmentFaultError where a GPU is there and its driver
-    does not answer. `measure` adds the speed of disks, of the device and of the links between devices: half a minute,
-    a few minutes at most where something hangs.
+    Raises InputError for an index in `gpus` that does not exist, EnvironmentFaultError if a GPU's driver does not
+    respond. `measure` adds the speed of disks, of the device and of the links between devices: half a minute, a few
+    minutes at most if something hangs.
     """
     setting = environment.get("CUDA_VISIBLE_DEVICES")
     findings = read_gpus(root=root, environment=environment, timeout_s=smi_timeout_s)
@@ -94,7 +96,7 @@ def read_libraries() -> dict[str, str]:
 
 
 def _unfit_libraries() -> dict[str, str]:
-    """Of those that only another library loads: the ones at a version that it leaves aside, and its words."""
+    """Libraries that another library loads, at a version that it does not accept, each with a sentence."""
     unfit = unfit_version("kernels", user="transformers")
     return {} if unfit is None else {"kernels": unfit}
 
@@ -111,7 +113,7 @@ def _failure_notes(findings: GpuFindings, *, hides_all: bool) -> tuple[str, ...]
 
 
 def _mixed_order_note(gpus: tuple[Gpu, ...], setting: str | None) -> tuple[str, ...]:
-    """CUDA counts the fastest card first unless told otherwise; on mixed machines numbers may mean other cards."""
+    """CUDA counts the fastest card first by default; on mixed machines numbers may mean other cards."""
     has_numbers = setting is not None and any(entry.strip().isdigit() for entry in setting.split(","))
     if not has_numbers or len({gpu.name for gpu in gpus}) < 2:
         return ()
@@ -122,12 +124,9 @@ def _mixed_order_note(gpus: tuple[Gpu, ...], setting: str | None) -> tuple[str, 
 
 
 def _with_measurements(hardware: Hardware) -> Hardware:
-    # Imported here: an ordinary probe starts faster without them.
-    import tempfile
+    import tempfile  # here, as what follows: an ordinary probe starts faster without them
 
-    from launch.probe.measure.disk import measure_disks
-    from launch.probe.measure.links import judged_links
-    from launch.probe.measure.rates import measure_rates
+    from launch.probe.measure import judged_links, measure_disks, measure_rates
 
     folders = [Path(tempfile.gettempdir()), Path.cwd(), Path.home()]
     disks, disk_notes = measure_disks(hardware.host.disks, folders)
@@ -139,3 +138,193 @@ def _with_measurements(hardware: Hardware) -> Hardware:
         rates=found.rates,
         notes=(*hardware.notes, *disk_notes, *found.notes),
     )
+
+
+def describe_hardware(hardware: Hardware) -> str:
+    """Plain text, several lines, without a final newline."""
+    sections = (
+        _section("devices", _device_lines(hardware)),
+        _section("links", _link_lines(hardware.links)),
+        _section("host", _host_lines(hardware.host)),
+        _section("disks", [_disk_line(disk) for disk in hardware.host.disks]),
+        _section("network", [_interface_line(interface) for interface in hardware.host.interfaces]),
+        _section("measured", _rate_lines(hardware)),
+        _section("libraries", _library_lines(hardware.libraries)),
+        _section("left out", hardware.excluded),
+        _section("notes", hardware.notes),
+    )
+    return "\n".join(line for section in sections for line in section)
+
+
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    return [f"{title if number == 0 else '':<10} {line}" for number, line in enumerate(lines)]
+
+
+def _joined(*parts: str | None) -> str:
+    return ", ".join(part for part in parts if part)
+
+
+def _device_lines(hardware: Hardware) -> list[str]:
+    cap = hardware.vram_cap_bytes
+    capped = f"capped at {format_bytes(cap)}" if cap is not None else None
+    nodes = f"{hardware.num_nodes} nodes, each with" if hardware.num_nodes > 1 else None
+    if hardware.gpus:
+        lines = [line for gpu in hardware.gpus for line in _gpu_lines(gpu)]
+        return ([nodes] if nodes else []) + lines + ([capped] if capped else [])
+    host = hardware.host
+    memory = f"{format_bytes(host.ram_bytes)} of memory" if host.ram_bytes is not None else None
+    ranks = f"{hardware.num_cpu_devices} ranks" if hardware.num_cpu_devices > 1 else None
+    return [_joined(f"CPU {host.cpu_name or ''}".strip(), memory, ranks, capped)]
+
+
+def _gpu_lines(gpu: Gpu) -> list[str]:
+    free = f" ({format_bytes(gpu.free_bytes)} free)" if gpu.free_bytes is not None else ""
+    capability = gpu.compute_capability
+    line = _joined(
+        f"{gpu.index}: {gpu.name}",
+        f"{format_bytes(gpu.memory_bytes)}{free}",
+        f"compute capability {capability[0]}.{capability[1]}" if capability else None,
+        f"PCIe {gpu.pcie_generation} x{gpu.pcie_width}" if gpu.pcie_generation and gpu.pcie_width else None,
+        f"NUMA node {gpu.numa_node}" if gpu.numa_node is not None else None,
+        f"{gpu.power_limit_w:g} W" if gpu.power_limit_w is not None else None,
+        {True: "ECC on", False: "ECC off"}.get(gpu.is_ecc_on) if gpu.is_ecc_on is not None else None,
+        f"driver {gpu.driver}" if gpu.driver else None,
+        None if gpu.spec_name or gpu.is_mig_on else _rating_words(gpu),
+    )
+    return [line] + ([f"   memory is also held by {name_holders(gpu.holders)}"] if gpu.holders else [])
+
+
+def _rating_words(gpu: Gpu) -> str:
+    spec = rated_spec(gpu)
+    if spec is None:
+        return "not in the catalogue: its speed is not known"
+    return f"not in the catalogue: by its driver {spec.fp16_flops_per_s / 10**12:.3g} TFLOP/s in 16 bit"
+
+
+def _link_lines(links: Sequence[Link]) -> list[str]:
+    """Pairs joined alike share a line."""
+    pairs: dict[str, list[str]] = {}
+    for link in links:
+        pairs.setdefault(_link_text(link), []).append(f"{link.a}-{link.b}")
+    return [f"{text}: {_shortened(names)}" for text, names in pairs.items()]
+
+
+def _link_text(link: Link) -> str:
+    rate = f"{format_bytes(link.bytes_per_s)}/s each way" if link.bytes_per_s is not None else None
+    peer = (
+        {True: "peer access", False: "no peer access"}.get(link.has_peer_access)
+        if link.has_peer_access is not None
+        else None
+    )
+    kind = f"{link.num_nvlinks} NVLinks" if link.num_nvlinks else link.kind.value.replace("_", " ")
+    return _joined(kind, rate, peer)
+
+
+def _shortened(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 6 else f"{names[0]}, {names[1]}, ... {names[-1]} ({len(names)} pairs)"
+
+
+def _host_lines(host: Host) -> list[str]:
+    available = f" ({format_bytes(host.ram_available_bytes)} available)" if host.ram_available_bytes is not None else ""
+    memory = _joined(
+        f"{format_bytes(host.ram_bytes)} of RAM{available}" if host.ram_bytes is not None else None,
+        f"{format_bytes(host.pinned_limit_bytes)} can be pinned" if host.pinned_limit_bytes is not None else None,
+        f"{format_bytes(host.memlock_limit_bytes)} can be locked" if host.memlock_limit_bytes is not None else None,
+        f"{format_bytes(host.shm_bytes)} of shared memory" if host.shm_bytes is not None else None,
+    )
+    cores = f"{host.num_cores} cores" if host.num_cores is not None else None
+    cpu = _joined(host.cpu_name, cores, " ".join(host.cpu_flags) or None)
+    place = _joined("Windows Subsystem for Linux" if host.is_wsl else None, _slurm_text(host))
+    return [line for line in (cpu, memory, place) if line]
+
+
+def _slurm_text(host: Host) -> str | None:
+    slurm = host.slurm
+    if slurm is None:
+        return None
+    if slurm.job_id is None:
+        return "Slurm, outside a job: this may be a login node"
+    nodes = f" on {slurm.node_list}" if slurm.node_list else ""
+    return f"Slurm job {slurm.job_id}{nodes}"
+
+
+def _disk_line(disk: Disk) -> str:
+    return _joined(
+        f"{disk.path} ({disk.filesystem})",
+        f"{format_bytes(disk.free_bytes)} free of {format_bytes(disk.total_bytes)}",
+        "rotating" if disk.is_rotational else None,
+        f"writes {format_bytes(disk.write_bytes_per_s)}/s" if disk.write_bytes_per_s is not None else None,
+        f"reads {format_bytes(disk.read_bytes_per_s)}/s" if disk.read_bytes_per_s is not None else None,
+    )
+
+
+def _interface_line(interface: NetworkInterface) -> str:
+    speed = interface.speed_bytes_per_s
+    return _joined(interface.name, interface.address, f"{speed * 8 / 10**9:g} Gb/s" if speed is not None else None)
+
+
+def _rate_lines(hardware: Hardware) -> list[str]:
+    """Measured rates, each with the datasheet's figure if there is one."""
+    rates = hardware.rates
+    spec = gpu_spec(hardware.gpus[0].spec_name) if hardware.gpus else None
+    native = {"bf16": Precision.BF16, "fp16": Precision.FP16_MIXED}.get(rates.matmul_precision or "", Precision.FP32)
+    products = _joined(
+        _flops(rates.matmul_precision or "products", rates.matmul_flops_per_s, spec, native),
+        _flops("fp32", rates.fp32_flops_per_s, spec, Precision.FP32),
+        _flops("fp8", rates.fp8_flops_per_s, spec, Precision.FP8),
+    )
+    attention = rates.attention_flops_per_s
+    return [
+        line
+        for line in (
+            f"matrix products in {products}" if products else "",
+            f"attention {attention / 10**12:.3g} TFLOP/s" if attention is not None else "",
+            _joined(
+                _rate("memory", rates.memory_bytes_per_s, spec.memory_bytes_per_s if spec else None),
+                _rate("host to device", rates.host_to_device_bytes_per_s, spec.pcie_bytes_per_s if spec else None),
+                _rate("device to host", rates.device_to_host_bytes_per_s, spec.pcie_bytes_per_s if spec else None),
+                _rate("AdamW on the host", rates.host_adam_bytes_per_s, None),
+            ),
+            _joined(
+                _rate("all-gather", rates.all_gather_bytes_per_s, _nominal_link(hardware)),
+                "only without peer access" if rates.gathers_only_without_peers else None,
+            ),
+            *_peer_lines(rates.peer_copies),
+        )
+        if line
+    ]
+
+
+def _flops(name: str, measured: int | None, spec: GpuSpec | None, precision: Precision) -> str | None:
+    if measured is None:
+        return None
+    nominal = spec.peak_flops_per_s(precision) if spec else None
+    beside = f" (datasheet {nominal / 10**12:.3g})" if nominal else ""
+    return f"{name} {measured / 10**12:.3g} TFLOP/s{beside}"
+
+
+def _rate(name: str, measured: int | None, nominal: int | None) -> str | None:
+    if measured is None:
+        return None
+    beside = f" (datasheet {format_bytes(nominal)}/s)" if nominal else ""
+    return f"{name} {format_bytes(measured)}/s{beside}"
+
+
+def _nominal_link(hardware: Hardware) -> int | None:
+    """Rate of the slowest link, which bounds a ring."""
+    return min((link.bytes_per_s for link in hardware.links if link.bytes_per_s is not None), default=None)
+
+
+def _peer_lines(copies: Sequence[PeerCopy]) -> list[str]:
+    """The range of the copies that work; those that do not are named in the notes."""
+    good = [copy.bytes_per_s for copy in copies if copy.is_correct and copy.bytes_per_s is not None]
+    if not good:
+        return []
+    slowest, fastest = format_bytes(min(good)), format_bytes(max(good))
+    spread = f"{slowest}/s" if slowest == fastest else f"{slowest}/s to {fastest}/s"
+    return [f"copies between GPUs {spread}, {len(good)} of {len(copies)} pairs right"]
+
+
+def _library_lines(libraries: dict[str, str]) -> list[str]:
+    named = [f"{name} {version}" for name, version in libraries.items()]
+    return [", ".join(named[at : at + _LIBRARIES_PER_LINE]) for at in range(0, len(named), _LIBRARIES_PER_LINE)]

@@ -1,18 +1,23 @@
-"""What `nvidia-smi` prints, as values: cards, who holds their memory, MIG slices.
+"""Parsers of `nvidia-smi`: cards, processes on them, MIG slices, links between cards, failures.
 
-Every function takes text and returns values; `probe_gpus` runs the program. A figure that the driver does not give
+Every function takes text and returns values; `gpus` runs the program. A figure that the driver does not report
 (`[N/A]`, `[Not Supported]`, `[Insufficient Permissions]`, `ERR!`) is None, never zero. Compute processes come from
-`--query-compute-apps`; graphics processes (a display, a browser) stand only in the table that `nvidia-smi` prints
-without arguments, which is also the only place that gives the memory of a MIG slice.
+`--query-compute-apps`; graphics processes (a display, a browser) are only in the table that `nvidia-smi` prints without
+arguments, which is also the only source of the memory of a MIG slice.
+
+`topo -m` gives the kind of path between two cards, `nvlink -s` the rate of one NVLink in each direction, `topo -p2p r`
+whether one card may read the other's memory at all (GeForce drivers refuse it over PCIe: copies then pass through host
+memory). Over PCIe the rate is that of the narrower of the two slots, after line coding, before packet headers.
 Not covered: NVSwitch state, clocks, temperatures.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
+from statistics import median
 
 from trainer.planning.tables.gpu_names import match_gpu_name
-from trainer.spec.hardware import Gpu, Holder
+from trainer.spec.hardware import Gpu, Holder, Link, LinkKind
 from trainer.spec.units import MIB
 from trainer.spec.value import Value
 
@@ -37,10 +42,42 @@ GPU_FIELDS = (
 COMPUTE_APP_FIELDS = ("gpu_uuid", "pid", "process_name", "used_gpu_memory")
 # Chips that share the host's memory: the driver reports none of their own.
 _UNIFIED_MEMORY_NAMES = re.compile(r"\b(GB10|Orin|Thor|Xavier)\b")
+_KINDS = {
+    "PIX": LinkKind.PCIE_SWITCH,
+    "PXB": LinkKind.PCIE_SWITCH,
+    "PHB": LinkKind.PCIE_HOST,
+    "NODE": LinkKind.NUMA_NODE,
+    "SYS": LinkKind.SOCKET,
+    "SOC": LinkKind.SOCKET,  # the older name of SYS
+}
+# Bytes per second of one lane in one direction: 2.5 and 5 GT/s with 8b/10b coding, then 8 to 64 GT/s with 128b/130b.
+_PCIE_LANE_BYTES_PER_S = {
+    1: 250_000_000,
+    2: 500_000_000,
+    3: 984_615_384,
+    4: 1_969_230_769,
+    5: 3_938_461_538,
+    6: 7_563_000_000,  # FLIT mode, without line coding but with its own overhead
+}
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")  # the header is underlined, also when piped
+
+
+class Topology(Value, frozen=True, kw_only=True):
+    """The matrix of `topo -m`: cells by (row, column) of GPU numbers, and each GPU's NUMA node if there is one."""
+
+    cells: dict[tuple[int, int], str]
+    numa_nodes: dict[int, int]
+
+
+class Failure(Value, frozen=True, kw_only=True):
+    """A failure of nvidia-smi and its remedy; `proves_gpu`: it happens only on a machine with a card."""
+
+    sentence: str
+    proves_gpu: bool
 
 
 class GpuRow(Value, frozen=True, kw_only=True):
-    """One line of `--query-gpu`: the card, and what decides whether it can be used at all."""
+    """One line of `--query-gpu`: the card, and the facts that decide if it can be used at all."""
 
     gpu: Gpu
     bus_id: str | None
@@ -67,7 +104,7 @@ class TableProcess(Value, frozen=True, kw_only=True):
 
 
 def known(text: str) -> str | None:
-    """The text of a field, None where the driver did not answer."""
+    """The text of a field, None if the driver did not report it."""
     bare = text.strip()
     return None if not bare or bare.startswith("[") or bare in ("N/A", "ERR!", "Not Supported") else bare
 
@@ -91,7 +128,7 @@ def unknown_field(output: str) -> str | None:
 
 
 def parse_compute_apps(text: str) -> dict[str, tuple[Holder, ...]]:
-    """Who computes on which card, by the card's UUID, from `--query-compute-apps` with COMPUTE_APP_FIELDS."""
+    """Compute processes by the UUID of their card, from `--query-compute-apps` with COMPUTE_APP_FIELDS."""
     holders: dict[str, tuple[Holder, ...]] = {}
     for line in text.splitlines():
         cells = line.split(",")
@@ -149,7 +186,7 @@ def mig_gpus(
 ) -> tuple[Gpu, ...]:
     """The slices of one card as devices numbered from `first_index`; a slice of unknown memory is left out.
 
-    The row of a slice is that of its card and its profile; None where the catalogue lacks either.
+    The row of a slice is that of its card and its profile; None if the tables lack either.
     """
     own = [one for one in slices if one.gpu_index == parent.index and (one.gpu_index, one.device) in memory]
     devices = []
@@ -233,3 +270,183 @@ def _decimal(text: str | None) -> float | None:
 
 def _is_enabled(text: str | None) -> bool | None:
     return {"Enabled": True, "Disabled": False}.get(text) if text else None
+
+
+def parse_topology(text: str) -> Topology:
+    """The GPU part of the matrix that `nvidia-smi topo -m` prints; rows and columns of network cards are dropped."""
+    columns, rows = _matrix(text)
+    has_numa = "NUMA Affinity" in text
+    cells: dict[tuple[int, int], str] = {}
+    numa_nodes: dict[int, int] = {}
+    for a, words in rows.items():
+        for name, word in zip(columns, words, strict=False):
+            if name.startswith("GPU") and word != "X":
+                cells[(a, int(name[3:]))] = word
+        rest = words[len(columns) :]  # CPU Affinity, NUMA Affinity, GPU NUMA ID
+        if has_numa and len(rest) > 1 and rest[1].isdigit():
+            numa_nodes[a] = int(rest[1])
+    return Topology(cells=cells, numa_nodes=numa_nodes)
+
+
+def parse_peer_access(text: str) -> dict[tuple[int, int], bool]:
+    """Peer access (read) between GPUs, from `nvidia-smi topo -p2p r`; U (unknown) is left out."""
+    columns, rows = _matrix(text)
+    return {
+        (a, int(name[3:])): word == "OK"
+        for a, words in rows.items()
+        for name, word in zip(columns, words, strict=False)
+        if name.startswith("GPU") and word not in ("X", "U")
+    }
+
+
+def parse_nvlink_rates(text: str) -> dict[int, tuple[int, ...]]:
+    """Bytes per second and direction of each active NVLink of each GPU, from `nvidia-smi nvlink -s`."""
+    rates: dict[int, tuple[int, ...]] = {}
+    gpu_index = None
+    for line in text.splitlines():
+        if card := re.match(r"GPU (\d+):", line):
+            gpu_index = int(card[1])
+        elif gpu_index is not None and (link := re.match(r"\s+Link \d+: ([\d.]+) GB/s", line)):
+            rates[gpu_index] = (*rates.get(gpu_index, ()), round(float(link[1]) * 10**9))
+    return {index: found for index, found in rates.items() if any(found)}
+
+
+def pcie_bytes_per_s(gpu: Gpu) -> int | None:
+    """Rate of a GPU's PCIe slot in one direction."""
+    lane = _PCIE_LANE_BYTES_PER_S.get(gpu.pcie_generation or 0)
+    return lane * gpu.pcie_width if lane and gpu.pcie_width else None
+
+
+def build_links(
+    gpus: Sequence[Gpu],
+    topology: Topology,
+    peer_access: Mapping[tuple[int, int], bool],
+    nvlink_rates: Mapping[int, Sequence[int]],
+) -> tuple[Link, ...]:
+    """One Link for each pair of `gpus` whose path is known."""
+    pairs = [(a, b) for number, a in enumerate(gpus) for b in gpus[number + 1 :]]
+    links = []
+    for a, b in pairs:
+        word = topology.cells.get((a.index, b.index))
+        bonded = re.fullmatch(r"NV(\d+)", word or "")
+        if bonded is None and word not in _KINDS:
+            continue
+        num_nvlinks = int(bonded[1]) if bonded else 0
+        links.append(
+            Link(
+                a=a.index,
+                b=b.index,
+                kind=LinkKind.NVLINK if bonded else _KINDS[word or ""],
+                num_nvlinks=num_nvlinks,
+                bytes_per_s=_nvlink_bytes_per_s(num_nvlinks, a, b, nvlink_rates) if bonded else _slower_slot(a, b),
+                has_peer_access=_both_ways(peer_access, a.index, b.index),
+            )
+        )
+    return tuple(links)
+
+
+def _matrix(text: str) -> tuple[list[str], dict[int, list[str]]]:
+    """Column names and, for each GPU row, its words; the words after the last column are the affinities."""
+    lines = [_ANSI.sub("", line) for line in text.splitlines()]
+    header = next((line for line in lines if re.match(r"\s+GPU\d+\b", line)), "")
+    columns = re.findall(r"\b(?:GPU\d+|NIC\d+|mlx\w+)\b", header)
+    rows = {}
+    for line in lines:
+        if row := re.match(r"\s*GPU(\d+)\s+(\S.*)", line):
+            if line == header:
+                continue
+            rows[int(row[1])] = row[2].split()
+    return columns, rows
+
+
+def _nvlink_bytes_per_s(num_nvlinks: int, a: Gpu, b: Gpu, rates: Mapping[int, Sequence[int]]) -> int | None:
+    known = [median(rates[gpu.index]) for gpu in (a, b) if rates.get(gpu.index)]
+    return round(num_nvlinks * min(known)) if known else None
+
+
+def _slower_slot(a: Gpu, b: Gpu) -> int | None:
+    rates = [pcie_bytes_per_s(gpu) for gpu in (a, b)]
+    known = [rate for rate in rates if rate is not None]
+    return min(known) if len(known) == len(rates) else None
+
+
+def _both_ways(peer_access: Mapping[tuple[int, int], bool], a: int, b: int) -> bool | None:
+    answers = [peer_access.get((a, b)), peer_access.get((b, a))]
+    return None if None in answers else all(answers)
+
+
+_FAILURES = (
+    (
+        "Driver/library version mismatch",
+        "the NVIDIA kernel module and the driver's libraries have different versions, as after a driver update\n"
+        "restart the machine, or unload and load the kernel module: sudo rmmod nvidia_uvm nvidia_drm nvidia_modeset"
+        " nvidia && sudo modprobe nvidia",
+        True,
+    ),
+    (
+        "couldn't communicate with the NVIDIA driver",
+        "the NVIDIA kernel module is not loaded\n"
+        "load it with: sudo modprobe nvidia; after a kernel update install the driver again (its module was built for"
+        " the old kernel), and with Secure Boot on enrol its key",
+        False,
+    ),
+    (
+        "GPU access blocked by the operating system",
+        "Windows does not let WSL use the GPU\n"
+        "install the current NVIDIA driver in Windows, run `wsl --update` and `wsl --shutdown` there, and start again",
+        True,
+    ),
+    (
+        "Insufficient Permissions",
+        "this user may not open the NVIDIA devices\n"
+        "see `ls -l /dev/nvidia*`, and join the group that owns them: sudo usermod -aG video $USER, then log in again",
+        True,
+    ),
+    (
+        "Failed to initialize NVML: Unknown Error",
+        "the container has lost its access to the GPU\nrestart the container",
+        True,
+    ),
+    (
+        "libnvidia-ml.so",
+        "the driver's libraries are missing\n"
+        "in a container, start it with access to the GPU (docker run --gpus all, apptainer exec --nv);"
+        " elsewhere install the NVIDIA driver again",
+        False,
+    ),
+    (
+        "Unable to determine the device handle",
+        "a GPU no longer answers\nrestart the machine; `sudo dmesg | grep -i xid` names the fault of the card",
+        True,
+    ),
+    (
+        "GPU is lost",
+        "a GPU no longer answers\nrestart the machine; `sudo dmesg | grep -i xid` names the fault of the card",
+        True,
+    ),
+    (
+        "No devices were found",
+        "the NVIDIA driver is there but gives this session no GPU\n"
+        "under Slurm ask for one (--gpus 1); in a container give it one (--gpus all);"
+        " elsewhere see `sudo dmesg | grep NVRM`",
+        False,
+    ),
+)  # fmt: skip
+
+
+def explain_failure(output: str, exit_code: int | None) -> Failure:
+    """Meaning of a failed run; `exit_code` is None if it did not end in time. Exit codes differ between versions."""
+    if exit_code is None:
+        return Failure(
+            sentence="nvidia-smi does not answer\n"
+            "the driver hangs: `sudo dmesg | grep -i xid` names the cause; restart the machine",
+            proves_gpu=False,
+        )
+    for fragment, meaning, proves_gpu in _FAILURES:
+        if fragment in output:
+            return Failure(sentence=f"nvidia-smi fails: {meaning}", proves_gpu=proves_gpu)
+    first = next(filter(None, map(str.strip, output.splitlines())), "it printed nothing")
+    return Failure(
+        sentence=f"nvidia-smi fails with exit code {exit_code}: {first}\nrun `nvidia-smi` and repair the driver",
+        proves_gpu=False,
+    )

@@ -1,7 +1,7 @@
-"""Runs a program for `doctor`, with an end: what has not answered by then is killed, with everything it started.
+"""Programs and checks with a time limit: a program that exceeds it is killed, with everything it started.
 
-And runs checks beside each other, so that one that hangs (a network mount that is gone holds whoever looks at it, and
-no signal ends that) costs its own answer and nobody else's.
+Checks run in threads beside each other, so that one that hangs (on a network mount whose server is down, no signal ends
+a call) costs its own result and no other.
 """
 
 import contextlib
@@ -22,22 +22,22 @@ _PACKAGES = Path(__file__).resolve().parent.parent
 
 
 class Answer(Value, frozen=True, kw_only=True):
-    """What a program said; `exit_code` None: it was killed for taking too long, or could not be started."""
+    """Output of a program; `exit_code` is None if it was killed for taking too long, or could not be started."""
 
     output: str = ""
     errors: str = ""
     exit_code: int | None = None
-    obstacle: str | None = None  # why it could not be started
+    obstacle: str | None = None  # the reason, if it could not be started
 
     @property
     def last_words(self) -> str:
         """The last line of its error stream, else of its output."""
         lines = [line.strip() for line in (self.errors or self.output).splitlines() if line.strip()]
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1] if lines else "it printed nothing"
 
 
 def python_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment that our processes get: our packages first, nothing of the working directory."""
+    """Environment of shardwise's own processes: its packages first, nothing of the working directory."""
     inherited = environment.get("PYTHONPATH")
     packages = f"{_PACKAGES}{os.pathsep}{inherited}" if inherited else str(_PACKAGES)
     return {**environment, "PYTHONSAFEPATH": "1", "PYTHONPATH": packages, "PYTHONWARNINGS": "ignore"}
@@ -72,7 +72,7 @@ def ask(
 
 
 class Beside(Generic[T]):
-    """A call in a thread that nobody has to wait for."""
+    """A call in a thread that the caller need not wait for."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call = call
@@ -86,7 +86,7 @@ class Beside(Generic[T]):
         return self._thread.is_alive()
 
     def wait(self, until_s: float) -> T | None:
-        """What it answered by this moment of the monotonic clock, None where it did not; raises what it raised."""
+        """Its result by this time of the monotonic clock, or None; raises the error of the call."""
         self._thread.join(max(0.0, until_s - time.monotonic()))
         if self._error:
             raise self._error[0]

@@ -1,16 +1,15 @@
-"""Whether the installed torch can use the GPUs that a run takes: asked of torch in a process of its own, by using them.
+"""Check that the installed torch can use the GPUs of a run, by using them in a process of its own.
 
-`trainer.runtime.tools.torch_check` allocates and computes on every card of the run, in the environment that the ranks
-will have. Only where that fails is it explained, by the build, the card, the memory that others hold, the driver:
-whatever works is taken, CUDA's forward compatibility on an older driver included. Where only expandable segments fail,
-as on a vGPU, the run does without them. `python -m launch.probe.torch_fit` is what `make install` asks.
+`trainer.runtime.tools.torch_check` allocates and computes on every card of the run, in the environment of the ranks.
+Only a failure is explained: by the build, the card, the memory that others use, the driver. Whatever works is accepted,
+CUDA's forward compatibility on an older driver included. If only expandable segments fail, as on a vGPU, the run does
+without them. `make install` runs `python -m launch.probe.torch_fit`.
 
 Minimum drivers are NVIDIA's, from the compatibility table of the CUDA Toolkit release notes.
 """
 
 import os
 import re
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -18,10 +17,9 @@ from itertools import zip_longest
 import msgspec
 from msgspec.structs import replace
 
-from launch.probe.gpu_selection import name_gpus
+from launch.probe.gpu_selection import ALLOCATOR_VARIABLES, cuda_variables, name_gpus
 from launch.probe.machine import read_hardware
 from launch.probe.program import ask, python_environment
-from launch.probe.visible_gpus import ALLOCATOR_VARIABLES, cuda_variables
 from trainer.spec.errors import EnvironmentFaultError, ExitCode
 from trainer.spec.hardware import Gpu, Hardware
 from trainer.spec.messages.torch_facts import DeviceTrial, TorchFacts
@@ -31,37 +29,40 @@ from trainer.spec.value import Value
 
 TIMEOUT_S = 120.0
 MINIMUM_DRIVER = {12: "525.60.13", 13: "580.65.06"}
-_REMOVED = shlex.join([sys.executable, "-m", "pip", "uninstall", "-y", "torch"])  # else pip finds it installed
+_REMOVED = pip_line("-y", "torch", command="uninstall")  # else pip finds it installed
 BUILT_FOR_CUDA = f"{_REMOVED} && {pip_line(f'torch=={VERSION}')}"
 _ON_CUDA_12 = f"{_REMOVED} && {pip_line(f'torch=={VERSION}', '--index-url', CUDA_12_INDEX)}"
 _NO_EXPANDING = "expandable segments fail on this GPU: its runs use the allocator without them"
+_ARCHITECTURE = re.compile(r"(?:sm|compute)_(\d+)(\d)[a-z]?")
 
 
 class TorchAnswer(Value, frozen=True, kw_only=True):
-    """What torch said, or why it said nothing; neither where it was not asked."""
+    """The result of `torch_check`, or the reason why there is none."""
 
     facts: TorchFacts | None = None
     problem: str | None = None
-    is_slow: bool = False  # it had not loaded when its time was over, which says nothing else against it
-    refused: dict[str, str] = {}  # the user's allocator settings with which no GPU works, where without them all do
+    is_slow: bool = False  # it had not loaded within the time limit, which proves no fault
+    refused: dict[str, str] = {}  # the user's allocator settings, if GPUs work only without them
 
 
 def check_torch(hardware: Hardware, environment: Mapping[str, str] = os.environ) -> Hardware:
-    """The hardware with what torch's allocator can do on it; EnvironmentFaultError with the remedy where torch cannot
-    use a GPU of it."""
+    """The hardware with the abilities of torch's allocator on it.
+
+    Raises EnvironmentFaultError with the remedy if torch cannot use one of its GPUs.
+    """
     if not hardware.gpus:
         return hardware
     answer = ask_torch(hardware, environment)
     if answer.facts is None:
-        raise EnvironmentFaultError(f"torch: {answer.problem}; `shardwise doctor` says more")
+        raise EnvironmentFaultError(f"torch: {answer.problem}; `shardwise doctor` shows more")
     fault = find_fault(hardware, answer)
     if fault:
         raise EnvironmentFaultError("\n".join(fault))
     can_expand = answer.facts.expands_segments
     if can_expand is None or can_expand is hardware.can_expand_segments:
         return hardware
-    is_asked = any(name in environment for name in ALLOCATOR_VARIABLES)
-    notes = () if can_expand or is_asked else (_NO_EXPANDING,)
+    has_own_settings = any(name in environment for name in ALLOCATOR_VARIABLES)
+    notes = () if can_expand or has_own_settings else (_NO_EXPANDING,)
     return replace(hardware, can_expand_segments=can_expand, notes=(*hardware.notes, *notes))
 
 
@@ -72,9 +73,9 @@ def ask_torch(
     python: str = sys.executable,
     timeout_s: float = TIMEOUT_S,
 ) -> TorchAnswer:
-    """What `runtime.tools.torch_check` answers in the environment of the ranks; None: whatever torch sees by itself.
+    """Result of `runtime.tools.torch_check` in the environment of the ranks; without hardware, of the GPUs torch sees.
 
-    Where a card fails it is tried once more without settings of the allocator: they may be what fails.
+    If a card fails, the check runs once more without the settings of the allocator, which may be the cause.
     """
     added = {} if hardware is None else cuda_variables(hardware, len(hardware.gpus), environment)
     given = {**environment, **added}
@@ -103,13 +104,13 @@ def _run_check(environment: Mapping[str, str], python: str, timeout_s: float) ->
 
 
 def _has_failed(answer: TorchAnswer) -> bool:
-    """Whether a card could not be used, for another reason than that others hold its memory."""
+    """True if a card cannot be used, for another reason than that other processes use its memory."""
     trials = () if answer.facts is None else answer.facts.devices
     return any(trial.problem is not None and not trial.is_out_of_memory for trial in trials)
 
 
 def find_fault(hardware: Hardware, answer: TorchAnswer) -> tuple[str, ...]:
-    """What stands between torch and the GPUs of a run, then what mends it; empty where nothing does."""
+    """Why torch cannot use the GPUs of a run, then the remedy; empty if it can."""
     gpus, facts = hardware.gpus, answer.facts
     if not gpus or facts is None:
         return ()
@@ -126,7 +127,7 @@ def find_fault(hardware: Hardware, answer: TorchAnswer) -> tuple[str, ...]:
 
 
 def failing_gpus(gpus: Sequence[Gpu], facts: TorchFacts) -> list[tuple[Gpu, DeviceTrial | None]]:
-    """The cards that torch cannot use, each with what came of trying it; None: torch does not see it."""
+    """The cards that torch cannot use, each with its trial; None: torch does not see it."""
     tried = zip_longest(gpus, facts.devices[: len(gpus)])
     return [(gpu, trial) for gpu, trial in tried if trial is None or trial.problem is not None]
 
@@ -143,7 +144,7 @@ def _explained(gpu: Gpu, trial: DeviceTrial | None, facts: TorchFacts, *, num_gp
     if trial is not None and trial.is_out_of_memory:
         return (
             f"GPU {gpu.index} ({gpu.name}) has no memory left: {trial.problem}",
-            "remedy: `nvidia-smi` shows who holds it; end that, or name other cards with --gpus",
+            "remedy: `nvidia-smi` shows the process that uses it; end that, or name other cards with --gpus",
         )
     needed = MINIMUM_DRIVER.get(int(str(facts.cuda).partition(".")[0]))
     if needed is not None and gpu.driver is not None and _numbers(gpu.driver) < _numbers(needed):
@@ -154,21 +155,21 @@ def _explained(gpu: Gpu, trial: DeviceTrial | None, facts: TorchFacts, *, num_gp
             f"or take a build for CUDA 12: {_ON_CUDA_12}",
         )
     if trial is None:
-        said = f": {facts.problem}" if facts.problem else ""
+        reason = f": {facts.problem}" if facts.problem else ""
         return (
-            f"{_named(gpu)} is here, but {build} sees {len(facts.devices)} of {num_gpus} GPUs{said}",
-            "remedy: look at CUDA_VISIBLE_DEVICES and the permissions of /dev/nvidia*; in a container: --gpus all; "
+            f"{_named(gpu)} is here, but {build} sees {len(facts.devices)} of {num_gpus} GPUs{reason}",
+            "remedy: check CUDA_VISIBLE_DEVICES and the permissions of /dev/nvidia*; in a container: --gpus all; "
             "`sudo dmesg | grep -i xid` names a card that failed",
         )
     return (
         f"GPU {gpu.index} ({_named(gpu)}) cannot be used by {build}: {trial.problem}",
-        f"remedy: `sudo dmesg | grep -i xid` says whether it failed, `nvidia-smi -i {gpu.index}` who uses it; --gpus "
+        f"remedy: `sudo dmesg | grep -i xid` shows a fault, `nvidia-smi -i {gpu.index}` its processes; --gpus "
         "names other cards",
     )
 
 
 def _other_build(capability: tuple[int, int], architectures: Sequence[str]) -> tuple[str, ...]:
-    """The torch that has code for a card which this one has none for."""
+    """Remedy for a card that this torch has no code for: another build."""
     built = [(int(found[1]), int(found[2])) for name in architectures if (found := _ARCHITECTURE.fullmatch(name))]
     if built and capability > max(built):
         return ("remedy: take a newer torch, which knows this card",)
@@ -178,11 +179,8 @@ def _other_build(capability: tuple[int, int], architectures: Sequence[str]) -> t
     )
 
 
-_ARCHITECTURE = re.compile(r"(?:sm|compute)_(\d+)(\d)[a-z]?")
-
-
 def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
-    """True where binary code (same major, minor not above) or PTX (not above) fits the device."""
+    """True if binary code (same major, minor not above) or PTX (not above) fits the device."""
     for name in architectures:
         found = _ARCHITECTURE.fullmatch(name)
         if found is None:
@@ -204,7 +202,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def main() -> ExitCode:
-    """4 where torch can use none of the GPUs that a run would take; those that it leaves out are named."""
+    """Exit code 4 if torch can use none of the GPUs of a run; names those that are left out."""
     try:
         hardware = read_hardware()
     except EnvironmentFaultError as error:  # a run stops with it; what needs no GPU works

@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from launch.probe.surroundings import read_host
+from launch.probe.host import read_host
 from trainer.planning.device import Device, device_of
 from trainer.planning.setting import Setting
 from trainer.planning.tables.gpu_names import hardware_from_spec

@@ -9,7 +9,7 @@ from pathlib import Path
 from launch.engine.operators import build_operators, extensions_dir
 from launch.job import folders
 from launch.plan.gather import recorded_versions
-from launch.probe.surroundings import read_host
+from launch.probe.host import read_host
 from launch.terminal import Console
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from launch.probe.surroundings import read_host
+from launch.probe.host import read_host
 from trainer.spec.units import GIB
 
 DIFFERENCES = "differences"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.probe.kernel_text import is_wsl
+from launch.probe.host import is_wsl
 
 pytestmark = pytest.mark.gpu
 

@@ -23,9 +23,9 @@ REQUIREMENTS = {
 _BUILDS = ("flash", "fp8")
 
 
-def pip_line(*words: str, python: str | None = None) -> str:
+def pip_line(*words: str, command: str = "install", python: str | None = None) -> str:
     """`/path/to/python -m pip install WORDS`, quoted for a shell."""
-    return shlex.join([python or sys.executable, "-m", "pip", "install", *words])
+    return shlex.join([python or sys.executable, "-m", "pip", command, *words])
 
 
 def extra_words(extra: str) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from launch.engine.operators import extensions_dir
 from launch.inputs.prepare_data import prepare_data
 from launch.plan.calibration_store import append_calibration
 from launch.plan.gather import recorded_versions
-from launch.probe.surroundings import read_host
+from launch.probe.host import read_host
 from launch.rundir.process_record import ProcessRecord, record_of, write_record
 from launch.terminal import Console
 from trainer.runtime.data.cache_folders import hold_folder

@@ -110,7 +110,7 @@ def test_a_torch_that_does_not_load_in_time_is_ended_and_a_warning(broken, tmp_p
             "kernel module",
             "restart the machine",
         ),
-        ("exec sleep 600", True, "does not answer", "restarting the machine"),
+        ("exec sleep 600", True, "does not answer", "restart the machine"),
     ],
 )
 def test_a_driver_that_fails_or_hangs_is_a_fault_with_its_remedy(broken, script, is_on_bus, fact, remedy):

@@ -8,7 +8,7 @@ import pytest
 from captured_machine import Machine
 
 from launch.probe.gpus import read_gpus
-from launch.probe.text import describe_hardware
+from launch.probe.machine import describe_hardware
 from trainer.planning.device import device_of
 from trainer.spec.hardware import Hardware, Host
 

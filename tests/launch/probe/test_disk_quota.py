@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.probe.disk_quota import DiskQuota, mount_of, parse_scale, parse_table, read_quotas
-from launch.probe.disk_room import check_room, read_room
-from launch.probe.kernel_text import parse_mountinfo
+from launch.probe.disks import DiskQuota, check_room, mount_of, parse_scale, parse_table, read_quotas, read_room
+from launch.probe.host import parse_mountinfo
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.units import KIB, MIB
 

@@ -5,33 +5,33 @@ import os
 import pytest
 from captured_machine import MACHINES, Machine, captured, lay_out
 
-from launch.probe.cgroup import (
+from launch.probe.host import (
     CgroupLimits,
-    parse_cpu_max,
-    parse_file_cache,
-    parse_limit,
-    parse_quota,
-    read_cgroup_limits,
-    read_oom_kills,
-)
-from launch.probe.kernel_text import (
+    count_cores,
+    interface_address,
     is_internal_interface,
     is_local_disk,
     is_wsl,
     locks_without_limit,
     once_each,
     parse_cpu_list,
+    parse_cpu_max,
     parse_cpuinfo,
     parse_ethernet_speed,
+    parse_file_cache,
     parse_infiniband_rate,
+    parse_limit,
     parse_meminfo,
     parse_mountinfo,
+    parse_quota,
+    read_cgroup_limits,
+    read_host,
+    read_oom_kills,
     read_text,
     slurm_environment,
     slurm_memory_bytes,
     slurm_num_cores,
 )
-from launch.probe.surroundings import count_cores, interface_address, read_host
 from trainer.spec.hardware import SlurmEnvironment
 from trainer.spec.units import GIB, KIB, MIB
 

@@ -7,7 +7,7 @@ import pytest
 from hanging_programs import pids_in, under_a_limit
 from msgspec.structs import replace
 
-from launch.probe.measure.links import judged_links, measure_gather, measure_peers
+from launch.probe.measure import judged_links, measure_gather, measure_peers
 from trainer.spec.hardware import Gpu, Hardware, Host, Link, LinkKind, MeasuredRates, PeerCopy
 from trainer.spec.messages.measurement import Measurement
 from trainer.spec.units import GIB

@@ -3,23 +3,21 @@
 import pytest
 from captured_machine import GPU_MACHINES, captured
 
-from launch.probe.nvidia_failures import explain_failure
-from launch.probe.nvidia_links import (
-    build_links,
-    parse_nvlink_rates,
-    parse_peer_access,
-    parse_topology,
-    pcie_bytes_per_s,
-)
 from launch.probe.nvidia_smi import (
     GPU_FIELDS,
+    build_links,
+    explain_failure,
     known,
     mig_gpus,
     parse_compute_apps,
     parse_gpu_rows,
     parse_mig_memory,
     parse_mig_slices,
+    parse_nvlink_rates,
+    parse_peer_access,
     parse_table_processes,
+    parse_topology,
+    pcie_bytes_per_s,
     unknown_field,
 )
 from trainer.spec.hardware import Gpu, Holder, LinkKind

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from hanging_programs import under_a_limit
 
-from launch.probe.measure.disk import BLOCK_BYTES, measure_disks, measure_folder, writable_folder
-from launch.probe.measure.rates import measure_device
+from launch.probe.measure import BLOCK_BYTES, measure_device, measure_disks, measure_folder, writable_folder
 from trainer.spec.hardware import Disk, Gpu, Hardware, Host, MeasuredRates
 from trainer.spec.messages.measurement import Measurement
 from trainer.spec.units import GIB

@@ -1,11 +1,13 @@
-"""What quotas leave a user of a file system, asked of the command that knows its kind.
+"""Space that a user may still write below a folder: what the file system has free, and what quotas leave of it.
+
+A quota is read with the command of its file system:
 
     lustre            lfs quota -q -u UID | -g GID | -p PROJECT MOUNT
     gpfs              mmlsquota -Y                               (IBM Storage Scale)
     ext4, xfs, nfs    quota -w -p --show-mntpoint --hide-device -f MOUNT
 
-Where the command is not there, fails or says nothing within TIMEOUT_S, no quota is known. All three count space in
-KiB. A soft limit bounds where there is no hard one: it may be exceeded for a week, and a run may take longer.
+If the command is missing, fails or exceeds TIMEOUT_S, no quota is known. All three count space in KiB. A soft limit
+counts if there is no hard one: it may be exceeded for a week, and a run may take longer.
 """
 
 import os
@@ -15,23 +17,70 @@ import stat
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from launch.probe.kernel_text import Mount, parse_mountinfo, read_text
-from trainer.spec.units import KIB
+from launch.probe.host import Mount, parse_mountinfo, read_text
+from trainer.spec.errors import EnvironmentFaultError
+from trainer.spec.units import KIB, format_bytes
 from trainer.spec.value import Value
 
 TIMEOUT_S = 5.0
 _SCALE_FOLDER = "/usr/lpp/mmfs/bin"  # of mmlsquota, which is seldom on PATH
-_ASKED_BY_QUOTA = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs", "jfs", "reiserfs", "nfs", "nfs4", "ocfs2", "gfs2"})
+_READ_BY_QUOTA = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs", "jfs", "reiserfs", "nfs", "nfs4", "ocfs2", "gfs2"})
 _USED = re.compile(r"\d+\*?")  # the star marks what is over its soft limit
 
 
+class DiskRoom(NamedTuple):
+    """Free bytes and files, each with the limit that applies."""
+
+    free_bytes: int
+    free_files: int | None  # None: the file system counts none
+    bytes_words: str  # `are free`, `are left of your user's quota`
+    files_words: str
+
+
 class DiskQuota(Value, frozen=True, kw_only=True):
-    """What one quota leaves; None where it sets no limit."""
+    """Free space of one quota; None if it sets no limit."""
 
     whose: str  # `your user's quota`
     free_bytes: int | None
     free_files: int | None
+
+
+def read_room(folder: Path, environment: Mapping[str, str] = os.environ, *, root: Path = Path("/")) -> DiskRoom:
+    """The room below a folder, which need not exist yet."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    system = os.statvfs(there)
+    num_bytes = [(system.f_bavail * system.f_frsize, "are free")]
+    files = [(system.f_favail, "are free")] if system.f_files > 0 else []
+    for quota in read_quotas(there, environment, root=root):
+        words = f"are left of {quota.whose}"
+        num_bytes += [(quota.free_bytes, words)] if quota.free_bytes is not None else []
+        files += [(quota.free_files, words)] if quota.free_files is not None else []
+    least_bytes, least_files = min(num_bytes), min(files, default=(None, "are free"))
+    return DiskRoom(least_bytes[0], least_files[0], least_bytes[1], least_files[1])
+
+
+def check_room(
+    folder: Path,
+    *,
+    num_bytes: int,
+    num_files: int = 0,
+    what: str,
+    mend: str,
+    environment: Mapping[str, str] = os.environ,
+    root: Path = Path("/"),
+) -> None:
+    """Raises EnvironmentFaultError with both numbers if `what` needs more bytes or inodes than there are."""
+    room = read_room(folder, environment, root=root)
+    if room.free_bytes < num_bytes:
+        raise EnvironmentFaultError(
+            f"{folder}: {what} {format_bytes(num_bytes)}, {format_bytes(room.free_bytes)} {room.bytes_words}; {mend}"
+        )
+    if room.free_files is not None and room.free_files < num_files:
+        raise EnvironmentFaultError(
+            f"{folder}: {what} {num_files} inodes, {room.free_files} {room.files_words}; {mend}"
+        )
 
 
 def read_quotas(
@@ -45,9 +94,9 @@ def read_quotas(
         return tuple(_read_lustre(folder, mount, environment, timeout_s))
     if mount.filesystem == "gpfs":
         folders = f"{environment.get('PATH', '')}:{_SCALE_FOLDER}"
-        text = _ask(["mmlsquota", "-Y"], {**environment, "PATH": folders}, timeout_s)
+        text = _output_of(["mmlsquota", "-Y"], {**environment, "PATH": folders}, timeout_s)
         return parse_scale(text, Path(mount.source).name, group=_group_of(folder))
-    if mount.filesystem in _ASKED_BY_QUOTA:
+    if mount.filesystem in _READ_BY_QUOTA:
         return tuple(_read_linux(folder, mount, environment, timeout_s))
     return ()
 
@@ -60,9 +109,9 @@ def mount_of(folder: Path, mounts: Sequence[Mount]) -> Mount | None:
 
 
 def parse_table(text: str, whose: str) -> DiskQuota | None:
-    """A row of `lfs quota` or of `quota`: used, soft, hard, grace of space, then of files; None where there is none.
+    """A row of `lfs quota` or of `quota`: used, soft, hard, grace of space, then of files; None without such a row.
 
-    The name of a file system may stand on a line of its own before it. Lustre puts what it could not ask in brackets.
+    The name of a file system may be on a line of its own before it. Lustre puts unknown values in brackets.
     """
     words = text.split()
     for at in range(len(words) - 7):
@@ -101,12 +150,12 @@ def parse_scale(text: str, filesystem: str, *, group: int) -> tuple[DiskQuota, .
 
 
 def _read_lustre(folder: Path, mount: Mount, environment: Mapping[str, str], timeout_s: float) -> Iterator[DiskQuota]:
-    asked = [("-u", os.getuid(), "your user's quota"), ("-g", _group_of(folder), "your group's quota")]
-    project = _ask(["lfs", "project", "-d", str(folder)], environment, timeout_s).split()
+    quotas = [("-u", os.getuid(), "your user's quota"), ("-g", _group_of(folder), "your group's quota")]
+    project = _output_of(["lfs", "project", "-d", str(folder)], environment, timeout_s).split()
     if project and project[0].isdigit() and project[0] != "0":
-        asked.append(("-p", int(project[0]), f"the quota of project {project[0]}"))
-    for option, number, whose in asked:
-        text = _ask(["lfs", "quota", "-q", option, str(number), mount.mount_point], environment, timeout_s)
+        quotas.append(("-p", int(project[0]), f"the quota of project {project[0]}"))
+    for option, number, whose in quotas:
+        text = _output_of(["lfs", "quota", "-q", option, str(number), mount.mount_point], environment, timeout_s)
         quota = parse_table(text, whose)
         if quota is not None:
             yield quota
@@ -115,7 +164,7 @@ def _read_lustre(folder: Path, mount: Mount, environment: Mapping[str, str], tim
 def _read_linux(folder: Path, mount: Mount, environment: Mapping[str, str], timeout_s: float) -> Iterator[DiskQuota]:
     words = ["-w", "-p", "--show-mntpoint", "--hide-device", "-f", mount.mount_point]
     for option, whose in (("-u", "your user's quota"), ("-g", "your group's quota")):
-        text = _ask(["quota", option, *words], environment, timeout_s)
+        text = _output_of(["quota", option, *words], environment, timeout_s)
         sections = text.split("Disk quotas for ")[1:]
         if option == "-g":
             sections = [section for section in sections if f"(gid {_group_of(folder)})" in section.partition("\n")[0]]
@@ -125,8 +174,8 @@ def _read_linux(folder: Path, mount: Mount, environment: Mapping[str, str], time
                 yield quota
 
 
-def _ask(argv: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> str:
-    """What it prints, whatever its exit code: `quota` ends with 1 where a limit is exceeded."""
+def _output_of(argv: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> str:
+    """Output of a program, for any exit code: `quota` ends with 1 if a limit is exceeded."""
     program = shutil.which(argv[0], path=environment.get("PATH"))
     if program is None:
         return ""
@@ -146,7 +195,7 @@ def _ask(argv: Sequence[str], environment: Mapping[str, str], timeout_s: float) 
 
 
 def _group_of(folder: Path) -> int:
-    """The group of files that are made there: the folder's where it hands it on."""
+    """The group of new files in a folder: the folder's own if its set-group-ID bit is set."""
     found = folder.stat()
     return found.st_gid if found.st_mode & stat.S_ISGID else os.getegid()
 

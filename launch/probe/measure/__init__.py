@@ -1,1 +1,0 @@
-"""Measured rates of this machine: devices, links, disks."""
