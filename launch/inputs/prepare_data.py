@@ -10,10 +10,7 @@ commit, because a stream is never read as a whole; a run keeps the list that it 
 """
 
 import os
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -70,6 +67,8 @@ def prepare_data(
 
 
 def _run(listed: PrepareRequest, python: str, on_progress: Callable[[str], None], grace_s: float) -> DataProfile:
+    import tempfile  # here, as subprocess below: a plan needs neither
+
     with tempfile.TemporaryDirectory(prefix="shardwise-data-") as folder:
         request_path, answer_path = Path(folder, "request.json"), Path(folder, "answer.json")
         codec.write(request_path, listed)
@@ -99,7 +98,9 @@ def _relay(
     environment: Mapping[str, str],
     grace_s: float,
 ) -> int:
-    """Runs the command, passing on its lines; ended with it when this process is interrupted."""
+    """Runs the command and passes on its lines; on an interrupt it has `grace_s` to end before it is killed."""
+    import subprocess
+
     try:
         process = subprocess.Popen(
             command,
@@ -109,7 +110,7 @@ def _relay(
             env=os.environ | environment,
             encoding="utf-8",
             errors="replace",
-            start_new_session=True,  # Ctrl-C reaches us alone, and we end it
+            start_new_session=True,  # Ctrl-C reaches only this process, which ends the other
         )
     except OSError as error:
         raise EnvironmentFaultError(f"{command[0]}: cannot be started: {error.strerror}") from error
@@ -120,19 +121,12 @@ def _relay(
         return process.wait()
     finally:
         process.stdout.close()
-        _end(process, grace_s)
-
-
-def _end(process: subprocess.Popen[str], grace_s: float) -> None:
-    """Terminates a process that still runs, and kills it after `grace_s`."""
-    if process.poll() is not None:
-        return
-    process.terminate()
-    try:
-        process.wait(grace_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        process.terminate()
+        try:
+            process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _error_of(exit_code: int, errors: str) -> ShardwiseError:
@@ -143,7 +137,9 @@ def _error_of(exit_code: int, errors: str) -> ShardwiseError:
     if exit_code == ExitCode.ENVIRONMENT:
         return EnvironmentFaultError(message)
     if exit_code < 0:
-        name = signal.Signals(-exit_code).name
+        from signal import Signals
+
+        name = Signals(-exit_code).name
         return EnvironmentFaultError(
             f"the data preparation was ended by {name}; SIGKILL often means that host memory ran out"
         )

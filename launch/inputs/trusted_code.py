@@ -12,10 +12,7 @@ start with HF_HUB_OFFLINE set (`launch.engine.command`) and download nothing.
 
 import ast
 import os
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from hashlib import sha256
@@ -201,7 +198,9 @@ def has_kernel(kernel: str, environment: Mapping[str, str] = os.environ) -> bool
 
 def _load(kernel: str, python: str, settings: dict[str, str], should_stop: Callable[[], bool]) -> str | None:
     """The error message of the process; None if it loaded the kernel or was stopped."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+    from tempfile import TemporaryFile  # here, as subprocess below: a plan needs neither
+
+    with TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         code = _run([python, "-m", "trainer.runtime.attention.flash_kernel", kernel], settings, errors, should_stop)
         if not code:
             return None
@@ -217,6 +216,9 @@ def _load(kernel: str, python: str, settings: dict[str, str], should_stop: Calla
 
 def _run(argv: list[str], settings: dict[str, str], errors: IO[str], should_stop: Callable[[], bool]) -> int | None:
     """Exit code of the process; None if it was stopped."""
+    import signal
+    import subprocess
+
     environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
     process = subprocess.Popen(
         argv,
