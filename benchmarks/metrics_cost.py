@@ -58,7 +58,7 @@ def _pieces(folder: Path) -> Sequence[tuple[str, Callable[[], object]]]:
     from gpu_factory import GpuCase, gpu_plan, write_full_rows
     from planning_factory import machine
 
-    from launch.engine.attempt_files import prepare_attempt
+    from launch.engine.command import prepare_attempt
     from trainer.runtime.data.batches import padding_share, step_micro_batches
     from trainer.runtime.loop.metrics import MetricsFile
     from trainer.runtime.loop.session import build_session

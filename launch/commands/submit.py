@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from launch.cluster.submit_checks import check_network, check_room
 from launch.cluster.submit_plan import Point, Target, batch_job, read_target, time_limit_s, time_words
-from launch.job.layers import render_resolved
-from launch.job.sweep import sweep_points
+from launch.job.layers import render_resolved, sweep_points
 from launch.rundir import paths as run_dirs
 from launch.terminal import Console
 from slurm.sbatch import BatchJob, render_script

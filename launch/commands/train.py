@@ -13,12 +13,11 @@ from pathlib import Path
 from launch.attempt.limits import Deadline, refuse_spent
 from launch.attempt.retries import refuse_endless_restarts
 from launch.attempt.supervisor import StoppedEarlyError, StopRequest
-from launch.engine.attempt_files import prepare_attempt
+from launch.engine.command import prepare_attempt
 from launch.engine.operators import build_needed
 from launch.inputs.staging import with_stages
-from launch.inputs.trusted_code import fetch_flash_kernel, keep_model_code
+from launch.inputs.trusted_code import fetch_flash_kernel, keep_extension, keep_model_code
 from launch.job import folders
-from launch.job.extension import keep_extension
 from launch.job.layers import ResolvedJob, render_resolved
 from launch.nodes.machines import Machines, machines_of, membership, serve
 from launch.plan.calibration_store import append_calibration, record_of_run

@@ -11,8 +11,15 @@ from pathlib import Path
 
 from launch.doctor.finding import Finding, Level, explained, fine, warning
 from launch.doctor.machine import Machine, Place
-from launch.engine.cuda_toolkit import INSTALL, Toolkit, read_toolkit
-from launch.engine.operators import ASYNC_IO, CPU_ADAM, check_toolchain, find_stale_locks
+from launch.engine.operators import (
+    ASYNC_IO,
+    CPU_ADAM,
+    INSTALL_CUDA,
+    Toolkit,
+    check_toolchain,
+    find_stale_locks,
+    read_toolkit,
+)
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.pip_lines import pip_line
 
@@ -65,13 +72,13 @@ def judge_toolkit(found: Toolkit, *, cuda: str) -> Iterator[Finding]:
     """Another major version's libcudart would be linked beside the one that torch brings."""
     if found.release is None:
         yield warning(
-            f"{found.problem}: offload to NVMe cannot be built (everything else needs no CUDA toolkit)", INSTALL
+            f"{found.problem}: offload to NVMe cannot be built (everything else needs no CUDA toolkit)", INSTALL_CUDA
         )
     elif found.release.partition(".")[0] != cuda.partition(".")[0]:
         yield warning(
             f"{found.home} is of CUDA {found.release}, torch is built for CUDA {cuda}: "
             "offload to NVMe would be built for another libcudart",
-            INSTALL,
+            INSTALL_CUDA,
         )
     else:
         yield fine(f"{found.home} is of CUDA {found.release}, for offload to NVMe")

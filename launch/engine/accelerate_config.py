@@ -1,14 +1,14 @@
-"""What a plan looks like to `accelerate launch --config_file`: how many ranks, of which engine, on which devices.
+"""A plan as `accelerate launch --config_file` reads it: number of ranks, engine, devices.
 
-The ranks build their engine from plan.json; this file starts them and tells Accelerate the same, so that
+The ranks build their engine from plan.json; this file starts them and gives Accelerate the same values, so that
 
     accelerate launch --config_file RUN/attempts/1/accelerate.yaml -m trainer RUN/attempts/1/plan.json
 
-works by hand. FSDP rows fill the "per job" lines of their base file under fsdp_configs/. DeepSpeed rows point at the
-filled `ds_config.json` beside this file, and leave out `mixed_precision`, which Accelerate refuses beside it.
+works by hand. FSDP strategies fill the "per job" lines of their base file under fsdp_configs/. DeepSpeed strategies
+point at the filled `ds_config.json` beside this file, without `mixed_precision`, which Accelerate refuses beside it.
 
-On a CPU the same distributed types start the ranks. MULTI_CPU is not among them: without MPI it starts one rank and
-says nothing (docs/workarounds.md). `use_cpu: true` under MULTI_GPU starts all of them.
+On a CPU the same distributed types start the ranks. MULTI_CPU is not among them: without MPI it starts one rank
+without a message (docs/workarounds.md). `use_cpu: true` under MULTI_GPU starts all of them.
 """
 
 from pathlib import Path
@@ -23,22 +23,22 @@ from trainer.spec.hardware import DeviceKind
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Precision
 
-FREE_PORT = 0  # Accelerate takes one that is free, on a single machine
+FREE_PORT = 0  # Accelerate selects a free one, on a single machine
 DEFAULT_PORT = 29500  # torch's own; every machine of a run must know it beforehand
 
 _MIXED_PRECISION = {
     Precision.FP32: "no",
-    Precision.FP16_MIXED: "no",  # autocast and scaler are ours: Accelerate's fp16 is fp32 on a CPU
+    Precision.FP16_MIXED: "no",  # our own autocast and scaler: Accelerate's fp16 is fp32 on a CPU
     Precision.BF16_MIXED: "bf16",
     Precision.BF16: "no",  # the model itself is bf16: nothing is cast
-    Precision.FP8: "bf16",  # FP8 is ours; Accelerate's own is partial under FSDP2 and DeepSpeed
+    Precision.FP8: "bf16",  # our own FP8; Accelerate's is partial under FSDP2 and DeepSpeed
 }
 
 
 def accelerate_config(
     plan: Plan, *, attempt_dir: Path, node_rank: int = 0, head: str | None = None, port: int | None = None
 ) -> dict[str, Any]:
-    """The configuration of the launcher on machine `node_rank`; InputError where several machines have no `head`."""
+    """The configuration of the launcher on machine `node_rank`; raises InputError for machines without `head`."""
     sharding = plan.chosen.strategy.sharding
     launch = _launch(plan, node_rank=node_rank, head=head, port=port)
     precision = {"mixed_precision": _MIXED_PRECISION[plan.chosen.strategy.precision]}
@@ -83,7 +83,7 @@ def _launch(plan: Plan, *, node_rank: int, head: str | None, port: int | None) -
 def _deepspeed(plan: Plan, attempt_dir: Path) -> dict[str, Any]:
     section: dict[str, Any] = {
         "deepspeed_config_file": str(attempt_dir.absolute() / "ds_config.json"),
-        "zero3_init_flag": False,  # the ranks read the weights before the engine takes them
+        "zero3_init_flag": False,  # the ranks read the weights before the engine is built
     }
     if plan.num_machines > 1:
         section["deepspeed_multinode_launcher"] = "standard"  # one launcher a machine, no ssh from the first

@@ -1,10 +1,10 @@
-"""The one command that starts the ranks, and the environment it runs in. Both are pure: nothing is started here.
+"""The command that starts the ranks, its environment (both pure), and the folder of an attempt with their files.
 
-A launcher inherits whatever a shell has collected: variables of an earlier `accelerate` or torchrun, an MPI's, a list
-of GPUs. Accelerate fills every open setting from them, so what would be taken for a setting is removed. Everything
-else passes: proxies, NCCL settings, and secrets, which are never written to a file.
+A launcher inherits variables of an earlier `accelerate` or torchrun, of an MPI, a list of GPUs. Accelerate fills every
+open setting from them, so all that it could read as a setting is removed. Everything else passes: proxies, NCCL
+settings, and secrets, which are never written to a file.
 
-A `trainer.py` in the working directory must not be taken for ours. PYTHONSAFEPATH keeps the working directory out of
+A `trainer.py` in the working directory must not shadow this package. PYTHONSAFEPATH keeps the working directory out of
 the module path, but Accelerate's DeepSpeed launcher puts it back through PYTHONPATH, and so does an empty entry of a
 user's own PYTHONPATH. Hence our packages come first in PYTHONPATH.
 
@@ -13,14 +13,23 @@ installed there, and a virtual environment need not be active.
 """
 
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from launch.engine.accelerate_config import accelerate_file
+import msgspec
+import yaml
+
+from launch.engine.accelerate_config import accelerate_config, accelerate_file
+from launch.engine.deepspeed_config import deepspeed_config
+from launch.engine.offload import nvme_folder
 from launch.probe.gpu_selection import cuda_variables
+from launch.rundir import paths as run_dirs
+from trainer.spec import codec
+from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.hardware import DeviceKind
-from trainer.spec.plan import Plan
+from trainer.spec.plan import Candidate, Plan
 
 # Read as settings by Accelerate, DeepSpeed, torch.distributed or their MPI discovery.
 _STALE_PREFIXES = (
@@ -41,11 +50,11 @@ _STALE_NAMES = frozenset({
 })  # fmt: skip
 
 _PACKAGES = Path(__file__).resolve().parents[2]
-_PROGRAMS = Path(sys.executable).parent  # not resolved: the link in a virtual environment is the one meant
+_PROGRAMS = Path(sys.executable).parent  # not resolved: the link in a virtual environment counts
 
 
 def launch_command(attempt_dir: Path, *, log_dir: Path | None, python: str, node_rank: int = 0) -> list[str]:
-    """The argv that starts every rank of this machine, as the files in the attempt say; `python` has the libraries."""
+    """The argv that starts every rank of this machine from the files of the attempt; `python` has the libraries."""
     folder = attempt_dir.absolute()
     argv = [python, "-m", "accelerate.commands.launch", "--config_file", str(accelerate_file(folder, node_rank))]
     argv += ["-m", "trainer", str(folder / "plan.json")]
@@ -53,22 +62,22 @@ def launch_command(attempt_dir: Path, *, log_dir: Path | None, python: str, node
 
 
 def launch_environment(base: Mapping[str, str], plan: Plan, *, extensions_dir: Path, cores: int) -> dict[str, str]:
-    """`base` without other launchers' settings and with ours; `cores` are those this machine's ranks share."""
-    kept = {name: value for name, value in base.items() if not _is_stale(name)}
+    """`base` with our settings instead of other launchers'; this machine's ranks share `cores`."""
+    inherited = {name: value for name, value in base.items() if not _is_stale(name)}
     ranks_here = max(1, plan.chosen.num_ranks // plan.num_machines)
     ours = {
         "PYTHONSAFEPATH": "1",
-        "PYTHONPATH": _first(_PACKAGES, kept.get("PYTHONPATH", "")),
-        "PATH": _first(_PROGRAMS, kept.get("PATH", os.defpath)),
+        "PYTHONPATH": _first(_PACKAGES, inherited.get("PYTHONPATH", "")),
+        "PATH": _first(_PROGRAMS, inherited.get("PATH", os.defpath)),
         "OMP_NUM_THREADS": str(max(1, cores // ranks_here)),
         "TOKENIZERS_PARALLELISM": "false",  # the ranks fork; a tokenizer's threads would not survive it
         "TORCH_EXTENSIONS_DIR": str(extensions_dir),
         "DS_ACCELERATOR": plan.device_kind.value,
-        "PET_SIGNALS_TO_HANDLE": "SIGQUIT",  # torchrun ends its ranks at a TERM; they save at it, and end themselves
+        "PET_SIGNALS_TO_HANDLE": "SIGQUIT",  # torchrun would end its ranks at a TERM; they save and end themselves
     }
     if plan.chosen.flash_kernel is not None:
-        ours["HF_HUB_OFFLINE"] = "1"  # it is in the cache; no rank asks the hub, nor fetches what is not named
-    return kept | ours | (_cuda(kept, plan) if plan.device_kind is DeviceKind.CUDA else {})
+        ours["HF_HUB_OFFLINE"] = "1"  # it is in the cache; no rank connects to the hub
+    return inherited | ours | (_cuda(inherited, plan) if plan.device_kind is DeviceKind.CUDA else {})
 
 
 def _is_stale(name: str) -> bool:
@@ -76,12 +85,33 @@ def _is_stale(name: str) -> bool:
 
 
 def _first(folder: Path, path: str) -> str:
-    """`path` with `folder` before its entries; an empty entry, which means the working directory, is left out."""
+    """`path` with `folder` before its entries; an empty entry, which means the working directory, is dropped."""
     return os.pathsep.join([str(folder), *(entry for entry in path.split(os.pathsep) if entry)])
 
 
-def _cuda(kept: Mapping[str, str], plan: Plan) -> dict[str, str]:
-    ours = cuda_variables(plan.hardware, plan.chosen.num_ranks, kept)
+def _cuda(inherited: Mapping[str, str], plan: Plan) -> dict[str, str]:
+    ours = cuda_variables(plan.hardware, plan.chosen.num_ranks, inherited)
     if plan.hardware.needs_p2p_disabled and plan.chosen.num_ranks > 1:
-        ours["NCCL_P2P_DISABLE"] = "1"  # whatever the shell says: these cards hang, or deliver other values
+        ours["NCCL_P2P_DISABLE"] = "1"  # overrides the shell: these cards hang, or deliver other values
     return ours
+
+
+def prepare_attempt(plan: Plan, candidate: Candidate, *, run_dir: Path, resume: bool) -> Path:
+    """Writes the next `attempts/N/` with everything its ranks read; returns it."""
+    number = run_dirs.next_attempt(run_dir)
+    attempt_dir = run_dir / "attempts" / str(number)
+    try:
+        (attempt_dir / "logs").mkdir(parents=True)
+        attempt_plan = msgspec.structs.replace(plan, candidates=(candidate,), resume=resume)
+        codec.write(attempt_dir / "plan.json", attempt_plan)
+        if candidate.strategy.sharding.uses_deepspeed:
+            folder = nvme_folder(attempt_plan, run_dir, number)
+            config = deepspeed_config(attempt_plan, nvme_path=None if folder is None else str(folder))
+            filled = msgspec.json.format(msgspec.json.encode(config), indent=1)
+            codec.write_bytes(attempt_dir / "ds_config.json", filled + b"\n")
+        head = socket.gethostname() if attempt_plan.num_machines > 1 else None  # each agent writes its own later
+        settings = accelerate_config(attempt_plan, attempt_dir=attempt_dir, head=head)
+        codec.write_bytes(attempt_dir / "accelerate.yaml", yaml.safe_dump(settings, sort_keys=False).encode())
+    except OSError as error:
+        raise EnvironmentFaultError(f"{attempt_dir}: cannot be written: {error.strerror}") from error
+    return attempt_dir

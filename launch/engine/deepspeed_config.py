@@ -1,12 +1,12 @@
-"""What a ZeRO plan looks like to DeepSpeed: the base file of its row under ds_configs/ with every hole filled.
+"""A ZeRO plan as DeepSpeed reads it: the base file of its strategy under ds_configs/ with every hole filled.
 
-DeepSpeed drops an `"auto"` that nobody fills, without a word, and runs with its own default instead; so nothing is left
-open here. Two kinds of value are the plan's:
+DeepSpeed drops an unfilled `"auto"` silently and runs with its own default instead, so none is left here. Two kinds of
+value come from the plan:
 
 - The holes, `"auto"` in the base file: batch sizes, clipping, precision, bucket sizes, NVMe path. Exactly those that
   Accelerate and transformers fill when the file is used by hand. Accelerate refuses any other `"auto"`.
-- The limits (`_limits`): numbers that are sound defaults by hand, and that a plan replaces by the ones its memory
-  estimate was made with. Nothing else differs from the base file.
+- The limits (`_limits`): numbers that are good defaults by hand, and that a plan replaces by those of its memory
+  estimate. Nothing else differs from the base file.
 
 Bucket sizes are elements, not bytes. Which keys DeepSpeed 0.19.8 reads is in docs/engine-configs.md.
 """
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from launch.engine.offload_buffers import offload_buffers
+from launch.engine.offload import offload_buffers
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.plan import Buckets, Plan
 from trainer.spec.strategy import Offload, Precision
@@ -30,7 +30,7 @@ _CONFIG_ROOT = Path(__file__).resolve().parents[2]
 
 
 def deepspeed_config(plan: Plan, *, nvme_path: str | None = None) -> dict[str, Any]:
-    """The filled configuration of the chosen candidate; InputError where NVMe offload has no path."""
+    """The filled configuration of the chosen candidate; raises InputError for NVMe offload without a path."""
     strategy = plan.chosen.strategy
     if not strategy.sharding.uses_deepspeed or strategy.base_config is None:
         raise ValueError(f"{strategy.name} is not a DeepSpeed strategy")
@@ -41,7 +41,7 @@ def deepspeed_config(plan: Plan, *, nvme_path: str | None = None) -> dict[str, A
 
 
 def read_base(base_config: str) -> str:
-    """The text of a file under ds_configs/ or fsdp_configs/, as its catalogue row names it."""
+    """The text of a file under ds_configs/ or fsdp_configs/, by its name in the catalogue."""
     path = _CONFIG_ROOT / base_config
     try:
         return path.read_text(encoding="utf-8")
@@ -81,7 +81,7 @@ def _holes(plan: Plan, nvme_path: str | None) -> dict[str, Any]:
     if chosen.strategy.offload is Offload.NVME_ALL:
         prefetch = min(prefetch, offload_buffers(plan).ahead_elements)
     return {
-        # Rows that fill up the last micro batch count: DeepSpeed insists on this product.
+        # Padding rows of the last micro batch count: DeepSpeed requires this product.
         "train_batch_size": chosen.micro_batch * chosen.accumulation * chosen.num_ranks,
         "train_micro_batch_size_per_gpu": chosen.micro_batch,
         "gradient_accumulation_steps": chosen.accumulation,
@@ -97,7 +97,7 @@ def _holes(plan: Plan, nvme_path: str | None) -> dict[str, Any]:
 
 
 def _buckets_by_hidden_size(hidden_size: int) -> Buckets:
-    """What Accelerate and transformers fill in by hand, for a candidate that plans no buckets."""
+    """Buckets as Accelerate and transformers fill them, for a candidate without planned buckets."""
     square = hidden_size * hidden_size
     return Buckets(
         reduce_elements=square,
@@ -128,7 +128,7 @@ def _limits(plan: Plan) -> dict[str, Any]:
 
 
 def _offload_limits(plan: Plan) -> dict[str, Any]:
-    """Sub-groups, swap buffers and pinning; a file takes of these what it has."""
+    """Sub-groups, swap buffers and pinning; only those that the base file has are used."""
     sizes = offload_buffers(plan)
     limits: dict[str, Any] = {
         "sub_group_size": sizes.sub_group_elements,
@@ -139,5 +139,5 @@ def _offload_limits(plan: Plan) -> dict[str, Any]:
         "offload_param.buffer_size": sizes.weight_buffer_elements,
     }
     if plan.chosen.strategy.offload is Offload.NVME_ALL:
-        limits["stage3_max_reuse_distance"] = 0  # a weight that is kept gathered keeps its buffer too
+        limits["stage3_max_reuse_distance"] = 0  # a weight that stays gathered keeps its buffer too
     return limits

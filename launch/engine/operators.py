@@ -1,13 +1,19 @@
-"""DeepSpeed's compiled operators: which a plan needs, where they are kept, and building them before the ranks start.
+"""DeepSpeed's compiled operators: which a plan needs, where they are stored, and their build before the ranks start.
 
-Without this, DeepSpeed compiles an operator at its first use: minutes of silence in every rank. Worse, torch guards a
-build with a file named `lock` that is only ever removed by the process that made it; one that was killed leaves it
-behind, and every later process waits for it for ever, without a message. Hence:
+Without this, DeepSpeed compiles an operator at its first use: minutes of silence in every rank. Also, torch guards a
+build with a file named `lock` that only the process which made it removes; a killed process leaves it behind, and every
+later process waits for it forever, without a message. Hence:
 
-- Operators are built here, one at a time, with the seconds shown, into a folder of our own for each combination of
-  versions, CPU and environment. Nothing else uses that folder, and one builder at a time holds an advisory lock on it.
-- torch keeps its `lock` file open while it works. One that no process has open was left behind: it is named and
-  removed, also when everything is built, because a rank killed while it loads an operator leaves one too.
+- Operators are built here, one at a time, with progress, into a separate folder for each combination of versions, CPU
+  and environment. One builder at a time has an advisory lock on it.
+- torch keeps its `lock` file open while it works. A `lock` that no process has open is reported and removed, also if
+  everything is built, because a rank that is killed while it loads an operator leaves one too.
+
+Only `async_io` needs the CUDA toolkit, and only on a GPU: its builder runs nvcc for its version, adds the toolkit's
+headers and links libcudart and libcuda (deepspeed 0.19.8, op_builder/async_io.py and `jit_load` in builder.py). The
+toolkit is looked up as torch does. `cpu_adam` uses the builder of the CPU on every device
+(accelerator/cuda_accelerator.py). A build at run time does not compare versions: `assert_no_cuda_mismatch` belongs to
+builds ahead of time.
 """
 
 import fcntl
@@ -24,13 +30,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from launch.engine import cuda_toolkit
 from launch.probe.installed import installed_ns
+from launch.probe.program import ask
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.plan import Candidate, Plan
 from trainer.spec.strategy import Optimizer
 from trainer.spec.units import format_seconds
+from trainer.spec.value import Value
 
 CPU_ADAM, ASYNC_IO = "cpu_adam", "async_io"
 PROGRESS_EVERY_S = 10.0
@@ -38,6 +45,24 @@ _POLL_S = 0.1
 _LOCK_NAME = "lock"  # of torch.utils.cpp_extension, in the folder of each extension
 
 Report = Callable[[str], None]
+INSTALL_CUDA = (
+    "install the CUDA toolkit (nvcc) of torch's CUDA version and set CUDA_HOME, or leave out allow: [offload_nvme]"
+)
+_NVCC_TIMEOUT_S = 5.0
+_USES_LIBAIO = "#include <libaio.h>\nint main() { return io_submit(nullptr, 0, nullptr); }\n"
+
+
+class Toolkit(Value, frozen=True, kw_only=True):
+    """A toolkit's folder and its version, or the reason why none compiles."""
+
+    home: Path | None = None
+    release: str | None = None  # `13.0`
+    problem: str | None = None
+
+    @property
+    def link_flags(self) -> tuple[str, ...]:
+        """The libraries that DeepSpeed links on a GPU, with its search path."""
+        return (f"-L{self.home}", f"-L{self.home}/lib64", "-lcuda", "-lcudart")
 
 
 def needed_operators(candidate: Candidate) -> tuple[str, ...]:
@@ -53,11 +78,11 @@ def needed_operators(candidate: Candidate) -> tuple[str, ...]:
 def extensions_dir(
     cache_home: Path, versions: Mapping[str, str], cpu_flags: Sequence[str], *, environment: str | None = None
 ) -> Path:
-    """The folder of the operators that fit these versions and this CPU; what $TORCH_EXTENSIONS_DIR is set to.
+    """The folder of the operators for these versions and this CPU, the value of $TORCH_EXTENSIONS_DIR.
 
-    `versions` names torch (with its CUDA or cpu tag), deepspeed and python; operators are compiled for the CPU at hand.
-    `environment` is where the ranks' torch is and since when: ninja compiles anew, in the ranks, where it finds torch's
-    headers elsewhere than at the last build, or younger.
+    `versions` names torch (with its CUDA or cpu tag), deepspeed and python; operators are compiled for this CPU.
+    `environment` is the location of the ranks' torch and the time of its installation: ninja compiles again, in the
+    ranks, if torch's headers are elsewhere than at the last build, or newer.
     """
     python = ".".join(versions.get("python", "unknown").split(".")[:2])
     parts = [f"{name}-{versions.get(name, 'none')}" for name in ("torch", "deepspeed")]
@@ -76,11 +101,10 @@ def build_operators(
     should_stop: Callable[[], bool] = lambda: False,
     progress_every_s: float = PROGRESS_EVERY_S,
 ) -> None:
-    """Builds what is missing of `names`; EnvironmentFaultError names what has to be installed, or the log.
+    """Builds the operators of `names` that are missing, for the device that DeepSpeed finds here.
 
-    `device_kind` is the device that DeepSpeed finds here and builds for.
-
-    Ends early, with nothing half-built left to be taken for whole, once `should_stop` says so.
+    Raises EnvironmentFaultError with the package to install, or the log. Once `should_stop` is true it ends early, and
+    an incomplete build does not count as built.
     """
     if not names:
         return
@@ -90,20 +114,20 @@ def build_operators(
         raise EnvironmentFaultError(f"{extensions_dir}: cannot be made: {error.strerror}") from error
     with _only_builder(extensions_dir, on_progress):
         remove_stale_locks(extensions_dir, on_progress=on_progress)
-        missing = [name for name in names if not _marker(extensions_dir, name).is_file()]
+        missing = [name for name in names if not _built_file(extensions_dir, name).is_file()]
         if missing:
             check_toolchain(missing, device_kind=device_kind)
         for name in missing:
             builder = _Builder(name, extensions_dir=extensions_dir, python=python, progress_every_s=progress_every_s)
             if not builder.run(on_progress, should_stop):
                 return
-            _marker(extensions_dir, name).touch()
+            _built_file(extensions_dir, name).touch()
 
 
 def build_needed(plan: Plan, *, cache_home: Path, on_progress: Report, should_stop: Callable[[], bool]) -> Path:
-    """Builds what the chosen candidate needs, as `build_operators` does; the folder where its ranks find it.
+    """Builds the operators of the chosen candidate and returns their folder; raises as `build_operators`.
 
-    What a fallback needs is built when the run comes to that fallback, which most runs never do (`attempts`).
+    Those of a fallback are built when the run reaches it, which most runs never do (`attempts`).
     """
     folder = extensions_dir(cache_home, plan.versions, plan.hardware.host.cpu_flags)
     build_operators(
@@ -126,14 +150,14 @@ def find_stale_locks(extensions_dir: Path) -> tuple[Path, ...]:
 
 
 def remove_stale_locks(extensions_dir: Path, *, on_progress: Report) -> None:
-    """Removes the locks that killed builds left behind, and says so."""
+    """Removes the locks of killed builds, and reports them."""
     for lock in find_stale_locks(extensions_dir):
         lock.unlink(missing_ok=True)
-        on_progress(f"removed {lock}: a build of DeepSpeed's {lock.parent.name} was cut off and left it behind")
+        on_progress(f"removed {lock}: a build of DeepSpeed's {lock.parent.name} was interrupted and left it behind")
 
 
 def check_toolchain(names: Sequence[str], *, device_kind: DeviceKind = DeviceKind.CPU) -> None:
-    """EnvironmentFaultError, with the package to install, where an operator cannot be compiled for the device here."""
+    """Raises EnvironmentFaultError, with the package to install, if an operator cannot be compiled here."""
     compiler = os.environ.get("CXX", "c++")
     what = f"DeepSpeed's {' and '.join(names)} must be compiled on this machine"
     if shutil.which(compiler) is None:
@@ -154,17 +178,14 @@ def _check_async_io(compiler: str, what: str, device_kind: DeviceKind) -> None:
         raise EnvironmentFaultError(f"{what}, and libaio is missing\n{_install('libaio-dev', 'libaio-devel')}")
     if device_kind is DeviceKind.CPU:
         return
-    toolkit = cuda_toolkit.read_toolkit(os.environ)
+    toolkit = read_toolkit(os.environ)
     if toolkit.problem is not None:
-        raise EnvironmentFaultError(f"{what}, and {toolkit.problem}\n{cuda_toolkit.INSTALL}")
+        raise EnvironmentFaultError(f"{what}, and {toolkit.problem}\n{INSTALL_CUDA}")
     if not _compiles(compiler, "int main() {}\n", *toolkit.link_flags, "-o", os.devnull):
         raise EnvironmentFaultError(
             f"{what}, and libcudart or libcuda is not found in {toolkit.home}/lib64 or beside the system's libraries\n"
-            f"{cuda_toolkit.INSTALL}"
+            f"{INSTALL_CUDA}"
         )
-
-
-_USES_LIBAIO = "#include <libaio.h>\nint main() { return io_submit(nullptr, 0, nullptr); }\n"
 
 
 def _install(debian: str, fedora: str) -> str:
@@ -180,21 +201,21 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _marker(extensions_dir: Path, name: str) -> Path:
-    """Written after the operator was built and loaded; a library alone may be half of one."""
+def _built_file(extensions_dir: Path, name: str) -> Path:
+    """Written after the operator was built and loaded; a library file alone may be incomplete."""
     return extensions_dir / f"{name}.built"
 
 
 @contextmanager
 def _only_builder(extensions_dir: Path, on_progress: Report) -> Iterator[None]:
-    """Holds the folder; waits, and says for whom, while another builder holds it. A killed one holds nothing."""
+    """Locks the folder; waits, with a message, while another process has the lock, which ends with that process."""
     descriptor = os.open(extensions_dir / ".builder", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
-            on_progress(f"waiting: process {holder} is building DeepSpeed's operators in {extensions_dir}")
+            owner = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
+            on_progress(f"waiting: process {owner} is building DeepSpeed's operators in {extensions_dir}")
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
@@ -214,7 +235,7 @@ class _Builder:
         self.environment = _environment(extensions_dir, python)
 
     def run(self, on_progress: Report, should_stop: Callable[[], bool]) -> bool:
-        """Builds and tells the seconds; false where it was stopped, EnvironmentFaultError where it failed."""
+        """Builds and reports the seconds; false if it was stopped. Raises EnvironmentFaultError if it failed."""
         on_progress(f"building DeepSpeed's {self.name}, once for this machine; it takes a minute or more")
         started = time.monotonic()
         with self.log.open("wb") as output:
@@ -229,11 +250,11 @@ class _Builder:
             try:
                 self._watch(process, started, on_progress, should_stop)
             finally:
-                was_cut_off = process.poll() is None
-                if was_cut_off:
+                was_stopped = process.poll() is None
+                if was_stopped:
                     os.killpg(process.pid, signal.SIGKILL)  # its compilers too, or they would meet the next build's
                 process.wait()
-        if was_cut_off:
+        if was_stopped:
             return False
         if process.returncode != 0:
             raise EnvironmentFaultError(
@@ -262,7 +283,7 @@ def _environment(extensions_dir: Path, python: str) -> dict[str, str]:
     packages = Path(__file__).resolve().parents[2]
     inherited = os.environ.get("PYTHONPATH")
     return {
-        **{name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"},  # DeepSpeed looks itself
+        **{name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"},
         "TORCH_EXTENSIONS_DIR": str(extensions_dir),
         "PYTHONSAFEPATH": "1",
         "PYTHONPATH": f"{packages}{os.pathsep}{inherited}" if inherited else str(packages),
@@ -273,25 +294,45 @@ def _environment(extensions_dir: Path, python: str) -> dict[str, str]:
 def _last_error(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"\berror\b|Error\b", line)]
-    return (errors or lines or ["it said nothing"])[-1][:300]
+    return (errors or lines or ["it printed nothing"])[-1][:300]
 
 
 def _advice(log: Path) -> str:
-    """What would help, where the log says it; a line of its own."""
+    """A line with the remedy, if the log shows the cause."""
     if "CUDA_HOME" in log.read_text(errors="replace"):
-        return f"{cuda_toolkit.INSTALL}\n"
+        return f"{INSTALL_CUDA}\n"
     return ""
 
 
 def _open_files() -> Iterator[str]:
-    """Paths that processes we may look into have open."""
+    """Paths that processes of this user have open."""
     for folder in Path("/proc").glob("[0-9]*/fd"):
         try:
             descriptors = list(folder.iterdir())
         except OSError:
-            continue  # ended meanwhile, or another user's
+            continue  # ended, or another user's
         for descriptor in descriptors:
             try:
                 yield str(descriptor.readlink())
             except OSError:
                 continue
+
+
+def read_toolkit(environment: Mapping[str, str], root: Path = Path("/")) -> Toolkit:
+    """The toolkit of CUDA_HOME or CUDA_PATH, of the nvcc on PATH, or /usr/local/cuda, in torch's order."""
+    named = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
+    on_path, usual = shutil.which("nvcc", path=environment.get("PATH")), root / "usr/local/cuda"
+    if named:
+        home = Path(named)
+    elif on_path is not None:
+        home = Path(on_path).parent.parent
+    elif usual.exists():
+        home = usual
+    else:
+        return Toolkit(problem="there is no nvcc")
+    nvcc = home / "bin/nvcc"
+    answer = ask([str(nvcc), "--version"], environment=environment, timeout_s=_NVCC_TIMEOUT_S)
+    release = re.search(r"release (\d+\.\d+)", answer.output)
+    if release is not None:
+        return Toolkit(home=home, release=release[1])
+    return Toolkit(home=home, problem=answer.obstacle or f"{nvcc} does not report its version: {answer.last_words}")

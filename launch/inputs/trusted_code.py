@@ -1,4 +1,6 @@
-"""Code from elsewhere that a job allows: that of its model, and a FlashAttention kernel of the hub.
+"""Code that a job allows to run: an extensions file, that of its model, and a FlashAttention kernel of the hub.
+
+Of the extensions file only the syntax tree is read here, so that `plan` needs no torch and runs no user code.
 
 The model's code is inspected here, not run. config.json names two classes as `MODULE.CLASS` (`auto_map`,
 https://huggingface.co/docs/transformers/custom_models); their files, and those that these import relatively, are the
@@ -25,7 +27,9 @@ from launch.inputs.hub import HUB_ID, download_code, hub_cache, is_offline, is_s
 from launch.inputs.model_files import ModelFiles
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.job.sections import Job
+from trainer.spec.messages.extension import ARGUMENTS, Extension, Hook
 from trainer.spec.model.code import ModelCode
+from trainer.spec.nearest import close_matches
 from trainer.spec.plan import Plan
 
 SETTING = "model.trust_remote_code"
@@ -236,3 +240,65 @@ def _run(argv: list[str], settings: dict[str, str], errors: IO[str], should_stop
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def read_extension(path_as_written: str) -> Extension:
+    """The hooks of the file and the digest of its content.
+
+    Raises InputError for a file that is missing, not Python, without a hook, or has a hook with other arguments.
+    """
+    path = Path(path_as_written).expanduser()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"extensions: {path_as_written} cannot be read: {error.strerror}") from error
+    try:
+        tree = ast.parse(content, filename=str(path))
+    except (SyntaxError, ValueError) as error:
+        place = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise InputError(
+            f"extensions: {path_as_written} is no Python that this version reads{place}: {error}"
+        ) from error
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    hooks = tuple(hook for hook in Hook if hook in functions)
+    if not hooks:
+        raise InputError(f"extensions: {path_as_written} defines none of {', '.join(Hook)}{_hint(functions)}")
+    for hook in hooks:
+        _check_arguments(functions[hook], hook, path_as_written)
+    return Extension(path=str(path.absolute()), sha256=sha256(content).hexdigest(), hooks=hooks)
+
+
+def keep_extension(plan: Plan, run_dir: Path) -> Plan:
+    """The plan with the run's own copy of its extensions file, named by its digest; raises InputError if it changed."""
+    extension = plan.extension
+    if extension is None:
+        return plan
+    source = Path(extension.path)
+    kept = run_dir / "extensions" / f"{extension.sha256[:8]}-{source.name.removeprefix(f'{extension.sha256[:8]}-')}"
+    try:
+        content = kept.read_bytes() if kept.is_file() else source.read_bytes()
+        if sha256(content).hexdigest() != extension.sha256:
+            raise InputError(f"extensions: {source} changed since the plan was made; start again")
+        kept.parent.mkdir(exist_ok=True)
+        kept.write_bytes(content)
+    except OSError as error:
+        raise InputError(f"extensions: {error.filename} cannot be read or kept: {error.strerror}") from error
+    return replace(plan, extension=replace(extension, path=str(kept)))
+
+
+def _check_arguments(function: ast.FunctionDef | ast.AsyncFunctionDef, hook: Hook, path: str) -> None:
+    where = f"extensions: {path}, line {function.lineno}: {hook}"
+    if isinstance(function, ast.AsyncFunctionDef):
+        raise InputError(f"{where} is async; write a plain function")
+    arguments, wanted = function.args, ARGUMENTS[hook]
+    positional = [*arguments.posonlyargs, *arguments.args]
+    required = len(positional) - len(arguments.defaults)
+    takes_more = arguments.vararg is not None or len(positional) >= len(wanted)
+    has_keyword_only = any(default is None for default in arguments.kw_defaults)
+    if required > len(wanted) or not takes_more or has_keyword_only:
+        raise InputError(f"{where} must be callable as {hook}({', '.join(wanted)})")
+
+
+def _hint(functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef]) -> str:
+    meant = next((matches[0] for name in functions if (matches := close_matches(name, [*Hook]))), None)
+    return f"; did you mean {meant}?" if meant else ""

@@ -1,7 +1,7 @@
-"""The folders shardwise writes outside a run directory, by the XDG base directory specification.
+"""Folders of shardwise outside a run directory, by the XDG base directory specification.
 
 cache   token caches, compiled operators and timings of FP8; may be deleted at any time
-state   calibration.jsonl, what earlier runs measured
+state   calibration.jsonl, measurements of earlier runs
 config  config.yaml, a person's own defaults
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def cache_home(environment: Mapping[str, str] = os.environ, *, configured: str | None = None) -> Path:
-    """`$SHARDWISE_CACHE`, else what a config.yaml names, else `$XDG_CACHE_HOME/shardwise`, else under `~/.cache`."""
+    """`$SHARDWISE_CACHE`, else the folder of a config.yaml, else `$XDG_CACHE_HOME/shardwise`, else under `~/.cache`."""
     named = environment.get("SHARDWISE_CACHE") or configured
     return Path(named).expanduser() if named else _xdg(environment, "XDG_CACHE_HOME", ".cache")
 

@@ -1,15 +1,17 @@
-"""The job as four layers, each over the one before: site, person, job file, `key=value`.
+"""The job as four layers, each over the one before (site, person, job file, `key=value`), and the points of a sweep.
 
-A site's file (`$SHARDWISE_SITE_CONFIG`) and a person's (`~/.config/shardwise/config.yaml`) hold what belongs to a place
-rather than to a job: `price_per_gpu_hour`, `log.wandb`, `log.notify`, `slurm` and, in a section that no job has,
+A site's file (`$SHARDWISE_SITE_CONFIG`) and a person's (`~/.config/shardwise/config.yaml`) hold settings of a machine
+rather than of a job: `price_per_gpu_hour`, `log.wandb`, `log.notify`, `slurm` and, in a section that no job has,
 
     folders: {cache: /scratch/me/shardwise, huggingface: /shared/hf, scratch: /scratch/me}
 
-Every problem of every layer is shown at once, under its file's name or `command line`.
+Every problem of every layer is reported at once, under its file's name or `command line`. `--sweep key=a,b` gives every
+combination of its values.
 """
 
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +30,15 @@ FOLDERS = ("cache", "huggingface", "scratch")
 COMMAND_LINE = "command line"
 _STAMP = re.compile(r"-\d{8}-\d{6}(-\d+)?$")  # of a run directory
 DEFAULT = "default"
+MOST_POINTS = 1000  # of an array under Slurm's default MaxArraySize 1001
+_OPENING, _CLOSING = "[{(", "]})"
 
 
 class ResolvedJob(Value, frozen=True, kw_only=True):
-    """The job of a command, and where each setting is from.
+    """The job of a command, and the origin of each setting.
 
-    `tree` is the job in the job file's spelling, complete. `sources` maps each setting somebody wrote to the file it
-    stands in, or to `command line`; the others have their default. `name` is the job file's, for the run directory.
+    `tree` is the job in the job file's spelling, complete. `sources` maps each written setting to its file, or to
+    `command line`; the others have their default. `name` is the job file's, for the run directory.
     """
 
     job: Job
@@ -47,10 +51,10 @@ class ResolvedJob(Value, frozen=True, kw_only=True):
 def read_job_layers(
     job_path: Path | None, overrides: Sequence[str], *, config_home: Path, site_config: Path | None
 ) -> ResolvedJob:
-    """The job a command is about; InputProblemsError holds everything that is wrong in any layer.
+    """The job of a command; raises InputProblemsError with every problem of any layer.
 
-    `config_home` is the folder of the person's config.yaml, which need not exist; `site_config` must, where it is
-    named. Without a job file the overrides alone are the job.
+    `config_home` is the folder of the person's config.yaml, which need not exist; `site_config` must, if it is given.
+    Without a job file the overrides alone are the job.
     """
     problems: list[str] = []
     folders: dict[str, str] = {}
@@ -59,7 +63,7 @@ def read_job_layers(
     layers += [job_layer] if job_layer is not None else []
     layers += _override_layers(overrides, problems)
     origin = COMMAND_LINE if job_path is None else name_of_file(job_path)
-    # What an unreadable job file would have stated is not missing.
+    # Settings of an unreadable job file are not missing.
     checks_clashes = job_path is None or job_layer is not None
     try:
         reading = read_layers(layers, origin=origin, checks_clashes=checks_clashes)
@@ -77,7 +81,7 @@ def read_job_layers(
 
 
 def read_personal_folders(*, config_home: Path, site_config: Path | None) -> dict[str, str]:
-    """The folders that a site's and a person's file name, where no job is asked about; InputProblemsError as above."""
+    """Folders of a site's and a person's file, for a command without a job; raises InputProblemsError."""
     problems: list[str] = []
     folders: dict[str, str] = {}
     for path in _personal_files(config_home, site_config):
@@ -88,7 +92,7 @@ def read_personal_folders(*, config_home: Path, site_config: Path | None) -> dic
 
 
 def render_resolved(resolved: ResolvedJob) -> str:
-    """The run directory's job.yaml: every setting with where it came from; reads back to the same job."""
+    """The run directory's job.yaml: every setting with its origin; reads back to the same job."""
     lines = ["# The job as it ran: every setting, and where its value is from."]
     _render_section(resolved.tree, "", resolved.sources, lines)
     return "\n".join(lines) + "\n"
@@ -98,7 +102,7 @@ def _personal_files(config_home: Path, site_config: Path | None) -> list[Path]:
     person = config_home / "config.yaml"
     try:
         has_person = person.exists()
-    except OSError:  # not ours to see: reading it says why
+    except OSError:  # no permission: reading it reports the reason
         has_person = True
     return [*([site_config] if site_config is not None else []), *([person] if has_person else [])]
 
@@ -140,7 +144,7 @@ def _job_layer(path: Path, config_home: Path, problems: list[str]) -> Layer | No
 
 
 def _read_tree(path: Path, problems: list[str], *, is_job: bool = False) -> Mapping[str, Any] | None:
-    """The settings in a file; None, and a problem more, where there are none to read."""
+    """The settings in a file; None, and another problem, if it cannot be read."""
     try:
         tree = read_yaml_file(path)
     except InputError as error:
@@ -175,12 +179,12 @@ def _override_layers(overrides: Sequence[str], problems: list[str]) -> list[Laye
 
 
 def _override_value(path: str, value_text: str) -> object:
-    """The value as YAML reads it; where any text is legal it is taken as typed, so that `0123` keeps its zero."""
+    """The value as YAML reads it, or as typed if any text is legal, so that `0123` keeps its zero."""
     if path not in BY_PATH or not BY_PATH[path].kind.is_text:
         return read_yaml(value_text, origin=f"{COMMAND_LINE}: {path}")
-    words: Mapping[str, object] = {"null": None, "~": None, "true": True, "false": False}
-    if value_text in words:
-        return words[value_text]
+    literals: Mapping[str, object] = {"null": None, "~": None, "true": True, "false": False}
+    if value_text in literals:
+        return literals[value_text]
     if value_text[0] not in "[{\"'":
         return value_text
     try:
@@ -190,7 +194,7 @@ def _override_value(path: str, value_text: str) -> object:
 
 
 def _name_of_job(path: Path | None) -> str:
-    """The file's name; of the job.yaml of a submitted run, which every run has, the run's, without its time."""
+    """The file's name; for the job.yaml of a submitted run that of the run, without its time."""
     stem = "job" if path is None else path.stem
     if path is not None and (path.parent / SUBMISSION_NAME).is_file():
         folder = path.absolute().parent
@@ -209,3 +213,45 @@ def _render_section(tree: Mapping[str, Any], section: str, sources: Mapping[str,
         else:
             setting = f"{indent}{name}: {write_scalar(value)}"
             lines.append(f"{setting:<60}  # from: {sources.get(path, DEFAULT)}")
+
+
+def sweep_points(sweeps: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """The overrides of each point, one empty point without a sweep; the last sweep varies fastest."""
+    choices = [_choices(sweep) for sweep in sweeps]
+    keys = [each[0].partition("=")[0] for each in choices]
+    double = next((key for number, key in enumerate(keys) if key in keys[:number]), None)
+    if double is not None:
+        raise InputError(f"--sweep {double}: is swept twice; give all of its values at once: --sweep {double}=a,b,c")
+    points = tuple(itertools.product(*choices))
+    if len(points) > MOST_POINTS:
+        raise InputError(f"--sweep: {len(points)} points; an array holds {MOST_POINTS} at most")
+    return points
+
+
+def _choices(sweep: str) -> list[str]:
+    key, equals, values = (part.strip() for part in sweep.partition("="))
+    found = [value.strip() for value in _parts(values)]
+    if not key or not equals or not all(found):
+        raise InputError(f"--sweep {sweep!r}: expected key=a,b, such as train.lr=1e-4,3e-4")
+    if key.split(".")[0] in ("slurm", "output"):
+        raise InputError(
+            f"--sweep {key}: every point is a task of one array, so {key.split('.')[0]} is the same for all"
+        )
+    if len(set(found)) < len(found):
+        raise InputError(f"--sweep {sweep}: a value appears twice")
+    return [f"{key}={value}" for value in found]
+
+
+def _parts(text: str) -> Iterator[str]:
+    """The text split at commas, except those in brackets or quotes."""
+    depth, quote, begin = 0, "", 0
+    for place, letter in enumerate(text):
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        elif letter == "," and not depth:
+            yield text[begin:place]
+            begin = place + 1
+        depth += (letter in _OPENING) - (letter in _CLOSING) if not quote else 0
+    yield text[begin:]

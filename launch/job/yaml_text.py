@@ -1,7 +1,7 @@
-"""YAML as people mean it, which is version 1.2: `off` is a word, `1e-4` a number, `24:00:00` and `2024-01-01` text.
+"""YAML 1.2, as people mean it: `off` is a word, `1e-4` a number, `24:00:00` and `2024-01-01` text.
 
-PyYAML reads version 1.1, in which those are False, text, 86400 and a date, and `010` is eight. A key that stands twice
-is refused. Whatever is wrong with a file is one line with its line and column.
+PyYAML reads version 1.1, in which those are False, text, 86400 and a date, and `010` is eight. A duplicate key is
+refused. Every error is one line with the line and column in the file.
 """
 
 import json
@@ -26,7 +26,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml_file(path: Path) -> object:
-    """What the file holds, None where it is empty; InputError names the file and the place."""
+    """Content of the file, None if it is empty; raises InputError with the file and the line."""
     origin = name_of_file(path)
     try:
         with path.open("rb") as stream:
@@ -55,13 +55,13 @@ def read_yaml(text: str, *, origin: str) -> object:
         raise InputError(f"{origin}: {_place(error)}{_sentence(error)}") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise InputError(f"{origin}: line {line}: holds a character that text does not have") from None
+        raise InputError(f"{origin}: line {line}: contains a character that is not text") from None
     except RecursionError:
         raise InputError(f"{origin}: is nested too deeply") from None
 
 
 def write_scalar(value: object) -> str:
-    """A value on one line, which `read_yaml` and any YAML 1.1 reader take for the same value."""
+    """A value on one line, which `read_yaml` and any YAML 1.1 reader read as the same value."""
     if isinstance(value, list):
         return f"[{', '.join(write_scalar(entry) for entry in value)}]"
     if isinstance(value, dict):
@@ -95,7 +95,7 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any
         if isinstance(key, yaml.ScalarNode):
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    problem=f"{key.value!r} stands twice", problem_mark=key.start_mark
+                    problem=f"{key.value!r} appears twice", problem_mark=key.start_mark
                 )
             seen.add(key.value)
     loader.flatten_mapping(node)
@@ -116,7 +116,7 @@ def _number(loader: _Loader, node: yaml.ScalarNode, kind: type[int] | type[float
         return kind(re.sub(r"\.(inf|nan)$", r"\1", text, flags=re.IGNORECASE))
     except ValueError:
         raise yaml.constructor.ConstructorError(
-            problem=f"{text!r} is no number", problem_mark=node.start_mark
+            problem=f"{text!r} is not a number", problem_mark=node.start_mark
         ) from None
 
 

@@ -24,7 +24,7 @@ from launch.attempt.local_ranks import LocalRanks
 from launch.attempt.supervisor import StopKind, StopRequest
 from launch.engine.accelerate_config import accelerate_config, accelerate_file
 from launch.engine.command import launch_command, launch_environment
-from launch.engine.nvme_folder import check_nvme, held_folder, nvme_folder
+from launch.engine.offload import check_nvme, held_folder, nvme_folder
 from launch.engine.operators import build_needed, remove_stale_locks
 from launch.inputs.staging import copy_staged
 from launch.inputs.trusted_code import fetch_flash_kernel

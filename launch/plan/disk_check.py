@@ -7,7 +7,7 @@ and logs are small beside them. State offloaded to NVMe is asked of its own disk
 
 from pathlib import Path
 
-from launch.engine.nvme_folder import check_nvme
+from launch.engine.offload import check_nvme
 from launch.probe.disks import check_room
 from trainer.spec.plan import Plan
 

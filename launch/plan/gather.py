@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from launch.inputs.data_files import list_files, shape_of_first_row, source_bytes
 from launch.inputs.model_files import ModelFiles, download_model, read_model_config
 from launch.inputs.prepare_data import find_prepared
-from launch.inputs.trusted_code import offered_code, read_model_code
+from launch.inputs.trusted_code import offered_code, read_extension, read_model_code
 from launch.job import folders
 from launch.job.layers import ResolvedJob, read_job_layers
 from launch.plan.asked_nodes import AskedNodes, read_asked_nodes
@@ -187,8 +187,6 @@ def make_request(
 def _extension_of(job: Job) -> Extension | None:
     if job.extensions is None:
         return None
-    from launch.job.extension import read_extension
-
     return read_extension(job.extensions)
 
 

@@ -32,9 +32,8 @@ from launch.attempt.retries import (
 )
 from launch.attempt.supervisor import StopKind, StopRequest, watch_attempt
 from launch.attempt.watchdog import Watchdog, WatchLimits
-from launch.engine.attempt_files import prepare_attempt
-from launch.engine.command import launch_command, launch_environment
-from launch.engine.nvme_folder import check_nvme, held_folder, nvme_folder
+from launch.engine.command import launch_command, launch_environment, prepare_attempt
+from launch.engine.offload import check_nvme, held_folder, nvme_folder
 from launch.engine.operators import build_operators, needed_operators, remove_stale_locks
 from launch.inputs.staging import copy_staged
 from launch.nodes.ranks import Cluster, ClusterRanks

@@ -17,7 +17,7 @@ from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
 from rank_factory import rank_plan, write_attempt
 from spoilt_rows import spoil, train_plainly
 
-from launch.engine.nvme_folder import check_nvme
+from launch.engine.offload import check_nvme
 from trainer.runtime.checkpoint.files.search import open_checkpoint
 from trainer.runtime.run.spikes import STEPS_UNTIL_ROLL_BACK, PassedOver
 from trainer.spec.job.sections import Limits, NvmeLimit

@@ -16,8 +16,7 @@ from operator_cache import NO_LIBAIO, folder_with_operators, lacks_libaio
 from rank_factory import NUM_STEPS, rank_plan, write_attempt
 from safetensors.torch import load_file
 
-from launch.engine.nvme_folder import check_nvme
-from launch.engine.offload_buffers import offload_buffers
+from launch.engine.offload import check_nvme, offload_buffers
 from trainer.spec import codec
 from trainer.spec.job.sections import Limits, NvmeLimit
 from trainer.spec.model.shape import read_model_shape

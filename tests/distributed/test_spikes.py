@@ -20,7 +20,7 @@ from rank_factory import rank_plan, write_attempt
 from safetensors.torch import load_file
 from spoilt_rows import train_plainly
 
-from launch.engine.nvme_folder import check_nvme
+from launch.engine.offload import check_nvme
 from trainer.runtime.precision.mixed_precision import INIT_SCALE
 from trainer.spec.job.sections import Limits, NvmeLimit
 from trainer.spec.model.shape import read_model_shape

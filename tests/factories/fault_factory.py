@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from launch.attempt.supervisor import StopRequest
 from launch.attempt.watchdog import WatchLimits
-from launch.job.extension import read_extension
+from launch.inputs.trusted_code import read_extension
 from launch.run.attempts import RunOutcome, run_attempts
 from launch.terminal import Console
 from trainer.spec.plan import Candidate, Plan

@@ -21,8 +21,7 @@ import numpy as np
 from engine_plan_factory import engine_plan
 from operator_cache import folder_with_operators
 
-from launch.engine.attempt_files import prepare_attempt
-from launch.engine.command import launch_command, launch_environment
+from launch.engine.command import launch_command, launch_environment, prepare_attempt
 from trainer.planning.device import device_of
 from trainer.planning.memory import estimate_memory
 from trainer.planning.run.padding import row_recipe

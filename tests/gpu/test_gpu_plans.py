@@ -21,8 +21,7 @@ from gpu_factory import (
 )
 from planning_factory import context_for, job_of, machine
 
-from launch.engine.attempt_files import prepare_attempt
-from launch.engine.command import launch_command, launch_environment
+from launch.engine.command import launch_command, launch_environment, prepare_attempt
 from trainer.planning.rules.rule import obstacle_to, refuse
 from trainer.spec import codec
 from trainer.spec.job.sections import Allowance

@@ -9,7 +9,7 @@ from engine_plan_factory import TINY_LLAMA, engine_plan, gpus
 from msgspec.structs import replace
 
 from launch.engine.deepspeed_config import deepspeed_config, fill, read_base
-from launch.engine.offload_buffers import offload_buffers
+from launch.engine.offload import offload_buffers
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.hardware import DeviceKind, Hardware, Host
 from trainer.spec.job.sections import Job, Limits, NvmeLimit, TrainJob

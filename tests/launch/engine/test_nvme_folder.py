@@ -11,8 +11,8 @@ from engine_plan_factory import engine_plan
 from msgspec.structs import replace
 
 from launch.attempt.supervisor import StopRequest
-from launch.engine.attempt_files import prepare_attempt
-from launch.engine.nvme_folder import check_locked_memory, check_nvme, held_folder, nvme_folder, remove_stale_folders
+from launch.engine.command import prepare_attempt
+from launch.engine.offload import check_locked_memory, check_nvme, held_folder, nvme_folder, remove_stale_folders
 from launch.plan.disk_check import check_disk
 from launch.run.attempts import run_attempts
 from launch.terminal import Console
@@ -25,7 +25,7 @@ from trainer.spec.strategy import Offload, Sharding
 HOLDER = """
 import sys, time
 from pathlib import Path
-from launch.engine.nvme_folder import held_folder
+from launch.engine.offload import held_folder
 with held_folder(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
@@ -160,7 +160,7 @@ def with_data(plan: Plan, cache_dir: Path) -> Plan:
 
 LOCK = """
 import ctypes, mmap, resource, sys
-from launch.engine.nvme_folder import lockable_bytes
+from launch.engine.offload import lockable_bytes
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
 block = mmap.mmap(-1, 1 << 20)
 start = ctypes.addressof(ctypes.c_char.from_buffer(block))

@@ -4,7 +4,7 @@ from hashlib import sha256
 
 import pytest
 
-from launch.job.extension import read_extension
+from launch.inputs.trusted_code import read_extension
 from trainer.spec.errors import InputError
 from trainer.spec.messages.extension import Hook
 

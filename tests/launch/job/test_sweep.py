@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.job.sweep import sweep_points
+from launch.job.layers import sweep_points
 from trainer.spec.errors import InputError
 
 
