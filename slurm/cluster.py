@@ -17,7 +17,7 @@ from trainer.spec.value import Value
 
 
 class PartitionState(StrEnum):
-    """What a partition does with jobs."""
+    """The state of a partition."""
 
     UP = "UP"  # takes and starts them
     DOWN = "DOWN"  # takes them and starts none
@@ -26,7 +26,7 @@ class PartitionState(StrEnum):
 
 
 class Preemption(StrEnum):
-    """What becomes of a job that makes way for another."""
+    """The effect of a preemption on a job."""
 
     OFF = "OFF"
     REQUEUE = "REQUEUE"
@@ -45,7 +45,7 @@ class Gres(Value, frozen=True, kw_only=True):
 
 
 class Node(Value, frozen=True, kw_only=True):
-    """A node; cores and RAM are those that jobs get, without what is kept for Slurm itself."""
+    """A node; cores and RAM are those for jobs, without those reserved for Slurm itself."""
 
     name: str
     num_cores: int
@@ -80,7 +80,7 @@ class Partition(Value, frozen=True, kw_only=True):
     max_ram_per_node_bytes: int | None = None
     max_ram_per_cpu_bytes: int | None = None
     is_exclusive: bool = False  # every job gets whole nodes
-    is_oversubscribed: bool = False  # nodes are shared even with a job that asks for whole ones
+    is_oversubscribed: bool = False  # nodes are shared even with a job that requests whole ones
     allowed_accounts: tuple[str, ...] | None = None  # None: all
     denied_accounts: tuple[str, ...] = ()
     allowed_qos: tuple[str, ...] | None = None
@@ -94,7 +94,7 @@ class Partition(Value, frozen=True, kw_only=True):
 
 
 class JobLimits(Value, frozen=True, kw_only=True):
-    """What a quality of service, or an association, lets jobs have at most: amounts by TRES, memory in bytes."""
+    """Limits of a quality of service or an association: amounts by TRES, memory in bytes."""
 
     source: str  # `QOS long`, `account vision`
     max_time_s: int | None = None
@@ -122,7 +122,7 @@ _NO_LIMIT = ("UNLIMITED", "INFINITE", "ALL")
 _OUT_OF_SERVICE = frozenset(
     ("DOWN", "DRAIN", "DRAINED", "DRAINING", "ERROR", "FAIL", "FAILING", "FUTURE", "INVAL", "INVALID", "UNKNOWN")
 ) | {"INVALID_REG", "NOT_RESPONDING", "NO_RESPOND"}
-# A word of a later version is taken for the worst of those that are known.
+# An unknown word of a later version is read as the worst known one.
 _PREEMPTIONS = {mode.value: mode for mode in Preemption}
 _STATES = {state.value: state for state in PartitionState}
 _STATE_MARKS = "*~#!%$@^+-"
@@ -228,7 +228,7 @@ def _node(fields: Mapping[str, str | None]) -> Node:
     return Node(
         name=fields["NodeName"] or "",
         num_cores=max(1, cores),
-        ram_bytes=memory if memory > MIB else None,  # RealMemory=1: nobody configured it
+        ram_bytes=memory if memory > MIB else None,  # RealMemory=1: not configured
         gres=gres,
         features=tuple(
             (fields.get("ActiveFeatures") or fields.get("AvailableFeatures") or "").replace(",", " ").split()

@@ -1,7 +1,7 @@
 """The card of the catalogue that a GRES type names. Pure.
 
 Sites choose the names of cards: `a100`, `nvidia_h100_80gb_hbm3` (what NVML reports), `v100-sxm2-32gb`, `A100.80gb`,
-`rtx_3090`; others leave the type out and give nodes a feature (`A100-80GB`, `GPU_SKU:V100`, `hbm80g`, `gpu80`).
+`rtx_3090`; others omit the type and give nodes a feature (`A100-80GB`, `GPU_SKU:V100`, `hbm80g`, `gpu80`).
 `trainer.planning.tables.gpu_names` finds the rows of a name and chooses among several. A card that is not in the
 catalogue is not guessed.
 """
@@ -40,10 +40,6 @@ class CardChoice(Value, frozen=True, kw_only=True):
     gpu: Gpu  # as the first of its node
     fits: tuple[str, ...]  # every row of the catalogue that matches
     source: str  # `gpu:a100`, `the feature A100-80GB`
-
-    @property
-    def is_assumed(self) -> bool:
-        return len(self.fits) > 1
 
 
 def card_of(gres: Gres, features: Sequence[str] = (), others: Iterable[Gres] = ()) -> CardChoice | None:

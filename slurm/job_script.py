@@ -55,13 +55,13 @@ def container_of(image: str, *, folders: Sequence[str], has_pyxis: bool) -> Cont
             raise InputError(
                 f"{folder}: a container cannot mount a folder with a colon or a comma in its path; rename it"
             )
-    kept = _without_nested(folders)
+    mounted = _without_nested(folders)
     if image.endswith(".sif") or image.startswith(_APPTAINER_IMAGES):
-        return Container(runtime=Runtime.APPTAINER, image=image, folders=kept)
+        return Container(runtime=Runtime.APPTAINER, image=image, folders=mounted)
     if has_pyxis:
-        return Container(runtime=Runtime.PYXIS, image=_pyxis_name(image), folders=kept)
+        return Container(runtime=Runtime.PYXIS, image=_pyxis_name(image), folders=mounted)
     if image.startswith("docker://"):
-        return Container(runtime=Runtime.APPTAINER, image=image, folders=kept)
+        return Container(runtime=Runtime.APPTAINER, image=image, folders=mounted)
     raise InputError(
         f"slurm.container: {image} needs pyxis, and srun has no --container-image on this cluster; "
         "write docker://NAME or a .sif file, which Apptainer runs"
@@ -96,20 +96,20 @@ def _without_nested(folders: Sequence[str]) -> tuple[str, ...]:
 
 
 _RECORD = f"""\
-# Who ran here: time, job, how often it was restarted, nodes.
+# Each start: time, job, number of restarts, nodes.
 printf '%s %s %s %s\\n' "$(date -u +%Y-%m-%dT%H:%M:%SZ)" "$job" "${{SLURM_RESTART_COUNT:-0}}" "$SLURM_JOB_NODELIST" \\
     >>"$run_dir/{JOBS_FILE}"
 """
 
 _SIGNALS = """\
-# Slurm says stop with USR1, ahead of the time limit or of a preemption, and with TERM when it ends the job. The
-# supervisor is told by USR1: every rank saves the same step, and it ends with 75.
-supervisor='' was_told='' heard=''
-tell() {
-    heard=yes was_told=yes
+# Slurm sends USR1 ahead of the time limit or of a preemption, and TERM when it ends the job. Both are forwarded to the
+# supervisor as USR1: every rank saves the same step, and it ends with 75.
+supervisor='' was_stopped='' was_signalled=''
+forward() {
+    was_signalled=yes was_stopped=yes
     [ -z "$supervisor" ] || kill -USR1 "$supervisor" 2>/dev/null || :
 }
-trap tell USR1 TERM
+trap forward USR1 TERM
 """
 
 _START = """\
@@ -119,25 +119,25 @@ supervisor=$!
 """
 
 _WAIT = """\
-[ -z "$was_told" ] || kill -USR1 "$$" # told before there was anyone to tell
+[ -z "$was_stopped" ] || kill -USR1 "$$" # the signal came before the supervisor
 code=127
 while :; do # a signal ends wait early
-    heard=''
+    was_signalled=''
     if wait "$supervisor"; then
         code=0
     else
         seen=$?
         [ "$seen" = 127 ] || code=$seen # 127 where it had ended already: the wait before has its code
     fi
-    [ -n "$heard" ] || break
+    [ -n "$was_signalled" ] || break
 done
-# Ended by USR1 itself: that came before shardwise listened, and nothing was begun.
-[ "$code$was_told" != 138yes ] || code=75
+# Ended by USR1: it came before shardwise handled signals, and nothing was begun.
+[ "$code$was_stopped" != 138yes ] || code=75
 [ "$code" = 75 ] || exit "$code"
 """
 
 _GO_ON = f"""\
-# Stopped early and saved: the run goes on in the next job of its chain, in this one queued again, or in a new one.
+# Stopped early and saved: the run continues in the next job of its chain, in this one queued again, or in a new one.
 trap '' USR1
 trap - TERM
 next=$(sed -n "/^$job\\$/{{n;p;}}" "$run_dir/{CHAIN_FILE}" 2>/dev/null || :)
@@ -145,32 +145,32 @@ if [ -n "$next" ] && [ -n "$(squeue --noheader --jobs="$next" --format=%i 2>/dev
     echo "job $next goes on with this run"
     exit 0
 fi
-# Of a job that Slurm is ending it gives the reason in the job's output; there is none for scancel, and requeueing would
-# bring a cancelled job back.
+# If Slurm is ending the job, the job's output has the reason. There is none for scancel: requeueing would restart a
+# cancelled job.
 running=$(squeue --noheader --jobs="$job" --states=RUNNING --format=%i 2>/dev/null) || running=unknown
 if [ -z "$running" ] && ! tail -n 200 "/proc/$$/fd/1" 2>/dev/null | grep -q "JOB $SLURM_JOB_ID ON .* DUE TO "; then
     echo "cancelled; to go on with this run: sbatch $script"
     exit "$code"
 fi
-if answer=$(scontrol requeue "$job" 2>&1); then
+if reply=$(scontrol requeue "$job" 2>&1); then
     sleep 300 # Slurm ends this script
     exit "$code"
 fi
-case $answer in
+case $reply in
 *pending*) exit "$code" ;; # Slurm has queued it again itself
 esac
-echo "$answer; a new job goes on with this run"
+echo "$reply; a new job goes on with this run"
 """
 
 _FOLLOW_UP = """\
-for name in "${!SLURM_@}"; do # what this job was told is not for the next
+for name in "${!SLURM_@}"; do # variables of this job are not for the next
     [ "$name" = SLURM_CONF ] || unset "$name"
 done
 """
 
 _INSIDE = """\
-# The same command on every node, inside the container, where there is no Slurm: node 0 supervises, the others call it.
-# USR1 is ignored there until shardwise listens, so it is said again every ten seconds.
+# The same command on every node, inside the container, where there is no Slurm: node 0 supervises, the others connect
+# to it. USR1 is ignored there until shardwise handles it, so it is sent every ten seconds.
 # shellcheck disable=SC2016 # for the shell inside
 inside='trap "" USR1
 exec shardwise train "$1/job.yaml" --run-dir "$1" --resume \\
@@ -182,7 +182,7 @@ _AFTER_START = """\
 supervisor=$!
 repeating=''
 repeat() { while sleep 10 && kill -USR1 "$supervisor" 2>/dev/null; do :; done; }
-trap 'tell; [ -n "$repeating" ] || { repeating=yes; repeat & }' USR1 TERM
+trap 'forward; [ -n "$repeating" ] || { repeating=yes; repeat & }' USR1 TERM
 """
 
 _FIND_APPTAINER = """\

@@ -129,14 +129,14 @@ def _check_state(partition: Partition, choice: Choice) -> None:
     if partition.state is not PartitionState.UP:
         raise EnvironmentFaultError(
             f"partition {partition.name} is {partition.state}: it starts no new jobs\n"
-            "take another, or ask who runs the cluster when it comes back"
+            "choose another, or ask the administrators when it is back in service"
         )
     if partition.num_nodes == 0:
         raise EnvironmentFaultError(f"partition {partition.name} has no nodes")
     if choice.group.names and choice.group.num_in_service == 0:
         raise EnvironmentFaultError(
             f"partition {partition.name}: all of its {choice.group.summary} are down or drained\n"
-            "take another partition, or ask who runs the cluster when they come back"
+            "choose another partition, or ask the administrators when they are back in service"
         )
 
 
@@ -205,7 +205,7 @@ def _check_stated(partition: Partition, group: NodeGroup, stated: Hardware, num_
             f"{_candidates(group)} ({group.gres})"
         )
     if stated.num_nodes not in (1, num_nodes):
-        raise InputError(f"--hardware names {stated.num_nodes} nodes, --nodes {num_nodes}; leave the first out")
+        raise InputError(f"--hardware names {stated.num_nodes} nodes, --nodes {num_nodes}; omit the former")
 
 
 def _agrees(group: NodeGroup, gpu: Gpu) -> bool:

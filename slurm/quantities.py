@@ -61,5 +61,5 @@ def describe_num_jobs(hours: float, limit_s: int | None, *, place: str) -> str:
 
 
 def known(text: str) -> str | None:
-    """A value without blanks around it; None for the words with which Slurm marks a missing one."""
+    """A value without blanks around it; None for the text that Slurm prints for a missing one."""
     return None if text.strip() in _UNKNOWN else text.strip()

@@ -74,7 +74,7 @@ def run_slurm(argv: Sequence[str], *, environment: Mapping[str, str] = os.enviro
         raise EnvironmentFaultError(f"{command}: cannot be run: {error.strerror}") from error
     except subprocess.TimeoutExpired:
         raise EnvironmentFaultError(
-            f"{command}: no answer within {timeout_s:g} s; is the Slurm controller up, and slurm.conf in its place?"
+            f"{command}: no reply within {timeout_s:g} s; is the Slurm controller up, and slurm.conf in its place?"
         ) from None
     if done.returncode != 0:
         raise EnvironmentFaultError(_failure(command, done.stderr or done.stdout, done.returncode))
@@ -84,5 +84,5 @@ def run_slurm(argv: Sequence[str], *, environment: Mapping[str, str] = os.enviro
 def _failure(command: str, output: str, code: int) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     if any(sign in line for sign in _NO_CONTROLLER for line in lines):
-        return f"{command}: the Slurm controller does not answer; try again, or ask who runs the cluster"
+        return f"{command}: the Slurm controller does not respond; try again, or contact the administrators"
     return f"{command}: {'; '.join(lines[:2]) or f'ended with exit code {code}'}"

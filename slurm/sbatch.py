@@ -170,7 +170,7 @@ def _checked_extra(extra: Sequence[str]) -> list[str]:
             name, value = _OWN_LETTERS.get(name, name), f"-{name}{value}"
             options.append(value)
         if name in _OWN_OPTIONS:
-            raise InputError(f"slurm.extra: {text}: shardwise sets --{name} itself; leave it out")
+            raise InputError(f"slurm.extra: {text}: shardwise sets --{name} itself; remove it")
     return options
 
 

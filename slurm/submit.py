@@ -5,7 +5,6 @@ import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from slurm.partition_hardware import PartitionHardware
 from slurm.quantities import format_duration
@@ -72,23 +71,17 @@ def submit_environment(environment: Mapping[str, str], job: BatchJob) -> dict[st
 def explain_refusal(output: str, job: BatchJob, found: PartitionHardware | None) -> str:
     """Slurm's message and a remedy, in at most three lines. Pure."""
     lines = [_PREFIX.sub("", line).strip() for line in output.splitlines() if line.strip()]
-    message = next(
-        (line for line in reversed(lines) if _hint(line) is not None), lines[0] if lines else "no reason given"
-    )
-    hint = _hint(message)
-    advice = hint.advice(job, found) if hint is not None else _requested(job)
-    return f"Slurm refuses this job: {message}\n{advice}"
+    known = [(line, advice) for line in reversed(lines) if (advice := _advice(line)) is not None]
+    message, advice = known[0] if known else (lines[0] if lines else "no reason given", None)
+    return f"Slurm refuses this job: {message}\n{_requested(job) if advice is None else advice(job, found)}"
 
 
-class _Hint(NamedTuple):
-    """The remedy for a refusal that contains `text`."""
-
-    text: str
-    advice: Callable[[BatchJob, PartitionHardware | None], str]
+_Advice = Callable[[BatchJob, PartitionHardware | None], str]
 
 
-def _hint(message: str) -> _Hint | None:
-    return next((hint for hint in _HINTS if hint.text.lower() in message.lower()), None)
+def _advice(message: str) -> _Advice | None:
+    """The remedy for a message of Slurm; None for an unknown one."""
+    return next((each for each, texts in _REFUSALS.items() if any(text in message.lower() for text in texts)), None)
 
 
 def _partition(job: BatchJob, _found: PartitionHardware | None) -> str:
@@ -145,29 +138,30 @@ def _points(job: BatchJob, _found: PartitionHardware | None) -> str:
     return f"the sweep has {job.num_points} points; `scontrol show config` has the limit of an array (MaxArraySize)"
 
 
-_HINTS = (
-    _Hint("partition specified", _partition),
-    _Hint("Invalid partition name", _partition),
-    _Hint("group not permitted to use this partition", _partition),
-    _Hint("partition not available", _partition),
-    _Hint("Invalid account", _account),
-    _Hint("Invalid qos", _qos),
-    _Hint("requested time limit is invalid", _time),
-    _Hint("Invalid --time", _time),
-    _Hint("Invalid feature", _feature),
-    _Hint("reservation is invalid", _reservation),
-    _Hint("Access/permission denied", _reservation),
-    _Hint("Job violates accounting/QOS policy", _limits),
-    _Hint("node configuration is not available", _nodes),
-    _Hint("Node count specification invalid", _nodes),
-    _Hint("More processors requested than permitted", _nodes),
-    _Hint("Memory required by task is not available", _nodes),
-    _Hint("Invalid generic resource", _nodes),
-    _Hint("Invalid job array specification", _points),
-    _Hint("unrecognized option", _option),
-    _Hint("invalid option", _option),
-    _Hint("Invalid directive", _option),
-)
+# Parts of Slurm's messages, in lower case.
+_REFUSALS: dict[_Advice, tuple[str, ...]] = {
+    _partition: (
+        "partition specified",
+        "invalid partition name",
+        "group not permitted to use this partition",
+        "partition not available",
+    ),
+    _account: ("invalid account",),
+    _qos: ("invalid qos",),
+    _time: ("requested time limit is invalid", "invalid --time"),
+    _feature: ("invalid feature",),
+    _reservation: ("reservation is invalid", "access/permission denied"),
+    _limits: ("job violates accounting/qos policy",),
+    _nodes: (
+        "node configuration is not available",
+        "node count specification invalid",
+        "more processors requested than permitted",
+        "memory required by task is not available",
+        "invalid generic resource",
+    ),
+    _points: ("invalid job array specification",),
+    _option: ("unrecognized option", "invalid option", "invalid directive"),
+}
 
 
 def _stated(name: str, value: str | None) -> str:
@@ -175,8 +169,8 @@ def _stated(name: str, value: str | None) -> str:
 
 
 def _requested(job: BatchJob) -> str:
-    kept = ("nodes", "gpus-per-node", "gres", "cpus-per-task", "mem", "exclusive", "time", "partition", "constraint")
-    options = [option for option in sbatch_options(job) if option[2:].partition("=")[0] in kept]
+    shown = ("nodes", "gpus-per-node", "gres", "cpus-per-task", "mem", "exclusive", "time", "partition", "constraint")
+    options = [option for option in sbatch_options(job) if option[2:].partition("=")[0] in shown]
     return "requested: " + " ".join(options)
 
 

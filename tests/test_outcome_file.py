@@ -93,7 +93,7 @@ def test_it_keeps_the_largest_difference_of_every_group(outcome):
     }
 
 
-def test_it_says_with_what_and_where_it_ran(outcome):
+def test_it_records_versions_and_machine(outcome):
     assert outcome["versions"].keys() >= {"python", "shardwise", "torch", "deepspeed"}
     assert outcome["machine"]["cores"] >= 1
 

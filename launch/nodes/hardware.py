@@ -80,7 +80,7 @@ def _refuse_unlike(first_name: str, first: Hardware, name: str, machine: Hardwar
     if here != there:
         raise EnvironmentFaultError(
             f"{first_name} has {here}, {name} has {there}; every machine of a run needs the same:\n"
-            f"leave one out (Slurm: --exclude={name}), or ask for those that are alike (--constraint)"
+            f"exclude one (Slurm: --exclude={name}), or request equal ones (--constraint)"
         )
     for library in sorted(first.libraries.keys() | machine.libraries.keys()):
         then, now = first.libraries.get(library), machine.libraries.get(library)

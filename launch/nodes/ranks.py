@@ -28,7 +28,7 @@ START_S = 300.0  # for every agent of a step to start and connect: srun may wait
 FILES_S = 65.0  # for a file of another machine to appear: NFS refreshes a folder after a minute at most
 STEP_END_S = 40.0  # for srun to end; Slurm's own KillWait is 30 s by default
 _POLL_S = 0.1
-# Messages of Slurm on a node that does not answer, by version. The agents' own messages are in the same log.
+# Messages of Slurm on a node that does not respond, by version. The agents' own messages are in the same log.
 _NODE_IS_GONE = re.compile(
     r"^(srun|slurmstepd)\b.*(node failure|communication connection failure|launch .*failed|not responding|timed out"
     r"|no route to host|connection (refused|reset)|nodes? .*\b(down|fail))",

@@ -148,7 +148,7 @@ def judge(files: RunFiles, liveness: Liveness, *, now_s: float) -> Judged:
     if jobs:
         return Judged(RunState.WAITING, f"job {jobs[0].job_id} {'waits to go on' if files.attempt else 'waits'}")
     is_queue_unknown = files.submission is not None and liveness.jobs is None
-    problem = liveness.problem or "Slurm was not asked"
+    problem = liveness.problem or "Slurm was not queried"
     if files.report is not None and files.has_final_report:
         ended = _reported(files)
         if ended.state is RunState.PREEMPTED and is_queue_unknown:

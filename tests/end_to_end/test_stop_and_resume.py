@@ -109,7 +109,7 @@ def test_a_stopped_run_resumes_with_the_losses_of_an_uninterrupted_one(long_job,
     assert losses(long_job.only_run()) == straight_losses, "not bitwise equal"
 
 
-def test_a_run_that_is_cancelled_from_another_machine_ends_by_its_mark(long_job):
+def test_a_run_that_is_cancelled_on_another_machine_ends_by_its_flag(long_job):
     """The mark alone: whoever cancels there cannot signal a process here."""
     process = start_and_wait(long_job, steps=3)
     write_cancel_flag(long_job.only_run(), now=datetime.now(UTC))

@@ -45,7 +45,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return planned
 
 
-def test_a_partition_is_planned_for_and_told_how_many_nodes_are_worth_it(run: Run) -> None:
+def test_a_plan_for_a_partition_compares_numbers_of_nodes(run: Run) -> None:
     answer = run("--partition", "gpu", "--nodes", "2")
     assert (answer.code, answer.err) == (ExitCode.DONE, "")
     assert answer.out.splitlines()[0].endswith(" on 2 nodes of 8 x A100-SXM4-80GB")
@@ -87,7 +87,7 @@ def test_cards_are_chosen_and_capped_as_on_any_machine(run: Run) -> None:
     assert plan.hardware.libraries
 
 
-def test_a_spec_states_what_slurm_leaves_out(run: Run) -> None:
+def test_a_spec_states_facts_that_slurm_omits(run: Run) -> None:
     answer = run("--partition", "pretend", "--nodes", "2", "--hardware", "8xH100-SXM5-80GB")
     assert answer.out.splitlines()[0].endswith(" on 2 nodes of 8 x H100-SXM5-80GB")
     assert "pretend allows 4" in answer.out
@@ -128,7 +128,7 @@ def test_errors_are_three_lines_at_most(run: Run, words: tuple[str, ...], code: 
         assert part in answer.err
 
 
-def test_a_login_node_plans_for_the_partition_of_the_job_and_says_so(run: Run) -> None:
+def test_a_login_node_plans_for_the_partition_of_the_job(run: Run) -> None:
     more = "slurm: {partition: gpu, nodes: 3}"
     answer = run(more=more)
     assert answer.out.splitlines()[0].endswith(" on 3 nodes of 8 x A100-SXM4-80GB")

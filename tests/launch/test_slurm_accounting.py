@@ -70,14 +70,14 @@ def test_the_limits_are_those_of_the_qos_a_job_runs_under(login_as) -> None:
     assert any("theory, vision" in note and "debug, long, normal" in note for note in normal.hardware.notes)
 
 
-def test_a_plan_is_made_of_a_partition_that_is_closed_and_says_so(login_as) -> None:
+def test_a_plan_for_a_closed_partition_has_a_note(login_as) -> None:
     environment = login_as("carol")
     answer = read_partition_hardware("staff", nodes=1, environment=environment)
     assert "no account for partition staff" in answer.hardware.notes[-1]
     assert answer.num_allowed_nodes == 4
 
 
-def test_limits_that_nobody_is_held_to_do_not_count(login_as, tmp_path: Path) -> None:
+def test_limits_that_are_not_enforced_do_not_count(login_as, tmp_path: Path) -> None:
     environment = login_as("alice")
     program = (tmp_path / "scontrol").read_text()
     config = "AccountingStorageEnforce = none\\nClusterName = aurora"
@@ -102,7 +102,7 @@ def test_limits_that_nobody_is_held_to_do_not_count(login_as, tmp_path: Path) ->
         ("alice", ("--partition", "gpu", "--qos", "debug", "--time", "2:00:00"), "00:30:00"),
     ],
 )  # fmt: skip
-def test_what_would_wait_for_good_is_refused(submit: Submit, user: str, words: tuple[str, ...], fact: str) -> None:
+def test_a_job_that_would_never_start_is_refused(submit: Submit, user: str, words: tuple[str, ...], fact: str) -> None:
     code, out, err = submit(user, *words)
     assert code == ExitCode.INPUT and fact in err and out == ""
 
@@ -126,7 +126,7 @@ def test_an_account_and_a_qos_are_stated_where_the_default_would_not_do(
     assert [option for option in options(script) if option.startswith(("--account", "--qos"))] == stated
 
 
-def test_a_job_asks_for_no_more_than_its_limits_leave_it(submit: Submit) -> None:
+def test_a_job_requests_no_more_than_its_limits_allow(submit: Submit) -> None:
     code, script, _ = submit("bob", "--partition", "gpu")  # 2 GPUs and 24 cores a job
     asked = options(script)
     assert code == ExitCode.DONE and "--exclusive" not in asked

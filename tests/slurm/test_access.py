@@ -63,7 +63,7 @@ def test_a_partition_takes_the_accounts_and_qos_it_names():
         (OPEN, "a||normal|\nb||normal|", "you have no default account; --account names one of a, b"),
     ],
 )
-def test_why_a_partition_is_not_open_is_said(partition, associations, words):
+def test_a_refusal_names_the_reason(partition, associations, words):
     assert access_to(partition, parse_associations(rows(associations))).summary == words
 
 
@@ -102,7 +102,7 @@ def test_why_a_partition_is_not_open_is_said(partition, associations, words):
         ("staff", ALICE, None, None, None, "partition staff takes account staff; you have accounts theory, vision"),
     ],
 )
-def test_what_a_job_is_charged_to_is_found_or_asked_for(partition, who, account, qos, used, states):
+def test_the_account_of_a_job_is_found_or_has_to_be_named(partition, who, account, qos, used, states):
     access = access_to(aurora(partition), who, account=account, qos=qos)
     if used is None:
         assert (access.refusal, access.account and access.limits) == (states, None)
@@ -112,7 +112,7 @@ def test_what_a_job_is_charged_to_is_found_or_asked_for(partition, who, account,
         assert access.limits is not None and access.limits.source == f"account {used[0]}"
 
 
-def test_where_nobody_is_held_to_a_qos_any_may_be_asked_for():
+def test_any_qos_may_be_named_if_none_is_enforced():
     access = access_to(aurora("gpu"), ALICE, qos="scavenge", holds_to_qos=False)
     assert (access.refusal, access.job_qos, access.states_qos) == (None, "scavenge", False)
     access = access_to(aurora("gpu"), ALICE, account="theory", holds_to_qos=False)

@@ -74,12 +74,12 @@ def runs(slurm: SlurmCluster, tmp_path: Path, monkeypatch) -> Runs:
     return Runs(slurm)
 
 
-def test_a_run_is_told_from_the_queue_to_its_end(runs: Runs, slurm: SlurmCluster, tmp_path: Path):
+def test_a_run_is_followed_from_the_queue_to_its_end(runs: Runs, slurm: SlurmCluster, tmp_path: Path):
     run_dir = tmp_path / "runs" / "a run|b"
     (job,) = runs.submit(run_dir, "--hold", "--time=30")
     waiting = runs.status(run_dir)
     assert (waiting["state"], waiting["jobs"][0]["reason"], waiting["step"]) == ("waiting", "JobHeldUser", None)
-    assert f"job {job}: PENDING (JobHeldUser): held: scontrol release JOBID lets it go" in runs.text(run_dir)
+    assert f"job {job}: PENDING (JobHeldUser): held: scontrol release JOBID releases it" in runs.text(run_dir)
 
     slurm.run("scontrol", "release", job)
     runs.wait_for_steps(run_dir)
@@ -104,7 +104,7 @@ def test_all_own_runs_are_those_here_and_those_in_the_queue(runs: Runs, slurm: S
     assert listed == {"here": "waiting", "there": "waiting"}
 
 
-def test_a_job_that_failed_before_anything_ran_says_its_code(runs: Runs, slurm: SlurmCluster, tmp_path: Path):
+def test_a_job_that_failed_before_its_first_attempt_has_its_code(runs: Runs, slurm: SlurmCluster, tmp_path: Path):
     job = batch_job(tmp_path / "run")
     job_id = slurm.submit(write_run(job, "3"))
     write_submission(tmp_path / "run", job_id)
@@ -204,7 +204,7 @@ def test_a_job_that_started_meanwhile_is_not_taken_out_of_the_queue(slurm: Slurm
     assert slurm.job(job).state == "RUNNING"
 
 
-def test_variables_of_a_person_do_not_change_what_is_seen(slurm: SlurmCluster):
+def test_variables_of_the_user_do_not_change_the_queue(slurm: SlurmCluster):
     job = slurm.submit("--hold", "--output=/dev/null", "--wrap=true")
     own = {"SQUEUE_STATES": "RUNNING", "SQUEUE_FORMAT": "%i", "SLURM_TIME_FORMAT": "relative"}
     (seen,) = read_queue(environment={**slurm.environment, **own})

@@ -59,7 +59,7 @@ def test_paths_of_any_letters_are_worked_in(slurm: SlurmCluster, tmp_path: Path)
 
 
 @pytest.mark.parametrize("setting", ["partition", "account", "qos", "constraint", "reservation"])
-def test_what_slurm_must_know_is_refused_or_taken_but_never_run(slurm: SlurmCluster, tmp_path: Path, setting: str):
+def test_values_for_slurm_are_refused_or_passed_and_never_run(slurm: SlurmCluster, tmp_path: Path, setting: str):
     for number, text in enumerate(HOSTILE):
         workdir = tmp_path / str(number)
         workdir.mkdir()

@@ -53,7 +53,7 @@ def test_a_qos_may_go_before_that_of_the_partition():
         (JobLimits(source="QOS q", per_user={"node": 1}, per_job={"gres/gpu": 99}), (1, "QOS q: 1 node a user")),
     ],
 )
-def test_nodes_that_the_bounds_leave(limits, expected):
+def test_nodes_that_the_bounds_allow(limits, expected):
     assert allowed_nodes(bounds_of((limits,)), **NODE) == expected
 
 
@@ -73,7 +73,7 @@ def test_nodes_that_the_bounds_leave(limits, expected):
         ({"cpu": 0}, NodeShare(), None),
     ],
 )
-def test_the_share_of_a_node_that_the_bounds_leave(amounts, asked, expected):
+def test_the_share_of_a_node_that_the_bounds_allow(amounts, asked, expected):
     found = share_within(bounds_of((JobLimits(source="QOS q", per_job=amounts),)), asked, **NODE)
     assert (found and found[0]) == expected
     assert found is None or found[1].startswith("QOS q: ")

@@ -24,7 +24,7 @@ def captured(name: str) -> str:
     return (CAPTURED / name).read_text()
 
 
-def test_the_queue_is_read_whatever_a_script_is_called():
+def test_the_queue_is_read_with_any_script_name():
     jobs = {job.job_id: job for job in parse_queue(captured("squeue.txt"))}
     assert list(jobs) == ["2", "3", "4", "5", "6_2", "7", "1", "6_1"]
     assert jobs["3"] == QueuedJob(
@@ -49,7 +49,7 @@ def test_other_lines_than_rows_of_the_queue_are_skipped():
     assert parse_queue("slurm_load_jobs error: Unable to contact slurm controller\n\n1|RUNNING\n") == ()
 
 
-def test_the_tasks_of_an_array_are_told_apart_and_a_name_cannot_lie():
+def test_tasks_of_an_array_have_their_ids_and_a_job_name_is_no_field():
     text = captured("scontrol_array.txt").replace("JobName=na|me ", "JobName=na|me JobState=RUNNING JobId=1 ", 1)
     first, second = parse_jobs(text)
     assert first == EndedJob(
@@ -73,7 +73,7 @@ def test_records_of_several_lines_are_read_alike():
     assert (job.state, job.start, job.end, job.nodes) == ("PENDING", None, None, None)
 
 
-def test_the_accounting_is_read_with_whoever_cancelled():
+def test_the_accounting_is_read():
     text = (
         "569966|OUT_OF_MEMORY|0:125|2023-07-19T15:54:37|2023-07-19T15:54:42|gnode009\n"
         "17_3|CANCELLED by 1000|0:15|2024-01-01T00:00:00|2024-01-01T00:01:00|None assigned\n"
@@ -151,6 +151,6 @@ def test_the_time_that_is_left_is_read_from_the_queue(slurm: SlurmCluster):
     assert read_seconds_left(endless, slurm.environment) is None
 
 
-def test_a_job_nobody_knows_and_a_place_without_slurm_have_no_limit(slurm: SlurmCluster):
+def test_an_unknown_job_and_a_machine_without_slurm_have_no_limit(slurm: SlurmCluster):
     assert read_seconds_left("999999", slurm.environment) is None
     assert read_seconds_left("1", {"PATH": "/nonexistent"}) is None

@@ -45,7 +45,7 @@ def test_a_drained_node_counts_but_is_not_in_service():
         (node("n2", features=("rack7",)), 1),
     ],
 )
-def test_what_makes_nodes_different(other, num_groups):
+def test_nodes_differ_by_gpus_cores_and_ram(other, num_groups):
     assert len(group_nodes([node("n1"), other])) == num_groups
 
 
@@ -66,7 +66,7 @@ def test_a_number_of_gpus_that_was_stated_chooses():
     assert choose_group(partition, [*large, *small], num_gpus=2).group.num_gpus == 4
 
 
-def test_a_constraint_chooses_and_a_feature_tells_groups_apart():
+def test_a_constraint_chooses_a_group_and_a_feature_selects_it():
     largest, small = choice_of("fake_nodes", "gpu"), choice_of("fake_nodes", "gpu", "a100&hbm40g")
     assert (largest.group.num_nodes, largest.group.gres, largest.num_hidden) == (4, "gpu:a100:8", 0)
     assert largest.constraint is None  # no other node has eight
@@ -82,7 +82,7 @@ def test_a_type_that_others_do_not_have_needs_no_feature():
     assert choice.constraint is None
 
 
-def test_what_no_feature_and_no_type_tells_apart_is_not_claimed_to_be():
+def test_groups_that_nothing_distinguishes_have_no_constraint():
     """Four of the same card would be given on a node with eight of them."""
     nodes = [node(f"s{number}", count=4) for number in range(3)] + [node("l1")]
     choice = choose_group(Partition(name="gpu", num_nodes=4), nodes)
@@ -106,7 +106,7 @@ def test_of_two_kinds_of_cards_on_a_node_the_one_with_more_memory_is_used():
     assert (group.gpu_type, group.other_gpus[0].kind) == ("h100", "t4")
 
 
-def test_nodes_that_slurm_does_not_show_are_known_by_what_it_counts():
+def test_hidden_nodes_follow_from_the_totals_of_the_partition():
     hidden = choose_group(partition_of("dsai", "h100"), ())
     assert hidden.group.summary == "16 nodes of 4 x H100-SXM5-80GB (124 cores, 1.48 TiB RAM)"
     assert (hidden.num_hidden, hidden.num_nodes) == (16, 16)

@@ -101,7 +101,7 @@ def test_hardware_of_real_partitions(cluster, name, constraint, cards, cores, ra
         ("parallelcluster", "compute-gpu", ("gpu:rtxproserver6000",)),
     ],
 )
-def test_a_card_that_nothing_names_is_asked_for(cluster, name, words):
+def test_an_unnamed_card_has_to_be_stated(cluster, name, words):
     with pytest.raises(InputError) as raised:
         of(cluster, name)
     told = str(raised.value)
@@ -116,7 +116,7 @@ def test_a_spec_states_the_card_of_untyped_gres():
     assert "the card is that of --hardware 8xA100-SXM4-80GB" in answer.hardware.notes
 
 
-def test_nodes_that_slurm_neither_shows_nor_counts_gpus_of_are_asked_for():
+def test_hidden_nodes_without_counted_gpus_have_to_be_stated():
     with pytest.raises(InputError, match=r"partition compute.*\n--hardware .*1xCPU"):
         of("aris", "compute")
     hardware = of("aris", "compute", num_nodes=48, spec="1xCPU").hardware
@@ -153,7 +153,7 @@ def test_a_spec_that_disagrees_with_slurm_is_refused_with_both(name, spec, words
     assert all(word in str(raised.value) for word in words), raised.value
 
 
-def test_a_probed_node_gives_what_slurm_does_not_say_and_not_what_was_of_its_job():
+def test_a_probed_node_supplies_facts_that_slurm_omits():
     hardware = of("fake_nodes", "gpu", num_nodes=3, spec=probed()).hardware
     assert len(hardware.links) == 7 and hardware.rates.matmul_flops_per_s == 250 * 10**12
     assert (hardware.libraries, hardware.host.disks[0].path) == ({"torch": "2.13.0"}, "/scratch")
@@ -187,7 +187,7 @@ def test_a_card_without_a_row_is_taken_from_a_probe_whose_name_agrees():
         of("tum", "gtx_1080_submit", spec=probed(8, "NVIDIA TITAN RTX", None))
 
 
-def test_what_is_assumed_is_named():
+def test_assumptions_are_in_the_notes():
     notes = of("fake_nodes", "gpu", num_nodes=2).hardware.notes
     (fits,) = [note for note in notes if note.startswith("gpu:a100 fits")]
     assert "A100-SXM4-80GB, A100-PCIe-80GB" in fits and "--hardware 8xA100-PCIe-80GB" in fits

@@ -58,7 +58,7 @@ def test_failures_name_the_command(tmp_path, script, words):
     assert words in str(raised.value) and "scontrol -o show partition" in str(raised.value)
 
 
-def test_a_command_that_is_missing_or_no_program_is_said(tmp_path):
+def test_a_command_that_is_missing_or_no_program_is_an_error(tmp_path):
     with pytest.raises(EnvironmentFaultError, match=r"scontrol .*PATH.*\n.*--hardware"):
         read_partitions({"PATH": str(tmp_path)})
     (tmp_path / "scontrol").write_text("#!/nonexistent\n")

@@ -48,7 +48,7 @@ def test_a_whole_job_in_its_options():
     ]  # fmt: skip
 
 
-def test_what_is_not_asked_for_is_left_to_the_site():
+def test_options_that_are_not_set_are_left_to_the_site():
     stated = {option.partition("=")[0] for option in options()}
     assert stated == {
         "--job-name", "--nodes", "--ntasks-per-node", "--signal", "--requeue", "--chdir", "--output", "--open-mode",
@@ -94,7 +94,7 @@ def test_the_warning_leaves_time_for_a_step_and_a_save_and_half_of_the_job(step_
         ("--exclusive", "--exclusive"),
     ],
 )
-def test_a_line_of_sbatch_quotes_what_it_would_cut(option, expected):
+def test_a_line_of_sbatch_is_quoted(option, expected):
     assert sbatch_line(option) == expected
 
 
@@ -153,7 +153,7 @@ def scripts(tmp_path: Path) -> list[Path]:
     return written
 
 
-def test_shellcheck_has_nothing_to_say(scripts: list[Path]):
+def test_shellcheck_accepts_the_script(scripts: list[Path]):
     if shutil.which("shellcheck") is None:
         lacking = "shellcheck is missing: sudo apt-get install --no-install-recommends shellcheck"
         (pytest.fail if os.environ.get("SHARDWISE_CI") == "1" else pytest.skip)(lacking)
@@ -166,7 +166,7 @@ def test_bash_reads_the_scripts(scripts: list[Path]):
         assert subprocess.run(["bash", "-n", script], capture_output=True, check=False).returncode == 0, script
 
 
-def test_the_script_says_what_it_sets():
+def test_the_script_has_the_options_of_the_job():
     text = render_script(variants()["modules"])
     assert text.startswith("#!/bin/bash -l\n")
     assert "module load cuda/12.4 'a b'" in text
@@ -188,7 +188,7 @@ def test_the_script_says_what_it_sets():
         ("docker://ubuntu:24.04", False, (Runtime.APPTAINER, "docker://ubuntu:24.04")),
     ],
 )
-def test_an_image_decides_what_starts_it(image, has_pyxis, expected):
+def test_an_image_decides_its_runtime(image, has_pyxis, expected):
     container = container_of(image, folders=[], has_pyxis=has_pyxis)
     assert (container.runtime, container.image) == expected
 
@@ -204,7 +204,7 @@ def test_a_folder_that_a_mount_cannot_name_is_refused(folder):
         container_of("a.sif", folders=[folder], has_pyxis=False)
 
 
-def test_a_container_sees_each_folder_once_and_its_words_are_quoted():
+def test_a_container_mounts_each_folder_once_and_is_quoted():
     folders = ["/home/me/runs", "/home/me", "/data/it's", "/home/me"]
     pyxis = container_of(IMAGE, folders=folders, has_pyxis=True)
     assert pyxis.folders == ("/data/it's", "/home/me")

@@ -39,7 +39,7 @@ PARSED = [
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
-def test_every_captured_cluster_parses_and_says_where_it_is_from(cluster):
+def test_every_captured_cluster_parses_and_has_a_source(cluster):
     nodes, partitions = nodes_of(cluster), parse_partitions(slurm_text(cluster, "scontrol_partition.txt"))
     assert nodes or partitions
     assert len(nodes) == slurm_text(cluster, "scontrol_node.txt").count("NodeName=")
@@ -195,12 +195,12 @@ def test_states_and_access_of_the_fake_cluster():
 @pytest.mark.parametrize(
     ("words", "expected"), [("FORCE", True), ("FORCE:4", True), ("FORCE:1", False), ("YES:4", False), ("NO", False)]
 )
-def test_only_forced_sharing_takes_a_node_from_a_job_that_asked_for_all_of_it(words, expected):
+def test_only_forced_sharing_breaks_exclusive_nodes(words, expected):
     (partition,) = parse_partitions(f"PartitionName=a TotalNodes=1 Nodes=n1 OverSubscribe={words} State=UP")
     assert partition.is_oversubscribed is expected
 
 
-def test_words_of_a_later_version_are_taken_for_the_worst():
+def test_unknown_words_of_a_later_version_are_read_as_the_worst():
     (partition,) = parse_partitions("PartitionName=a TotalNodes=1 Nodes=n1 State=PAUSED PreemptMode=MIGRATE")
     assert (partition.state, partition.preemption) == (PartitionState.INACTIVE, Preemption.CANCEL)
 

@@ -119,7 +119,7 @@ def test_every_other_code_is_that_of_the_job(slurm: SlurmCluster, tmp_path: Path
     assert slurm.wait_for(job, "FAILED").exit_code == f"{code}:0"
 
 
-def test_a_program_that_is_missing_is_said_by_the_job(slurm: SlurmCluster, tmp_path: Path):
+def test_a_missing_program_ends_the_job_with_127(slurm: SlurmCluster, tmp_path: Path):
     script = write_run(batch_job(tmp_path / "run"), "0")
     (tmp_path / "run" / "bin" / "shardwise").unlink()
     path = slurm.run("sh", "-c", "echo $PATH").stdout.strip().partition(":")[2]  # without the tests' own
@@ -170,7 +170,7 @@ def test_two_nodes_of_eight_gpus_show_them_to_every_task(slurm: SlurmCluster, tm
     assert lines == ["0 g1 0,1,2,3,4,5,6,7", "1 g2 0,1,2,3,4,5,6,7"]
 
 
-def test_a_container_is_entered_on_every_node_and_told_where_it_is(slurm: SlurmCluster, tmp_path: Path):
+def test_a_container_runs_on_every_node_with_its_rank_and_head(slurm: SlurmCluster, tmp_path: Path):
     """A stand-in for apptainer says how it was called, then runs the program where it is."""
     run_dir, image = tmp_path / "run", str(tmp_path / "my image.sif")
     container = container_of(image, folders=[str(tmp_path)], has_pyxis=False)

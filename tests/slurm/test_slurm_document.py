@@ -86,6 +86,6 @@ def test_the_personal_settings_are_settings(tmp_path: Path):
     assert read.job.slurm.partition == "gpu" and read.folders["scratch"] == "/local/me"
 
 
-def test_the_files_of_a_run_are_called_what_the_page_calls_them():
+def test_the_page_names_the_files_of_a_run():
     for name in (SCRIPT_NAME, FILE_NAME, JOBS_FILE, CANCEL_FLAG, OUTPUT_PATTERN.replace("%j", "JOBID")):
         assert f"`{name}`" in TEXT, name

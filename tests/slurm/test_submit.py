@@ -43,12 +43,12 @@ REFUSED_HERE = [
     ({"time_limit_s": 3 * 86400}, ("time limit", "requested: 3-00:00:00; h100 allows 2-00:00:00")),
     ({"reservation": "foo"}, ("reservation", "requested: --reservation=foo; `scontrol show reservation`")),
     ({"extra": ("--foo=1",)}, ("--foo", "slurm.extra")),
-    ({"extra": ("--gres=foo:1",)}, ("generic resource", "ask for less")),
+    ({"extra": ("--gres=foo:1",)}, ("generic resource", "request less")),
 ]
 
 
 @pytest.mark.parametrize(("changes", "says"), REFUSED_HERE)
-def test_what_this_slurm_refuses_comes_with_what_would_do(slurm: SlurmCluster, tmp_path: Path, changes, says):
+def test_refusals_of_this_slurm_have_a_remedy(slurm: SlurmCluster, tmp_path: Path, changes, says):
     job = batch_job(tmp_path / "run", **{"partition": "h100", **changes})
     with pytest.raises(InputError) as refused:
         check_script(render_script(job), job, found(), environment=slurm.environment)
@@ -76,17 +76,17 @@ REFUSED_ELSEWHERE = [
 
 
 @pytest.mark.parametrize(("said", "expected"), REFUSED_ELSEWHERE)
-def test_what_other_clusters_refuse_comes_with_what_would_do(said, expected):
+def test_refusals_of_other_clusters_have_a_remedy(said, expected):
     access = Access(accounts=("theory", "vision"), qos=("long", "normal"))
     assert expected in explain_refusal(said, batch_job(RUN_DIR, time_limit_s=3600), found(access))
 
 
-def test_slurms_own_words_are_kept():
+def test_the_message_of_slurm_is_kept():
     message = explain_refusal("sbatch: error: job_submit.lua: no project\n", batch_job(RUN_DIR), None)
     assert message.startswith("Slurm refuses this job: job_submit.lua: no project\n")
 
 
-def test_a_script_that_slurm_would_take_says_when_and_where(slurm: SlurmCluster, tmp_path: Path):
+def test_an_accepted_script_has_a_start_and_nodes(slurm: SlurmCluster, tmp_path: Path):
     job = batch_job(
         tmp_path / "run", partition="h100", num_nodes=4, gres="gpu:h100:8", takes_whole_nodes=True, time_limit_s=86400
     )
@@ -94,7 +94,7 @@ def test_a_script_that_slurm_would_take_says_when_and_where(slurm: SlurmCluster,
     assert "using 384 processors on nodes c[1-4]" in answer
 
 
-def test_a_controller_that_is_gone_is_no_fault_of_the_job(slurm: SlurmCluster, tmp_path: Path):
+def test_a_controller_that_is_down_is_an_environment_fault(slurm: SlurmCluster, tmp_path: Path):
     config = tmp_path / "slurm.conf"
     text = (slurm.folder / "slurm.conf").read_text()
     config.write_text(text.replace("SlurmctldPort=6817", "SlurmctldPort=6999").replace("Timeout=5", "Timeout=1"))
@@ -103,13 +103,13 @@ def test_a_controller_that_is_gone_is_no_fault_of_the_job(slurm: SlurmCluster, t
         check_script(render_script(job), job, None, environment={**slurm.environment, "SLURM_CONF": str(config)})
 
 
-def test_without_sbatch_it_is_said_where_there_is_one(tmp_path: Path):
+def test_without_sbatch_a_login_node_is_named(tmp_path: Path):
     job = batch_job(tmp_path / "run")
     with pytest.raises(EnvironmentFaultError, match="login node"):
         check_script("", job, None, environment={"PATH": str(tmp_path)})
 
 
-def test_what_would_overrule_the_script_stays_behind():
+def test_variables_that_would_override_the_script_are_removed():
     """And a variable for what the script leaves to the site goes along."""
     outside = {
         "SBATCH_PARTITION": "other", "SBATCH_TIMELIMIT": "1", "SBATCH_ACCOUNT": "proj", "SBATCH_NO_REQUEUE": "1",

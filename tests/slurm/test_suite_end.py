@@ -172,7 +172,7 @@ def test_a_suite_that_is_ended_leaves_nothing(slurm: SlurmCluster, suite_with_cl
     slurm.wait_for(slurm.submit("--output=/dev/null", "--wrap=srun true"), "COMPLETED")  # the one that still runs
 
 
-def test_what_a_suite_left_whose_keeper_was_killed_is_removed_when_the_next_starts(
+def test_remains_of_a_suite_without_its_keeper_are_removed_by_the_next(
     slurm: SlurmCluster, suite_with_cluster: Suite, tmp_path: Path
 ):
     """Also where part of it is gone already."""

@@ -144,7 +144,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 @pytest.mark.parametrize(
     "sharding", ["zero3", *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp", "hsdp"))]
 )
-def test_two_nodes_of_two_ranks_learn_what_one_process_does(slurm: SlurmCluster, place: Workplace, sharding, alone):
+def test_two_nodes_of_two_ranks_have_the_losses_of_one_process(slurm: SlurmCluster, place: Workplace, sharding, alone):
     write_job(place, STEPS, sharding=sharding)
     run = Submitted(slurm, place, *TWO_NODES, "--partition", "cpu", "--time", "10")
     report = run.finish()

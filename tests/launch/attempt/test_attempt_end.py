@@ -36,16 +36,16 @@ def end_of(attempt: Path, *, return_code: int = 1, **seen: Any) -> AttemptEnd:
     return attempt_end(attempt, Observed(return_code, **seen))
 
 
-def launcher_says(attempt: Path, words: str) -> None:
+def write_launcher_log(attempt: Path, words: str) -> None:
     (attempt / "logs" / "launcher.log").write_text(words)
 
 
-def rank_says(attempt: Path, rank: int, words: str) -> None:
+def write_rank_log(attempt: Path, rank: int, words: str) -> None:
     (attempt / "logs" / f"rank-{rank}.log").write_text(words)
 
 
-def test_a_rank_that_leaves_no_report_is_a_failed_run_with_its_last_line(attempt: Path):
-    rank_says(attempt, 0, "starting\nValueError: the sky fell\nbye\n")
+def test_a_rank_without_a_report_fails_the_run_with_its_last_line(attempt: Path):
+    write_rank_log(attempt, 0, "starting\nValueError: the sky fell\nbye\n")
     end = end_of(attempt)
     assert end.fault is Fault.ERROR and not end.has_trained and not end.has_report
     assert "ValueError: the sky fell" in (end.report.error or "")
@@ -71,8 +71,8 @@ def test_out_of_memory_on_one_rank_outweighs_the_failure_it_causes_on_another(at
     ],
 )
 def test_a_signal_is_out_of_memory_only_with_evidence(attempt: Path, number, kills, words, fault, fact):
-    launcher_says(attempt, KILLED.format(number=number))
-    rank_says(attempt, 1, words)
+    write_launcher_log(attempt, KILLED.format(number=number))
+    write_rank_log(attempt, 1, words)
     write_report(attempt, 0, ending=Ending.FAILED, error="RuntimeError: Connection closed by peer")
     end = end_of(attempt, num_oom_kills=kills)
     assert end.fault is fault and "rank 1" in (end.report.error or "") and fact in (end.report.error or "")
@@ -111,8 +111,8 @@ def test_a_rank_that_may_start_no_thread_is_out_of_memory_under_a_cap_alone(atte
     plan = engine_plan(Sharding.DDP, num_ranks=2)
     cap = 2**20 if is_capped else None
     codec.write(attempt / "plan.json", replace(plan, hardware=replace(plan.hardware, vram_cap_bytes=cap)))
-    launcher_says(attempt, LEFT.format(code=1))
-    rank_says(attempt, 1, "libgomp: Thread creation failed: Resource temporarily unavailable")
+    write_launcher_log(attempt, LEFT.format(code=1))
+    write_rank_log(attempt, 1, "libgomp: Thread creation failed: Resource temporarily unavailable")
     write_report(attempt, 0, ending=Ending.FAILED, error="RuntimeError: Connection closed by peer")
     end = end_of(attempt, step=4)
     assert end.fault is (Fault.OUT_OF_MEMORY if is_capped else Fault.ERROR)
@@ -120,9 +120,9 @@ def test_a_rank_that_may_start_no_thread_is_out_of_memory_under_a_cap_alone(atte
         assert (end.report.error or "").startswith("rank 1 ended with code 1") and "libgomp" in (end.report.error or "")
 
 
-def test_what_the_supervisor_saw_outweighs_what_ranks_say_of_their_end(attempt: Path):
+def test_observations_of_the_supervisor_precede_reports_of_ranks(attempt: Path):
     write_report(attempt, 0, ending=Ending.FAILED, error="RuntimeError: Connection closed by peer")
-    launcher_says(attempt, KILLED.format(number=9))
+    write_launcher_log(attempt, KILLED.format(number=9))
     assert end_of(attempt, hung="rank 1 hung").fault is Fault.HUNG
 
 
@@ -133,17 +133,17 @@ def test_a_launcher_that_was_killed_is_no_rank_that_failed(attempt: Path):
 
 
 def test_a_lone_rank_that_was_killed_is_named(attempt: Path):
-    launcher_says(attempt, "subprocess.CalledProcessError: Command '[...]' died with <Signals.SIGKILL: 9>.")
+    write_launcher_log(attempt, "subprocess.CalledProcessError: Command '[...]' died with <Signals.SIGKILL: 9>.")
     assert killed_rank(attempt) == (0, signal.SIGKILL)
 
 
 def test_a_rank_that_failed_by_itself_was_not_killed(attempt: Path):
-    launcher_says(attempt, "  rank      : 1 (local_rank: 1)\n  exitcode  : 1 (pid: 7)\n")
+    write_launcher_log(attempt, "  rank      : 1 (local_rank: 1)\n  exitcode  : 1 (pid: 7)\n")
     assert killed_rank(attempt) is None
 
 
 def test_a_rank_that_torchrun_ended_is_not_the_cause(attempt: Path):
-    launcher_says(
+    write_launcher_log(
         attempt,
         "Sending process 77 closing signal SIGTERM\n  rank      : 1 (local_rank: 1)\n  exitcode  : -15 (pid: 77)\n"
         "  rank      : 0 (local_rank: 0)\n  exitcode  : -11 (pid: 76)\n",
@@ -156,7 +156,7 @@ def test_a_damaged_report_is_passed_over(attempt: Path):
     assert "code 3" in (end_of(attempt, return_code=3).report.error or "")
 
 
-def test_last_words_without_any_output(tmp_path: Path):
+def test_the_last_line_without_any_output(tmp_path: Path):
     assert last_error_line(tmp_path) == "(no output)"
 
 
@@ -184,7 +184,7 @@ def test_a_launcher_counts_its_own_ranks_from_0(on_two: Path, words: str, fault:
     assert end.fault is fault and "rank 3" in (end.report.error or "") and fact in (end.report.error or "")
 
 
-def test_a_machine_that_is_lost_is_the_cause_whatever_its_ranks_say(on_two: Path):
+def test_a_lost_machine_is_the_cause_in_spite_of_its_ranks_reports(on_two: Path):
     write_report(on_two, 0, ending=Ending.FAILED, error="RuntimeError: Connection closed by peer")
     end = end_of(on_two, lost="n2 (node 1) was lost")
     assert (end.is_machine_lost, end.fault, end.report.error) == (True, Fault.KILLED, "n2 (node 1) was lost")

@@ -62,14 +62,14 @@ def lacking(text: str, *patterns: str) -> list[str]:
     return [pattern for pattern in patterns if not re.search(pattern, text)]
 
 
-def test_it_says_where_it_happened_and_what_dominated(plan):
+def test_it_names_the_phase_and_the_largest_part(plan):
     text = text_of(MemoryEnd(2, plan, failed(), (STATE,)))
     assert not lacking(text, "attempt 2 ", "Rank 1 .*backward of step 7", "OutOfMemoryError: CUDA out of memory")
     assert not lacking(text, "1.17 GiB .*2 GiB .*1000 MiB .*loss backward", "logits, 60%")
     assert not lacking(text, "saved activations 300 MiB 30%")
 
 
-def test_it_shows_what_the_rank_held_and_how_much_is_fragments(plan):
+def test_it_shows_the_memory_of_the_rank_and_fragmentation(plan):
     text = text_of(MemoryEnd(1, plan, failed(), (STATE,)))
     assert not lacking(text, "gradients 60 MiB 30%", "Fragmentation: 500 MiB .*25%", "512 MiB, 128 MiB")
     assert not lacking(text, "free on the device 10 MiB", r"\| Allocated memory \| 1500 MiB \|")
@@ -84,7 +84,7 @@ def test_it_names_the_limit_that_a_cpu_met(plan):
     assert not lacking(text, "3 GiB", "data limit 2 GiB") and "Fragmentation" not in text
 
 
-def test_a_rank_that_left_nothing_is_said_to_have_left_nothing(plan):
+def test_a_rank_that_wrote_no_state_has_no_section(plan):
     text = text_of(MemoryEnd(1, plan, failed()))
     assert not lacking(text, "after step 6") and "step 7" not in text
 
@@ -102,13 +102,13 @@ def test_it_names_the_processes_that_hold_the_card(plan):
     assert "4711" not in text_of(MemoryEnd(1, plan, failed(), cards=(replace(card, holders=()),)))
 
 
-def test_what_comes_next_is_the_fallback_with_its_need(plan):
+def test_the_next_attempt_is_the_fallback_with_its_need(plan):
     following = replace(failed().plan, micro_batch=2, accumulation=4)
     text = text_of(MemoryEnd(1, plan, failed(), next_candidate=following, decision="going on"))
     assert not lacking(text, "Going on", "none/fp32/adamw, method full, micro batch 2 x 4.* 1.17 GiB")
 
 
-def test_without_a_fallback_it_offers_what_the_plan_predicts_to_need_less(plan):
+def test_without_a_fallback_it_offers_configurations_that_need_less(plan):
     low, high = (
         replace(failed().plan, memory=replace(failed().plan.memory, need_bytes=size * MIB)) for size in (9, 1200)
     )
@@ -127,7 +127,7 @@ def test_without_a_fallback_it_offers_what_the_plan_predicts_to_need_less(plan):
     assert "MiB: none/" not in nothing and "train.method: lora" in nothing
 
 
-def test_it_is_written_beside_what_the_ranks_left_and_never_raises(plan, tmp_path):
+def test_it_reads_the_ranks_files_and_never_raises(plan, tmp_path):
     attempt_dir = tmp_path / "1"
     attempt_dir.mkdir()
     cpu = replace(plan, device_kind=DeviceKind.CPU)

@@ -30,7 +30,7 @@ def test_without_a_checkpoint_it_starts_from_the_beginning():
     assert "beginning" in decide([Tried(0, KILLED, 7, 0)], CANDIDATES, nothing_in_the_way).reason
 
 
-def test_what_would_happen_again_is_not_tried_again():
+def test_an_error_that_would_repeat_is_not_retried():
     assert after(Tried(0, ERROR, 7, 6, is_final=True)) is None, "a person has to mend it"
     assert after(Tried(0, ERROR, 0, 0, had_no_chance=True)) is None, "before any step"
 

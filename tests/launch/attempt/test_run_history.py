@@ -31,7 +31,7 @@ def record(number: int, *, step: int, fault: Fault | None = Fault.KILLED) -> Att
     return attempt_record(number, step=step, ending=ending, fault=fault, cause=cause)
 
 
-def test_what_the_report_does_not_tell_is_made_from_signs_of_life(tmp_path):
+def test_attempts_without_a_report_are_read_from_heartbeats(tmp_path):
     codec.write(tmp_path / "report.json", make_report(history=(record(1, step=3),)))
     for number, step in ((1, 9), (2, 5)):
         killed(tmp_path, number, step=step)

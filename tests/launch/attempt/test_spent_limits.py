@@ -66,12 +66,12 @@ def test_money_is_hours_of_all_ranks_at_their_price():
         (Limit("limits.hours", 24, 24, 12.0, 1), 1000, "limits.hours=26"),
     ],
 )
-def test_what_would_do_follows_from_the_steps_that_were_done(limit, step, remedy):
+def test_the_remedy_follows_from_the_steps_that_were_done(limit, step, remedy):
     words = limit.remedy(step, 1000)
     assert f"{remedy} " in words and "--resume" in words
 
 
-def test_without_a_step_nobody_knows_what_would_do():
+def test_without_a_step_the_remedy_has_no_number():
     words = Limit("limits.hours", 1, 1, 1.0, 1).remedy(0, 1000)
     assert "limits.hours" in words and "limits.hours=" not in words and "--resume" in words
 
@@ -125,14 +125,14 @@ def test_a_run_that_has_done_its_last_step_is_left_to_finish(tmp_path: Path):
     assert stop.kind is None and not (tmp_path / SPENT_FILE).exists()
 
 
-def test_whoever_asked_first_is_not_overruled(tmp_path: Path):
+def test_an_earlier_stop_request_stays(tmp_path: Path):
     stop = StopRequest()
     stop.kind = StopKind.REQUEUE
     watch_of(tmp_path, -1.0).stop_in_time(stop, watchdog(tmp_path), Console(io.StringIO()))
     assert stop.kind is StopKind.REQUEUE
 
 
-def test_the_report_tells_of_the_limit_that_ended_the_run(tmp_path: Path):
+def test_the_report_names_the_limit_that_ended_the_run(tmp_path: Path):
     limits = LimitWatch(tmp_path, plan(cost=50, price=2), took(25.1), num_ranks=1)
     assert limits.incidents(make_report(ending=Ending.STOPPED)) == (), "somebody else stopped it"
     limits.stop_in_time(StopRequest(), watchdog(tmp_path, step=500), Console(io.StringIO()))

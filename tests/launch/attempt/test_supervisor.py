@@ -87,7 +87,7 @@ def test_a_stop_request_reaches_ranks_in_their_own_session(attempt: Path):
     assert end.report.ending is Ending.PREEMPTED and stop.kind is StopKind.REQUEUE
 
 
-def test_a_rank_that_registers_after_another_was_told_is_told_too(attempt: Path):
+def test_a_rank_that_registers_after_a_stop_request_receives_it(attempt: Path):
     ranks = LocalRanks(["sleep", "60"], attempt_dir=attempt, environment=os.environ)
     sleepers = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     try:
@@ -147,7 +147,7 @@ def torchrun_argv(attempt: Path, signal_name: str, *, report: Report | None) -> 
     return [*torchrun, str(scratch / "killed.py"), str(attempt), str(path), signal_name]
 
 
-def test_a_rank_that_the_kernel_killed_is_the_reason_and_not_what_the_others_say_of_it(attempt: Path):
+def test_a_killed_rank_is_the_cause_in_spite_of_the_others_errors(attempt: Path):
     lost = make_report(ending=Ending.FAILED, error="RuntimeError: Connection closed by peer [127.0.0.1]:29500")
     end = run(torchrun_argv(attempt, "SIGKILL", report=lost), attempt, StopRequest(), num_ranks=2)
     assert end.fault is Fault.KILLED and end.report.ending is Ending.FAILED
@@ -277,7 +277,7 @@ def test_killing_the_supervisor_kills_the_launcher(attempt: Path):
         rank.send(signal.SIGKILL)
 
 
-def test_the_launcher_ignores_what_a_terminal_sends(attempt: Path):
+def test_the_launcher_ignores_signals_of_a_terminal(attempt: Path):
     """INT and USR1 to the launcher's group leave the attempt running."""
     disturbed = []
 

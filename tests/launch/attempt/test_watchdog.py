@@ -81,7 +81,7 @@ def test_one_long_step_among_short_ones_raises_the_limit(tmp_path: Path):
         ("on_step", "on_step after step 6"),
     ],
 )
-def test_what_has_no_usual_length_has_a_limit_of_its_own(tmp_path: Path, phase, where):
+def test_phases_outside_a_step_have_their_own_limit(tmp_path: Path, phase, where):
     ranks = Ranks(tmp_path, 1)
     ranks.train(range(6), step_s=1)
     ranks.beat(phase, 6)
@@ -104,7 +104,7 @@ def test_a_rank_that_never_came_is_named(tmp_path: Path):
     assert silence is not None and silence.ranks == (1,) and silence.phase == "starting"
 
 
-def test_who_has_given_the_fewest_signs_hangs_though_all_are_silent(tmp_path: Path):
+def test_the_rank_with_the_fewest_heartbeats_hangs(tmp_path: Path):
     ranks = Ranks(tmp_path, 3)
     ranks.train(range(6), step_s=1)
     ranks.beat("forward", 6)
@@ -114,7 +114,7 @@ def test_who_has_given_the_fewest_signs_hangs_though_all_are_silent(tmp_path: Pa
     assert all(fact in silence.message for fact in ("rank 1", "forward of step 7"))
 
 
-def test_time_in_which_nobody_ran_is_not_counted(tmp_path: Path):
+def test_time_of_a_suspended_supervisor_does_not_count(tmp_path: Path):
     ranks = Ranks(tmp_path, 1)
     ranks.train(range(6), step_s=1)
     ranks.beat("forward", 6)
@@ -124,7 +124,7 @@ def test_time_in_which_nobody_ran_is_not_counted(tmp_path: Path):
     assert ranks.wait(90) is None
 
 
-def test_a_process_that_does_not_end_after_its_last_word_is_noticed(tmp_path: Path):
+def test_a_process_that_does_not_end_after_its_last_heartbeat_is_noticed(tmp_path: Path):
     ranks = Ranks(tmp_path, 2)
     ranks.beat("finished", 8, but=(1,))
     assert ranks.wait(9) is None and not ranks.watchdog.has_ended
@@ -132,7 +132,7 @@ def test_a_process_that_does_not_end_after_its_last_word_is_noticed(tmp_path: Pa
     assert ranks.wait(4) is not None and ranks.watchdog.has_ended
 
 
-def test_who_waits_for_a_rank_that_may_take_long_is_not_late(tmp_path: Path):
+def test_a_rank_that_waits_for_a_slow_one_is_not_late(tmp_path: Path):
     """The second rank waits for the data of a stream, the first for the second."""
     ranks = Ranks(tmp_path, 2, LIMITS._replace(data_s=1000))
     ranks.train(range(6), step_s=1)
@@ -157,7 +157,7 @@ def test_limits_grow_with_the_model_and_the_predicted_step():
 
 
 @pytest.mark.parametrize("phase", ["forward", "x" * 1000, "\x01" * 1000, "\u00e9\u4e2d" * 500])
-def test_a_sign_of_life_has_one_length_whatever_it_says(tmp_path: Path, phase):
+def test_a_heartbeat_has_one_length_for_any_phase(tmp_path: Path, phase):
     content = encode_heartbeat(Heartbeat(count=10**12, phase=phase, step=10**9))
     assert len(content) == HEARTBEAT_BYTES
     heartbeat_path(tmp_path, 0).parent.mkdir()
@@ -166,7 +166,7 @@ def test_a_sign_of_life_has_one_length_whatever_it_says(tmp_path: Path, phase):
     assert found is not None and found.step == 10**9 and phase.startswith(found.phase)
 
 
-def test_half_of_a_sign_is_looked_at_again_later(tmp_path: Path):
+def test_an_incomplete_heartbeat_is_skipped(tmp_path: Path):
     heartbeat_path(tmp_path, 0).parent.mkdir()
     heartbeat_path(tmp_path, 0).write_bytes(b'{"count": 3, "pha')
     assert read_heartbeat(tmp_path, 0) is None and read_heartbeat(tmp_path, 1) is None
@@ -202,13 +202,13 @@ def test_a_stopped_process_hangs_whatever_the_others_do(tmp_path: Path):
     assert words.startswith("rank 0 ") and "stopped by a signal" in words
 
 
-def test_both_are_named_where_nothing_tells_them_apart(tmp_path: Path):
+def test_both_are_named_if_nothing_distinguishes_them(tmp_path: Path):
     busy = stack_of(tmp_path, "/lib/torch/autograd/graph.py", "_engine_run_backward")
     words = with_stacks(SILENCE, {0: busy, 1: busy})
     assert "rank 0 and rank 1" in words and "backward of step 7" in words
 
 
-def test_a_rank_that_wrote_no_stack_is_known_by_its_signs_alone(tmp_path: Path):
+def test_a_rank_without_a_stack_has_no_frame(tmp_path: Path):
     log = tmp_path / "rank.log"
     log.write_text("nothing of interest\n")
     assert read_stack(log, begin=0, pid=None) == (None, False, None)

@@ -124,4 +124,4 @@ def test_a_slurm_that_does_not_answer_is_said_and_the_files_are_shown(runs: Path
     write_start(runs / "one", "12")
     write_attempt(runs / "one", steps=[1])
     text = status("runs/one", environment={"PATH": str(tmp_path / "bin")})
-    assert text.startswith("runs/one: unknown") and "does not answer" in text
+    assert text.startswith("runs/one: unknown") and "does not respond" in text

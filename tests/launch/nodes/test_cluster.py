@@ -38,7 +38,7 @@ def place(**changes):
     return membership(**options)
 
 
-def test_one_machine_needs_no_words():
+def test_one_machine_is_no_member():
     assert membership(nodes=None, node_rank=None, head=None, run_dir=None) is None
     assert place(nodes=1, node_rank=0) is None
 
@@ -62,7 +62,7 @@ def test_a_machine_knows_its_place():
         ({"head": "n1:abc"}, "HOST:PORT"),
     ],
 )
-def test_what_cannot_be_a_place_is_refused(changes, words):
+def test_impossible_options_are_refused(changes, words):
     with pytest.raises(InputError, match=words):
         place(**changes)
 
@@ -73,7 +73,7 @@ def test_rank_0_belongs_on_the_head():
         _refuse_foreign_head("192.0.2.1")
 
 
-def test_a_head_that_nobody_knows_or_that_is_oneself_is_refused():
+def test_a_head_that_is_unknown_or_local_is_refused():
     with pytest.raises(EnvironmentFaultError, match=r"no-such-host\.invalid"):
         _refuse_unknown_host("no-such-host.invalid")
     with pytest.raises(EnvironmentFaultError, match=r"localhost.*127\.0\.0\.1"):
@@ -116,7 +116,7 @@ def test_machines_that_are_not_alike_are_refused_with_both_values(other, words):
         combined_hardware({"n1": machine(), "n2": other})
 
 
-def test_what_is_otherwise_than_planned_is_told_with_both_values():
+def test_differences_from_the_plan_have_both_values():
     planned = replace(machine(), num_nodes=2)
     assert describe_difference(planned, planned) is None
     assert describe_difference(planned, machine(num_gpus=4)) == (

@@ -30,7 +30,7 @@ def ended_step(log: Path, words: str) -> Step:
         "srun: Required node not available (down, drained or reserved)\nsrun: error: Nodes n2 are DOWN\n",
     ],
 )
-def test_a_node_that_is_gone_is_for_slurm_to_mend(tmp_path, words):
+def test_a_lost_node_is_left_to_slurm(tmp_path, words):
     ended_step(tmp_path, words).check_nodes()
 
 
@@ -45,12 +45,12 @@ def test_a_node_that_is_gone_is_for_slurm_to_mend(tmp_path, words):
         ("", "ended with code 1"),
     ],
 )
-def test_what_would_happen_again_ends_the_run_with_its_words(tmp_path, words, told):
+def test_another_failure_of_the_step_ends_the_run(tmp_path, words, told):
     with pytest.raises(EnvironmentFaultError, match=f"the nodes could not be started: python.*{told}.*\nlog: "):
         ended_step(tmp_path, words).check_nodes()
 
 
-def test_a_step_that_runs_says_nothing_and_is_ended(tmp_path):
+def test_a_running_step_has_no_failure_and_can_be_ended(tmp_path):
     step = Step([sys.executable, "-c", "import time; time.sleep(60)"], environment={}, log=tmp_path / "agents.log")
     assert step.failure is None
     step.check_nodes()

@@ -69,7 +69,7 @@ def poll_until(server: NodeServer, claim) -> None:
         time.sleep(0.01)
 
 
-def test_machines_join_by_what_the_run_directory_tells_the_user_alone(server, call, tmp_path):
+def test_machines_authenticate_with_a_file_that_only_the_user_reads(server, call, tmp_path):
     mode = stat.S_IMODE(nodes_path(tmp_path).stat().st_mode)
     assert mode == 0o600
     channels = [call(rank) for rank in (1, 0)]
@@ -89,10 +89,10 @@ def test_machines_join_by_what_the_run_directory_tells_the_user_alone(server, ca
     ],
     ids=["http", "of the other side", "no hello", "endless", "no text"],
 )
-def test_a_stranger_is_cut_off_and_disturbs_nobody(server, call, words):
+def test_an_unauthenticated_client_is_disconnected(server, call, words):
     friend = call(0)
-    with socket.create_connection(("127.0.0.1", server.port)) as stranger:
-        stranger.settimeout(0.02)
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.settimeout(0.02)
         left = words
         deadline = time.monotonic() + LIMIT_S
         while True:
@@ -100,8 +100,8 @@ def test_a_stranger_is_cut_off_and_disturbs_nobody(server, call, words):
             server.poll()
             try:
                 if left:
-                    left = left[stranger.send(left) :]
-                elif not stranger.recv(10):
+                    left = left[client.send(left) :]
+                elif not client.recv(10):
                     break
             except TimeoutError:
                 continue
@@ -112,15 +112,15 @@ def test_a_stranger_is_cut_off_and_disturbs_nobody(server, call, words):
 
 
 def test_a_wrong_token_is_no_machine_of_the_run(server, call):
-    stranger = call(0, token="0" * 32)
+    client = call(0, token="0" * 32)
     deadline = time.monotonic() + LIMIT_S
-    while stranger.is_open and time.monotonic() < deadline:
+    while client.is_open and time.monotonic() < deadline:
         server.poll()
-        stranger.receive(0.02)
-    assert not stranger.is_open and not server.nodes
+        client.receive(0.02)
+    assert not client.is_open and not server.nodes
 
 
-def test_a_rank_that_is_taken_is_told_by_whom(server, call):
+def test_a_second_agent_of_a_rank_is_refused(server, call):
     call(1)
     poll_until(server, lambda: 1 in server.nodes)
     again = call(1)
@@ -167,7 +167,7 @@ def test_machines_that_do_not_come_are_named_with_the_reason(server, call):
     assert server.wait_for_all(limit_s=60, is_over=lambda: None, here=1) is None
 
 
-def test_what_an_agent_says_for_people_is_shown_under_its_name(server, call):
+def test_a_note_of_an_agent_is_printed_with_its_host(server, call):
     channel = call(1)
     channel.send(Note(text="building cpu_adam"))
     poll_until(server, lambda: server.lines)
@@ -198,7 +198,7 @@ def test_a_port_that_is_taken_is_an_environment_fault(server, tmp_path):
 # -- the agent ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_agent_without_a_supervisor_says_what_it_looked_for(tmp_path):
+def test_an_agent_without_a_supervisor_names_the_missing_file(tmp_path):
     with pytest.raises(EnvironmentFaultError, match=r"\.nodes\.json.*\n.*--run-dir"):
         run_agent(tmp_path, head=Head("127.0.0.1"), node_rank=1, stop=StopRequest(), on_line=print, wait_s=0)
 
@@ -284,7 +284,7 @@ def test_a_stop_on_any_machine_is_one_for_the_run(server, agent):
     assert [message for _, message in server.take()] == [StopRequested(signal_number=signal.SIGUSR1)]
 
 
-def test_what_a_machine_does_not_see_is_said_by_its_name(server, agent, tmp_path):
+def test_a_machine_refuses_an_attempt_that_it_cannot_read(server, agent, tmp_path):
     server.send(Start(attempt_dir=str(tmp_path / "attempts/1"), head="127.0.0.1", port=1, cache=str(tmp_path)))
     poll_until(server, lambda: server.nodes[1].inbox)
     ((node, refused),) = server.take()

@@ -67,7 +67,7 @@ def test_a_job_is_found_by_the_files_of_its_run(place: Path):
         ("12; ls", "id of a job"),
     ],
 )
-def test_what_means_no_run_is_said(place: Path, word, fact):
+def test_an_argument_without_a_run_is_an_error(place: Path, word, fact):
     with pytest.raises(InputError, match=f"{word}.*{fact}"):
         find_runs(word, NO_SLURM)
 

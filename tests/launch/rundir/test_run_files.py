@@ -11,13 +11,13 @@ from trainer.spec.messages.submission import CHAIN_FILE
 from trainer.spec.report import Ending
 
 
-def test_an_empty_directory_tells_nothing(tmp_path: Path):
+def test_an_empty_directory_has_no_facts(tmp_path: Path):
     files = read_run(tmp_path)
     assert (files.attempt, files.step, files.rows, files.job_ids) == (0, None, (), ())
     assert files.plan is None and files.report is None and files.heartbeat_s is None and not files.has_final_report
 
 
-def test_a_run_is_told_by_its_newest_attempt(tmp_path: Path):
+def test_the_newest_attempt_defines_the_run(tmp_path: Path):
     write_attempt(tmp_path, 1, steps=[1, 2, 3])
     write_report(tmp_path, Ending.FAILED, step=3)
     write_attempt(tmp_path, 2, steps=[3, 4])

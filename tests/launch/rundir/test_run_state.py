@@ -57,7 +57,7 @@ def test_a_process_that_holds_the_directory_is_a_run_that_runs(tmp_path):
 
 
 @pytest.mark.parametrize("ending", Ending)
-def test_a_report_of_the_newest_attempt_tells_the_end(run_dir, ending):
+def test_a_report_of_the_newest_attempt_is_the_end(run_dir, ending):
     write_attempt(run_dir, steps=[1])
     write_report(run_dir, ending, step=7)
     state, words = judged(run_dir, NOBODY)
@@ -82,7 +82,7 @@ def test_a_job_that_never_started_or_never_came_to_an_attempt(run_dir):
     assert state is RunState.FAILED and "no strategy fits" in words
 
 
-def test_where_slurm_does_not_answer_that_is_said_with_the_last_sign_of_life(run_dir):
+def test_without_an_answer_of_slurm_the_state_is_unknown(run_dir):
     folder = write_attempt(run_dir, steps=[1])
     for path in (folder / "status.json", folder / "heartbeats" / "rank-0", run_dir / "metrics.jsonl"):
         age(path, 125)
@@ -115,14 +115,14 @@ def test_a_cancelled_run_was_stopped_and_waits_for_nothing(run_dir):
     assert state is RunState.STOPPED and "step 1" in words
 
 
-def test_what_is_left_is_the_steps_left_at_their_mean(tmp_path):
+def test_time_left_follows_from_the_mean_step(tmp_path):
     write_attempt(tmp_path, steps=range(1, 81))
     assert seconds_left(read_run(tmp_path)) == 20 * 2.0
     (tmp_path / "metrics.jsonl").unlink()
     assert seconds_left(read_run(tmp_path)) is None
 
 
-def test_a_status_holds_what_a_person_wants_to_know(run_dir):
+def test_a_status_has_the_figures_of_the_last_step(run_dir):
     write_attempt(run_dir, steps=[1, 2, 3])
     liveness = Liveness(jobs=(RUNNING,))
     status = status_of(read_run(run_dir), liveness, now_s=time.time(), last_line="step 3", logs=("log",))
