@@ -7,7 +7,8 @@ from trainer.planning.device import Device, device_of
 from trainer.planning.rules.combination import Combination
 from trainer.planning.tables.gpu_names import hardware_from_spec
 from trainer.spec.hardware import Host
-from trainer.spec.model.shape import ModelShape, read_model_shape
+from trainer.spec.model.readers import read_model_shape
+from trainer.spec.model.shape import ModelShape
 from trainer.spec.strategy import (
     Checkpointing,
     Fp8Recipe,

@@ -117,7 +117,7 @@ def _write_request(path: Path, chats: Path, tokenizer: Path, cache: Path) -> Pat
     from launch.plan.gather import make_request
     from trainer.spec import codec
     from trainer.spec.job.reading import read_job
-    from trainer.spec.model.shape import read_model_shape
+    from trainer.spec.model.readers import read_model_shape
 
     job = read_job(
         {

@@ -35,7 +35,7 @@ from trainer.planning.tables.catalogue import ENGINE_CONFIGS
 from trainer.spec.data.profile import DataProfile
 from trainer.spec.errors import ShardwiseError
 from trainer.spec.hardware import Hardware
-from trainer.spec.model.shape import read_model_shape
+from trainer.spec.model.readers import read_model_shape
 from trainer.spec.plan import Candidate, Plan
 from trainer.spec.report import Figures, predicted_figures
 from trainer.spec.strategy import Sharding

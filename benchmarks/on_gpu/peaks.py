@@ -18,7 +18,7 @@ from on_gpu.case import Outcome
 from trainer.spec.data.profile import DataProfile
 from trainer.spec.hardware import Hardware
 from trainer.spec.job.sections import DataFormat
-from trainer.spec.model.shape import read_model_shape
+from trainer.spec.model.readers import read_model_shape
 from trainer.spec.plan import Plan
 from trainer.spec.report import MemoryFigures
 from trainer.spec.value import Value

@@ -17,7 +17,7 @@ from trainer.planning.page.text_layout import page_text
 from trainer.planning.planner import open_contexts
 from trainer.planning.search.limits_search import Rung, largest_batches, largest_models, longest_sequences
 from trainer.spec.errors import ExitCode
-from trainer.spec.model.shape import read_model_shape
+from trainer.spec.model.readers import read_model_shape
 from trainer.spec.strategy import Method
 from trainer.spec.units import format_count
 

@@ -6,7 +6,7 @@ from pathlib import PurePath
 
 from launch.inputs.model_files import preset_names, read_preset
 from launch.job.yaml_text import write_scalar
-from trainer.spec.model.shape import read_model_shape
+from trainer.spec.model.readers import read_model_shape
 
 
 def job_template(*, model: str, data: str) -> str:

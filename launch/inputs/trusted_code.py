@@ -28,7 +28,7 @@ from launch.inputs.model_files import ModelFiles
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.job.sections import Job
 from trainer.spec.messages.extension import ARGUMENTS, Extension, Hook
-from trainer.spec.model.code import ModelCode
+from trainer.spec.model.shape import ModelCode
 from trainer.spec.nearest import close_matches
 from trainer.spec.plan import Plan
 

@@ -32,8 +32,8 @@ from trainer.spec.errors import InputError
 from trainer.spec.hardware import Hardware, Host
 from trainer.spec.job.sections import Allowance, DataFormat, Job
 from trainer.spec.messages.extension import Extension, Hook
-from trainer.spec.model.code import DescriptionRequest, ModelCode
-from trainer.spec.model.shape import ModelShape, read_model_shape, supported_model_types, text_part
+from trainer.spec.model.readers import read_model_shape, supported_model_types, text_part
+from trainer.spec.model.shape import DescriptionRequest, ModelCode, ModelShape
 from trainer.spec.plan import Fp8Gain, Plan, TrialResult
 from trainer.spec.strategy import Precision
 
@@ -295,7 +295,7 @@ def plan_inputs(
         extension=_extension_of(inputs.resolved.job),
     )
     code = inputs.model_code
-    more = [*([code.words] if code is not None else []), *([ignored] if ignored is not None else [])]
+    more = [*([code.description] if code is not None else []), *([ignored] if ignored is not None else [])]
     return replace(plan, model_code=code, notes=(*plan.notes, *more))
 
 

@@ -22,8 +22,7 @@ from trainer.planning.simulated import (
 from trainer.spec import codec
 from trainer.spec.errors import InputError, NothingFitsError
 from trainer.spec.hardware import DeviceKind
-from trainer.spec.model.code import DescriptionRequest
-from trainer.spec.model.shape import ModelShape
+from trainer.spec.model.shape import DescriptionRequest, ModelShape
 from trainer.spec.plan import Candidate, Plan
 from trainer.spec.units import format_bytes
 

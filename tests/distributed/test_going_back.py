@@ -21,7 +21,7 @@ from launch.engine.offload import check_nvme
 from trainer.runtime.checkpoint.files.search import open_checkpoint
 from trainer.runtime.run.spikes import STEPS_UNTIL_ROLL_BACK, PassedOver
 from trainer.spec.job.sections import Limits, NvmeLimit
-from trainer.spec.model.shape import read_model_shape
+from trainer.spec.model.readers import read_model_shape
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import LossHead, Offload, Precision, Sharding
 from trainer.spec.units import MIB

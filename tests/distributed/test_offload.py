@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from launch.engine.offload import check_nvme, offload_buffers
 from trainer.spec import codec
 from trainer.spec.job.sections import Limits, NvmeLimit
-from trainer.spec.model.shape import read_model_shape
+from trainer.spec.model.readers import read_model_shape
 from trainer.spec.plan import Buckets, Plan
 from trainer.spec.report import Engaged
 from trainer.spec.strategy import Offload, Precision, Sharding

@@ -9,7 +9,7 @@ from rank_factory import rank_plan, write_attempt
 
 from trainer.runtime.checkpoint import read_weights
 from trainer.runtime.checkpoint.files.search import open_checkpoint
-from trainer.spec.model.shape import read_model_shape
+from trainer.spec.model.readers import read_model_shape
 from trainer.spec.strategy import Offload, Sharding
 from trainer.spec.units import MIB
 

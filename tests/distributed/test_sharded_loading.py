@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trainer.planning.memory.host import loading_bytes
 from trainer.planning.memory.recipe import dims_of, recipe_of
 from trainer.spec.job.sections import LoraJob
-from trainer.spec.model.shape import read_model_shape
+from trainer.spec.model.readers import read_model_shape
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Method, Offload, Precision, Sharding
 

@@ -23,7 +23,7 @@ from spoilt_rows import train_plainly
 from launch.engine.offload import check_nvme
 from trainer.runtime.precision.mixed_precision import INIT_SCALE
 from trainer.spec.job.sections import Limits, NvmeLimit
-from trainer.spec.model.shape import read_model_shape
+from trainer.spec.model.readers import read_model_shape
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Offload, Precision, Sharding
 from trainer.spec.units import MIB

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trainer.runtime.models.build import build_model
-from trainer.spec.model.shape import read_model_shape
+from trainer.spec.model.readers import read_model_shape
 from trainer.spec.strategy import Attention, Checkpointing, LossHead
 
 NUM_BLOCKS = 4

@@ -9,7 +9,7 @@ from trainer.spec.calibration import Calibration
 from trainer.spec.data.profile import DataProfile
 from trainer.spec.hardware import DeviceKind, Gpu, Hardware, Host
 from trainer.spec.job.sections import Job
-from trainer.spec.model.shape import read_model_shape
+from trainer.spec.model.readers import read_model_shape
 from trainer.spec.plan import Candidate, Plan, Schedule
 from trainer.spec.strategy import Offload, Optimizer, Precision, Sharding, Strategy
 

@@ -10,7 +10,8 @@ from trainer.planning.device import Device, device_of
 from trainer.planning.setting import Setting
 from trainer.planning.tables.gpu_names import hardware_from_spec
 from trainer.spec.hardware import DeviceKind, Host
-from trainer.spec.model.shape import ModelShape, read_model_shape
+from trainer.spec.model.readers import read_model_shape
+from trainer.spec.model.shape import ModelShape
 from trainer.spec.strategy import (
     Attention,
     Checkpointing,

@@ -18,7 +18,7 @@ from trainer.runtime.models.build import build_model
 from trainer.runtime.run.state import RunState
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.job.sections import LoraJob, ModelJob
-from trainer.spec.model.shape import read_model_shape
+from trainer.spec.model.readers import read_model_shape
 from trainer.spec.plan import Plan
 from trainer.spec.report import Evaluation
 from trainer.spec.strategy import Method, Precision, Sharding

@@ -30,7 +30,7 @@ from trainer.planning.setting import Setting
 from trainer.spec import codec
 from trainer.spec.hardware import Hardware
 from trainer.spec.job.sections import GaloreJob, Job, Limits, LoraJob, TrainJob
-from trainer.spec.model.shape import read_model_shape
+from trainer.spec.model.readers import read_model_shape
 from trainer.spec.plan import Candidate, Plan
 from trainer.spec.report import Report
 from trainer.spec.strategy import (

@@ -12,7 +12,7 @@ from rank_factory import rank_plan, write_attempt
 from trainer.runtime.checkpoint import CheckpointFolder
 from trainer.runtime.checkpoint.files.search import open_checkpoint
 from trainer.spec.job.sections import GaloreJob, Limits, LoraJob, NvmeLimit
-from trainer.spec.model.shape import read_model_shape
+from trainer.spec.model.readers import read_model_shape
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Method, Offload, Optimizer, Precision, Sharding
 from trainer.spec.units import MIB

@@ -15,7 +15,8 @@ from trainer.spec.hardware import Hardware, Host
 from trainer.spec.job.sections import Allowance, DataJob, Job, Limits, ModelJob, Pin, TrainJob
 from trainer.spec.job.sources import DataSource
 from trainer.spec.messages.extension import Extension
-from trainer.spec.model.shape import ModelShape, read_model_shape
+from trainer.spec.model.readers import read_model_shape
+from trainer.spec.model.shape import ModelShape
 from trainer.spec.plan import Fp8Gain, Plan, ShapeTimes, TrialResult
 from trainer.spec.strategy import Fp8Recipe, Method
 from trainer.spec.units import GIB

@@ -16,7 +16,7 @@ from trainer.planning.tables.catalogue import CATALOGUE
 from trainer.spec.calibration import Calibration
 from trainer.spec.errors import InputError
 from trainer.spec.hardware import Hardware
-from trainer.spec.model.shape import read_model_shape
+from trainer.spec.model.readers import read_model_shape
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Attention, Checkpointing, LossHead, Precision
 

@@ -21,7 +21,7 @@ from trainer.planning.memory import estimate_memory
 from trainer.planning.setting import RecipeChoices, Setting
 from trainer.simulation.golden import read_golden
 from trainer.spec.messages.simulation import GoldenAnswer, GoldenRow, SimulationRequest
-from trainer.spec.model.shape import read_model_shape
+from trainer.spec.model.readers import read_model_shape
 from trainer.spec.plan import MemoryEstimate
 from trainer.spec.strategy import Sharding
 

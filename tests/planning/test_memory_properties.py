@@ -19,7 +19,8 @@ from trainer.planning.memory.stacks import STACKS
 from trainer.planning.memory.state_tensors import LEAST_8BIT_ELEMENTS
 from trainer.planning.memory.states import States, model_states
 from trainer.planning.setting import RecipeChoices, Setting
-from trainer.spec.model.shape import ModelShape, read_model_shape
+from trainer.spec.model.readers import read_model_shape
+from trainer.spec.model.shape import ModelShape
 from trainer.spec.strategy import (
     Attention,
     Checkpointing,

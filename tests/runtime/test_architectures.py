@@ -11,7 +11,7 @@ from trainer.runtime.loss.head import IGNORED, install_loss_head, shift
 from trainer.runtime.memory.activation_memory import count_checkpointed_blocks
 from trainer.runtime.models.build import build_model
 from trainer.spec.errors import InputError
-from trainer.spec.model.shape import read_model_shape
+from trainer.spec.model.readers import read_model_shape
 from trainer.spec.strategy import Attention, Checkpointing, LossHead
 
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}

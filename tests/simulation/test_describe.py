@@ -7,8 +7,8 @@ from architecture_factory import TINY, VARIANTS
 
 from trainer.simulation.describe import describe
 from trainer.spec.errors import InputError
-from trainer.spec.model.code import DescriptionRequest
-from trainer.spec.model.shape import Linear, ModelShape, read_model_shape
+from trainer.spec.model.readers import read_model_shape
+from trainer.spec.model.shape import DescriptionRequest, Linear, ModelShape
 from trainer.spec.strategy import Attention
 
 _SIZES = {

@@ -168,7 +168,7 @@ def _described_notes(plan: Plan) -> list[str]:
 
 
 def _code_notes(plan: Plan) -> tuple[str, ...]:
-    return () if plan.model_code is None else (plan.model_code.words,)
+    return () if plan.model_code is None else (plan.model_code.description,)
 
 
 def _name(simulated: Simulated) -> str:

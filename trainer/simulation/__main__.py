@@ -19,7 +19,7 @@ from pathlib import Path
 from trainer.spec import codec
 from trainer.spec.errors import ExitCode, InputError, ShardwiseError
 from trainer.spec.messages.simulation import Simulation, SimulationRequest
-from trainer.spec.model.code import DescriptionRequest
+from trainer.spec.model.shape import DescriptionRequest
 from trainer.spec.value import Value
 
 

@@ -23,8 +23,7 @@ from trainer.simulation.build import blocks_of, build_on_meta
 from trainer.simulation.own_loss import loss_obstacle
 from trainer.spec.errors import InputError
 from trainer.spec.messages.simulation import SimulationRequest
-from trainer.spec.model.architecture import Linear, ModelShape, Norm, Positions
-from trainer.spec.model.code import DescriptionRequest
+from trainer.spec.model.shape import DescriptionRequest, Linear, ModelShape, Norm, Positions
 from trainer.spec.strategy import Attention, LossHead
 
 Linears = tuple[Linear, ...]

@@ -12,8 +12,7 @@ from trainer.spec.hardware import DeviceKind, Hardware
 from trainer.spec.job.sections import Job
 from trainer.spec.messages.extension import Extension
 from trainer.spec.messages.profile import ProfileRequest
-from trainer.spec.model.code import ModelCode
-from trainer.spec.model.shape import ModelShape
+from trainer.spec.model.shape import ModelCode, ModelShape
 from trainer.spec.strategy import (
     Attention,
     Checkpointing,

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from launch.attempt.watchdog import Silence, Stack, Watchdog, WatchLimits, read_stack, with_stacks
 from trainer.spec.messages.heartbeat import HEARTBEAT_BYTES, Heartbeat, encode_heartbeat, heartbeat_path, read_heartbeat
-from trainer.spec.model.shape import read_model_shape
+from trainer.spec.model.readers import read_model_shape
 from trainer.spec.strategy import Sharding
 
 LIMITS = WatchLimits(phase_s=1000, least_step_s=100, end_s=10)

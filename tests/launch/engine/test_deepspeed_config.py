@@ -13,7 +13,7 @@ from launch.engine.offload import offload_buffers
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.hardware import DeviceKind, Hardware, Host
 from trainer.spec.job.sections import Job, Limits, NvmeLimit, TrainJob
-from trainer.spec.model.shape import read_model_shape
+from trainer.spec.model.readers import read_model_shape
 from trainer.spec.plan import Buckets, Plan
 from trainer.spec.strategy import Offload, Precision, Sharding
 from trainer.spec.units import MIB

@@ -9,7 +9,7 @@ from launch.inputs.model_files import preset_names, read_preset
 from launch.job.yaml_text import read_yaml
 from trainer.spec.job.reading import read_job
 from trainer.spec.job.sections import Job
-from trainer.spec.model.shape import read_model_shape
+from trainer.spec.model.readers import read_model_shape
 
 
 def read(text: str) -> Job:

@@ -17,7 +17,7 @@ from launch.inputs.trusted_code import keep_model_code, offered_code, read_model
 from trainer.spec.errors import InputError
 from trainer.spec.job.reading import read_job
 from trainer.spec.job.sections import Job
-from trainer.spec.model.code import ModelCode
+from trainer.spec.model.shape import ModelCode
 
 PROGRAM = """
 import json, sys

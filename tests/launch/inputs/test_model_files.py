@@ -19,7 +19,7 @@ from launch.inputs.model_files import (
 from trainer.spec.errors import InputError
 from trainer.spec.job.reading import read_job
 from trainer.spec.job.sections import Job
-from trainer.spec.model.shape import read_model_shape
+from trainer.spec.model.readers import read_model_shape
 
 CONFIG = {**read_preset("tiny-llama"), "vocab_size": 16, "hidden_size": 12}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

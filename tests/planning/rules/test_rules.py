@@ -22,7 +22,7 @@ from trainer.planning.search.settings_choices import first_setting
 from trainer.planning.tables.catalogue import CATALOGUE
 from trainer.spec.errors import InputError
 from trainer.spec.job.sections import Allowance, GaloreJob, Limits, LoraJob, NvmeLimit
-from trainer.spec.model.shape import read_model_shape
+from trainer.spec.model.readers import read_model_shape
 from trainer.spec.strategy import (
     Attention,
     Checkpointing,

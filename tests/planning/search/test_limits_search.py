@@ -23,7 +23,7 @@ from trainer.planning.search.limits_search import (
 from trainer.spec.calibration import Calibration
 from trainer.spec.hardware import Hardware
 from trainer.spec.job.sections import Allowance
-from trainer.spec.model.shape import read_model_shape
+from trainer.spec.model.readers import read_model_shape
 from trainer.spec.plan import Candidate
 from trainer.spec.strategy import Checkpointing, Method
 from trainer.spec.units import GIB

@@ -16,7 +16,7 @@ from transformers.utils.import_utils import is_kernels_available
 
 from trainer.runtime.attention.choice import attention_name, check_attention
 from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.model.shape import read_model_shape
+from trainer.spec.model.readers import read_model_shape
 from trainer.spec.strategy import Attention
 
 LLAMA = read_model_shape(TINY["llama"])

@@ -18,7 +18,7 @@ from trainer.runtime.attention.choice import attention_name, check_attention
 from trainer.runtime.attention.flash_kernel import load_flash_kernel, main
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, ExitCode
-from trainer.spec.model.shape import read_model_shape
+from trainer.spec.model.readers import read_model_shape
 from trainer.spec.plan import Plan
 from trainer.spec.report import Report
 from trainer.spec.strategy import Attention, LossHead

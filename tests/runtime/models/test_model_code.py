@@ -28,7 +28,7 @@ from trainer.simulation.dry_run import simulate
 from trainer.spec.errors import InputError
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.messages.simulation import SimulationRequest
-from trainer.spec.model.code import DescriptionRequest
+from trainer.spec.model.shape import DescriptionRequest
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Attention, Checkpointing, Precision
 

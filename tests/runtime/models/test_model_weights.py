@@ -13,7 +13,7 @@ from launch.inputs.model_files import read_model_config
 from trainer.runtime.models.build import build_model
 from trainer.spec.errors import InputError
 from trainer.spec.job.sections import Job, ModelJob
-from trainer.spec.model.shape import read_model_shape, text_part
+from trainer.spec.model.readers import read_model_shape, text_part
 from trainer.spec.plan import Plan
 
 _TEXT = {

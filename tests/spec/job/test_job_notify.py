@@ -52,7 +52,7 @@ def test_what_was_read_is_read_again_from_what_is_written_back(value):
         ("https:///hook", "names no host"),
         ("https://me:word@/hook", "names no host"),
         ("https://example.org/a b", "holds a space"),
-        ("tell 'it", "cannot be cut into words"),
+        ("tell 'it", "cannot be split into words"),
     ],
 )
 def test_what_is_neither_is_refused_with_what_is_expected(value, words):

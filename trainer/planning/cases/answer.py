@@ -24,7 +24,8 @@ from trainer.planning.tables.catalogue import CATALOGUE, EXACT_OPTIMIZERS, EXACT
 from trainer.planning.tables.gpu_names import hardware_from_spec, match_card
 from trainer.spec.errors import InputError
 from trainer.spec.hardware import Hardware, Host, LinkKind
-from trainer.spec.model.shape import ModelShape, read_model_shape
+from trainer.spec.model.readers import read_model_shape
+from trainer.spec.model.shape import ModelShape
 from trainer.spec.plan import MemoryEstimate, SpeedEstimate
 from trainer.spec.strategy import (
     LossHead,

@@ -23,8 +23,7 @@ from functools import lru_cache
 from trainer.planning.memory.stacks import stack_of
 from trainer.planning.setting import Setting
 from trainer.planning.speed.stacks import speed_stack_of
-from trainer.spec.model.architecture import Norm, Positions
-from trainer.spec.model.shape import Linear, ModelShape
+from trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
 from trainer.spec.strategy import Checkpointing, LossHead, Method, Precision, Sharding
 from trainer.spec.value import Value
 

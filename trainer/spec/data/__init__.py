@@ -1,1 +1,1 @@
-"""What the data are: requests, profiles, order, columns."""
+"""Training data as values: requests, profiles, order, shapes of rows."""

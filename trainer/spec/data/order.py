@@ -1,25 +1,25 @@
-"""In which order rows are learned: a function of (seed, epoch, position), so that position needs no state.
+"""Order of the training rows: a function of (seed, epoch, position), so that a position needs no state.
 
 Every epoch is a permutation of the rows, computed one index at a time: nothing the size of the data is stored or
-shuffled, and any number of ranks, at any step, agree without a word. A run resumes at a step, and the same step holds
-the same rows on one rank or on a thousand. Epochs follow each other without a seam: step s is the sequences
+shuffled, and any number of ranks, at any step, agree without communication. A run resumes at a step, and the same step
+has the same rows on one rank or on a thousand. Epochs follow each other without a gap: step s is the sequences
 [s * sequences_per_step, (s + 1) * sequences_per_step) of all epochs laid end to end, so that each of them has every
-row exactly once, and a step in which one ends takes the rest of its rows from the next.
+row exactly once, and a step in which one epoch ends has the rest of its rows from the next.
 
 Rows of unequal length are grouped, so that little of a batch is padding: the steps that lie within one epoch are cut
 into windows of at most WINDOW_STEPS, all alike but for one step; the rows of a window are sorted by length, cut into
 steps, and the steps are shuffled. A step that two epochs share is not grouped. Within a step the longest row comes
 first in either case: micro batches that are cut from it in turn hold rows of like length.
 
-A longest row of the data is in the first step, so that a shortage of memory shows there: in the first epoch it changes
-places with the row that would be first.
+A longest row of the data is in the first step, so that a run out of memory fails there: in the first epoch it is
+exchanged with the row that would be first.
 
 The permutation of [0, n) is a Feistel network on a rectangle: a number below a * b, with a and b the smallest that are
 near sqrt(n) and cover n, is a pair (left, right), and each round adds to one half a hash of the other, modulo the
 side. That is a bijection whatever the hash is, because it can be undone round by round. Numbers from n up are walked
 again until they land below n ("cycle walking", Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002); as
 a * b - n is below sqrt(n) + 1, that hardly ever happens. The hash is the finaliser of splitmix64 (Steele, Lea and
-Flood, "Fast Splittable Pseudorandom Number Generators", 2014). It mixes well and keeps no secrets.
+Flood, "Fast Splittable Pseudorandom Number Generators", 2014). It mixes well and is not cryptographic.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class DataOrder:
         length_of: Callable[[int], int],
         *,
         num_rows: int,
-        longest: int,  # a row that none is longer than
+        longest: int,  # index of a row of the greatest length
         seed: int,
         sequences_per_step: int,
         is_grouped: bool,
@@ -59,7 +59,7 @@ class DataOrder:
     def rows_of_step(self, step: int) -> list[int]:
         """The rows of the global batch of a step, counted from 0; the longest first.
 
-        A grouped one takes the rows of its window: O(window) at its first step, O(1) at the others.
+        A grouped step computes its window: O(window) at the first step of the window, O(1) at the others.
         """
         if step < 0:
             raise ValueError(f"step {step}")
@@ -101,7 +101,7 @@ class DataOrder:
 
 
 def permuted(position: int, *, num_rows: int, seed: int, epoch: int) -> int:
-    """Where the permutation of [0, num_rows) that belongs to (seed, epoch) sends `position`."""
+    """Image of `position` under the permutation of [0, num_rows) of (seed, epoch)."""
     if not 0 <= position < num_rows:
         raise ValueError(f"position {position} of {num_rows} rows")
     left_side = isqrt(num_rows - 1) + 1

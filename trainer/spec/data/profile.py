@@ -1,6 +1,6 @@
-"""What the planner knows of the data: how many tokens, how long the rows are, and what they are called.
+"""The data as the planner sees it: number of tokens, lengths of rows, identity.
 
-`source` says how much to believe: `prepared` was counted after tokenising, `estimated` was guessed from file sizes.
+`source` is `prepared` if it was counted after tokenising, `estimated` if it was derived from file sizes.
 """
 
 from trainer.spec.job.sections import DataFormat
@@ -9,7 +9,7 @@ from trainer.spec.value import Value
 
 
 class LengthHistogram(Value, frozen=True, kw_only=True):
-    """How many rows have a length in (edges[i-1], edges[i]] tokens; the first bin starts at 0."""
+    """Number of rows with a length in (edges[i-1], edges[i]] tokens; the first bin starts at 0."""
 
     edges: tuple[int, ...]
     counts: tuple[int, ...]
@@ -33,7 +33,7 @@ class DataProfile(Value, frozen=True, kw_only=True):
     is_packed: bool
     fingerprint: str  # of content, tokenizer and settings
     vocab_size: int  # of the tokenizer
-    format: DataFormat = DataFormat.TEXT  # what the rows are, never auto
+    format: DataFormat = DataFormat.TEXT  # never auto
     num_targets: int | None = None  # tokens of an epoch that are learned
     packing_efficiency: float | None = None  # tokens of the rows, of as many rows of seq_len
     num_eval_rows: int = 0
@@ -47,14 +47,14 @@ class DataProfile(Value, frozen=True, kw_only=True):
     batch_widths: tuple[BatchWidth, ...] = ()  # of documents cut at seq_len, ascending micro batches
     cache_dir: str | None = None  # holds tokens, rows and the tokenizer
     skipped_rows: int = 0  # bad rows left out under data.bad_rows=skip
-    cut_rows: int = 0  # documents longer than seq_len that lost their end; only without packing
-    dropped_tokens: int = 0  # in remainders shorter than a row and in the ends of cut rows
+    cut_rows: int = 0  # documents truncated to seq_len; only without packing
+    dropped_tokens: int = 0  # in remainders shorter than a row and in the ends of truncated rows
     is_stream: bool = False  # prepared while it is trained on: every count is of the first window, epochs are unknown
-    notes: tuple[str, ...] = ()  # sentences for the person: what was skipped, cut or cut into pieces
+    notes: tuple[str, ...] = ()  # sentences for the user about skipped, truncated or split rows
 
 
 def stream_words(window_bytes: int, *, eval_share: float | None) -> str:
-    """What a stream promises less than data that was prepared whole, for the plan."""
+    """Sentence of the plan about the limits of a stream."""
     held_out = "" if eval_share is None else "held-out rows are those of the first window only; "
     return (
         f"streaming: rows are shuffled only within a window of about {format_bytes(window_bytes)} of text; "

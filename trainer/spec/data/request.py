@@ -1,11 +1,10 @@
-"""What the data preparation subprocess is asked: `python -m trainer.runtime.data.prepare REQUEST ANSWER`.
+"""Request to the data preparation subprocess: `python -m trainer.runtime.data.prepare REQUEST ANSWER`.
 
-It answers with a DataProfile in the file ANSWER, or with one to three lines on stderr and the error's exit code.
-Names of sources are resolved to files before the subprocess starts (launch/inputs/data_files.py), so that asking what
-there is needs nothing heavy; the sizes and times stand beside the paths so that a file which changes meanwhile is
-noticed.
+It returns a DataProfile in the file ANSWER, or with one to three lines on stderr and the error's exit code.
+Names of sources are resolved to files before the subprocess starts (launch/inputs/data_files.py), so that a listing
+needs no heavy library; sizes and times are beside the paths so that a change of a file is detected.
 
-What a file holds is said by its name: one of ROW_SUFFIXES is a file of rows, any other is one text; one of
+The name of a file determines its content: one of ROW_SUFFIXES is a file of rows, any other is one text; one of
 COMPRESSIONS may follow either.
 """
 
@@ -24,21 +23,21 @@ LISTING_NAME = "listing.json"  # the PrepareRequest of a stream: beside its firs
 class SourceFile(Value, frozen=True, kw_only=True):
     """One file of a source as it was when the sources were listed."""
 
-    path: str  # absolute; of one that is fetched from the hub when a stream gets to it, its `hub`
+    path: str  # absolute; equal to `hub` for a file that a stream downloads when it reaches it
     size_bytes: int
     mtime_ns: int
-    weight: float = 1.0  # of its source: how often its rows stand in one epoch
-    source: int = 0  # the place of its source among those of the request
-    hub: str | None = None  # hf://datasets/ORG/NAME@COMMIT/FILE, which never changes; None: it is from elsewhere
+    weight: float = 1.0  # of its source: how often its rows appear in one epoch
+    source: int = 0  # index of its source in the request
+    hub: str | None = None  # hf://datasets/ORG/NAME@COMMIT/FILE, which never changes; None: not from the hub
 
     @property
     def is_remote(self) -> bool:
-        """Whether there is nothing on this machine yet."""
+        """True if the file is not on this machine yet."""
         return self.path == self.hub
 
 
 class PrepareRequest(Value, frozen=True, kw_only=True):
-    """Tokenise these sources into rows of at most `seq_len` tokens, once, in a cache keyed by content and settings."""
+    """Request to tokenise sources into rows of at most `seq_len` tokens, in a cache keyed by content and settings."""
 
     sources: tuple[DataSource, ...]
     eval_share: float | None
@@ -58,19 +57,19 @@ class PrepareRequest(Value, frozen=True, kw_only=True):
     hub_home: str | None = None  # Hugging Face's home folder; None: where huggingface_hub would look
     eval_subset: str | None = None  # of `eval_source`
     eval_split: str | None = None  # of `eval_source`
-    files: tuple[SourceFile, ...] = ()  # what `sources` are on disk
-    eval_files: tuple[SourceFile, ...] = ()  # what `eval_source` is on disk
+    files: tuple[SourceFile, ...] = ()  # of `sources`, on disk
+    eval_files: tuple[SourceFile, ...] = ()  # of `eval_source`, on disk
     revisions: tuple[str, ...] = ()  # ORG/NAME@COMMIT of every source that is from the hub
     window_bytes: int | None = None  # text of a window of a stream; None: no stream, everything is prepared at once
 
 
 def content_suffix(path: str) -> str:
-    """The suffix that says what the file holds, in lower case, without that of a compression: `.csv` of `a.CSV.gz`."""
+    """The suffix of a file's content, in lower case, without that of a compression: `.csv` for `a.CSV.gz`."""
     stem, suffix = splitext(path.lower())  # noqa: PTH122 - thousands of paths at every start
     return splitext(stem)[1] if suffix in COMPRESSIONS else suffix  # noqa: PTH122
 
 
 def compression(path: str) -> str | None:
-    """The suffix that says how the file is compressed; None where it is not."""
+    """The suffix of a file's compression, or None."""
     suffix = splitext(path.lower())[1]  # noqa: PTH122 - thousands of paths at every start
     return suffix if suffix in COMPRESSIONS else None

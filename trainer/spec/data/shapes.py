@@ -21,6 +21,23 @@ _USUAL_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations", "conversation"),
 }
 
+# Chat templates of shardwise, and the special tokens that each writes around a message. They are added to a tokenizer
+# that lacks them, and embeddings to a model that has too few; both must be known before anything is loaded.
+TEMPLATE_TOKENS: Mapping[str, tuple[str, ...]] = {
+    "alpaca": (),
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "gemma3": ("<start_of_turn>", "<end_of_turn>"),
+    "llama2": (),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "mistral": ("[INST]", "[/INST]"),
+    "mistral_v1": (),
+    "phi3": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+    "plain": (),
+    "qwen": ("<|im_start|>", "<|im_end|>"),
+    "zephyr": (),
+}
+
 
 class Encoding(Enum):
     """How rows become token ids."""

@@ -1,8 +1,8 @@
-"""Settings that exclude each other: one row a rule, each a sentence that says which two and what would do.
+"""Settings that exclude each other: one row a rule, with a sentence that names both and the remedy.
 
-Only what the job alone decides is here. What depends on the machine, the model or the data is refused by the planner
-or by whoever reads those. A rule is skipped where one of its settings could not be read, so that one mistake gives
-one line. A rule sees values only: writing a default out, as the resolved job.yaml does, changes nothing.
+Only rules about the job alone are here. Those about the machine, the model or the data belong to the planner or to the
+readers of these. A rule is skipped if one of its settings could not be read, so that one mistake gives one line. A rule
+sees values only: a written default, as in the resolved job.yaml, changes nothing.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ OFFLOAD_SHARDINGS: dict[Offload, tuple[Sharding, ...]] = {
 
 
 class Clash(NamedTuple):
-    """A rule over `paths`; `sentence` is None where the job keeps it."""
+    """A rule over `paths`; `sentence` returns None if the job satisfies it."""
 
     paths: tuple[str, ...]
     sentence: Callable[[Job], str | None]
@@ -51,7 +51,7 @@ def _tokenizer(job: Job) -> str | None:
         )
     if job.model.name is not None and job.model.config is None and job.model.tokenizer == "train":
         return (
-            "model.tokenizer: train and model.name exclude each other; weights know only their own tokenizer: "
+            "model.tokenizer: train and model.name exclude each other; weights work only with their own tokenizer: "
             "leave model.tokenizer out"
         )
     return None
@@ -251,11 +251,11 @@ def _checkpointing_n(job: Job) -> str | None:
 
 
 def _selective_offload(job: Job) -> str | None:
-    """What selective checkpointing keeps is not saved by autograd, which is what is moved."""
+    """Activation offload moves what autograd saves, which excludes the activations of selective checkpointing."""
     if not job.pin.activation_offload or job.pin.checkpointing is not Checkpointing.SELECTIVE:
         return None
     return (
-        "pin.activation_offload and pin.checkpointing: selective exclude each other; what selective keeps stays on "
+        "pin.activation_offload and pin.checkpointing: selective exclude each other; activations of selective stay on "
         "the device: write pin.checkpointing: full or none"
     )
 
@@ -273,7 +273,7 @@ def _micro_batch(job: Job) -> str | None:
 
 
 def _update_in_backward(job: Job) -> str | None:
-    """An update inside backward cannot wait for a second micro batch."""
+    """An update inside the backward pass cannot accumulate a second micro batch."""
     is_lomo = job.pin.optimizer in (Optimizer.LOMO, Optimizer.ADALOMO)
     is_one_rank = job.pin.sharding is Sharding.NONE
     if not (job.pin.optimizer_in_backward or is_lomo) or job.pin.micro_batch is None or not is_one_rank:

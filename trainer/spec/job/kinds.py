@@ -80,7 +80,7 @@ def one_of(words: tuple[str, ...]) -> str:
 
 
 def nearest(word: str, words: tuple[str, ...]) -> str | None:
-    """The member of `words` that was probably meant."""
+    """The member of `words` that the user probably meant."""
     matches = close_matches(word.lower(), words)
     if matches:
         return matches[0]
@@ -90,7 +90,7 @@ def nearest(word: str, words: tuple[str, ...]) -> str | None:
 
 
 def shown(value: object) -> str:
-    """The value as a person would recognise it, on one line of at most 60 characters."""
+    """The value as the user wrote it, on one line of at most 60 characters."""
     if value is None:
         return "empty"
     if isinstance(value, bool):
@@ -133,7 +133,7 @@ def flag() -> Kind:
 
 
 def choice(members: type[StrEnum]) -> Kind:
-    """One member of an enum; False is taken for `off` where that is a member."""
+    """One member of an enum; False means `off` if that is a member."""
     words = tuple(member.value for member in members)
 
     def read(value: object) -> StrEnum:
@@ -173,7 +173,7 @@ def choices(members: type[StrEnum]) -> Kind:
 
 
 def one_word(*words: str) -> Kind:
-    """One of a few words that have no enum."""
+    """One of a few words without an enum."""
 
     def read(value: object) -> str:
         if not isinstance(value, str) or value not in words:
@@ -216,7 +216,7 @@ def texts(expected: str, *, may_be_empty: bool) -> Kind:
 
 
 def hub_kernel() -> Kind:
-    """A FlashAttention 2 kernel of the hub at a commit: its code runs, and a branch or a tag may come to name other."""
+    """A FlashAttention 2 kernel of the hub at a commit: its code runs, and a branch or a tag may change."""
 
     def read(value: object) -> str:
         checked = read_text(value)
@@ -225,7 +225,7 @@ def hub_kernel() -> Kind:
         repository, _, revision = checked.partition("@")
         if re.fullmatch(r"[^/]+/flash-attn2", repository) is None:
             raise HintError("flash is FlashAttention 2, as in kernels-community/flash-attn2")
-        what = f"{shown(revision)} may come to name other code" if revision else "the commit is missing"
+        what = f"{shown(revision)} may name other code later" if revision else "the commit is missing"
         raise HintError(f"{what}: a commit is 40 hexadecimal digits")
 
     return Kind(
@@ -237,7 +237,7 @@ def hub_kernel() -> Kind:
 
 
 def columns(*names: str) -> Kind:
-    """A mapping from our name of a field to the column that holds it."""
+    """A mapping from the standard name of a field to the name of the column."""
 
     def read(value: object) -> dict[str, str]:
         if not isinstance(value, Mapping):
@@ -315,7 +315,7 @@ def share() -> Kind:
 
 
 def byte_size() -> Kind:
-    """Bytes as `8GiB` or `80GB`; a plain number is bytes, and one below a MiB was surely meant otherwise."""
+    """Bytes as `8GiB` or `80GB`; a plain number is bytes, and one below a MiB is refused as a probable mistake."""
 
     def read(value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int | float | str):
@@ -407,7 +407,10 @@ def warmup_length() -> Kind:
 
 
 def notification() -> Kind:
-    """A URL of http or https, `$NAME`, a command as text, or a command as a list of its words."""
+    """Receiver of notices: a URL of http or https, `$NAME` of a variable with a URL, or a command as text or list.
+
+    A command is stored as its words, so that no shell reads them: text is split as a shell would.
+    """
 
     def read(value: object) -> tuple[str, ...]:
         if isinstance(value, list | tuple):
@@ -488,18 +491,18 @@ def read_text(value: object) -> str:
 
 
 def is_url(notify: tuple[str, ...]) -> bool:
-    """Whether it is a URL that is told; else it is a command."""
+    """True if the receiver is a URL; otherwise it is a command."""
     return len(notify) == 1 and notify[0].startswith(_URL_SCHEMES)
 
 
 def variable_of(notify: tuple[str, ...]) -> str | None:
-    """The name of the variable whose URL is told, for `$NAME`; None of a URL or a command."""
+    """The name of the environment variable of the URL, for `$NAME`; None for a URL or a command."""
     match = _VARIABLE.fullmatch(notify[0]) if len(notify) == 1 else None
     return None if match is None else match[1]
 
 
 def check_url(url: str) -> None:
-    """HintError where it is no URL of http or https, or names no host."""
+    """Raises HintError if it is not a URL of http or https, or has no host."""
     if not url.startswith(_URL_SCHEMES):
         raise HintError("a URL begins with http:// or https://")
     host = url.partition("://")[2].partition("/")[0].rpartition("@")[2]
@@ -563,4 +566,4 @@ def _words_of(text: str) -> tuple[str, ...]:
     try:
         return tuple(split(text))
     except ValueError as error:
-        raise HintError(f"the command cannot be cut into words: {str(error).lower()}") from None
+        raise HintError(f"the command cannot be split into words: {str(error).lower()}") from None

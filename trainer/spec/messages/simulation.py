@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.job.sections import LoraJob
-from trainer.spec.model.code import ModelCode
+from trainer.spec.model.shape import ModelCode
 from trainer.spec.strategy import (
     Attention,
     Checkpointing,

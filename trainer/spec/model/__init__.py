@@ -1,1 +1,1 @@
-"""The shape of a model, from its config.json."""
+"""Models as values: the shape from a config.json, the attention kernel."""

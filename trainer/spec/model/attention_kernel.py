@@ -1,15 +1,15 @@
-"""The kernel behind PyTorch's attention: one answer for the plan, the dry run, `probe --measure` and the ranks.
+"""The kernel of PyTorch's attention, the same for the plan, the dry run, `probe --measure` and the ranks.
 
 `scaled_dot_product_attention` has four kernels on CUDA and chooses by device, type and arguments (sdp_utils.cpp). A
 rank narrows the choice until it is the one below (`trainer.runtime.attention.kernels`, checked before the first step):
 
     cuDNN       switched off, also on compute capability 9.0 and 10.x, where torch prefers it: docs/speed-model.md
     flash       16 bit without a mask, compute capability 8.0 or newer, heads of up to 256 elements
-    efficient   every other call: fp32, older chips, a mask. It takes no grouped heads, so key and value heads are
+    efficient   every other call: fp32, older chips, a mask. It has no grouped heads, so key and value heads are
                 repeated before it is called
     math        keeps the sequence x sequence scores; left only to a model that broadcasts its single key head itself
 
-On a CPU the flash kernel takes every type, masks and grouped heads.
+On a CPU the flash kernel supports every type, masks and grouped heads.
 """
 
 from enum import StrEnum
@@ -21,7 +21,7 @@ MAX_FLASH_HEAD_DIM = 256
 
 
 class AttentionKernel(StrEnum):
-    """How attention is computed; only `flash` and `efficient` keep no sequence x sequence array."""
+    """Implementation of attention; only `flash` and `efficient` store no sequence x sequence array."""
 
     FLASH = "flash"
     EFFICIENT = "efficient"

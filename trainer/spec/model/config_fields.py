@@ -1,12 +1,11 @@
-"""The fields of a config.json, with the defaults of transformers where the file leaves one out.
+"""The fields of a config.json, with the defaults of transformers for missing ones.
 
-A config that transformers reads need not name every field: what is missing has the default of that model's config
-class. The table below repeats those defaults for all that a shape is read from, since nothing here may import
-transformers; a test compares it with the installed classes. The fields that make a model's size (`hidden_size`, the
-number of layers, heads and tokens) have none: a file without them is not a model's, and is refused. Gemma 3 is the
-exception, whose published files leave out what is default.
+A missing field has the default of that model's config class in transformers. The table below repeats the defaults of
+all fields that a shape needs, since nothing here may import transformers; a test compares it with the installed
+classes. The fields of a model's size (`hidden_size`, the number of layers, heads and tokens) have no default: a file
+without them is refused. Gemma 3 is the exception, whose published files leave out default values.
 
-A field that is null is not missing: it then means what the config class makes of null, and the readers say so.
+A field that is null is not missing: the readers treat it as the config class does.
 """
 
 from collections.abc import Mapping
@@ -158,7 +157,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
-# Other names of a field that transformers takes as well, by the name that is read here.
+# Other names that transformers accepts for a field, by the name that is read here.
 _GPT_ALIASES = {
     "n_embd": "hidden_size",
     "n_positions": "max_position_embeddings",
@@ -176,17 +175,17 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
 
 
 class Fields(Value, frozen=True, kw_only=True):
-    """A config with its defaults filled in; each read says what it expects, and InputError what is not so."""
+    """A config with its defaults filled in; each read raises InputError for a value of another kind."""
 
     origin: str
     values: dict[str, Any]
 
     def __contains__(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """True if the field is present and not null."""
         return self.values.get(name) is not None
 
     def whole(self, name: str, *, null: int | None = None, least: int = 1) -> int:
-        """A whole number; `null` where the field is missing or null."""
+        """A whole number; `null` if the field is missing or null."""
         value = self.values.get(name, null)
         value = null if value is None else value
         if value is None:
@@ -207,8 +206,8 @@ class Fields(Value, frozen=True, kw_only=True):
     def cap(self, name: str) -> float | None:
         return self.number(name) if name in self else None
 
-    def says(self, name: str) -> bool:
-        """Whether a switch is on; null is off."""
+    def is_on(self, name: str) -> bool:
+        """True if a switch is on; null is off."""
         value = self.values.get(name)
         if not isinstance(value, bool | None):
             raise InputError(f"{self.origin}: {name} must be true or false, not {value!r}")
@@ -218,7 +217,7 @@ class Fields(Value, frozen=True, kw_only=True):
         return str(self.values[name])
 
     def indices(self, name: str) -> tuple[int, ...]:
-        """A list of block numbers; empty where there is none."""
+        """A list of block numbers; empty if there is none."""
         value = self.values.get(name)
         if value is None:
             return ()
@@ -227,7 +226,7 @@ class Fields(Value, frozen=True, kw_only=True):
         return tuple(value)
 
     def table(self, name: str) -> dict[str, Any]:
-        """An object in the config; empty where it is missing or null."""
+        """An object in the config; empty if it is missing or null."""
         value = self.values.get(name) or {}
         if not isinstance(value, dict):
             raise InputError(f"{self.origin}: {name} must be an object, not {value!r}")
@@ -238,7 +237,7 @@ class Fields(Value, frozen=True, kw_only=True):
         return self.whole("head_dim") if "head_dim" in self else self.equal_share(hidden=hidden, num_heads=num_heads)
 
     def equal_share(self, *, hidden: int, num_heads: int) -> int:
-        """The hidden size cut into heads, whatever `head_dim` says."""
+        """The hidden size divided by the number of heads, independent of `head_dim`."""
         if hidden % num_heads:
             raise InputError(
                 f"{self.origin}: hidden size {hidden} is not a multiple of the number of attention heads {num_heads}"

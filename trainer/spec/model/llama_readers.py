@@ -1,22 +1,32 @@
 """Shapes of the models that descend from Llama: one norm before each half of a block, a gated MLP, rotated positions.
 
-They differ in biases, in norms of query and key, in how many norms a block has (Gemma normalises what a half puts out
-as well), in fused projections (Phi-3) and in where attention sees a window only. Sources: the modelling files of
+They differ in biases, in norms of query and key, in how many norms a block has (Gemma also normalises the output of a
+half), in fused projections (Phi-3) and in the blocks whose attention has a window. Sources: the modelling files of
 transformers, class by class; tests build every one of them and compare.
+
+In a mixture-of-experts model a router sends each token to a few of many gated MLPs. transformers stores the experts of
+a block in two tensors of three dimensions, and the router as a bare weight: none of them is a linear module. For
+adapters on "all-linear", peft 0.21 adapts them in Mixtral and Qwen3-MoE all the same, gate and up with twice the rank
+since they are two layers in one, and then skips the MLPs of blocks without experts, whose names it takes for those of
+experts; in Qwen2-MoE it adapts linear modules only. Tests count its adapters. The auxiliary loss that balances the
+experts is not added by this project's loss head.
 """
 
 from msgspec.structs import replace
 
-from trainer.spec.model.architecture import Linear, ModelShape, Norm
 from trainer.spec.model.config_fields import Fields
+from trainer.spec.model.shape import Linear, ModelShape, Norm
 from trainer.spec.strategy import Attention
 
 
 def read_llama(fields: Fields) -> ModelShape:
-    bias = fields.says("attention_bias")
+    bias = fields.is_on("attention_bias")
     return replace(
         gated_shape(fields, "LlamaDecoderLayer"),
-        linears=(*attention(fields, qkv_bias=bias, output_bias=bias), *gated_mlp(fields, bias=fields.says("mlp_bias"))),
+        linears=(
+            *attention(fields, qkv_bias=bias, output_bias=bias),
+            *gated_mlp(fields, bias=fields.is_on("mlp_bias")),
+        ),
     )
 
 
@@ -33,7 +43,7 @@ def read_qwen2(fields: Fields) -> ModelShape:
 
 
 def read_qwen3(fields: Fields) -> ModelShape:
-    bias = fields.says("attention_bias")
+    bias = fields.is_on("attention_bias")
     shape = replace(
         with_qk_norm(gated_shape(fields, "Qwen3DecoderLayer")),
         linears=(*attention(fields, qkv_bias=bias, output_bias=bias), *gated_mlp(fields)),
@@ -77,13 +87,13 @@ def read_phi3(fields: Fields) -> ModelShape:
 def read_stablelm(fields: Fields) -> ModelShape:
     """LayerNorms with biases; query and key may have one norm a head, without; half of them rotated, or less."""
     shape = gated_shape(fields, "StableLmDecoderLayer")
-    is_parallel = fields.says("use_parallel_residual")
+    is_parallel = fields.is_on("use_parallel_residual")
     norms = 1 if is_parallel else 2
-    has_qk_norm = fields.says("qk_layernorm")
+    has_qk_norm = fields.is_on("qk_layernorm")
     return replace(
         shape,
         linears=(
-            *attention(fields, qkv_bias=fields.says("use_qkv_bias"), output_bias=False),
+            *attention(fields, qkv_bias=fields.is_on("use_qkv_bias"), output_bias=False),
             *gated_mlp(fields),
         ),
         norm=Norm.LAYER,
@@ -99,7 +109,7 @@ def read_stablelm(fields: Fields) -> ModelShape:
 
 
 def gated_shape(fields: Fields, block_class: str, *, activation: str = "hidden_act") -> ModelShape:
-    """A Llama without biases: what its descendants change."""
+    """A Llama without biases, the base of its descendants."""
     hidden, num_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     return ModelShape(
         model_type=fields.text("model_type"),
@@ -112,7 +122,7 @@ def gated_shape(fields: Fields, block_class: str, *, activation: str = "hidden_a
         num_kv_heads=fields.whole("num_key_value_heads", null=num_heads),
         head_dim=fields.head_dim(hidden=hidden, num_heads=num_heads),
         max_positions=fields.whole("max_position_embeddings"),
-        is_tied=fields.says("tie_word_embeddings"),
+        is_tied=fields.is_on("tie_word_embeddings"),
         linears=(*attention(fields), *gated_mlp(fields)),
         norm_parameters_per_block=2 * hidden,
         activation=fields.text(activation),
@@ -143,20 +153,20 @@ def gated_mlp(fields: Fields, *, size: str = "intermediate_size", bias: bool = F
 
 
 def with_qk_norm(shape: ModelShape) -> ModelShape:
-    """The same with an RMSNorm of query and one of key, over the width of a head."""
+    """The shape with an RMSNorm of query and one of key, over the width of a head."""
     parameters = shape.norm_parameters_per_block + 2 * shape.head_dim
     return replace(shape, has_qk_norm=True, norm_parameters_per_block=parameters)
 
 
 def with_window_everywhere(shape: ModelShape, fields: Fields) -> ModelShape:
-    """The same with the window of the config, where it has one, in every block."""
+    """The shape with the window of the config, if it has one, in every block."""
     if "sliding_window" not in fields:
         return shape
     return with_window(shape, fields, num_layers=shape.num_layers)
 
 
 def with_window(shape: ModelShape, fields: Fields, *, num_layers: int) -> ModelShape:
-    """The same with the config's window in so many blocks; `layer_types`, where given, names them instead."""
+    """The shape with the config's window in `num_layers` blocks; a given `layer_types` determines them instead."""
     if "layer_types" in fields:
         num_layers = list(fields.values["layer_types"]).count("sliding_attention")
     if num_layers == 0:
@@ -172,7 +182,7 @@ def rotary_dim(fields: Fields, head_dim: int, *, share: float, name: str = "part
 
 
 def _with_window_in_last_layers(shape: ModelShape, fields: Fields) -> ModelShape:
-    if not fields.says("use_sliding_window") or "sliding_window" not in fields:
+    if not fields.is_on("use_sliding_window") or "sliding_window" not in fields:
         return shape
     first = fields.whole("max_window_layers", least=0)
     return with_window(shape, fields, num_layers=max(0, shape.num_layers - first))
@@ -181,7 +191,7 @@ def _with_window_in_last_layers(shape: ModelShape, fields: Fields) -> ModelShape
 def _gemma(fields: Fields, block_class: str, *, pattern: int) -> ModelShape:
     """Four norms a block; every `pattern`th block attends to all tokens, the others within the window."""
     shape = gated_shape(fields, block_class, activation="hidden_activation")
-    bias = fields.says("attention_bias")
+    bias = fields.is_on("attention_bias")
     shape = replace(
         shape,
         linears=(*attention(fields, qkv_bias=bias, output_bias=bias), *gated_mlp(fields)),
@@ -190,3 +200,97 @@ def _gemma(fields: Fields, block_class: str, *, pattern: int) -> ModelShape:
         logit_softcap=fields.cap("final_logit_softcapping"),
     )
     return with_window(shape, fields, num_layers=shape.num_layers - shape.num_layers // pattern)
+
+
+def read_mixtral(fields: Fields) -> ModelShape:
+    shape = gated_shape(fields, "MixtralDecoderLayer")
+    experts = _experts(fields, count="num_local_experts", size="intermediate_size", has_adapters=True)
+    return with_window_everywhere(_with_experts(shape, (*attention(fields), *experts)), fields)
+
+
+def read_qwen2_moe(fields: Fields) -> ModelShape:
+    """Every token passes a shared expert as well, weighted by a gate of its own."""
+    projections = attention(fields, qkv_bias=fields.is_on("qkv_bias"), output_bias=False)
+    gate = Linear(name="shared_expert_gate", num_inputs=fields.whole("hidden_size"), num_outputs=1)
+    shared = (*gated_mlp(fields, size="shared_expert_intermediate_size"), gate)
+    experts = _experts(fields, count="num_experts", size="moe_intermediate_size", has_adapters=False)
+    shape = _with_experts(
+        gated_shape(fields, "Qwen2MoeDecoderLayer"),
+        (*projections, *shared, *experts),
+        num_dense=_num_dense_layers(fields),
+        dense=(*projections, *gated_mlp(fields)),
+    )
+    if not fields.is_on("use_sliding_window"):
+        return shape
+    num_first = min(shape.num_layers, fields.whole("max_window_layers", least=0))
+    return with_window(shape, fields, num_layers=(num_first + 1) // 2)
+
+
+def read_qwen3_moe(fields: Fields) -> ModelShape:
+    bias = fields.is_on("attention_bias")
+    projections = attention(fields, qkv_bias=bias, output_bias=bias)
+    experts = _experts(fields, count="num_experts", size="moe_intermediate_size", has_adapters=True)
+    mlp = (replace(linear, adapter_rank_factor=0) for linear in gated_mlp(fields))
+    shape = _with_experts(
+        with_qk_norm(gated_shape(fields, "Qwen3MoeDecoderLayer")),
+        (*projections, *experts),
+        num_dense=_num_dense_layers(fields),
+        dense=(*projections, *mlp),
+    )
+    return with_window_everywhere(shape, fields) if fields.is_on("use_sliding_window") else shape
+
+
+def _experts(fields: Fields, *, count: str, size: str, has_adapters: bool) -> tuple[Linear, ...]:
+    """The router and its experts."""
+    num_experts = fields.whole(count, least=0)
+    hidden, ffn, used = fields.whole("hidden_size"), fields.whole(size), fields.whole("num_experts_per_tok")
+    rank_factor = 1 if has_adapters else 0
+    gate_up = Linear(
+        name="experts.gate_up_proj",
+        num_inputs=hidden,
+        num_outputs=2 * ffn,
+        num_copies=num_experts,
+        num_used=used,
+        is_linear_module=False,
+        adapter_rank_factor=2 * rank_factor,
+    )
+    router = Linear(
+        name="gate",
+        num_inputs=hidden,
+        num_outputs=num_experts,
+        is_linear_module=False,
+        adapter_rank_factor=rank_factor,
+    )
+    down = replace(
+        gate_up, name="experts.down_proj", num_inputs=ffn, num_outputs=hidden, adapter_rank_factor=rank_factor
+    )
+    return router, gate_up, down
+
+
+def _with_experts(
+    shape: ModelShape, linears: tuple[Linear, ...], *, num_dense: int = 0, dense: tuple[Linear, ...] = ()
+) -> ModelShape:
+    """The shape with experts in the blocks that have them; a dense one if none has."""
+    if num_dense == shape.num_layers:
+        return replace(shape, linears=dense)
+    down = linears[-1]
+    return replace(
+        shape,
+        linears=linears,
+        num_dense_layers=num_dense,
+        dense_linears=dense if num_dense else (),
+        ffn_size=down.num_inputs,
+        num_experts=down.num_copies,
+        experts_per_token=down.num_used,
+    )
+
+
+def _num_dense_layers(fields: Fields) -> int:
+    """Blocks without experts: those the config lists, and all but every `decoder_sparse_step`th."""
+    num_layers = fields.whole("num_hidden_layers")
+    if fields.values.get("num_experts") == 0:
+        return num_layers
+    listed = set(fields.indices("mlp_only_layers"))
+    step = fields.whole("decoder_sparse_step", null=1)
+    without = num_layers - num_layers // step
+    return without + sum(layer < num_layers and (layer + 1) % step == 0 for layer in listed)

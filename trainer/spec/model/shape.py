@@ -1,86 +1,186 @@
-"""The dimensions of a causal language model, from its Hugging Face config.json alone.
+"""A causal language model as numbers: its blocks, their linear layers, its tables and its norms; and its own code.
 
-Covered: the decoder-only architectures in `_READERS`. Parameter counts are exact for them: tests build each on the
-meta device with transformers and compare, as they do for the class of the blocks and for what adapters can target.
-Of a Gemma 3 config with a vision part, the text part is read. Not covered: anything else, which is refused rather
-than guessed at.
+A model is a table of embeddings, `num_layers` blocks and a head. The blocks are alike, with two exceptions that are
+counted rather than listed: mixture-of-experts models may have `num_dense_layers` blocks with a dense feed-forward layer
+(`dense_linears` in place of `linears`), and in `num_sliding_layers` blocks a token sees the last `sliding_window`
+tokens only. No formula depends on which blocks they are. `block_parameters` sums over all blocks;
+`parameters_per_block` is one block of the usual kind.
 
-What a shape consists of is in `architecture`, what a config may leave out in `config_fields`, and the readers, a
-function for each model type, are in `llama_readers`, `gpt_readers` and `expert_readers`.
+A shape comes from a config (`readers`), or is described from the model itself (`is_described`), which works for any
+architecture: its sums are then exact as well, and its structure is what the modules show.
+
+Code that comes with a model runs only if `model.trust_remote_code` names the model's own repository or folder. A run
+has its own copy of the files, and every process runs them only while their SHA-256 is the planned one. No code is taken
+from a checkpoint or an export.
 """
 
-from collections.abc import Callable, Mapping
+from enum import StrEnum
 from typing import Any
 
-from trainer.spec.errors import InputError
-from trainer.spec.model.architecture import Linear, ModelShape, Norm, Positions
-from trainer.spec.model.config_fields import Fields, fields_of
-from trainer.spec.model.expert_readers import read_mixtral, read_qwen2_moe, read_qwen3_moe
-from trainer.spec.model.gpt_readers import read_falcon, read_gpt2, read_gpt_bigcode, read_gpt_neox, read_mpt, read_phi
-from trainer.spec.model.llama_readers import (
-    read_gemma2,
-    read_gemma3,
-    read_llama,
-    read_mistral,
-    read_phi3,
-    read_qwen2,
-    read_qwen3,
-    read_stablelm,
-)
-
-__all__ = ["Linear", "ModelShape", "Norm", "Positions", "read_model_shape", "supported_model_types", "text_part"]
-
-_READERS: dict[str, Callable[[Fields], ModelShape]] = {
-    "falcon": read_falcon,
-    "gemma2": read_gemma2,
-    "gemma3_text": read_gemma3,
-    "gpt2": read_gpt2,
-    "gpt_bigcode": read_gpt_bigcode,
-    "gpt_neox": read_gpt_neox,
-    "llama": read_llama,
-    "mistral": read_mistral,
-    "mixtral": read_mixtral,
-    "mpt": read_mpt,
-    "phi": read_phi,
-    "phi3": read_phi3,
-    "qwen2": read_qwen2,
-    "qwen2_moe": read_qwen2_moe,
-    "qwen3": read_qwen3,
-    "qwen3_moe": read_qwen3_moe,
-    "stablelm": read_stablelm,
-}
+from trainer.spec.strategy import Attention
+from trainer.spec.value import Value
 
 
-def supported_model_types() -> tuple[str, ...]:
-    """The model types that a shape can be read from, sorted."""
-    return tuple(sorted(_READERS))
+class Norm(StrEnum):
+    """The normalisation of a block: RMSNorm runs as a chain of kernels, LayerNorm as one."""
+
+    RMS = "rms"
+    LAYER = "layer"
 
 
-def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the language model inside a Gemma 3 with vision; any other config as it is."""
-    text = config.get("text_config")
-    if config.get("model_type") != "gemma3" or not isinstance(text, Mapping):
-        return config
-    return {**text, "model_type": "gemma3_text"}
+class Positions(StrEnum):
+    """Encoding of token positions: rotated queries and keys, a learned table, or a bias of the scores."""
+
+    ROTARY = "rotary"
+    LEARNED = "learned"
+    ALIBI = "alibi"
 
 
-def read_model_shape(config: Mapping[str, Any], *, origin: str = "config.json") -> ModelShape:
-    """The shape a config describes; InputError where the architecture or a field is not understood."""
-    config = text_part(config)
-    model_type = config.get("model_type")
-    reader = _READERS.get(str(model_type))
-    if reader is None:
-        raise InputError(
-            f"{origin}: model_type {model_type!r} is not supported; supported: {', '.join(supported_model_types())}; "
-            "`shardwise plan --simulate` predicts any model of transformers by a dry run"
+class Linear(Value, frozen=True, kw_only=True):
+    """The weight of one linear layer of a block; of experts, `num_copies` exist and a token passes `num_used`.
+
+    `name` is the last part of the module's name in transformers, which an adapter names as its target; two layers of a
+    block may share it. Routers and experts are bare parameters there: `is_linear_module` is false. Under "all-linear"
+    peft gives the experts of some models adapters of `adapter_rank_factor` times the rank, and none to others (0).
+    """
+
+    name: str
+    num_inputs: int
+    num_outputs: int
+    has_bias: bool = False
+    num_copies: int = 1
+    num_used: int = 1
+    is_linear_module: bool = True
+    adapter_rank_factor: int = 1
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of all copies, biases included."""
+        return self.num_copies * (self.num_inputs * self.num_outputs + (self.num_outputs if self.has_bias else 0))
+
+
+class ModelShape(Value, frozen=True, kw_only=True, cache_hash=True):
+    """Dimensions of a model; sizes are elements."""
+
+    model_type: str
+    block_class: str  # the class FSDP wraps and checkpointing recomputes, in transformers
+    vocab_size: int
+    hidden_size: int
+    ffn_size: int  # of one expert, if there are experts
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int | None
+    is_tied: bool  # lm_head shares the embedding's weight
+    linears: tuple[Linear, ...]  # of one block, in the order they run
+    num_dense_layers: int = 0  # blocks among `num_layers` that have `dense_linears` instead: no experts
+    dense_linears: tuple[Linear, ...] = ()
+    norm: Norm = Norm.RMS
+    norm_parameters_per_block: int = 0
+    is_gated: bool = True
+    sliding_window: int | None = None
+    num_sliding_layers: int = 0  # blocks whose attention stays within `sliding_window`
+    positions: Positions = Positions.ROTARY
+    rotary_dim: int | None = None  # of each head; None: the whole head
+    position_parameters: int = 0  # of a learned table
+    final_norm_parameters: int | None = None  # None: hidden_size
+    head_bias_parameters: int = 0
+    embedding_norm_parameters: int = 0
+    num_norms: int = 2  # of a block, norms of query and key not counted
+    has_qk_norm: bool = False
+    is_parallel: bool = False  # attention and MLP read the block's input and are added together
+    activation: str = "silu"
+    num_experts: int = 1
+    experts_per_token: int = 1
+    hidden_dropout: float = 0.0  # of the residual branches
+    attention_dropout: float = 0.0
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    attentions: tuple[Attention, ...] = (Attention.FLASH, Attention.SDPA, Attention.EAGER)  # that transformers offers
+    is_described: bool = False  # from the model itself: the closed form does not know the activations of its blocks
+    other_parameters: int = 0  # that no field counts, of a described model; negative if blocks share weights
+    loss_obstacle: str | None = None  # the reason, if the loss heads here are not this model's loss
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def linear_parameters_per_block(self) -> int:
+        """Weights of the linear layers of one block, biases left out, every expert counted."""
+        return sum(linear.num_copies * linear.num_inputs * linear.num_outputs for linear in self.linears)
+
+    @property
+    def parameters_per_block(self) -> int:
+        """Parameters of a block of the usual kind, which has experts if only some blocks have."""
+        return sum(linear.num_parameters for linear in self.linears) + self.norm_parameters_per_block
+
+    @property
+    def dense_parameters_per_block(self) -> int:
+        return sum(linear.num_parameters for linear in self.dense_linears) + self.norm_parameters_per_block
+
+    @property
+    def block_parameters(self) -> int:
+        """Parameters of all blocks."""
+        num_usual = self.num_layers - self.num_dense_layers
+        return num_usual * self.parameters_per_block + self.num_dense_layers * self.dense_parameters_per_block
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def largest_tensor(self) -> int:
+        """Elements of the largest parameter; all experts of a layer are one."""
+        linears = self.linears + self.dense_linears
+        weights = (linear.num_copies * linear.num_inputs * linear.num_outputs for linear in linears)
+        return max(self.embedding_parameters, self.position_parameters, *weights)
+
+    @property
+    def head_parameters(self) -> int:
+        """Weights of lm_head that are not the embedding's."""
+        return 0 if self.is_tied else self.embedding_parameters
+
+    @property
+    def num_parameters(self) -> int:
+        return (
+            self.block_parameters
+            + self.embedding_parameters
+            + self.head_parameters
+            + self.head_bias_parameters
+            + self.position_parameters
+            + self.embedding_norm_parameters
+            + (self.hidden_size if self.final_norm_parameters is None else self.final_norm_parameters)
+            + self.other_parameters
         )
-    try:
-        shape = reader(fields_of(config, str(model_type), origin=origin))
-    except KeyError as error:
-        raise InputError(f"{origin}: {model_type} needs {error.args[0]!r}, which is missing") from None
-    if shape.num_heads % shape.num_kv_heads:
-        raise InputError(
-            f"{origin}: num_attention_heads {shape.num_heads} is not a multiple of num_key_value_heads "
-            f"{shape.num_kv_heads}"
-        )
-    return shape
+
+
+class ModelCode(Value, frozen=True, kw_only=True):
+    """The Python files of one model."""
+
+    repository: str  # as the job names it: ORG/NAME, or a path
+    revision: str | None  # the commit, if it is from the hub
+    folder: str  # absolute; of a run, the copy in its directory
+    files: dict[str, str]  # sha256 by path below `folder`: the two that config.json names and what they import
+    config_class: str  # MODULE.CLASS, as config.json has it
+    model_class: str
+
+    @property
+    def description(self) -> str:
+        """One line for the plan."""
+        at = f" at {self.revision}" if self.revision is not None else ""
+        return f"code of {self.repository}{at} runs ({', '.join(sorted(self.files))})"
+
+
+class DescriptionRequest(Value, frozen=True, kw_only=True):
+    """Request for the shape of a model."""
+
+    model_config: dict[str, Any]
+    origin: str  # names the config in messages
+    model_code: ModelCode | None = None
+    offers_code_of: str | None = None  # the value of `model.trust_remote_code` that lets its code run

@@ -40,8 +40,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trainer.runtime.data.sources.examples import Message
 from trainer.runtime.data.tokenizer import END_OF_TEXT, TextTokenizer, named_tokens
+from trainer.spec.data.shapes import TEMPLATE_TOKENS
 from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.model.template_tokens import TEMPLATE_TOKENS
 
 TEMPLATE_DAY = datetime(2024, 7, 26)
 OPENS_LEARNED, CLOSES_LEARNED = "\ufdd0", "\ufdd1"

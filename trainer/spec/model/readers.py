@@ -1,17 +1,73 @@
-"""Shapes of the models that descend from GPT-2 rather than Llama: LayerNorms, and an MLP of two matrices.
+"""The shape of a causal language model from its Hugging Face config.json, and the readers of GPT-2's descendants.
 
-Half of them read attention and MLP from the same input. Sources: the modelling files of transformers, class by class.
-Where transformers ignores a field, so does this: MPT has no bias, no learned positions and no dropout of its own for
-residuals whatever its config says, since the class that would be trained has none.
+Covered: the decoder-only architectures in `_READERS`. Parameter counts are exact for them: tests build each on the
+meta device with transformers and compare, as they do for the class of the blocks and for the targets of adapters. Of a
+Gemma 3 config with a vision part, the text part is read. Anything else is refused rather than guessed. The readers of
+Llama's descendants are in `llama_readers`, the defaults of a config in `config_fields`.
+
+GPT-2's descendants have LayerNorms and an MLP of two matrices; half of them read attention and MLP from the same input.
+Sources: the modelling files of transformers, class by class. A field that transformers ignores is ignored here: MPT has
+no bias, no learned positions and no dropout of its own for residuals, because the class that is trained has none.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer.spec.errors import InputError
-from trainer.spec.model.architecture import Linear, ModelShape, Norm, Positions
-from trainer.spec.model.config_fields import Fields
-from trainer.spec.model.llama_readers import attention, rotary_dim
+from trainer.spec.model.config_fields import Fields, fields_of
+from trainer.spec.model.llama_readers import (
+    attention,
+    read_gemma2,
+    read_gemma3,
+    read_llama,
+    read_mistral,
+    read_mixtral,
+    read_phi3,
+    read_qwen2,
+    read_qwen2_moe,
+    read_qwen3,
+    read_qwen3_moe,
+    read_stablelm,
+    rotary_dim,
+)
+from trainer.spec.model.shape import Linear, ModelShape, Norm, Positions
 from trainer.spec.strategy import Attention
+
+
+def supported_model_types() -> tuple[str, ...]:
+    """The model types that a shape can be read from, sorted."""
+    return tuple(sorted(_READERS))
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the language model inside a Gemma 3 with vision; any other config as it is."""
+    text = config.get("text_config")
+    if config.get("model_type") != "gemma3" or not isinstance(text, Mapping):
+        return config
+    return {**text, "model_type": "gemma3_text"}
+
+
+def read_model_shape(config: Mapping[str, Any], *, origin: str = "config.json") -> ModelShape:
+    """The shape of a config; raises InputError for an unsupported architecture or field."""
+    config = text_part(config)
+    model_type = config.get("model_type")
+    reader = _READERS.get(str(model_type))
+    if reader is None:
+        raise InputError(
+            f"{origin}: model_type {model_type!r} is not supported; supported: {', '.join(supported_model_types())}; "
+            "`shardwise plan --simulate` predicts any model of transformers by a dry run"
+        )
+    try:
+        shape = reader(fields_of(config, str(model_type), origin=origin))
+    except KeyError as error:
+        raise InputError(f"{origin}: {model_type} needs {error.args[0]!r}, which is missing") from None
+    if shape.num_heads % shape.num_kv_heads:
+        raise InputError(
+            f"{origin}: num_attention_heads {shape.num_heads} is not a multiple of num_key_value_heads "
+            f"{shape.num_kv_heads}"
+        )
+    return shape
+
 
 _MPT_EXPANSION = 4  # written into transformers' MptMLP
 
@@ -22,12 +78,12 @@ def read_gpt2(fields: Fields) -> ModelShape:
 
 
 def read_gpt_bigcode(fields: Fields) -> ModelShape:
-    return _with_learned_positions(fields, block_class="GPTBigCodeBlock", has_one_kv_head=fields.says("multi_query"))
+    return _with_learned_positions(fields, block_class="GPTBigCodeBlock", has_one_kv_head=fields.is_on("multi_query"))
 
 
 def read_gpt_neox(fields: Fields) -> ModelShape:
     hidden, num_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
-    ffn, bias = fields.whole("intermediate_size"), fields.says("attention_bias")
+    ffn, bias = fields.whole("intermediate_size"), fields.is_on("attention_bias")
     head_dim = fields.equal_share(hidden=hidden, num_heads=num_heads)
     return ModelShape(
         **_sizes(fields, hidden=hidden, ffn=ffn, num_heads=num_heads, num_kv_heads=num_heads),
@@ -40,7 +96,7 @@ def read_gpt_neox(fields: Fields) -> ModelShape:
         ),
         **_layer_norms(2, hidden),
         rotary_dim=rotary_dim(fields, head_dim, share=0.25, name="rotary_pct"),
-        is_parallel=fields.says("use_parallel_residual"),
+        is_parallel=fields.is_on("use_parallel_residual"),
         activation=fields.text("hidden_act"),
         hidden_dropout=fields.number("hidden_dropout"),
         attention_dropout=fields.number("attention_dropout"),
@@ -52,7 +108,7 @@ def read_mpt(fields: Fields) -> ModelShape:
     if fields.whole("expansion_ratio") != _MPT_EXPANSION:
         raise InputError(
             f"{fields.origin}: expansion_ratio is {fields.values['expansion_ratio']}; transformers builds MPT "
-            f"with {_MPT_EXPANSION} whatever the config says"
+            f"with {_MPT_EXPANSION}, independent of the config"
         )
     hidden, num_heads = fields.whole("d_model"), fields.whole("n_heads")
     ffn = _MPT_EXPANSION * hidden
@@ -89,10 +145,10 @@ def read_falcon(fields: Fields) -> ModelShape:
     With ALiBi the model refuses flash-attn in its forward, though its class claims to support it.
     """
     hidden, num_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
-    ffn, bias = fields.whole("ffn_hidden_size", null=4 * hidden), fields.says("bias")
+    ffn, bias = fields.whole("ffn_hidden_size", null=4 * hidden), fields.is_on("bias")
     num_kv_heads = _falcon_kv_heads(fields, num_heads)
     head_dim = fields.equal_share(hidden=hidden, num_heads=num_heads)
-    has_alibi = fields.says("alibi")
+    has_alibi = fields.is_on("alibi")
     return ModelShape(
         **_sizes(fields, hidden=hidden, ffn=ffn, num_heads=num_heads, num_kv_heads=num_kv_heads),
         block_class="FalconDecoderLayer",
@@ -110,7 +166,7 @@ def read_falcon(fields: Fields) -> ModelShape:
         **_layer_norms(_falcon_norms(fields), hidden),
         positions=Positions.ALIBI if has_alibi else Positions.ROTARY,
         attentions=(Attention.SDPA, Attention.EAGER) if has_alibi else tuple(Attention),
-        is_parallel=fields.says("new_decoder_architecture") or fields.says("parallel_attn"),
+        is_parallel=fields.is_on("new_decoder_architecture") or fields.is_on("parallel_attn"),
         activation=fields.text("activation"),
         hidden_dropout=fields.number("hidden_dropout"),
         attention_dropout=fields.number("attention_dropout"),
@@ -124,7 +180,7 @@ def read_phi(fields: Fields) -> ModelShape:
     head_dim = fields.head_dim(hidden=hidden, num_heads=num_heads)
     query, key, value, output = attention(fields, qkv_bias=True, output_bias=True)
     norms = _layer_norms(1, hidden)
-    has_qk_norm = fields.says("qk_layernorm")
+    has_qk_norm = fields.is_on("qk_layernorm")
     if has_qk_norm:
         norms["norm_parameters_per_block"] += 4 * (hidden // num_heads)
     return ModelShape(
@@ -150,7 +206,7 @@ def read_phi(fields: Fields) -> ModelShape:
 
 
 def _with_learned_positions(fields: Fields, *, block_class: str, has_one_kv_head: bool) -> ModelShape:
-    if fields.says("add_cross_attention"):
+    if fields.is_on("add_cross_attention"):
         raise InputError(f"{fields.origin}: add_cross_attention is true; only decoders without an encoder are trained")
     hidden, num_heads = fields.whole("n_embd"), fields.whole("n_head")
     ffn, positions = fields.whole("n_inner", null=4 * hidden), fields.whole("n_positions")
@@ -203,7 +259,7 @@ def _sizes(
         "num_kv_heads": num_kv_heads,
         "head_dim": fields.equal_share(hidden=hidden, num_heads=num_heads) if head_dim is None else head_dim,
         "max_positions": fields.whole(positions),
-        "is_tied": fields.says("tie_word_embeddings"),
+        "is_tied": fields.is_on("tie_word_embeddings"),
         "is_gated": False,
     }
 
@@ -220,14 +276,35 @@ def _layer_norms(num_norms: int, hidden: int, *, has_bias: bool = True) -> dict[
 
 
 def _falcon_kv_heads(fields: Fields, num_heads: int) -> int:
-    if fields.says("new_decoder_architecture"):
+    if fields.is_on("new_decoder_architecture"):
         return fields.whole("num_kv_heads", null=num_heads)
-    return 1 if fields.says("multi_query") else num_heads
+    return 1 if fields.is_on("multi_query") else num_heads
 
 
 def _falcon_norms(fields: Fields) -> int:
-    """Two where the halves run one by one; side by side as many as the config says, two by default for the 40B."""
-    if not fields.says("parallel_attn"):
+    """Norms of a block: two if the halves run in sequence; in parallel the config decides (40B: two by default)."""
+    if not fields.is_on("parallel_attn"):
         return 2
-    default = 2 if fields.says("new_decoder_architecture") else 1
+    default = 2 if fields.is_on("new_decoder_architecture") else 1
     return 2 if fields.whole("num_ln_in_parallel_attn", null=default) == 2 else 1
+
+
+_READERS: dict[str, Callable[[Fields], ModelShape]] = {
+    "falcon": read_falcon,
+    "gemma2": read_gemma2,
+    "gemma3_text": read_gemma3,
+    "gpt2": read_gpt2,
+    "gpt_bigcode": read_gpt_bigcode,
+    "gpt_neox": read_gpt_neox,
+    "llama": read_llama,
+    "mistral": read_mistral,
+    "mixtral": read_mixtral,
+    "mpt": read_mpt,
+    "phi": read_phi,
+    "phi3": read_phi3,
+    "qwen2": read_qwen2,
+    "qwen2_moe": read_qwen2_moe,
+    "qwen3": read_qwen3,
+    "qwen3_moe": read_qwen3_moe,
+    "stablelm": read_stablelm,
+}
