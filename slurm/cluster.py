@@ -72,25 +72,18 @@ class Partition(Value, frozen=True, kw_only=True):
     min_nodes: int = 0
     max_nodes: int | None = None
     max_time_s: int | None = None
-    default_time_s: int | None = None
     max_cpus_per_node: int | None = None
-    default_ram_per_node_bytes: int | None = None
-    default_ram_per_cpu_bytes: int | None = None
-    default_ram_per_gpu_bytes: int | None = None
     max_ram_per_node_bytes: int | None = None
     max_ram_per_cpu_bytes: int | None = None
-    is_exclusive: bool = False  # every job gets whole nodes
     is_oversubscribed: bool = False  # nodes are shared even with a job that requests whole ones
     allowed_accounts: tuple[str, ...] | None = None  # None: all
     denied_accounts: tuple[str, ...] = ()
     allowed_qos: tuple[str, ...] | None = None
     denied_qos: tuple[str, ...] = ()
-    allowed_groups: tuple[str, ...] | None = None
-    qos: str | None = None  # whose limits hold for every job here
+    qos: str | None = None  # its limits hold for every job here
     preemption: Preemption = Preemption.OFF
     grace_time_s: int = 0
     tres: dict[str, int] = {}  # of all nodes together
-    billing_weights: dict[str, str] = {}
 
 
 class JobLimits(Value, frozen=True, kw_only=True):
@@ -101,15 +94,15 @@ class JobLimits(Value, frozen=True, kw_only=True):
     per_job: dict[str, int] = {}
     per_user: dict[str, int] = {}
     per_account: dict[str, int] = {}
-    together: dict[str, int] = {}  # of everybody's jobs
-    is_over_partition: bool = False  # goes before the partition's own QOS
+    together: dict[str, int] = {}  # of all jobs
+    is_over_partition: bool = False  # precedes the partition's own QOS
 
 
 class Association(Value, frozen=True, kw_only=True):
     """An account that a user may charge, and with which qualities of service."""
 
     account: str
-    is_default: bool = False  # what a job that names no account is charged to
+    is_default: bool = False  # charged for a job that names no account
     partition: str | None = None  # None: any
     qos: tuple[str, ...] = ()
     default_qos: str | None = None
@@ -184,7 +177,6 @@ def parse_config(text: str) -> dict[str, str]:
 def _partition(fields: Mapping[str, str | None]) -> Partition:
     mode, _, times = (fields.get("OverSubscribe") or fields.get("Shared") or "NO").partition(":")
     preempt_mode = (fields.get("PreemptMode") or "OFF").split(",")[0]
-    defaults = dict(pair.split("=", 1) for pair in (fields.get("JobDefaults") or "").split(",") if "=" in pair)
     return Partition(
         name=fields["PartitionName"] or "",
         state=_STATES.get((fields.get("State") or "UP").upper(), PartitionState.INACTIVE),
@@ -194,25 +186,18 @@ def _partition(fields: Mapping[str, str | None]) -> Partition:
         min_nodes=_count(fields.get("MinNodes")) or 0,
         max_nodes=_count(fields.get("MaxNodes")),
         max_time_s=parse_duration(fields.get("MaxTime")),
-        default_time_s=parse_duration(fields.get("DefaultTime")),
         max_cpus_per_node=_count(fields.get("MaxCPUsPerNode")),
-        default_ram_per_node_bytes=_mebibytes(fields.get("DefMemPerNode")),
-        default_ram_per_cpu_bytes=_mebibytes(fields.get("DefMemPerCPU")),
-        default_ram_per_gpu_bytes=_mebibytes(defaults.get("DefMemPerGPU")),
         max_ram_per_node_bytes=_mebibytes(fields.get("MaxMemPerNode")),
         max_ram_per_cpu_bytes=_mebibytes(fields.get("MaxMemPerCPU")),
-        is_exclusive=mode == "EXCLUSIVE",
         is_oversubscribed=mode == "FORCE" and times != "1",
         allowed_accounts=_names(fields.get("AllowAccounts")),
         denied_accounts=_names(fields.get("DenyAccounts")) or (),
         allowed_qos=_names(fields.get("AllowQos")),
         denied_qos=_names(fields.get("DenyQos")) or (),
-        allowed_groups=_names(fields.get("AllowGroups")),
         qos=fields.get("QoS"),
         preemption=_PREEMPTIONS.get(preempt_mode, Preemption.CANCEL),
         grace_time_s=_count(fields.get("GraceTime")) or 0,
         tres=parse_tres(fields.get("TRES")),
-        billing_weights=_weights(fields.get("TRESBillingWeights")),
     )
 
 
@@ -262,8 +247,3 @@ def _mebibytes(text: str | None) -> int | None:
 
 def _names(text: str | None) -> tuple[str, ...] | None:
     return None if text is None or text in _NO_LIMIT else tuple(name for name in text.split(",") if name)
-
-
-def _weights(text: str | None) -> dict[str, str]:
-    pairs = (part.partition("=") for part in (text or "").split(","))
-    return {name: weight for name, equals, weight in pairs if equals}

@@ -1,4 +1,4 @@
-"""Following runs on a real Slurm: queue, run and end are told apart, and what is cancelled does not come back."""
+"""Runs on a real Slurm are followed from the queue to their end, and cancelled runs stay cancelled."""
 
 import io
 import json

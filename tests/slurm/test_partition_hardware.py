@@ -1,4 +1,4 @@
-"""What a job on a partition would run on: what Slurm tells, what is stated beside it, what is assumed and said."""
+"""The hardware of a job on a partition: reported by Slurm, stated by the user, or assumed with a note."""
 
 import pytest
 from msgspec.structs import replace

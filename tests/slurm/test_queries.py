@@ -1,4 +1,4 @@
-"""Slurm's commands as they answer, fail and stay silent; and one real cluster."""
+"""Commands of Slurm that succeed, fail and hang."""
 
 import pytest
 from slurm_texts import install_slurm, slurm_text

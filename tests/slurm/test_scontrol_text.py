@@ -1,4 +1,4 @@
-"""What Slurm of a dozen clusters, 18.08 to 25.05, prints of its partitions and nodes."""
+"""Partitions and nodes in the output of a dozen clusters, Slurm 18.08 to 25.05."""
 
 import pytest
 from slurm_texts import CLUSTERS, nodes_of, partition_of, slurm_text
@@ -169,24 +169,20 @@ def test_tres():
 
 def test_limits_of_partitions():
     h100 = partition_of("dsai", "h100")
-    assert (h100.max_nodes, h100.max_time_s, h100.default_time_s) == (3, 3 * 86400, None)
+    assert (h100.max_nodes, h100.max_time_s) == (3, 3 * 86400)
     assert (h100.max_cpus_per_node, h100.max_ram_per_cpu_bytes, h100.num_nodes) == (128, 12000 * MIB, 16)
-    assert (h100.preemption, h100.is_exclusive, h100.is_oversubscribed) == (Preemption.REQUEUE, False, False)
-    assert h100.billing_weights == {"CPU": "10", "Mem": "0.83G", "GRES/gpu": "380"}
+    assert (h100.preemption, h100.is_oversubscribed) == (Preemption.REQUEUE, False)
     compute = partition_of("aris", "compute")
     assert (compute.max_ram_per_node_bytes, compute.max_nodes, compute.is_default) == (507904 * MIB, None, True)
-    own = partition_of("unige", "private-lab-gpu")
-    assert (own.allowed_groups, own.allowed_accounts, own.default_time_s) == (("private_lab",), None, 60)
-    dev, eight = partition_of("nchc", "dev"), partition_of("nchc", "8gpus")
+    assert partition_of("unige", "private-lab-gpu").allowed_accounts is None
+    dev = partition_of("nchc", "dev")
     assert (dev.max_time_s, dev.qos, dev.denied_accounts, dev.preemption) == (4 * 3600, "p_dev", ("proj1",), "OFF")
-    assert eight.default_ram_per_gpu_bytes == 200 * GIB
 
 
 def test_states_and_access_of_the_fake_cluster():
     assert partition_of("fake_nodes", "debug").is_default
     assert partition_of("fake_nodes", "debug").max_time_s is None
     assert partition_of("fake_nodes", "closed").state is PartitionState.DOWN
-    assert partition_of("fake_nodes", "cpu").is_exclusive
     assert partition_of("fake_nodes", "low").grace_time_s == 20
     team = partition_of("fake_nodes", "team")
     assert (team.allowed_accounts, team.allowed_qos) == (("theory", "vision"), ("long",))

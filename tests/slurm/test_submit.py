@@ -1,4 +1,4 @@
-"""Slurm's refusals in words that help, and what of the environment goes along with a submission."""
+"""Refusals of Slurm with their remedies, and the environment of a submission."""
 
 from pathlib import Path
 
@@ -70,7 +70,10 @@ REFUSED_ELSEWHERE = [
         "accounting/QOS policy (job submit limit, user's size and/or time limits)\n",
         "you may use it with accounts theory, vision; QOS long, normal; fewer --nodes or a shorter --time may do",
     ),
-    ("sbatch: error: job_submit.lua: name your project with --account\n", "requested: --nodes=1 --time=01:00:00"),
+    (
+        "sbatch: error: job_submit.lua: name your project with --account\n",
+        "job: job_submit.lua: name your project with --account\nrequested: --nodes=1 --time=01:00:00",
+    ),
     ("", "no reason given"),
 ]
 
@@ -79,11 +82,6 @@ REFUSED_ELSEWHERE = [
 def test_refusals_of_other_clusters_have_a_remedy(said, expected):
     access = Access(accounts=("theory", "vision"), qos=("long", "normal"))
     assert expected in explain_refusal(said, batch_job(RUN_DIR, time_limit_s=3600), found(access))
-
-
-def test_the_message_of_slurm_is_kept():
-    message = explain_refusal("sbatch: error: job_submit.lua: no project\n", batch_job(RUN_DIR), None)
-    assert message.startswith("Slurm refuses this job: job_submit.lua: no project\n")
 
 
 def test_an_accepted_script_has_a_start_and_nodes(slurm: SlurmCluster, tmp_path: Path):

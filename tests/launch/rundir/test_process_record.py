@@ -1,4 +1,4 @@
-"""Only the very process that was recorded is ever signalled."""
+"""Only the recorded process is ever signalled."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What a run directory tells is read while it is written: half a line, a missing file, another version's never harm."""
+"""A run directory is read while it is written: incomplete lines, missing files and other versions do no harm."""
 
 import json
 from pathlib import Path

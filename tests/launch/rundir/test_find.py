@@ -1,4 +1,4 @@
-"""A word of the command line is a run, the points of a sweep, or a job; what is none of them is said."""
+"""An argument of the command line is a run, the points of a sweep, or a job; anything else is an error."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A run stops ahead of its job's limits, over all attempts, and is not resumed until they are raised."""
+"""A run stops ahead of its limits with a checkpoint, and is not resumed until a spent limit is raised."""
 
 import io
 import time
@@ -12,6 +12,7 @@ from run_factory import attempt_record, run_plan, write_attempt, write_report
 from launch.attempt.limits import (
     MAX_MARGIN_S,
     SPENT_FILE,
+    Deadline,
     Limit,
     LimitWatch,
     SpentLimit,
@@ -97,13 +98,13 @@ def watchdog(run_dir: Path, step: int = 0) -> Watchdog:
 
 @pytest.mark.parametrize(("left_s", "stops"), [(HOUR_S, False), (MAX_MARGIN_S * 11, False), (-1.0, True)])
 def test_a_limit_that_is_spent_ends_the_run_for_good_once(tmp_path: Path, left_s: float, stops: bool):
-    stop, told = StopRequest(), io.StringIO()
+    stop, printed = StopRequest(), io.StringIO()
     limits, dog = watch_of(tmp_path, left_s), watchdog(tmp_path)
     for _ in range(2):
-        limits.stop_in_time(stop, dog, Console(told))
+        limits.stop_in_time(stop, dog, Console(printed))
     assert (stop.kind is StopKind.INTERRUPT) is stops
     assert not stop.is_urgent and stop.num_interrupts == 0, "a Ctrl-C after it is the first"
-    lines = told.getvalue().splitlines()
+    lines = printed.getvalue().splitlines()
     assert len(lines) == stops and (tmp_path / SPENT_FILE).exists() is stops
     if stops:
         assert lines[0].startswith("limits.hours") and lines[0].count("10 h 00 min") == 2
@@ -111,12 +112,12 @@ def test_a_limit_that_is_spent_ends_the_run_for_good_once(tmp_path: Path, left_s
 
 def test_the_stop_comes_with_room_for_an_end(tmp_path: Path, monkeypatch):
     stop, limits, dog = StopRequest(), watch_of(tmp_path, HOUR_S), watchdog(tmp_path)
-    begin, told = time.monotonic(), io.StringIO()
+    begin, printed = time.monotonic(), io.StringIO()
     for seconds, kind in ((HOUR_S - MAX_MARGIN_S - 60, None), (HOUR_S - MAX_MARGIN_S + 1, StopKind.INTERRUPT)):
         monkeypatch.setattr(time, "monotonic", lambda seconds=seconds: begin + seconds)
-        limits.stop_in_time(stop, dog, Console(told))
+        limits.stop_in_time(stop, dog, Console(printed))
         assert stop.kind is kind
-    assert "9 h 59 min" in told.getvalue() and "45 s" in told.getvalue()
+    assert "9 h 59 min" in printed.getvalue() and "45 s" in printed.getvalue()
 
 
 def test_a_run_that_has_done_its_last_step_is_left_to_finish(tmp_path: Path):
@@ -179,3 +180,20 @@ def test_the_limit_that_ended_a_run_is_spent_although_seconds_of_it_are_left(tmp
     refuse_spent(tmp_path, plan(hours=10.5))
     (tmp_path / SPENT_FILE).write_text("{")
     refuse_spent(tmp_path, plan(hours=10))
+
+
+@pytest.mark.parametrize(("left_s", "margin_s"), [(60, 6), (3600, MAX_MARGIN_S)])
+def test_of_a_short_job_the_margin_is_short(left_s, margin_s):
+    deadline = Deadline.in_seconds(left_s)
+    assert deadline.margin_s == margin_s and deadline.moment_s == pytest.approx(time.monotonic() + left_s, abs=5)
+
+
+@pytest.mark.parametrize(("left_s", "stops"), [(1000, False), (40, True), (-5, True)])
+def test_the_stop_comes_when_the_margin_is_all_that_is_left(tmp_path, left_s, stops):
+    stop, printed = StopRequest(), io.StringIO()
+    watchdog = Watchdog(tmp_path, num_ranks=1)
+    deadline = Deadline(time.monotonic() + left_s, margin_s=45)
+    for _ in range(2):
+        deadline.stop_in_time(stop, watchdog, Console(printed))
+    assert (stop.kind is StopKind.REQUEUE) is stops
+    assert printed.getvalue().count("checkpoint") == (1 if stops else 0)

@@ -1,4 +1,4 @@
-"""What is made of the files that an attempt leaves: one cause, in a sentence, whatever else is true at once."""
+"""The files of an attempt give one cause of its end, whatever else is true at once."""
 
 import os
 import signal

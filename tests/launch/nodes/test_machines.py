@@ -1,4 +1,4 @@
-"""What may be said of several machines on the command line, and what is made of their probes."""
+"""Options for several machines on the command line, and their combined hardware."""
 
 import os
 import socket
@@ -38,12 +38,9 @@ def place(**changes):
     return membership(**options)
 
 
-def test_one_machine_is_no_member():
+def test_a_machine_knows_its_place():
     assert membership(nodes=None, node_rank=None, head=None, run_dir=None) is None
     assert place(nodes=1, node_rank=0) is None
-
-
-def test_a_machine_knows_its_place():
     assert place(head="n1:500") == (2, 1, Head("n1", 500), Path("/shared/run"))
 
 

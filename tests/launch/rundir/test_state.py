@@ -1,4 +1,4 @@
-"""How a run stands is decided by whoever can know it; where nobody can, that is said."""
+"""The state of a run follows from Slurm, the lock and its files; without them it is unknown."""
 
 import os
 import time
