@@ -36,14 +36,13 @@ import contextlib
 import errno
 import fcntl
 import os
-import resource
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from launch.probe.host import locks_without_limit
+from launch.probe.host import memlock_limit
 from trainer.planning.memory.states import NVME_WINDOW_BYTES
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.hardware import DeviceKind
@@ -144,7 +143,7 @@ def check_nvme(plan: Plan) -> None:
         raise EnvironmentFaultError(
             f"limits.nvme.size: {format_bytes(most)} may be written, offloaded state needs {format_bytes(need)}"
         )
-    check_locked_memory(plan, lockable_bytes())
+    check_locked_memory(plan, memlock_limit(Path("/proc/self/status").read_text()))
 
 
 def check_locked_memory(plan: Plan, limit_bytes: int | None) -> None:
@@ -156,14 +155,6 @@ def check_locked_memory(plan: Plan, limit_bytes: int | None) -> None:
             f"{format_bytes(limit_bytes)} may be locked here (ulimit -l)\nraise it: ulimit -l unlimited, "
             "LimitMEMLOCK=infinity in a systemd unit, or --ulimit memlock=-1 for a container"
         )
-
-
-def lockable_bytes() -> int | None:
-    """Bytes of RAM that this process may lock; None: no limit."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY or locks_without_limit(Path("/proc/self/status").read_text()):
-        return None
-    return soft
 
 
 @contextmanager

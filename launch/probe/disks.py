@@ -12,14 +12,13 @@ counts if there is no hard one: it may be exceeded for a week, and a run may tak
 
 import os
 import re
-import shutil
 import stat
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from launch.probe.host import Mount, parse_mountinfo, read_text
+from launch.probe.program import ask
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.units import KIB, format_bytes
 from trainer.spec.value import Value
@@ -94,7 +93,7 @@ def read_quotas(
         return tuple(_read_lustre(folder, mount, environment, timeout_s))
     if mount.filesystem == "gpfs":
         folders = f"{environment.get('PATH', '')}:{_SCALE_FOLDER}"
-        text = _output_of(["mmlsquota", "-Y"], {**environment, "PATH": folders}, timeout_s)
+        text = ask(["mmlsquota", "-Y"], environment={**environment, "PATH": folders}, timeout_s=timeout_s).output
         return parse_scale(text, Path(mount.source).name, group=_group_of(folder))
     if mount.filesystem in _READ_BY_QUOTA:
         return tuple(_read_linux(folder, mount, environment, timeout_s))
@@ -151,11 +150,12 @@ def parse_scale(text: str, filesystem: str, *, group: int) -> tuple[DiskQuota, .
 
 def _read_lustre(folder: Path, mount: Mount, environment: Mapping[str, str], timeout_s: float) -> Iterator[DiskQuota]:
     quotas = [("-u", os.getuid(), "your user's quota"), ("-g", _group_of(folder), "your group's quota")]
-    project = _output_of(["lfs", "project", "-d", str(folder)], environment, timeout_s).split()
+    project = ask(["lfs", "project", "-d", str(folder)], environment=environment, timeout_s=timeout_s).output.split()
     if project and project[0].isdigit() and project[0] != "0":
         quotas.append(("-p", int(project[0]), f"the quota of project {project[0]}"))
     for option, number, whose in quotas:
-        text = _output_of(["lfs", "quota", "-q", option, str(number), mount.mount_point], environment, timeout_s)
+        argv = ["lfs", "quota", "-q", option, str(number), mount.mount_point]
+        text = ask(argv, environment=environment, timeout_s=timeout_s).output
         quota = parse_table(text, whose)
         if quota is not None:
             yield quota
@@ -164,7 +164,7 @@ def _read_lustre(folder: Path, mount: Mount, environment: Mapping[str, str], tim
 def _read_linux(folder: Path, mount: Mount, environment: Mapping[str, str], timeout_s: float) -> Iterator[DiskQuota]:
     words = ["-w", "-p", "--show-mntpoint", "--hide-device", "-f", mount.mount_point]
     for option, whose in (("-u", "your user's quota"), ("-g", "your group's quota")):
-        text = _output_of(["quota", option, *words], environment, timeout_s)
+        text = ask(["quota", option, *words], environment=environment, timeout_s=timeout_s).output
         sections = text.split("Disk quotas for ")[1:]
         if option == "-g":
             sections = [section for section in sections if f"(gid {_group_of(folder)})" in section.partition("\n")[0]]
@@ -172,26 +172,6 @@ def _read_linux(folder: Path, mount: Mount, environment: Mapping[str, str], time
             quota = parse_table(section.partition("\n")[2], whose)
             if quota is not None:
                 yield quota
-
-
-def _output_of(argv: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> str:
-    """Output of a program, for any exit code: `quota` ends with 1 if a limit is exceeded."""
-    program = shutil.which(argv[0], path=environment.get("PATH"))
-    if program is None:
-        return ""
-    try:
-        return subprocess.run(
-            [program, *argv[1:]],
-            env={**environment, "LC_ALL": "C"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            check=False,
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
 
 
 def _group_of(folder: Path) -> int:

@@ -8,13 +8,12 @@ NVML adds cores, clocks and memory bus of cards that have no row in the tables. 
 launch/, and only for such a card; without it, or without the driver's answer, these figures stay None.
 """
 
-import contextlib
 import os
 import re
 import shutil
-import signal
-import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +40,14 @@ from launch.probe.nvidia_smi import (
     parse_topology,
     unknown_field,
 )
+from launch.probe.program import REAPING_S, Answer, Beside, ask
 from trainer.spec.hardware import Gpu, Link
 from trainer.spec.units import MIB
 from trainer.spec.value import Value
 
 TIMEOUT_S = 10.0
+_CSV = "--format=csv,noheader,nounits"
 _UNEXPLAINED_BYTES = 200 * MIB  # used by none of the compute processes: the table, which lists displays, is needed
-
-
-class Answer(Value, frozen=True, kw_only=True):
-    """Output of one run; `exit_code` is None if it was killed for taking too long."""
-
-    output: str
-    exit_code: int | None
 
 
 class GpuFindings(Value, frozen=True, kw_only=True):
@@ -75,9 +69,9 @@ def read_gpus(
     if program is None:
         return _without_program(root)
     cards, fields, apps = _query(program, timeout_s)
-    rows, problems = parse_gpu_rows(cards.output, fields)
+    rows, problems = parse_gpu_rows(cards.printed, fields)
     if not rows:
-        failure = explain_failure(cards.output, cards.exit_code)
+        failure = explain_failure(cards.obstacle or cards.printed, 127 if cards.obstacle else cards.exit_code)
         return GpuFindings(failure=failure, is_gpu_on_bus=bool(nvidia_bus_ids(root)))
     return _assemble(program, rows, problems, apps, root, timeout_s)
 
@@ -115,46 +109,25 @@ def _named_on_bus(maker: str, bus_ids: Sequence[str]) -> str:
     return f"{len(bus_ids)} {maker} GPU{'s' if len(bus_ids) > 1 else ''} on PCI ({', '.join(bus_ids[:4])})"
 
 
-def run_all(commands: Sequence[Sequence[str]], *, timeout_s: float) -> tuple[Answer, ...]:
-    """Runs the commands at the same time; each gets a session of its own, so that a hanging one is killed whole."""
+def _run_all(program: str, argument_lists: Iterable[Sequence[str]], timeout_s: float) -> list[Answer]:
+    """Runs the program with each list of arguments, all at the same time."""
     running = [
-        subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, "LC_ALL": "C"},
-        )
-        for command in commands
+        Beside(partial(ask, [program, *arguments], environment=os.environ, timeout_s=timeout_s))
+        for arguments in argument_lists
     ]
-    return tuple(_collect(process, timeout_s) for process in running)
-
-
-def _collect(process: subprocess.Popen[bytes], timeout_s: float) -> Answer:
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel, no signal ends it
-            process.communicate(timeout=1)
-        return Answer(output="", exit_code=None)
-    return Answer(output=output.decode(errors="replace"), exit_code=process.returncode)
+    ends = time.monotonic() + timeout_s + REAPING_S + 1
+    return [run.wait(ends) or Answer() for run in running]
 
 
 def _query(program: str, timeout_s: float) -> tuple[Answer, tuple[str, ...], Answer]:
     """Cards, their fields (without those that an older driver does not know), and compute processes."""
     fields: tuple[str, ...] = GPU_FIELDS
-    apps_command = [program, f"--query-compute-apps={','.join(COMPUTE_APP_FIELDS)}", "--format=csv,noheader,nounits"]
-    cards, apps = run_all([_cards_command(program, fields), apps_command], timeout_s=timeout_s)
-    while (unknown := unknown_field(cards.output)) in fields:
+    apps_query = [f"--query-compute-apps={','.join(COMPUTE_APP_FIELDS)}", _CSV]
+    cards, apps = _run_all(program, [[f"--query-gpu={','.join(fields)}", _CSV], apps_query], timeout_s)
+    while (unknown := unknown_field(cards.printed)) in fields:
         fields = tuple(field for field in fields if field != unknown)
-        (cards,) = run_all([_cards_command(program, fields)], timeout_s=timeout_s)
+        (cards,) = _run_all(program, [[f"--query-gpu={','.join(fields)}", _CSV]], timeout_s)
     return cards, fields, apps
-
-
-def _cards_command(program: str, fields: Sequence[str]) -> list[str]:
-    return [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
 
 
 def _assemble(
@@ -162,8 +135,8 @@ def _assemble(
 ) -> GpuFindings:
     usable, excluded = _usable_cards(rows, apps, root)
     wanted = _further_queries(usable)
-    answers = run_all([[program, *arguments] for arguments in wanted.values()], timeout_s=timeout_s)
-    texts = {topic: answer.output for topic, answer in zip(wanted, answers, strict=True) if answer.exit_code == 0}
+    answers = _run_all(program, wanted.values(), timeout_s)
+    texts = {topic: answer.printed for topic, answer in zip(wanted, answers, strict=True) if answer.exit_code == 0}
     silent = [
         " ".join(wanted[topic]) for topic, answer in zip(wanted, answers, strict=True) if answer.exit_code is None
     ]
@@ -198,7 +171,7 @@ def _assemble(
 
 
 def _usable_cards(rows: Sequence[GpuRow], apps: Answer, root: Path) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
-    holders = parse_compute_apps(apps.output if apps.exit_code == 0 else "")
+    holders = parse_compute_apps(apps.printed if apps.exit_code == 0 else "")
     gpus, excluded = [], []
     for row in rows:
         gpu = row.gpu

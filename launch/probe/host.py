@@ -84,7 +84,7 @@ def read_host(*, root: Path = Path("/"), environment: Mapping[str, str] = os.env
         ram_bytes=ram_bytes,
         ram_available_bytes=available_bytes,
         pinned_limit_bytes=ram_bytes // 2 if wsl and ram_bytes else ram_bytes,
-        memlock_limit_bytes=_memlock_limit(read_text(root / "proc/self/status")),
+        memlock_limit_bytes=memlock_limit(read_text(root / "proc/self/status")),
         shm_bytes=_total_bytes(root / "dev/shm"),
         cpu_flags=processor.flags,
         is_wsl=wsl,
@@ -122,7 +122,7 @@ def _least(*amounts: int | None) -> int | None:
     return min((amount for amount in amounts if amount is not None), default=None)
 
 
-def _memlock_limit(status: str) -> int | None:
+def memlock_limit(status: str) -> int | None:
     """Bytes that one process may lock (mlock, InfiniBand); None: no limit. CUDA's pinned memory does not count."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY or locks_without_limit(status) else soft

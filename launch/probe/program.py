@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 from trainer.spec.value import Value
 
 T = TypeVar("T")
-_REAPING_S = 1.0
+REAPING_S = 1.0
 _PACKAGES = Path(__file__).resolve().parent.parent
 
 
@@ -28,6 +28,11 @@ class Answer(Value, frozen=True, kw_only=True):
     errors: str = ""
     exit_code: int | None = None
     obstacle: str | None = None  # the reason, if it could not be started
+
+    @property
+    def printed(self) -> str:
+        """Output and errors."""
+        return self.output + self.errors
 
     @property
     def last_words(self) -> str:
@@ -54,7 +59,7 @@ def ask(
             stdin=subprocess.DEVNULL if standard_input is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
             errors="replace",
             start_new_session=True,
         )
@@ -66,7 +71,7 @@ def ask(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: it is left behind
-            process.communicate(timeout=_REAPING_S)
+            process.communicate(timeout=REAPING_S)
         return Answer()
     return Answer(output=output, errors=errors, exit_code=process.returncode)
 

@@ -160,12 +160,13 @@ def with_data(plan: Plan, cache_dir: Path) -> Plan:
 
 LOCK = """
 import ctypes, mmap, resource, sys
-from launch.engine.offload import lockable_bytes
+from pathlib import Path
+from launch.probe.host import memlock_limit
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
 block = mmap.mmap(-1, 1 << 20)
 start = ctypes.addressof(ctypes.c_char.from_buffer(block))
 refused = ctypes.CDLL(None).mlock(ctypes.c_void_p(start), ctypes.c_size_t(1 << 20)) != 0
-print(lockable_bytes(), refused)
+print(memlock_limit(Path("/proc/self/status").read_text()), refused)
 sys.stdout.flush()
 import os; os._exit(0)
 """

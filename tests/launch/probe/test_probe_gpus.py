@@ -4,7 +4,8 @@ import pytest
 from captured_machine import Machine, lay_out
 from hanging_programs import pids_in, under_a_limit, wait_until_gone
 
-from launch.probe.gpus import find_nvidia_smi, read_gpus, run_all
+from launch.probe.gpus import find_nvidia_smi, read_gpus
+from launch.probe.program import ask
 from trainer.spec.units import KIB, MIB
 
 
@@ -203,6 +204,6 @@ def test_wsl_keeps_the_program_off_the_path(tmp_path):
 
 
 def test_output_that_is_no_utf8_is_read_all_the_same():
-    (answer,) = run_all([["/bin/sh", "-c", r"printf '\377ok'"]], timeout_s=10)
+    answer = ask(["/bin/sh", "-c", r"printf '\377ok'"], environment={}, timeout_s=10)
     assert answer.output == "�ok"
     assert answer.exit_code == 0
