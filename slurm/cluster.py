@@ -40,7 +40,7 @@ class Gres(Value, frozen=True, kw_only=True):
     """A generic resource of a node: `gpu:a100:8`."""
 
     name: str
-    kind: str | None  # the type, None where the site gives none
+    kind: str | None  # the type; None if the site states none
     count: int
 
 

@@ -139,7 +139,7 @@ STRIKES = {{
 
 
 class Fault(NamedTuple):
-    """What breaks, on which rank, at which call of `loss` in the attempt that it strikes."""
+    """A fault of a rank, at one call of `loss` in the attempt that it strikes."""
 
     kind: str
     rank: int
@@ -176,7 +176,7 @@ def run_plan(
     resume: bool = False,
     environment: Mapping[str, str] = os.environ,
 ) -> tuple[RunOutcome, str]:
-    """What a supervisor makes of the plan, and what it printed."""
+    """The outcome of a supervised run of the plan, and the supervisor's output."""
     lines = io.StringIO()
     run_dir.mkdir(parents=True, exist_ok=True)
     outcome = run_attempts(

@@ -49,7 +49,7 @@ _POLL_S = 0.05
 
 
 class JobState(NamedTuple):
-    """What `scontrol show job` says; `text` is the whole line."""
+    """The fields of `scontrol show job`; `text` is the whole line."""
 
     state: str
     reason: str
@@ -60,7 +60,7 @@ class JobState(NamedTuple):
 
 
 def lacks_slurm() -> str | None:
-    """Why no cluster can be started here, with the line that mends it; None where one can."""
+    """The reason why no cluster can be started here, with a remedy; None if one can."""
     missing = [name for name in _PROGRAMS if shutil.which(name, path=_search_path()) is None]
     if missing:
         return f"a real Slurm needs {', '.join(missing)}: {INSTALLED_BY}"
@@ -137,7 +137,7 @@ class SlurmCluster:
         return self.run("sbatch", "--parsable", *words, check=True, **environment).stdout.strip().partition(";")[0]
 
     def job(self, job_id: str) -> JobState:
-        """How the job stands now; of an array the task `ID_INDEX`."""
+        """The current state of the job; of an array the task `ID_INDEX`."""
         text = self.run("scontrol", "-o", "show", "job", job_id).stdout.strip()
         fields = _fields(text)
         return JobState(
@@ -252,7 +252,7 @@ class SlurmCluster:
         return len(states) == len(names) and set(states.values()) <= _UP
 
     def _cancel_all(self) -> bool:
-        """Whether there were jobs to cancel; those that still end count."""
+        """True if there were jobs to cancel, ending ones included."""
         job_ids = self.run("squeue", "-h", "-a", "-o", "%A").stdout.split()
         if job_ids:
             self.run("scancel", "--full", "--signal=KILL", *job_ids, check=False)

@@ -80,7 +80,7 @@ PartitionName=h100 Nodes=c[1-4] DefaultTime=1:00:00 MaxTime=2-00:00:00 State=UP
 
 
 class Addresses(NamedTuple):
-    """Who has which address in a cluster's /24; the login node is this machine."""
+    """Addresses in a cluster's /24, by name; the login node is this machine."""
 
     network: str  # its first three numbers
     nodes: tuple[str, ...]

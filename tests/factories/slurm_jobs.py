@@ -63,7 +63,7 @@ def write_run(job: BatchJob, *ends: str, program: str = STAND_IN) -> Path:
 
 
 def tell_ends(run_dir: Path, *ends: str) -> None:
-    """How the starts of this run end, one after another."""
+    """Sets the ends of the starts of this run, in order."""
     (run_dir / "ends").write_text("\n".join(ends))
 
 
@@ -73,7 +73,7 @@ def write_program(path: Path, text: str) -> None:
 
 
 def read_events(run_dir: Path) -> list[str]:
-    """What the stand-in saw, the arguments left out."""
+    """Events of the stand-in, without arguments."""
     path = run_dir / "events"
     return [" ".join(line.split()[:2]) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -84,5 +84,5 @@ def read_starts(run_dir: Path) -> Sequence[JobStart]:
 
 
 def read_output(run_dir: Path) -> str:
-    """What jobs printed."""
+    """Output of the jobs."""
     return "\n".join(path.read_text() for path in sorted(run_dir.glob("slurm-*.out")))

@@ -1,4 +1,4 @@
-"""What a run of tests leaves on this machine when it is killed, and its removal; also the program of the keeper.
+"""Remains of a killed run of tests on this machine, and their removal; also the program of the keeper.
 
     python -I -S suite_remains.py SUITE    # waits until the run SUITE has ended, then removes what is left of it
 
@@ -122,7 +122,7 @@ def run_ip_lines(lines: list[str], *, namespace: str | None = None, check: bool 
 
 
 def network_of(namespace: str) -> tuple[int, int] | None:
-    """What identifies a network namespace with a name; None if there is none."""
+    """The identity of a named network namespace; None if there is none."""
     return _file_identity(_NAMESPACES / namespace)
 
 

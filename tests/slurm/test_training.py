@@ -137,7 +137,7 @@ def place(tmp_path: Path) -> Workplace:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """What one process learns from the same rows."""
+    """Losses of one process on the same rows."""
     return losses_of_one_process(tmp_path_factory.mktemp("alone") / "place", STEPS)
 
 
@@ -156,7 +156,7 @@ def test_two_nodes_of_two_ranks_have_the_losses_of_one_process(slurm: SlurmClust
 
 
 def test_a_run_of_two_nodes_goes_on_after_the_loss_of_a_rank_and_after_a_requeue(slurm, place, alone):
-    """The supervisor restarts the one, Slurm the other; no step counts twice."""
+    """The supervisor restarts after the loss, Slurm after the requeue; no step counts twice."""
     write_job(place, STEPS, sharding="fsdp", pause=HARDLY_AT_LAST)
     run = Submitted(slurm, place, *TWO_NODES, "--partition", "cpu", "--time", "10")
     attempt = run.wait_for_step(3)

@@ -1,10 +1,10 @@
-"""The warm process: has imported the heavy libraries once, and forks whatever `stub.py` asks for.
+"""The warm process: has imported the heavy libraries once, and forks the processes that `stub.py` requests.
 
     python -P server.py FOLDER LISTENING_DESCRIPTOR PARENT_PID
 
-It imports when the first request comes. A fork becomes the process that was asked for: its descriptors, environment,
-working directory, arguments and namespaces. What differs from a new interpreter: modules are loaded already, threads
-of OpenMP are counted by torch, os.getppid() answers for the stub, and a session of its own.
+It imports at the first request. A fork becomes the requested process: its descriptors, environment, working directory,
+arguments and namespaces. It differs from a new interpreter: modules are loaded already, torch sets the number of OpenMP
+threads, os.getppid() returns the parent of the stub, and the fork has its own session.
 """
 
 import ast
@@ -40,7 +40,7 @@ PRELOADED = (
     "launch.cli", "launch.commands.train",
 )  # fmt: skip
 PRODUCT = ("trainer", "launch", "slurm", "shardwise")
-# Read when a library is imported: with another value of one of these a fork would not be what was asked for.
+# Read when a library is imported: with another value of one of these a fork would not be the requested process.
 READ_AT_IMPORT = (
     "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TORCH", "PYTORCH_", "TRITON_", "CUDA_", "BNB_", "DATASETS_", "ONEDNN_",
     "DNNL_", "MKL_", "ATEN_", "OMP_", "GOMP_", "LD_", "LC_", "LANG", "PYTHONHASHSEED", "PYTHONIOENCODING",
@@ -65,7 +65,7 @@ Request = Mapping[str, Any]
 
 
 def main() -> None:
-    """Serves until the process that started it ends."""
+    """Serves until the process that started it has ended."""
     folder = Path(sys.argv[1])
     sys.executable = str(folder / "bin" / "python")
     signal.signal(signal.SIGTERM, lambda *_: _end(folder))
@@ -97,7 +97,7 @@ def main() -> None:
                 _send(connection, "cold")
                 connection.close()
                 continue
-            # What a fork is sent before it has handlers of its own waits; ours are not for it.
+            # Signals to a fork wait until it has its own handlers: the server's are not for it.
             signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
             pid = os.fork()
             if pid == 0:
@@ -126,7 +126,7 @@ def _load() -> None:
 
 
 def _receive(connection: socket.socket) -> tuple[Request | None, list[int]]:
-    """What a stub asks for; None where it was killed before it had said it."""
+    """The request of a stub; None if the stub was killed before it was complete."""
     descriptors: list[int] = []
     try:
         head, descriptors, _, _ = socket.recv_fds(connection, 8, 253)
@@ -158,7 +158,7 @@ def _differs(theirs: Mapping[str, str], ours: Mapping[str, str]) -> bool:
 
 
 def _is_confined(stub: int) -> bool:
-    """Whether the stub is in another control group, whose limits a fork of this process would not share."""
+    """True if the stub is in another control group, whose limits a fork of this process would not have."""
     with contextlib.suppress(FileNotFoundError):
         return Path(f"/proc/{stub}/cgroup").read_text() != Path("/proc/self/cgroup").read_text()
     return False
@@ -185,7 +185,7 @@ def _close(descriptors: list[int]) -> None:
 
 
 def _become(request: Request, descriptors: list[int], connection: socket.socket, path: tuple[str, ...]) -> NoReturn:
-    """Turns this fork into the process that was asked for, runs it, and ends."""
+    """Turns this fork into the requested process, runs it, and ends."""
     status = 1
     try:
         os.setsid()
@@ -218,7 +218,7 @@ def _become(request: Request, descriptors: list[int], connection: socket.socket,
 
 
 def _hand_over(numbers: list[int], handed: list[int], *, keep: tuple[int, ...]) -> None:
-    """Puts the descriptors where the stub had them; what was open before is closed."""
+    """Moves the descriptors to the numbers that they had in the stub, and closes all others."""
     high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, max(keep) + 1) for each in handed]
     for each in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208 - numbers, not paths
         if each not in keep and each not in high:
@@ -242,7 +242,7 @@ def _die_with(alive: int) -> None:
 
 
 def _enter_namespaces(stub: int) -> None:
-    """Where the stub lives in other namespaces (a node of a pretended cluster), so does its fork."""
+    """Enters the namespaces of the stub, if it has others (a node of a test cluster)."""
     for name in ("net", "uts", "ipc", "mnt"):
         theirs, ours = f"/proc/{stub}/ns/{name}", f"/proc/self/ns/{name}"
         if Path(theirs).readlink() == Path(ours).readlink():
@@ -271,7 +271,7 @@ def _reset_signals(ignored: list[int]) -> None:
 
 
 def _answer_for_stub(stub: int, link: int) -> None:
-    """The parent of this process is the stub's; who asks to die with it is told apart by the stub."""
+    """Makes os.getppid() return the stub's parent, and tells the stub if the process asks to die with its parent."""
 
     own, parent_of_fork = os.getpid(), os.getppid
 
@@ -293,7 +293,7 @@ def _answer_for_stub(stub: int, link: int) -> None:
 
 
 def _apply_settings() -> None:
-    """What the libraries that are loaded would have read from this environment, had they been imported in it."""
+    """Applies the settings that the loaded libraries would have read from this environment at import."""
     import datasets
     import huggingface_hub
     import torch
@@ -359,7 +359,7 @@ def _customise(entries: list[str]) -> None:
 
 
 def _forget_other_product() -> None:
-    """Drops the project's modules where the module path names another copy of it, or something else of that name."""
+    """Drops the project's modules if the module path has another copy of it, or another module of that name."""
     importlib.invalidate_caches()
     for name in PRODUCT:
         loaded = sys.modules.get(name)
@@ -373,7 +373,7 @@ def _forget_other_product() -> None:
 
 
 def _ended(run: Any) -> int:
-    """The exit code of what ran, after its threads and its exit functions, as an interpreter ends."""
+    """The exit code of `run`, after its threads and its exit functions, as at the end of an interpreter."""
     code = 0
     try:
         run()

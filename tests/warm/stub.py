@@ -85,7 +85,7 @@ def main(address: str, python: str, arguments: list[str]) -> None:
 
 
 def is_cold(arguments: list[str]) -> bool:
-    """Whether only a new interpreter will do: its flags, or a program that comes by standard input."""
+    """True if a new interpreter is needed, by its flags or for a program on standard input."""
     takes_next = False
     for word in arguments:
         if takes_next:

@@ -117,7 +117,7 @@ def test_the_order_of_candidates_is_the_plans():
 
 
 def killed(run_dir: Path, number: int, *, step: int) -> None:
-    """What an attempt leaves whose supervisor was killed."""
+    """Writes the files of an attempt whose supervisor was killed."""
     attempt = run_dir / "attempts" / str(number)
     for rank, done in enumerate((step, step - 1)):
         path = heartbeat_path(attempt, rank)
