@@ -15,6 +15,11 @@ from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.hardware import Gpu, Hardware, Host
 from trainer.spec.units import format_bytes
 
+_GPU_AMOUNTS = ("memory_bytes", "usable_bytes", "free_bytes")
+_HOST_AMOUNTS = (
+    "num_cores", "ram_bytes", "ram_available_bytes", "pinned_limit_bytes", "memlock_limit_bytes", "shm_bytes",
+)  # fmt: skip
+
 
 def combined_hardware(machines: Mapping[str, Hardware]) -> Hardware:
     """The hardware of a run on all `machines`, by name, the first machine first."""
@@ -22,7 +27,8 @@ def combined_hardware(machines: Mapping[str, Hardware]) -> Hardware:
     for name, machine in machines.items():
         _refuse_unlike(first_name, first, name, machine)
     every = list(machines.values())
-    gpus = tuple(_weakest_gpu([machine.gpus[index] for machine in every]) for index in range(len(first.gpus)))
+    alike = zip(*(machine.gpus for machine in every), strict=True)
+    gpus = tuple(replace(cards[0], **_least(cards, _GPU_AMOUNTS)) for cards in alike)
     notes = [f"{name}: {note}" for name, machine in machines.items() for note in machine.notes]
     return replace(
         first,
@@ -91,35 +97,14 @@ def _refuse_unlike(first_name: str, first: Hardware, name: str, machine: Hardwar
             )
 
 
-def _weakest_gpu(alike: Sequence[Gpu]) -> Gpu:
-    def least(values: Sequence[int | None]) -> int | None:
-        known = [value for value in values if value is not None]
-        return min(known) if known else None
-
-    return replace(
-        alike[0],
-        memory_bytes=min(gpu.memory_bytes for gpu in alike),
-        usable_bytes=least([gpu.usable_bytes for gpu in alike]),
-        free_bytes=least([gpu.free_bytes for gpu in alike]),
-    )
-
-
 def _weakest_host(hosts: Sequence[Host]) -> Host:
-    first = hosts[0]
-    least: dict[str, int] = {}
-    for name in (
-        "num_cores",
-        "ram_bytes",
-        "ram_available_bytes",
-        "pinned_limit_bytes",
-        "memlock_limit_bytes",
-        "shm_bytes",
-    ):
-        known = [value for host in hosts if (value := getattr(host, name)) is not None]
-        if known:
-            least[name] = min(known)
-    flags = tuple(flag for flag in first.cpu_flags if all(flag in host.cpu_flags for host in hosts))
-    disks = tuple(
-        disk for disk in first.disks if all(disk.path in {each.path for each in host.disks} for host in hosts)
-    )
-    return replace(first, **least, cpu_flags=flags, disks=disks)
+    flags = tuple(flag for flag in hosts[0].cpu_flags if all(flag in host.cpu_flags for host in hosts))
+    shared = set.intersection(*({disk.path for disk in host.disks} for host in hosts))
+    disks = tuple(disk for disk in hosts[0].disks if disk.path in shared)
+    return replace(hosts[0], **_least(hosts, _HOST_AMOUNTS), cpu_flags=flags, disks=disks)
+
+
+def _least(machines: Sequence[object], names: Sequence[str]) -> dict[str, int]:
+    """The smallest known value of each attribute."""
+    known = {name: [value for each in machines if (value := getattr(each, name)) is not None] for name in names}
+    return {name: min(values) for name, values in known.items() if values}
