@@ -61,7 +61,7 @@ class Silence(NamedTuple):
 
     @property
     def message(self) -> str:
-        """`rank 1 hung in backward of step 8: no sign of life for 5 min 1 s, 5 min are allowed`."""
+        """`rank 1 hung in backward of step 8: no heartbeat for 5 min 1 s, 5 min are allowed`."""
         names = " and ".join(f"rank {rank}" for rank in self.ranks)
         where = f"while {self.phase}"
         if self.phase in STEP_PHASES:
@@ -69,7 +69,7 @@ class Silence(NamedTuple):
         elif self.phase == HOOK_PHASE:
             where = f"in {self.phase} after step {self.step}"
         return (
-            f"{names} hung {where}: no sign of life for {format_seconds(self.silent_s)}, "
+            f"{names} hung {where}: no heartbeat for {format_seconds(self.silent_s)}, "
             f"{format_seconds(self.limit_s)} are allowed"
         )
 

@@ -256,4 +256,4 @@ def _ended_without_report(files: RunFiles, liveness: Liveness) -> Judged:
 def _silence(files: RunFiles, now_s: float) -> str:
     if files.heartbeat_s is None:
         return ""
-    return f"; last sign of life {format_seconds(max(1.0, now_s - files.heartbeat_s))} ago"
+    return f"; last heartbeat {format_seconds(max(1.0, now_s - files.heartbeat_s))} ago"

@@ -100,7 +100,7 @@ def _clock(status: RunStatus) -> str:
             parts.append("more than the time limit: the run goes on in a further job")
     if status.silent_s is not None and status.state is RunState.RUNNING:
         ago = format_seconds(max(1.0, status.silent_s))
-        parts.append(f"last sign of life {ago} ago" + (", which is long" if status.silent_s > SILENT_S else ""))
+        parts.append(f"last heartbeat {ago} ago" + (", which is long" if status.silent_s > SILENT_S else ""))
     return "; ".join(parts)
 
 

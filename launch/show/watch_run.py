@@ -100,7 +100,7 @@ class WatchedRun:
 
 
 def state_words(files: RunFiles, judged: Judged, *, now_s: float) -> str:
-    """`training`, `waiting: job 12 waits`, `running, no sign of life for 5 min 00 s`."""
+    """`training`, `waiting: job 12 waits`, `running, no heartbeat for 5 min 00 s`."""
     if judged.state is RunState.STARTING:
         return "starting"
     if judged.state not in (RunState.RUNNING, RunState.UNKNOWN):
@@ -111,7 +111,7 @@ def state_words(files: RunFiles, judged: Judged, *, now_s: float) -> str:
         return "ending" if is_done else f"between attempts: {files.report.ending.value.replace('_', ' ')}"
     words = files.phase or "starting"
     silent_s = 0.0 if files.heartbeat_s is None else now_s - files.heartbeat_s
-    return words if silent_s < SILENT_S else f"{words}, no sign of life for {format_seconds(silent_s)}"
+    return words if silent_s < SILENT_S else f"{words}, no heartbeat for {format_seconds(silent_s)}"
 
 
 def _is_supervised_elsewhere(files: RunFiles) -> bool:

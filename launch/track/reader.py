@@ -23,7 +23,7 @@ from trainer.spec.units import format_seconds
 
 _LONGEST_READ_BYTES = 4 * 1024 * 1024
 _LEAST_STALL_S = 120.0
-_STALL_STEPS = 10  # of the usual duration without a sign of life
+_STALL_STEPS = 10  # of the usual duration without a heartbeat
 _NUM_STEPS_KEPT = 50
 
 
@@ -129,7 +129,7 @@ class RunReader:
 
 
 class StallWatch:
-    """Says once when rank 0 gives no sign of life within a step for much longer than a step takes.
+    """Says once when rank 0 writes no heartbeat within a step for much longer than a step takes.
 
     The supervisor ends a run that hangs; this only tells of it before.
     """
@@ -155,7 +155,7 @@ class StallWatch:
             return None
         self._is_told = True
         return (
-            f"no sign of life in {sign.phase} of step {sign.step + 1} for {format_seconds(silent_s)}; "
+            f"no heartbeat in {sign.phase} of step {sign.step + 1} for {format_seconds(silent_s)}; "
             f"a step usually takes {format_seconds(usual_s)}"
         )
 

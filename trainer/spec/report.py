@@ -27,7 +27,7 @@ class Fault(StrEnum):
     OUT_OF_MEMORY = "out_of_memory"  # of a device, or under a data limit
     HOST_OUT_OF_MEMORY = "host_out_of_memory"  # the kernel ended a rank for want of RAM
     KILLED = "killed"  # a signal ended a rank or the launcher
-    HUNG = "hung"  # a rank gave no sign of life for too long
+    HUNG = "hung"  # a rank wrote no heartbeat for too long
     ERROR = "error"  # a rank raised, or left without a word
 
     @property

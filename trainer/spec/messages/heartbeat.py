@@ -25,7 +25,7 @@ END_PHASES = frozenset(ending.value for ending in Ending)
 
 
 class Heartbeat(Value, frozen=True, kw_only=True):
-    """The last sign of life of a rank."""
+    """The last heartbeat of a rank."""
 
     step: int  # optimizer steps done
     count: int  # signs since it is so
