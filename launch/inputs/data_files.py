@@ -166,9 +166,10 @@ def _list_source(source: DataSource, *, setting: str, cache: Path, streams: bool
 
 
 def _refuse_part(part: Part, what: str) -> None:
-    asked = part.subset or part.split
-    if asked is not None:
-        raise InputError(f"{what} has no {'subset' if part.subset else 'split'} {asked}; only folders and data sets do")
+    requested = part.subset or part.split
+    if requested is not None:
+        kind = "subset" if part.subset else "split"
+        raise InputError(f"{what} has no {kind} {requested}; only folders and data sets do")
 
 
 def _refuse_missing_file(source: str, path: Path, *, setting: str) -> None:

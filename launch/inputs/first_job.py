@@ -1,4 +1,4 @@
-"""The job file that `shardwise init` writes: five lines, each with what else could stand there."""
+"""The job file that `shardwise init` writes: five lines, each with its alternatives."""
 
 import re
 import sys
@@ -32,12 +32,12 @@ def job_template(*, model: str, data: str) -> str:
     return (
         "# A shardwise job. Every other setting has a default; `shardwise schema` lists them all.\n"
         "# Next: shardwise plan with this file shows what would run, shardwise train runs it.\n"
-        + "".join(f"{f'{name}: {value}':<{min(width, 70)}}  # {says}\n" for name, value, says in lines)
+        + "".join(f"{f'{name}: {value}':<{min(width, 70)}}  # {note}\n" for name, value, note in lines)
     )
 
 
 def _max_positions(model: str) -> int:
-    """Longest row the model takes, where it is a preset; no limit otherwise."""
+    """Longest row of a preset; no limit for another model."""
     positions = read_model_shape(read_preset(model)).max_positions if model in preset_names() else None
     return positions or sys.maxsize
 

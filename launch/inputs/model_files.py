@@ -290,8 +290,8 @@ def _check_embedding(folder: Path, config: dict[str, Any], shapes: TensorShapes)
     for name, shape in shapes.items():
         if name.endswith("embed_tokens.weight") and isinstance(vocab_size, int) and shape[:1] != (vocab_size,):
             raise InputError(
-                f"{folder}: config.json says vocab_size {vocab_size}, but {name} has {shape[0]} rows; "
-                "config.json and weights are not of one model"
+                f"{folder}: config.json has vocab_size {vocab_size}, but {name} has {shape[0]} rows; "
+                "config.json and weights are of different models"
             )
 
 

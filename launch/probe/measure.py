@@ -138,7 +138,7 @@ def measure_gather(
 def _run_measurement(
     module: str, arguments: Sequence[str], environment: Mapping[str, str], timeout_s: float
 ) -> tuple[Measurement | None, bool, str]:
-    """What the module wrote, also before it failed; true if it ended in time; the error of a failure."""
+    """Result of a module, also of one that failed later; true if it ended in time; the error of a failure."""
     with tempfile.TemporaryDirectory(prefix="shardwise-measure-") as name:
         result = Path(name, "result.json")
         has_ended, error = run_modules(

@@ -361,7 +361,7 @@ def time_in_hours() -> Kind:
 
 
 def interval(*, allows_time: bool) -> Kind:
-    """An interval as `500 steps` or, where wall-clock time makes sense, `20 min`; a bare number says neither."""
+    """An interval as `500 steps` or, if `allows_time`, `20 min`; a bare number is ambiguous."""
 
     def read(value: object) -> Every:
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:

@@ -96,7 +96,7 @@ class WandbMode(StrEnum):
 
 
 class Allowance(StrEnum):
-    """What the planner may use beyond exact, on-device strategies."""
+    """Opt-ins beyond exact, on-device strategies."""
 
     OFFLOAD_CPU = "offload_cpu"
     OFFLOAD_NVME = "offload_nvme"
@@ -117,7 +117,7 @@ class NodeNetwork(StrEnum):
 
 
 class Stage(StrEnum):
-    """What is copied to the nodes' own disks before the ranks start."""
+    """Inputs that are copied to the nodes' own disks before the ranks start."""
 
     MODEL = "model"
     DATA = "data"
@@ -440,7 +440,7 @@ class EvalJob(Value, frozen=True, kw_only=True):
 
 
 class LogJob(Value, frozen=True, kw_only=True):
-    """Where metrics go."""
+    """Destinations of metrics."""
 
     wandb: Annotated[WandbMode, Setting("Use of Weights & Biases.", aliases=("report_to",))] = WandbMode.OFF
     project: Annotated[str, Setting("Project of Weights & Biases.", text("a name"))] = "shardwise"
@@ -518,7 +518,7 @@ class SlurmJob(Value, frozen=True, kw_only=True):
     stage: Annotated[
         tuple[Stage, ...],
         Setting(
-            "What is copied to each node's own disk before the ranks start; the folder is `folders.scratch` in "
+            "Inputs that are copied to each node's own disk before the ranks start; the folder is `folders.scratch` in "
             "config.yaml."
         ),
     ] = ()
@@ -544,7 +544,7 @@ class Job(Value, frozen=True, kw_only=True):
     model: ModelJob = ModelJob()
     data: DataJob = DataJob()
     train: TrainJob = TrainJob()
-    allow: Annotated[tuple[Allowance, ...], Setting("What the planner may use beyond exact, on-device strategies.")] = (
+    allow: Annotated[tuple[Allowance, ...], Setting("Opt-ins beyond exact, on-device strategies.")] = (
         Allowance.OFFLOAD_CPU,
     )
     limits: Limits = Limits()

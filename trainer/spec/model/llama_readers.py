@@ -175,7 +175,7 @@ def with_window(shape: ModelShape, fields: Fields, *, num_layers: int) -> ModelS
 
 
 def rotary_dim(fields: Fields, head_dim: int, *, share: float, name: str = "partial_rotary_factor") -> int | None:
-    """How many of a head's dimensions are rotated; None: all. `share` where neither place of the config says it."""
+    """Number of rotated dimensions of a head; None: all. `share` is the default if the config has none."""
     scaling = fields.table("rope_scaling") or fields.table("rope_parameters")
     rotated = int(head_dim * scaling.get("partial_rotary_factor", fields.number(name, null=share)))
     return None if rotated == head_dim else rotated
