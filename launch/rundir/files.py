@@ -68,7 +68,7 @@ class RunFiles(NamedTuple):
     @property
     def point(self) -> int | None:
         """The number of this point of a sweep; None for other runs."""
-        return _point(self.run_dir, self.submission)
+        return None if self.submission is None else _point(self.run_dir, self.submission)
 
 
 def is_run_dir(path: Path) -> bool:
@@ -78,7 +78,8 @@ def is_run_dir(path: Path) -> bool:
 
 def point_of(run_dir: Path) -> int | None:
     """The number of a sweep's point, as `submission.json` states it; None for other runs."""
-    return _point(run_dir, _read(run_dir / FILE_NAME, Submission))
+    path = run_dir / FILE_NAME
+    return _point(run_dir, _read(path, Submission)) if path.is_file() else None
 
 
 def read_run(run_dir: Path) -> RunFiles:
@@ -218,10 +219,8 @@ def _end_of_last_line(path: Path) -> int:
 
 
 def _point(run_dir: Path, submission: Submission | None) -> int | None:
-    """Version 0.7 did not write the number of a point: it is in the name of its folder."""
-    if submission is None:
-        return None
-    if not isinstance(submission.point, msgspec.UnsetType):
+    """Without a readable number, which version 0.7 did not write, it is that in the name of the folder."""
+    if submission is not None and not isinstance(submission.point, msgspec.UnsetType):
         return submission.point
     match = _POINT.fullmatch(run_dir.name)
     return None if match is None else int(match[1])

@@ -15,13 +15,6 @@ def test_each_node_has_a_name_and_an_address_of_its_own(slurm: SlurmCluster, tmp
     assert first[2:] == second[2:] == [first[1], "n1"], "each finds the other by its name"
 
 
-def test_fake_gpus_are_counted_and_shown_to_the_tasks(slurm: SlurmCluster, tmp_path: Path):
-    line = "srun sh -c 'echo \"$SLURM_NODEID $(hostname) $CUDA_VISIBLE_DEVICES\"'"
-    job = slurm.submit("-pgpu", "-N2", "--gpus-per-node=8", f"--output={tmp_path}/out", f"--wrap={line}")
-    slurm.wait_for(job, "COMPLETED")
-    assert sorted((tmp_path / "out").read_text().splitlines()) == ["0 g1 0,1,2,3,4,5,6,7", "1 g2 0,1,2,3,4,5,6,7"]
-
-
 def test_pretended_nodes_take_jobs_of_their_size_and_no_larger(slurm: SlurmCluster):
     words = ("sbatch", "--test-only", "--partition=h100", "--exclusive", "--nodes=4", "--wrap=true")
     assert "c[1-4]" in slurm.run(*words, "--gpus-per-node=h100:8").stderr

@@ -47,6 +47,8 @@ def test_a_point_is_known_by_its_number_whatever_its_folder_is_called(tmp_path: 
     found = find_runs(str(tmp_path / "sweep"), NO_SLURM)
     assert names(found) == ["large", "small"] and [files.point for files in found.runs] == [1, 2]
     assert read_run(tmp_path / "sweep" / "point-7").point is None
+    (tmp_path / "sweep" / "point-7" / "submission.json").write_text("{")  # of a later version, or damaged
+    assert names(find_runs(str(tmp_path / "sweep"), NO_SLURM)) == ["large", "small", "point-7"]
 
 
 def test_a_job_is_found_by_the_files_of_its_run(place: Path):
