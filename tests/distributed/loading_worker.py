@@ -133,7 +133,7 @@ def take_peak(path: Path, plan: Plan, *, is_whole: bool) -> dict[str, int]:
 def load(plan: Plan, accelerator, *, is_whole: bool) -> object:
     if is_whole:
         return build_model(plan)
-    skeleton = build_skeleton(plan)
+    skeleton, _ = build_skeleton(plan)
     if plan.chosen.strategy.sharding.uses_fsdp:
         load_into_fsdp(skeleton, accelerator)
     else:

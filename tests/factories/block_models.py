@@ -11,7 +11,8 @@ from rank_factory import rank_plan
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trainer.runtime.models.build import build_model
+from trainer.runtime.models.build import build_trainable
+from trainer.runtime.models.installed import Installed
 from trainer.spec.model.readers import read_model_shape
 from trainer.spec.strategy import Attention, Checkpointing, LossHead
 
@@ -28,14 +29,19 @@ class Backward(NamedTuple):
     kept_bytes: int
 
 
-def build_blocks(
+def build_blocks(checkpointing: Checkpointing = Checkpointing.NONE, **settings: Any) -> PreTrainedModel:
+    """The model of `build_installed`."""
+    return build_installed(checkpointing, **settings)[0]
+
+
+def build_installed(
     checkpointing: Checkpointing = Checkpointing.NONE,
     *,
     fields: Mapping[str, Any] = TINY_LLAMA,
     config: Mapping[str, Any] = {},
     **engine: Any,
-) -> PreTrainedModel:
-    """A model of `NUM_BLOCKS` blocks, or of `fields` where they are another model's, with `config` over its fields."""
+) -> tuple[PreTrainedModel, Installed]:
+    """A model of `NUM_BLOCKS` blocks, or of the `fields` of another model, with `config` over its fields."""
     if fields is TINY_LLAMA:
         fields = {**TINY_LLAMA, "num_hidden_layers": NUM_BLOCKS}
     plan = rank_plan(
@@ -47,7 +53,7 @@ def build_blocks(
         model_config={**fields, **config},
         **engine,
     )
-    return build_model(plan)
+    return build_trainable(plan)
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Activations on their way to host RAM and back, seen on a GPU: the peak falls, and copies run beside the compute."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -9,8 +8,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trainer.runtime.loss.head import install_loss_head
-from trainer.runtime.memory.activation_memory import apply_checkpointing
-from trainer.runtime.memory.activation_offload import offload_activations
+from trainer.runtime.memory.activation_offload import ActivationOffload, offload_activations
+from trainer.runtime.memory.recomputation import apply_checkpointing
 from trainer.spec.strategy import Checkpointing, LossHead
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +27,9 @@ def card() -> Iterator[torch.device]:
     torch.cuda.empty_cache()
 
 
-def build(card: torch.device, *, offloads: bool, checkpointing: Checkpointing = Checkpointing.NONE) -> PreTrainedModel:
+def build(
+    card: torch.device, *, offloads: bool, checkpointing: Checkpointing = Checkpointing.NONE
+) -> tuple[PreTrainedModel, ActivationOffload | None]:
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         "llama", vocab_size=512, hidden_size=1024, intermediate_size=2816, num_hidden_layers=NUM_BLOCKS,
@@ -38,9 +39,8 @@ def build(card: torch.device, *, offloads: bool, checkpointing: Checkpointing = 
     model.config.use_cache = False
     apply_checkpointing(model, checkpointing)
     install_loss_head(model, LossHead.CHUNKED, chunk_tokens=1024)
-    if offloads:
-        offload_activations(model)
-    return model.to(card).train()
+    offload = offload_activations(model, checkpointing) if offloads else None
+    return model.to(card).train(), offload
 
 
 def step(model: PreTrainedModel, card: torch.device) -> float:
@@ -66,12 +66,12 @@ def peak_of(model: PreTrainedModel, card: torch.device) -> tuple[int, float, tor
 
 @pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.FULL, Checkpointing.ATTENTION])
 def test_what_is_moved_leaves_the_device_and_changes_nothing(checkpointing: Checkpointing, card: torch.device) -> None:
-    kept, loss, gradient = peak_of(build(card, offloads=False, checkpointing=checkpointing), card)
-    model = build(card, offloads=True, checkpointing=checkpointing)
+    kept, loss, gradient = peak_of(build(card, offloads=False, checkpointing=checkpointing)[0], card)
+    model, offload = build(card, offloads=True, checkpointing=checkpointing)
     moved, same_loss, same_gradient = peak_of(model, card)
     assert same_loss == loss
     torch.testing.assert_close(same_gradient, gradient, rtol=0, atol=0)
-    offload: Any = model.shardwise_activation_offload
+    assert offload is not None
     moved_bytes = offload.moved_bytes
     one_block = moved_bytes / (NUM_BLOCKS - 1)
     assert moved_bytes - 2.2 * one_block < kept - moved < 1.05 * moved_bytes, (
@@ -80,7 +80,7 @@ def test_what_is_moved_leaves_the_device_and_changes_nothing(checkpointing: Chec
 
 
 def test_copies_run_beside_the_compute(card: torch.device) -> None:
-    model = build(card, offloads=True)
+    model, _ = build(card, offloads=True)
     step(model, card)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         step(model, card)

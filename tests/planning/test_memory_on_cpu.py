@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trainer.planning.memory import estimate_memory
 from trainer.planning.memory.parts import grouped
 from trainer.runtime.loss.head import install_loss_head
-from trainer.runtime.memory.activation_memory import apply_checkpointing
+from trainer.runtime.memory.recomputation import apply_checkpointing
 from trainer.runtime.optimizers import build_optimizer
 from trainer.runtime.profile.memory_profile import MemoryProfile
 from trainer.runtime.run.types import weight_type

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from rank_factory import rank_plan
 
 from trainer.planning.memory import estimate_memory
-from trainer.runtime.models.build import build_model
+from trainer.runtime.models.build import build_trainable
 from trainer.runtime.optimizers import build_optimizer, set_learning_rate, unwrapped, updates_in_backward
 from trainer.runtime.precision.mixed_precision import install_precision
 from trainer.runtime.profile.memory_profile import MemoryProfile
@@ -116,8 +116,8 @@ def measured(choices: Choices) -> Bytes:
     job = replace(plan.job, train=replace(plan.job.train, lora=lora, galore=galore))
     fields = {**plan.model_config, "max_position_embeddings": seq_len}
     plan = replace(plan, job=job, model_config=fields, candidates=(candidate,))
-    model = build_model(plan)
-    install_precision(model, candidate, DeviceKind.CPU)
+    model, installed = build_trainable(plan)
+    install_precision(model, installed, candidate, DeviceKind.CPU)
     built = build_optimizer(
         optimizer,
         model,
@@ -146,8 +146,7 @@ def measured(choices: Choices) -> Bytes:
         step()
     figures = profile.figures()
     assert figures.peak_allocated_bytes is not None and figures.steady_allocated_bytes is not None
-    in_host = getattr(model, "shardwise_activation_offload", None)
-    moved = 0 if in_host is None else in_host.moved_bytes
+    moved = 0 if installed.offload is None else installed.offload.moved_bytes
     return Bytes(figures.peak_allocated_bytes - moved, figures.steady_allocated_bytes)
 
 

@@ -8,8 +8,7 @@ from architecture_factory import TINY, VARIANTS
 from rank_factory import rank_plan
 
 from trainer.runtime.loss.head import IGNORED, install_loss_head, shift
-from trainer.runtime.memory.activation_memory import count_checkpointed_blocks
-from trainer.runtime.models.build import build_model
+from trainer.runtime.models.build import build_trainable
 from trainer.spec.errors import InputError
 from trainer.spec.model.readers import read_model_shape
 from trainer.spec.strategy import Attention, Checkpointing, LossHead
@@ -31,7 +30,7 @@ LABELS = IDS.masked_fill(torch.arange(40) > 30, IGNORED)
 
 def build(config: dict[str, object], loss: LossHead, checkpointing: Checkpointing = Checkpointing.NONE):
     attentions = read_model_shape(config).attentions
-    model = build_model(
+    model, installed = build_trainable(
         rank_plan(
             Path("nowhere"),
             model_config={**config, "initializer_range": 0.2},  # large enough for logits that a cap changes
@@ -45,7 +44,7 @@ def build(config: dict[str, object], loss: LossHead, checkpointing: Checkpointin
     for weight in model.parameters():
         if weight.ndim == 1:  # new biases are zero, and a bias left out would not show
             weight.data += 0.2 * torch.randn(weight.shape, generator=noise)
-    return model
+    return model, installed
 
 
 def loss_and_gradients(model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -56,11 +55,11 @@ def loss_and_gradients(model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 @EACH
 def test_the_chunked_loss_is_the_eager_one_and_that_of_transformers(config):
-    eager = build(config, LossHead.EAGER)
+    eager, installed = build(config, LossHead.EAGER)
     with torch.no_grad():
-        theirs = eager.shardwise_forward(input_ids=IDS, labels=LABELS, use_cache=False).loss
+        theirs = installed.loss.own_forward(input_ids=IDS, labels=LABELS, use_cache=False).loss
     expected, expected_gradients = loss_and_gradients(eager)
-    loss, gradients = loss_and_gradients(build(config, LossHead.CHUNKED))
+    loss, gradients = loss_and_gradients(build(config, LossHead.CHUNKED)[0])
     torch.testing.assert_close(expected, theirs * (shift(LABELS) != IGNORED).sum(), rtol=1e-5, atol=0)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     assert gradients.keys() == expected_gradients.keys()
@@ -71,16 +70,16 @@ def test_the_chunked_loss_is_the_eager_one_and_that_of_transformers(config):
 
 @EACH
 def test_every_block_recomputes_and_the_gradients_stay(config):
-    _, expected = loss_and_gradients(build(config, LossHead.CHUNKED))
-    model = build(config, LossHead.CHUNKED, Checkpointing.FULL)
+    _, expected = loss_and_gradients(build(config, LossHead.CHUNKED)[0])
+    model, installed = build(config, LossHead.CHUNKED, Checkpointing.FULL)
     _, gradients = loss_and_gradients(model)
-    assert count_checkpointed_blocks(model) == read_model_shape(config).num_layers
+    assert len(installed.recomputations) == read_model_shape(config).num_layers
     for name, gradient in expected.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-5, msg=f"{name}: {{}}".format)
 
 
 def test_a_loss_that_balances_experts_is_refused_rather_than_left_out():
-    model = build({**TINY["mixtral"]}, LossHead.EAGER)
+    model, _ = build({**TINY["mixtral"]}, LossHead.EAGER)
     model.config.output_router_logits = True
     with pytest.raises(InputError, match="output_router_logits"):
         install_loss_head(model, LossHead.EAGER, chunk_tokens=None)

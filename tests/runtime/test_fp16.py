@@ -16,7 +16,7 @@ from trainer.runtime.data.token_rows import TokenRows
 from trainer.runtime.engines.accelerator import build_accelerator
 from trainer.runtime.loop.evaluation import evaluate
 from trainer.runtime.loop.step import StepResult, run_step
-from trainer.runtime.models.build import build_model
+from trainer.runtime.models.build import build_trainable
 from trainer.runtime.optimizers import build_optimizer
 from trainer.runtime.precision.mixed_precision import (
     INIT_SCALE,
@@ -52,8 +52,8 @@ class Training:
         reset_accelerate()
         self.plan, chosen = plan, plan.chosen
         self.accelerator = build_accelerator(plan, ds_config=None)
-        model = build_model(plan)
-        install_precision(model, chosen, DeviceKind.CPU)
+        model, installed = build_trainable(plan)
+        self.installed = install_precision(model, installed, chosen, DeviceKind.CPU)
         optimizer = build_optimizer(chosen.strategy.optimizer, model, lr=1.0, weight_decay=weight_decay)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.scaler: LossScaler | None = loss_scaler(self.model, chosen.strategy.precision, DeviceKind.CPU)
@@ -246,7 +246,7 @@ def test_the_report_says_what_was_scaled(cache_dir):
     training = Training(fp16_plan(cache_dir))
     Gradients(training.model, overflow_in=0)
     training.run(2)
-    assert precision_facts(training.model, training.scaler) == {
+    assert precision_facts(training.installed, training.scaler) == {
         "autocast": "float16", "loss scale": "32768", "skipped steps": "1",
     }  # fmt: skip
 
@@ -255,7 +255,7 @@ def test_other_precisions_have_no_scaler_and_no_autocast_of_ours(cache_dir):
     for precision in (Precision.FP32, Precision.BF16_MIXED, Precision.BF16):
         training = Training(rank_plan(cache_dir, precision=precision, micro_batch=8, accumulation=1))
         assert training.scaler is None
-        assert precision_facts(training.model, None) == {}
+        assert precision_facts(training.installed, None) == {}
         assert training.run_one().loss_scale is None
 
 
@@ -277,4 +277,4 @@ def test_the_score_is_taken_in_fp16_too(cache_dir):
 def test_an_update_inside_the_backward_pass_cannot_wait_for_the_verdict(cache_dir, change):
     plan = fp16_plan(cache_dir, **change)
     with pytest.raises(InputError, match=rf"fp16-mixed.*\b{plan.chosen.strategy.optimizer}\b"):
-        install_precision(build_model(fp16_plan(cache_dir)), plan.chosen, DeviceKind.CPU)
+        install_precision(*build_trainable(fp16_plan(cache_dir)), plan.chosen, DeviceKind.CPU)

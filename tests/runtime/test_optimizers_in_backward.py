@@ -9,7 +9,7 @@ from report_factory import make_candidate
 from torch import nn
 from transformers.optimization import Adafactor
 
-from trainer.runtime.memory.activation_memory import apply_checkpointing
+from trainer.runtime.memory.recomputation import apply_checkpointing
 from trainer.runtime.optimizers import (
     build_optimizer,
     check_in_backward,

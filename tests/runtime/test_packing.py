@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, mode
 from trainer.planning.memory import estimate_memory
 from trainer.runtime.attention.packed import FLASH
 from trainer.runtime.loss.head import IGNORED, install_loss_head
-from trainer.runtime.memory.activation_memory import apply_checkpointing
+from trainer.runtime.memory.recomputation import apply_checkpointing
 from trainer.runtime.optimizers import build_optimizer
 from trainer.runtime.profile.memory_profile import MemoryProfile
 from trainer.spec.report import MemoryFigures

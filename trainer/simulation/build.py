@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from trainer.runtime.engines.accelerator import EngineChoice, accelerator_of
-from trainer.runtime.memory.activation_memory import offload_activations
 from trainer.runtime.models.adapters import add_adapters, base_type
 from trainer.runtime.models.build import make_trainable, model_from_config
+from trainer.runtime.models.installed import Installed
 from trainer.runtime.models.model_code import faults_of, load_model_code
 from trainer.runtime.run.types import compute_type
 from trainer.simulation.fake_device import replaced
@@ -39,7 +39,7 @@ from trainer.spec.strategy import Method, Sharding
 _OF_LAUNCH = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "LOCAL_RANK", "RANK", "WORLD_SIZE")
 
 
-def build_on_meta(request: SimulationRequest) -> PreTrainedModel:
+def build_on_meta(request: SimulationRequest) -> tuple[PreTrainedModel, Installed]:
     """The model of a request without any tensor behind it, ready to be trained."""
     dtype = base_type(request.method, request.precision)
     if request.sharding.uses_deepspeed:
@@ -59,10 +59,14 @@ def build_on_meta(request: SimulationRequest) -> PreTrainedModel:
         what = request.model_config.get("model_type", "model_type missing")
         sentence = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()  # the cause comes last
         raise InputError(f"model config ({what}): {sentence}") from error
-    make_trainable(model, request.checkpointing, request.loss, loss_chunk_tokens=request.loss_chunk_tokens)
-    if request.activation_offload:
-        offload_activations(model)
-    return model
+    installed = make_trainable(
+        model,
+        request.checkpointing,
+        request.loss,
+        loss_chunk_tokens=request.loss_chunk_tokens,
+        activation_offload=request.activation_offload,
+    )
+    return model, installed
 
 
 # What transformers raises for a config with fields missing, of a wrong type or that do not go together.

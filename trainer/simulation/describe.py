@@ -47,7 +47,7 @@ def describe(request: DescriptionRequest) -> ModelShape:
             "machine"
         )
     try:
-        model = build_on_meta(
+        model, installed = build_on_meta(
             SimulationRequest(model_config=config, model_code=code, attention=Attention.EAGER, loss=LossHead.EAGER)
         )
     except (StrictDataclassError, ImportError) as error:  # a field of a wrong type; a library for images or sound
@@ -60,7 +60,7 @@ def describe(request: DescriptionRequest) -> ModelShape:
         )
     shape = _shape_of(model)
     others = _size(model) - shape.num_parameters
-    return replace(shape, other_parameters=others, loss_obstacle=loss_obstacle(model))
+    return replace(shape, other_parameters=others, loss_obstacle=loss_obstacle(model, installed.loss))
 
 
 def _shape_of(model: PreTrainedModel) -> ModelShape:

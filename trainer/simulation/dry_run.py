@@ -59,7 +59,7 @@ def simulate(request: SimulationRequest) -> Simulation:
     if request.sharding.uses_deepspeed:
         load_deepspeed()
     started = time.monotonic()
-    model = build_on_meta(request)
+    model, _ = build_on_meta(request)
     objective = _objective(model, request)
     counts = (num_parameters(model), sum(p.numel() for p in trained_parameters(model)))
     has_masks = builds_masks(model, request.seq_len)  # before FSDP2 changes the model's class

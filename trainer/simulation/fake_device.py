@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trainer.runtime.memory import host_transfers
+from trainer.runtime.memory import activation_offload
 from trainer.spec.errors import EnvironmentFaultError
 
 _CUDA = 1  # c10::DeviceType::CUDA
@@ -111,7 +111,7 @@ def as_if_available(compute_capability: tuple[int, int], pages: PinnedPages | No
         replaced(torch.cuda, **answers),
         replaced(torch.accelerator, current_stream=lambda *_: stream),  # FSDP2's, of a block that nothing waited for
         replaced(torch.Tensor, record_stream=lambda *_: None),
-        replaced(host_transfers, _pinned=(pages or PinnedPages()).allocate),
+        replaced(activation_offload, _pinned=(pages or PinnedPages()).allocate),
     ):
         yield
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from trainer.runtime.attention.known_rows import known_rows
+from trainer.runtime.loss.head import LossForward
 from trainer.simulation.build import materialise
 from trainer.simulation.kernels import Kernels
 
@@ -29,20 +30,19 @@ _CAP = ("div", "tanh", "mul")
 _CROSS_ENTROPY = ("_log_softmax", "nll_loss_forward")
 
 
-def loss_obstacle(model: PreTrainedModel) -> str | None:
+def loss_obstacle(model: PreTrainedModel, loss: LossForward) -> str | None:
     """Why a model on `meta` has another loss than the heads here; None where it has not. It is left on fake tensors."""
     kernels = Kernels("cpu", (0, 0))
     model.eval()
-    seam: Any = model
     try:
         with kernels.installed(), known_rows(are_packed=False), FakeTensorMode():
             materialise(model, "cpu")
             ids = torch.zeros((1, NUM_TOKENS), dtype=torch.long)
-            theirs = _operations(lambda: seam.shardwise_forward(input_ids=ids, labels=ids, use_cache=False))
-            ours = _operations(lambda: _logits(seam, ids))
+            theirs = _operations(lambda: loss.own_forward(input_ids=ids, labels=ids, use_cache=False))
+            ours = _operations(lambda: _logits(model, ids))
     except _NOT_FOLLOWED as error:
         return f"its forward cannot be followed without values ({type(error).__name__})"
-    ours = [*ours, *(_CAP if seam.shardwise_softcap is not None else ()), *_CROSS_ENTROPY]
+    ours = [*ours, *(_CAP if loss.softcap is not None else ()), *_CROSS_ENTROPY]
     if theirs == ours:
         return None
     differing = next((own for own, other in zip_longest(theirs, ours) if own != other), None)

@@ -24,7 +24,7 @@ from trainer.runtime.attention.packed import (
     packed_sdpa,
 )
 from trainer.runtime.loss.head import IGNORED, install_loss_head
-from trainer.runtime.memory.activation_memory import apply_checkpointing
+from trainer.runtime.memory.recomputation import apply_checkpointing
 from trainer.spec.errors import InputError
 from trainer.spec.strategy import Checkpointing, LossHead
 

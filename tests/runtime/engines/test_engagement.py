@@ -1,5 +1,6 @@
 """Every difference between what was planned and what runs is named, with both values."""
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainer.runtime.engines.accelerator import build_accelerator
 from trainer.runtime.engines.engine_state import meshes, ranks_of_copy
 from trainer.runtime.engines.verification import check_engagement, sharding_of
-from trainer.runtime.models.build import build_model
+from trainer.runtime.models.build import build_trainable
 from trainer.runtime.optimizers import build_optimizer
 from trainer.runtime.precision.mixed_precision import install_precision
 from trainer.spec.errors import EnvironmentFaultError
@@ -44,12 +45,12 @@ def session(**engine: Any) -> Iterator[tuple]:
     plan = rank_plan(Path("nowhere"), accumulation=2, **engine)
     chosen = plan.chosen
     accelerator = build_accelerator(plan, ds_config=None)
-    model = build_model(plan)
-    install_precision(model, chosen, DeviceKind.CPU)
+    model, installed = build_trainable(plan)
+    installed = install_precision(model, installed, chosen, DeviceKind.CPU)
     optimizer = build_optimizer(
         chosen.strategy.optimizer, model, lr=1.0, weight_decay=0.1, in_backward=chosen.optimizer_in_backward
     )
-    yield (*accelerator.prepare(model, optimizer), accelerator, chosen)
+    yield (*accelerator.prepare(model, optimizer), accelerator, installed, chosen)
     reset_accelerate()
 
 
@@ -67,8 +68,8 @@ def changed(chosen: Candidate, change: dict[str, object]) -> Candidate:
 
 
 def test_what_runs_as_planned_is_reported(built):
-    model, optimizer, accelerator, chosen = built
-    engaged = check_engagement(accelerator, model, optimizer, chosen)
+    model, optimizer, accelerator, installed, chosen = built
+    engaged = check_engagement(accelerator, model, optimizer, installed, chosen)
     assert (engaged.engine_class, engaged.optimizer_class) == ("LlamaForCausalLM", "AdamW")
     assert (engaged.precision, engaged.loss, engaged.attention, engaged.accumulation) == ("fp32", "chunked", "sdpa", 2)
     assert (engaged.sharded_parameters, engaged.partition_elements, engaged.backend) == (0, None, None)
@@ -81,14 +82,14 @@ def difference(what: str, planned: object, found: object) -> str:
 
 
 def test_fp32_products_are_rounded_where_the_plan_says_so(built):
-    model, optimizer, accelerator, chosen = built
+    model, optimizer, accelerator, installed, chosen = built
     planned = changed(chosen, {"tf32": True})
     try:
-        install_precision(model, planned, DeviceKind.CPU)
+        install_precision(model, installed, planned, DeviceKind.CPU)
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-        check_engagement(accelerator, model, optimizer, planned)
+        check_engagement(accelerator, model, optimizer, installed, planned)
     finally:
-        install_precision(model, chosen, DeviceKind.CPU)
+        install_precision(model, installed, chosen, DeviceKind.CPU)
     assert torch.backends.cuda.matmul.fp32_precision == "ieee"
 
 
@@ -130,9 +131,9 @@ def test_fp32_products_are_rounded_where_the_plan_says_so(built):
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
 def test_each_difference_stops_the_run_with_both_values(built, change, what, planned, found):
-    model, optimizer, accelerator, chosen = built
+    model, optimizer, accelerator, installed, chosen = built
     with pytest.raises(EnvironmentFaultError, match=difference(what, planned, found)):
-        check_engagement(accelerator, model, optimizer, changed(chosen, change))
+        check_engagement(accelerator, model, optimizer, installed, changed(chosen, change))
 
 
 @pytest.mark.parametrize(
@@ -155,10 +156,10 @@ def test_each_difference_stops_the_run_with_both_values(built, change, what, pla
     ids=lambda engine: "-".join(map(str, engine.values())),
 )
 def test_what_a_plan_switches_on_is_seen_and_stops_a_plan_that_does_not(engine):
-    with session(**engine) as (model, optimizer, accelerator, chosen):
-        assert check_engagement(accelerator, model, optimizer, chosen).precision == chosen.strategy.precision
+    with session(**engine) as (model, optimizer, accelerator, installed, chosen):
+        assert check_engagement(accelerator, model, optimizer, installed, chosen).precision == chosen.strategy.precision
         with pytest.raises(EnvironmentFaultError):
-            check_engagement(accelerator, model, optimizer, changed(chosen, PLAIN))
+            check_engagement(accelerator, model, optimizer, installed, changed(chosen, PLAIN))
 
 
 PLAIN: dict[str, object] = {
@@ -172,25 +173,25 @@ PLAIN: dict[str, object] = {
 
 
 def test_a_parameter_that_the_optimizer_forgot_is_missed():
-    with session() as (model, optimizer, accelerator, chosen):
+    with session() as (model, optimizer, accelerator, installed, chosen):
         optimizer.param_groups[0]["params"].pop()
         with pytest.raises(EnvironmentFaultError, match=difference("parameters that are updated", 21, 20)):
-            check_engagement(accelerator, model, optimizer, chosen)
+            check_engagement(accelerator, model, optimizer, installed, chosen)
 
 
 def test_matrices_among_what_is_not_decayed_are_seen():
-    with session() as (model, optimizer, accelerator, chosen):
+    with session() as (model, optimizer, accelerator, installed, chosen):
         decayed, others = (group["params"] for group in optimizer.param_groups)
         others.append(decayed.pop())
         with pytest.raises(EnvironmentFaultError, match=difference("parameters without weight decay", 5, 6)):
-            check_engagement(accelerator, model, optimizer, chosen)
+            check_engagement(accelerator, model, optimizer, installed, chosen)
 
 
 def test_autocast_of_another_type_than_planned_is_named():
-    with session(precision=Precision.FP16_MIXED) as (model, optimizer, accelerator, chosen):
-        model.shardwise_autocast = torch.bfloat16
+    with session(precision=Precision.FP16_MIXED) as (model, optimizer, accelerator, installed, chosen):
+        installed = dataclasses.replace(installed, autocast=torch.bfloat16)
         with pytest.raises(EnvironmentFaultError, match=difference("precision", "fp16-mixed", "bf16-mixed")):
-            check_engagement(accelerator, model, optimizer, chosen)
+            check_engagement(accelerator, model, optimizer, installed, chosen)
 
 
 @contextmanager

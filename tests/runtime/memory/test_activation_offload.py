@@ -5,40 +5,55 @@ from typing import Any
 
 import pytest
 import torch
-from block_models import BATCH, IDS, NUM_BLOCKS, SEQ_LEN, assert_same_gradients, backward, build_blocks, kept_storages
+from block_models import (
+    BATCH,
+    IDS,
+    NUM_BLOCKS,
+    SEQ_LEN,
+    assert_same_gradients,
+    backward,
+    build_installed,
+    kept_storages,
+)
 from engine_plan_factory import TINY_LLAMA
 
-from trainer.runtime.memory import host_transfers
-from trainer.runtime.memory.activation_memory import activation_facts
-from trainer.runtime.memory.activation_offload import MIN_BYTES, offload_activations
+from trainer.runtime.memory import activation_offload
+from trainer.runtime.memory.activation_offload import MIN_BYTES, PinnedBuffers, offload_activations
+from trainer.runtime.models.installed import Installed
 from trainer.spec.errors import InputError
 from trainer.spec.strategy import Checkpointing
 
 INPUT_BYTES = 4 * BATCH * SEQ_LEN * TINY_LLAMA["hidden_size"]  # of a block, in fp32
 
 
-def build(checkpointing: Checkpointing = Checkpointing.NONE, *, moves: bool = True, **config: Any) -> Any:
-    return build_blocks(checkpointing, activation_offload=moves, config=config)
+def build(checkpointing: Checkpointing = Checkpointing.NONE, **config: Any) -> tuple[Any, Installed]:
+    return build_installed(checkpointing, activation_offload=True, config=config)
+
+
+def build_plain(**config: Any) -> Any:
+    return build_installed(config=config)[0]
 
 
 @pytest.mark.parametrize("checkpointing", sorted(set(Checkpointing) - {Checkpointing.SELECTIVE}))
 def test_moving_activations_changes_no_gradient(checkpointing):
-    model = build(checkpointing, attention_dropout=0.3)
-    assert_same_gradients(backward(model), backward(build(moves=False, attention_dropout=0.3)))
-    assert model.shardwise_activation_offload.num_moved_blocks == NUM_BLOCKS - 1, "the last keeps its own"
+    model, installed = build(checkpointing, attention_dropout=0.3)
+    assert_same_gradients(backward(model), backward(build_plain(attention_dropout=0.3)))
+    assert installed.offload.num_moved_blocks == NUM_BLOCKS - 1, "the last keeps its own"
 
 
 def test_of_a_recomputed_block_only_its_input_moves():
-    model = build(Checkpointing.FULL)
+    model, installed = build(Checkpointing.FULL)
     backward(model)
-    offload = model.shardwise_activation_offload
+    offload = installed.offload
     assert (offload.num_copies, offload.moved_bytes) == (NUM_BLOCKS - 1, (NUM_BLOCKS - 1) * INPUT_BYTES)
-    assert all(fact in activation_facts(model)["activation_offload"] for fact in ("3 tensors", "3 blocks", "144 KiB"))
+    assert all(
+        fact in installed.activation_facts(model)["activation_offload"] for fact in ("3 tensors", "3 blocks", "144 KiB")
+    )
 
 
 def test_each_tensor_moves_once_however_many_operations_save_it():
     """All that the blocks but the last keep, counted by their memory: parameters, small and shared tensors aside."""
-    plain, model = build(moves=False), build()
+    plain, (model, installed) = build_plain(), build()
     with kept_storages(plain) as kept:
         held = plain.model(input_ids=IDS)
     sizes = [size for size in kept.values() if size >= MIN_BYTES]
@@ -46,30 +61,30 @@ def test_each_tensor_moves_once_however_many_operations_save_it():
     backward(model)
     in_last_norm = 2 * INPUT_BYTES  # its input and its normalised input
     of_a_block = (sum(sizes) - in_last_norm) // NUM_BLOCKS
-    assert model.shardwise_activation_offload.moved_bytes == pytest.approx((NUM_BLOCKS - 1) * of_a_block, rel=0.02)
+    assert installed.offload.moved_bytes == pytest.approx((NUM_BLOCKS - 1) * of_a_block, rel=0.02)
 
 
 def test_what_moved_is_no_longer_held_where_it_was():
-    model, originals = build(), []
-    to_host = host_transfers._PlainTransfers.to_host
+    (model, installed), originals = build(), []
+    to_host = activation_offload._PlainTransfers.to_host
 
-    class Watching(host_transfers._PlainTransfers):
+    class Watching(activation_offload._PlainTransfers):
         def to_host(self, tensor):
             originals.append(weakref.ref(tensor.untyped_storage()))
             return to_host(self, tensor)
 
-    model.shardwise_activation_offload._transfers = Watching()
+    installed.offload._transfers = Watching()
     loss = model(input_ids=IDS, labels=IDS)
-    assert len(originals) == model.shardwise_activation_offload.num_copies > 30
-    moved = [view for shelf in model.shardwise_activation_offload._shelves.values() for view in shelf._moved.values()]
+    assert len(originals) == installed.offload.num_copies > 30
+    moved = [view for shelf in installed.offload._shelves.values() for view in shelf._moved.values()]
     loss.backward()
     assert all(view.device is view.host for view in moved), "each came back"
 
 
 def test_after_the_backward_nothing_is_left_on_the_shelves():
-    model = build()
+    model, installed = build()
     loss = model(input_ids=IDS, labels=IDS)
-    shelves = model.shardwise_activation_offload._shelves.values()
+    shelves = installed.offload._shelves.values()
     kept = [weakref.ref(moved) for shelf in shelves for moved in shelf._moved.values()]
     assert len(kept) > 30 and all(reference() is not None for reference in kept)
     loss.backward()
@@ -78,21 +93,21 @@ def test_after_the_backward_nothing_is_left_on_the_shelves():
 
 
 def test_nothing_moves_where_no_backward_follows():
-    model = build()
+    model, installed = build()
     with torch.no_grad():
         model(input_ids=IDS, labels=IDS)
-    assert model.shardwise_activation_offload.num_copies == 0
+    assert installed.offload.num_copies == 0
 
 
 def test_parameters_do_not_move():
     """They are handed out as they are when the backward asks: an engine may have put them elsewhere by then."""
-    model = build()
+    model, _ = build()
     loss = model(input_ids=IDS, labels=IDS)
     weight = model.model.layers[0].self_attn.q_proj.weight
     before = weight.data
     weight.data = torch.zeros_like(before)
     loss.backward()
-    expected = build(moves=False)
+    expected = build_plain()
     backward(expected)
     name = "model.layers.0.input_layernorm.weight"
     ours, theirs = (dict(one.named_parameters())[name].grad for one in (model, expected))
@@ -106,4 +121,46 @@ def test_selective_checkpointing_and_offload_exclude_each_other():
 
 def test_a_model_of_one_block_has_nothing_to_move():
     with pytest.raises(InputError, match=r"pin\.activation_offload: Llama"):
-        offload_activations(build(moves=False, num_hidden_layers=1))
+        offload_activations(build_plain(num_hidden_layers=1))
+
+
+@pytest.fixture
+def buffers(monkeypatch) -> PinnedBuffers:
+    """Buffers that are not page-locked, which takes a GPU's driver."""
+    monkeypatch.setattr(activation_offload, "_pinned", lambda size: torch.empty(size, dtype=torch.uint8))
+    return PinnedBuffers(finish_copies=lambda: None)
+
+
+def test_buffers_are_whole_pages_and_are_taken_again(buffers):
+    first = buffers.take(5000)
+    assert (first.numel(), buffers.pinned_bytes) == (5000, 8192)
+    second = buffers.take(8192)
+    pointer = first.data_ptr()
+    buffers.give_back(first)
+    again = buffers.take(6000)
+    assert again.data_ptr() == pointer != second.data_ptr()
+    assert (again.numel(), buffers.pinned_bytes) == (6000, 16384)
+
+
+def test_rows_of_every_length_pin_no_more_than_the_longest(buffers):
+    for width in (3, 1, 4, 2, 5, 1, 5):
+        held = [buffers.take(width * 4096 * size) for size in (1, 2, 3)]
+        for buffer in held:
+            buffers.give_back(buffer)
+    assert buffers.pinned_bytes <= 3 * 5 * 4096 * 3
+    longest = buffers.pinned_bytes
+    buffers.take(5 * 4096 * 3)
+    assert buffers.pinned_bytes == longest
+
+
+def test_pages_are_unlocked_as_they_go_and_only_once():
+    """CUDA refuses to lock an address that it holds for locked already, as memory that is mapped again may have."""
+    unlocked = []
+    pages = activation_offload._PinnedPages(-1, 8192)
+    pages.unlock = lambda: unlocked.append("unlocked")
+    whole = torch.frombuffer(pages, dtype=torch.uint8)
+    part = whole[:5000].view(torch.int16)
+    del pages, whole
+    assert unlocked == []
+    del part
+    assert unlocked == ["unlocked"]

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from block_models import IDS, assert_same_gradients, backward, build_blocks
+from block_models import IDS, assert_same_gradients, backward, build_installed
 
-from trainer.runtime.memory.activation_memory import activation_facts
 from trainer.runtime.memory.compilation import compile_blocks
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.strategy import Checkpointing
@@ -28,7 +27,11 @@ def no_earlier_graphs():
 
 def build(checkpointing: Checkpointing = Checkpointing.NONE, *, compiles: bool = True, **settings: Any):
     config = {"num_hidden_layers": 2, **settings.pop("config", {})}
-    return build_blocks(checkpointing, compile=compiles, config=config, **settings)
+    return build_installed(checkpointing, compile=compiles, config=config, **settings)
+
+
+def build_eager():
+    return build(compiles=False)[0]
 
 
 def counts(fact: str) -> list[int]:
@@ -47,9 +50,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 
 def test_compiled_and_recomputed_blocks_give_the_gradients_of_eager_ones():
-    model, eager = build(Checkpointing.FULL), build(compiles=False)
+    (model, installed), eager = build(Checkpointing.FULL), build_eager()
     check_same(model, eager)
-    facts = activation_facts(model)
+    facts = installed.activation_facts(model)
     assert counts(facts["compile"]) == [2, 2, 1, 0], "one compilation serves both blocks, without a break"
     assert counts(facts["checkpointing"]) == [2, 2]
     assert backward(model).kept_bytes < backward(eager).kept_bytes / 3, "the recomputation was traced"
@@ -58,12 +61,12 @@ def test_compiled_and_recomputed_blocks_give_the_gradients_of_eager_ones():
 @pytest.mark.long
 @pytest.mark.parametrize("checkpointing", sorted(set(Checkpointing) - {Checkpointing.FULL}))
 def test_every_kind_of_recomputation_is_traced_with_its_block(checkpointing):
-    model = build(checkpointing)
-    check_same(model, build(compiles=False))
+    model, installed = build(checkpointing)
+    check_same(model, build_eager())
     graphs = 2 if checkpointing is Checkpointing.EVERY_N else 1
-    assert counts(activation_facts(model)["compile"]) == [2, 2, graphs, 0]
+    assert counts(installed.activation_facts(model)["compile"]) == [2, 2, graphs, 0]
     kept_by_full, kept, kept_by_none = (
-        backward(each).kept_bytes for each in (build(Checkpointing.FULL), model, build())
+        backward(each).kept_bytes for each in (build(Checkpointing.FULL)[0], model, build()[0])
     )
     if checkpointing is not Checkpointing.NONE:
         assert kept_by_full < kept < kept_by_none
@@ -72,25 +75,25 @@ def test_every_kind_of_recomputation_is_traced_with_its_block(checkpointing):
 @pytest.mark.long
 @pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.FULL])
 def test_what_compiled_blocks_save_moves_to_host_ram(checkpointing):
-    model = build(checkpointing, activation_offload=True)
-    check_same(model, build(compiles=False))
-    facts = activation_facts(model)
+    model, installed = build(checkpointing, activation_offload=True)
+    check_same(model, build_eager())
+    facts = installed.activation_facts(model)
     assert counts(facts["compile"])[:2] == [2, 2]
     assert "of 1 blocks" in facts["activation_offload"]
 
 
 @pytest.mark.long
 def test_widths_that_vary_cost_one_more_compilation():
-    model, eager = build(), build(compiles=False)
+    (model, installed), eager = build(), build_eager()
     for width in (48, 40, 32, 24, 20):
         check_same(model, eager, IDS[:, :width].contiguous())
-    assert counts(activation_facts(model)["compile"]) == [2, 2, 2, 0]
+    assert counts(installed.activation_facts(model)["compile"]) == [2, 2, 2, 0]
 
 
 @pytest.mark.long
 def test_a_compiled_block_that_recomputes_drops_the_same_elements_again():
     dropout = {"attention_dropout": 0.5}
-    kept, again = (backward(build(each, config=dropout)) for each in (Checkpointing.NONE, Checkpointing.FULL))
+    kept, again = (backward(build(each, config=dropout)[0]) for each in (Checkpointing.NONE, Checkpointing.FULL))
     torch.testing.assert_close(again.loss, kept.loss)
     assert_same_gradients(again, kept, tolerance=TOLERANCE)
 
@@ -98,7 +101,7 @@ def test_a_compiled_block_that_recomputes_drops_the_same_elements_again():
 def test_without_a_compiler_it_is_refused_before_anything_runs(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(EnvironmentFaultError, match=r"no-such-compiler.*install g\+\+"):
-        compile_blocks(build(compiles=False))
+        compile_blocks(build_eager())
 
 
 def test_on_a_gpu_triton_needs_a_c_compiler_too(monkeypatch):
@@ -108,4 +111,4 @@ def test_on_a_gpu_triton_needs_a_c_compiler_too(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(EnvironmentFaultError, match=r"pin\.compile(.|\n)*no-such-compiler(.|\n)*apt install gcc"):
-        compile_blocks(build(compiles=False))
+        compile_blocks(build_eager())

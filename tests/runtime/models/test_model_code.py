@@ -20,7 +20,7 @@ from trainer.runtime.export.check import SAME, logits_of, prompt_ids, relative_d
 from trainer.runtime.export.folder import write_model_folder
 from trainer.runtime.export.run import plan_on
 from trainer.runtime.loop.sample import continue_prompt
-from trainer.runtime.models.build import build_model, build_skeleton
+from trainer.runtime.models.build import build_model, build_skeleton, build_trainable
 from trainer.runtime.models.model_code import as_its_user, load_model_code
 from trainer.runtime.run.blocks import blocks_of
 from trainer.simulation.describe import describe
@@ -117,7 +117,7 @@ def test_a_skeleton_and_a_whole_build_have_the_same_weights_and_buffers(origin, 
     folder = write_custom_model(tmp_path / "tiny", recomputes_buffers=recomputes_buffers)
     plan = plan_with(folder)
     plan = plan if origin == "read" else replace(plan, model_path=None)
-    model, skeleton = build_model(plan), build_skeleton(plan)
+    model, (skeleton, _) = build_model(plan), build_skeleton(plan)
     (frequencies,) = (buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq"))
     assert torch.equal(frequencies, 1.0 / 10000 ** (torch.arange(0, 8, 2) / 8))
     for name, buffer in skeleton.model.named_buffers():
@@ -174,14 +174,12 @@ def test_documents_of_a_packed_row_are_kept_apart_or_the_run_does_not_begin(keep
 @pytest.mark.parametrize("checkpointing", [Checkpointing.FULL, Checkpointing.ATTENTION, Checkpointing.SELECTIVE])
 def test_blocks_that_are_plain_modules_are_recomputed_with_the_same_gradients(checkpointing, tmp_path):
     folder = write_custom_model(tmp_path / "tiny")
-    kept, recomputed = (
-        build_model(plan_with(folder, checkpointing=each)) for each in (Checkpointing.NONE, checkpointing)
-    )
+    kept = build_model(plan_with(folder))
+    recomputed, installed = build_trainable(plan_with(folder, checkpointing=checkpointing))
     gradients = [gradients_of(model) for model in (kept, recomputed)]
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
     assert [type(block).__name__ for block in blocks_of(recomputed)] == ["TinyBlock"] * 2
-    counts: list[Any] = [block.shardwise_recomputation for block in blocks_of(recomputed)]
-    assert [(each.num_forwards, each.num_repeats) for each in counts] == [(1, 1)] * 2
+    assert [(each.num_forwards, each.num_repeats) for each in installed.recomputations] == [(1, 1)] * 2
 
 
 def gradients_of(model: PreTrainedModel) -> list[torch.Tensor]:

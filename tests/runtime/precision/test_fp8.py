@@ -63,8 +63,7 @@ def fp8_plan(recipe: Fp8Recipe | None = Fp8Recipe.CURRENT, **engine):
 def fp8_model(recipe: Fp8Recipe | None = Fp8Recipe.CURRENT, **engine):
     plan = fp8_plan(recipe, **engine)
     model = build_model(plan)
-    install_fp8(model, plan.chosen)
-    return model
+    return model, install_fp8(model, plan.chosen)
 
 
 def rows(count: int = 4, width: int = 40) -> torch.Tensor:
@@ -174,19 +173,19 @@ def test_parameters_and_names_are_those_of_the_plain_model(te):
 
 @pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.FULL])
 def test_every_product_of_a_block_is_fp8_recomputed_ones_too(te, checkpointing):
-    model = fp8_model(checkpointing=checkpointing)
+    model, fp8 = fp8_model(checkpointing=checkpointing)
     for _ in range(2):
         loss_of(model, rows()).backward()
     forwards = 2 * (2 if checkpointing is Checkpointing.FULL else 1)
     assert te.COUNTS["fp8 products with gradients"] == 2 * LINEARS_IN_A_BLOCK * forwards
-    assert model.shardwise_fp8.num_products == 2 * LINEARS_IN_A_BLOCK * forwards
+    assert fp8.num_products == 2 * LINEARS_IN_A_BLOCK * forwards
     assert not any(name.startswith("16 bit") for name in te.COUNTS)
     assert te.COUNTS["recipe Float8CurrentScaling"] == te.COUNTS["autocast"]
     assert te._OPEN == [], "closed again"
 
 
 def test_a_score_is_taken_in_fp8_and_a_continuation_is_not(te):
-    model = fp8_model()
+    model, _fp8 = fp8_model()
     with torch.no_grad():
         loss_of(model, rows())
         model(input_ids=rows(1, 7))  # one token at a time fits no tile
@@ -194,10 +193,10 @@ def test_a_score_is_taken_in_fp8_and_a_continuation_is_not(te):
 
 
 def test_a_failing_forward_leaves_fp8_closed(te):
-    model = fp8_model()
+    model, _fp8 = fp8_model()
     with pytest.raises(IndexError):
         loss_of(model, rows() + 1000)
-    assert te._OPEN == [] and not model.shardwise_fp8.region.is_open
+    assert te._OPEN == [] and not model.model.layers[0].self_attn.q_proj.region.is_open
 
 
 @pytest.mark.parametrize(
@@ -211,11 +210,11 @@ def test_a_failing_forward_leaves_fp8_closed(te):
     ],
 )
 def test_the_recipe_of_the_plan_is_the_one_that_runs(te, recipe, class_name):
-    model = fp8_model(recipe)
+    model, fp8 = fp8_model(recipe)
     loss_of(model, rows())
-    check_fp8_ran(model)
+    check_fp8_ran(fp8, model)
     assert te.COUNTS[f"recipe {class_name}"] == te.COUNTS["autocast"] == 1
-    facts = fp8_facts(model)
+    facts = fp8_facts(fp8)
     assert facts["fp8 recipe"].startswith(recipe or "current") and facts["fp8 recipe"].endswith(class_name)
     assert ("experimental" in facts["fp8 recipe"]) is (recipe in (Fp8Recipe.MXFP8, Fp8Recipe.NVFP4))
     assert "transformer-engine" in facts["fp8 library"] and "lm_head" in facts["fp8 layers left in 16 bit"]
@@ -243,24 +242,23 @@ def test_a_model_without_a_fitting_layer_is_refused(te):
 
 
 def test_layers_that_multiply_nothing_in_fp8_stop_the_run(te):
-    model = fp8_model()
+    model, fp8 = fp8_model()
     with torch.no_grad():
         model(input_ids=rows())
     with pytest.raises(EnvironmentFaultError, match=r"14 layers.*transformer_engine"):
-        check_fp8_ran(model)
+        check_fp8_ran(fp8, model)
 
 
 def test_a_plain_model_has_nothing_to_prove():
-    model = build_model(rank_plan(Path("nowhere")))
-    check_fp8_ran(model)
-    assert fp8_facts(model) == {}
+    check_fp8_ran(None, build_model(rank_plan(Path("nowhere"))))
+    assert fp8_facts(None) == {}
 
 
 @pytest.mark.parametrize("recipe", [Fp8Recipe.CURRENT, Fp8Recipe.MXFP8])
 @pytest.mark.parametrize("head", [LossHead.EAGER, LossHead.CHUNKED])
 def test_columns_are_added_until_the_tokens_fit_and_change_nothing(te, recipe, head):
     """3 rows of 37 are 111 tokens, and 48 columns make 144 of them, or 64 make 192."""
-    plain, model = build_model(rank_plan(Path("nowhere"), loss=head)), fp8_model(recipe, loss=head)
+    plain, (model, _) = build_model(rank_plan(Path("nowhere"), loss=head)), fp8_model(recipe, loss=head)
     widths = set()
     model.model.layers[0].register_forward_hook(lambda _module, inputs, _out: widths.add(inputs[0].shape[1]))
     found, expected = loss_of(model, rows(3, 37)), loss_of(plain, rows(3, 37))
@@ -290,44 +288,44 @@ def test_a_missing_library_is_named_with_what_would_do(monkeypatch, tmp_path):
 @pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.FULL])
 def test_torchao_multiplies_in_fp8_for_real(torchao, checkpointing):
     plain = loss_of(build_model(rank_plan(Path("nowhere"))), rows())
-    model = fp8_model(Fp8Recipe.TORCHAO_TENSORWISE, checkpointing=checkpointing)
+    model, fp8 = fp8_model(Fp8Recipe.TORCHAO_TENSORWISE, checkpointing=checkpointing)
     loss = loss_of(model, rows())
     loss.backward()
-    check_fp8_ran(model)
+    check_fp8_ran(fp8, model)
     layer = model.model.layers[0].mlp.down_proj
     assert isinstance(layer, torchao.Float8Linear) and layer.config.recipe_name == "tensorwise"
     assert layer.num_products == (2 if checkpointing is Checkpointing.FULL else 1)
     assert value_of(loss) == pytest.approx(value_of(plain), rel=1e-3) and value_of(loss) != value_of(plain)
-    assert "torchao_tensorwise" in fp8_facts(model)["fp8 recipe"]
+    assert "torchao_tensorwise" in fp8_facts(fp8)["fp8 recipe"]
     assert list(model.state_dict()) == list(build_model(rank_plan(Path("nowhere"))).state_dict())
 
 
 def test_torchao_that_only_emulates_is_found_out(torchao, monkeypatch):
     monkeypatch.setattr(torchao, "EMULATES", True)
-    model = fp8_model(Fp8Recipe.TORCHAO_TENSORWISE)
+    model, fp8 = fp8_model(Fp8Recipe.TORCHAO_TENSORWISE)
     loss_of(model, rows())
     with pytest.raises(EnvironmentFaultError, match=r"14 layers.*torchao"):
-        check_fp8_ran(model)
+        check_fp8_ran(fp8, model)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch asks itself while tracing
 def test_compiled_blocks_are_cut_around_transformer_engines_layers(te):
     """Traced, not compiled to machine code: what a compiler makes of the graphs is not of interest."""
-    model = fp8_model(checkpointing=Checkpointing.FULL)
+    model, fp8 = fp8_model(checkpointing=Checkpointing.FULL)
     for block in model.model.layers:
         block.compile(backend="eager")
     for _ in range(3):
         loss_of(model, rows()).backward()
-    assert te.COUNTS["fp8 products with gradients"] == model.shardwise_fp8.num_products == 3 * 2 * 14
-    check_fp8_ran(model)
+    assert te.COUNTS["fp8 products with gradients"] == fp8.num_products == 3 * 2 * 14
+    check_fp8_ran(fp8, model)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch asks itself while tracing
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # as above
 def test_compiled_blocks_of_torchao_are_told_as_not_counted(torchao):
-    model = fp8_model(Fp8Recipe.TORCHAO_TENSORWISE)
+    model, fp8 = fp8_model(Fp8Recipe.TORCHAO_TENSORWISE)
     for block in model.model.layers:
         block.compile(backend="eager")
     loss_of(model, rows()).backward()
-    check_fp8_ran(model)
-    assert "compiled" in fp8_facts(model)["fp8 products"]
+    check_fp8_ran(fp8, model)
+    assert "compiled" in fp8_facts(fp8)["fp8 products"]

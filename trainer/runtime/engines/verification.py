@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from trainer.runtime.attention.choice import attention_facts, attention_name, attention_of
 from trainer.runtime.attention.kernels import attention_kernel_rows
 from trainer.runtime.engines import engine_state
-from trainer.runtime.memory.activation_memory import activation_facts, count_checkpointed_blocks
 from trainer.runtime.models.build import is_deepspeed, plain_model
+from trainer.runtime.models.installed import Installed
 from trainer.runtime.models.methods import method_facts
 from trainer.runtime.optimizers import (
     NO_DECAY,
@@ -48,6 +48,7 @@ def check_engagement(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: Any,  # noqa: ANN401  # Accelerate's wrapper
+    installed: Installed,
     chosen: Candidate,
     *,
     hybrid_mesh: tuple[int, int] | None = None,
@@ -56,10 +57,10 @@ def check_engagement(
 
     Of hybrid sharding a plan fixes (replicas, shards) as well.
     """
-    engaged = observe(accelerator, model, optimizer)
+    engaged = observe(accelerator, model, optimizer, installed)
     differences = [
         f"{what}: the plan says {planned}, {found} runs"
-        for what, planned, found in _comparisons(accelerator, model, optimizer, chosen, engaged, hybrid_mesh)
+        for what, planned, found in _comparisons(accelerator, model, optimizer, installed, chosen, engaged, hybrid_mesh)
         if planned != found
     ]
     if differences:
@@ -67,7 +68,12 @@ def check_engagement(
     return engaged
 
 
-def observe(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> Engaged:  # noqa: ANN401  # Accelerate's wrapper
+def observe(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Any,  # noqa: ANN401  # Accelerate's wrapper
+    installed: Installed,
+) -> Engaged:
     """What runs, read off the objects themselves."""
     plain = plain_model(model)
     sharded, elements = _sharded(model, plain)
@@ -78,24 +84,26 @@ def observe(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> Engag
         partition_elements=elements,
         optimizer_class=type(unwrapped(optimizer)).__name__,
         attention=attention_of(plain),
-        loss=str(getattr(plain, "shardwise_loss_head", "none")),
-        precision=str(precision_of(accelerator, model, plain)),
+        loss=str(installed.loss.head),
+        precision=str(precision_of(accelerator, model, installed)),
         accumulation=_accumulation(accelerator, model),
         backend=dist.get_backend() if dist.is_initialized() else None,
-        checkpointed_blocks=count_checkpointed_blocks(plain),
+        checkpointed_blocks=len(installed.recomputations),
     )
 
 
-def facts_after_step(model: nn.Module, optimizer: object, scaler: LossScaler | None) -> dict[str, str]:
+def facts_after_step(
+    model: nn.Module, optimizer: object, installed: Installed, scaler: LossScaler | None
+) -> dict[str, str]:
     """What can only be seen once a step has run, in words."""
     plain = plain_model(model)
     return {
         **method_facts(plain),
         **engine_state.engine_facts(model, unwrapped(optimizer)),
         **optimizer_facts(optimizer),
-        **activation_facts(plain),
+        **installed.activation_facts(plain),
         **attention_facts(plain),
-        **precision_facts(plain, scaler),
+        **precision_facts(installed, scaler),
     }
 
 
@@ -111,10 +119,10 @@ def sharding_of(model: nn.Module) -> Sharding:
     return Sharding.DDP if isinstance(model, DistributedDataParallel) else Sharding.NONE
 
 
-def precision_of(accelerator: Accelerator, model: nn.Module, plain: PreTrainedModel) -> Precision | str:
+def precision_of(accelerator: Accelerator, model: nn.Module, installed: Installed) -> Precision | str:
     """The precision in which matrix products run, from the engine's own switches and the type of what is trained."""
-    weights = next(p.dtype for p in plain.parameters() if p.requires_grad)
-    autocast: torch.dtype | None = getattr(plain, "shardwise_autocast", None)
+    weights = next(p.dtype for p in plain_model(model).parameters() if p.requires_grad)
+    autocast = installed.autocast
     if is_deepspeed(model):
         compute, masters = _deepspeed_types(model)
     elif isinstance(model, FSDPModule):
@@ -127,14 +135,13 @@ def precision_of(accelerator: Accelerator, model: nn.Module, plain: PreTrainedMo
         return f"{autocast} around {compute}"
     for precision in (Precision.FP32, Precision.FP16_MIXED, Precision.BF16_MIXED, Precision.BF16):
         if (compute_type(precision), weight_type(precision)) == (compute, masters):
-            return Precision.FP8 if precision is Precision.BF16_MIXED and num_fp8_layers(plain) else precision
+            return Precision.FP8 if precision is Precision.BF16_MIXED and num_fp8_layers(installed) else precision
     return f"{compute} on {masters}"
 
 
-def num_fp8_layers(plain: nn.Module) -> int:
+def num_fp8_layers(installed: Installed) -> int:
     """Linear layers that were converted to multiply in FP8."""
-    fp8 = getattr(plain, "shardwise_fp8", None)
-    return 0 if fp8 is None else len(fp8.layers)
+    return 0 if installed.fp8 is None else len(installed.fp8.layers)
 
 
 _ACCELERATE_TYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -169,6 +176,7 @@ def _comparisons(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: Any,  # noqa: ANN401  # Accelerate's wrapper
+    installed: Installed,
     chosen: Candidate,
     engaged: Engaged,
     hybrid_mesh: tuple[int, int] | None,
@@ -188,7 +196,7 @@ def _comparisons(
     yield "loss head", str(chosen.loss), engaged.loss
     yield from _optimizer_rows(model, optimizer, chosen, engaged)
     yield from _method_rows(plain, chosen)
-    yield from _activation_rows(plain, chosen, engaged)
+    yield from _activation_rows(plain, installed, chosen)
     num_copies = 1 if hybrid_mesh is None else hybrid_mesh[0]
     if sharding.shards_optimizer:
         owns = _owns_a_share(accelerator, model, engaged, num_ranks=chosen.num_ranks, num_copies=num_copies)
@@ -250,11 +258,10 @@ def _method_rows(plain: PreTrainedModel, chosen: Candidate) -> Iterator[Row]:
     yield "4-bit layers", is_packed, any("4bit" in type(module).__name__ for module in plain.modules())
 
 
-def _activation_rows(plain: PreTrainedModel, chosen: Candidate, engaged: Engaged) -> Iterator[Row]:
+def _activation_rows(plain: PreTrainedModel, installed: Installed, chosen: Candidate) -> Iterator[Row]:
     recomputes = chosen.checkpointing is not Checkpointing.NONE
-    yield "blocks are recomputed", recomputes, engaged.checkpointed_blocks > 0
-    offloads = getattr(plain, "shardwise_activation_offload", None) is not None
-    yield "activation offload", chosen.activation_offload, offloads
+    yield "blocks are recomputed", recomputes, bool(installed.recomputations)
+    yield "activation offload", chosen.activation_offload, installed.offload is not None
     compiled = any(module._compiled_call_impl is not None for module in plain.modules())
     yield "compiled blocks", chosen.compile, compiled
 

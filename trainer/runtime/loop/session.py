@@ -30,9 +30,10 @@ from trainer.runtime.data.token_rows import TokenRows
 from trainer.runtime.engines.accelerator import build_accelerator, read_ds_config
 from trainer.runtime.engines.verification import check_engagement
 from trainer.runtime.loop.checkpoint_facts import facts_of
-from trainer.runtime.models.build import build_model, build_skeleton
+from trainer.runtime.models.build import build_skeleton, build_trainable
+from trainer.runtime.models.installed import Installed
 from trainer.runtime.models.load.sharded_loading import load_into_fsdp, load_into_zero3, loads_sharded, prepare_loaded
-from trainer.runtime.models.load.skeleton import blank
+from trainer.runtime.models.load.skeleton import Skeleton, blank
 from trainer.runtime.optimizers import build_optimizer, check_in_backward
 from trainer.runtime.precision.mixed_precision import LossScaler, install_precision, loss_scaler
 from trainer.runtime.profile.memory_profile import cap_memory
@@ -64,6 +65,7 @@ class Session:
     ranks: Ranks
     model: nn.Module
     optimizer: Any  # Accelerate's wrapper around torch's or DeepSpeed's
+    installed: Installed
     scaler: LossScaler | None  # of fp16, where the engine has none
     train_rows: TokenRows
     eval_rows: TokenRows | None
@@ -95,12 +97,16 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
     writer.write_status("loading the model")
     hooks = load_hooks(plan.extension)
     resumption = _begin_resumption(plan, paths, state, ranks)
-    skeleton = build_skeleton(plan) if loads_sharded(plan) else None
-    model = build_model(plan, hooks) if skeleton is None else skeleton.model
+    skeleton: Skeleton | None = None
+    if loads_sharded(plan):
+        skeleton, installed = build_skeleton(plan)
+        model = skeleton.model
+    else:
+        model, installed = build_trainable(plan, hooks)
     if resumption is not None and skeleton is not None and not plan.chosen.method.freezes_base:
         skeleton = blank(skeleton)
     chosen = plan.chosen
-    install_precision(model, chosen, plan.device_kind)
+    installed = install_precision(model, installed, chosen, plan.device_kind)
     check_in_backward(chosen, is_layerwise=plan.job.train.galore.layerwise)
     if skeleton is not None and sharding.uses_fsdp:
         load_into_fsdp(skeleton, accelerator)
@@ -116,7 +122,9 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
         load_into_zero3(skeleton, accelerator, chosen.strategy.precision)
     writer.write_status("preparing the engine")
     wrapped, wrapped_optimizer = prepare_loaded(accelerator, model, optimizer)
-    state.engaged = check_engagement(accelerator, wrapped, wrapped_optimizer, chosen, hybrid_mesh=plan.hybrid_mesh)
+    state.engaged = check_engagement(
+        accelerator, wrapped, wrapped_optimizer, installed, chosen, hybrid_mesh=plan.hybrid_mesh
+    )
     check_documents_apart(wrapped, plan, accelerator.device)
     scaler = loss_scaler(wrapped, chosen.strategy.precision, plan.device_kind)
     if resumption is not None:
@@ -132,6 +140,7 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
         ranks=ranks,
         model=wrapped,
         optimizer=wrapped_optimizer,
+        installed=installed,
         scaler=scaler,
         train_rows=train_rows,
         eval_rows=eval_rows,

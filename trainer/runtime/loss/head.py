@@ -41,6 +41,8 @@ Rows of several documents come with positions; what keeps their documents apart 
 """
 
 import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from types import MethodType
 from typing import Any
@@ -80,16 +82,14 @@ class Answer(StrEnum):
     SCORE = "score"  # the token losses added up, and how many targets are the most likely token: [2] in float64
 
 
-def install_loss_head(model: PreTrainedModel, head: LossHead, *, chunk_tokens: int | None) -> None:
-    """Makes `model(input_ids=..., labels=..., answer=...)` answer the sum of token losses, or what else is asked for.
+def install_loss_head(model: PreTrainedModel, head: LossHead, *, chunk_tokens: int | None) -> "LossForward":
+    """Makes `model(input_ids=..., labels=..., answer=...)` return the sum of token losses, or another `Answer`.
 
-    Without labels the model answers as before (generation needs it).
+    Without labels the model returns what it returned before (generation needs it).
     """
-    seam: Any = model  # both modules get settings and a forward of their own below
     linear: Any = model.get_output_embeddings()
     config: Any = model.config.get_text_config()
-    is_plain = isinstance(linear, nn.Linear)
-    if not is_plain:
+    if not isinstance(linear, nn.Linear):
         raise InputError(f"{type(model).__name__} has no plain lm_head; its loss cannot be computed here")
     if getattr(config, "output_router_logits", False):
         raise InputError(
@@ -97,16 +97,13 @@ def install_loss_head(model: PreTrainedModel, head: LossHead, *, chunk_tokens: i
             "the loss of tokens only: set it to false"
         )
     softcap = getattr(config, "final_logit_softcapping", None)
-    if head is LossHead.FUSED_LINEAR:
-        linear.loss_of_liger = _liger_loss(softcap)
-    linear.loss_head = head
-    linear.loss_chunk_tokens = chunk_tokens or DEFAULT_CHUNK_TOKENS
-    linear.loss_softcap = softcap
-    linear.forward = MethodType(_logits_or_answer, linear)
-    seam.shardwise_loss_head = head
-    seam.shardwise_softcap = softcap
-    seam.shardwise_forward = model.forward
-    seam.forward = MethodType(_loss_or_logits, model)
+    liger = _liger_loss(softcap) if head is LossHead.FUSED_LINEAR else None
+    replaceable: Any = model
+    of_head: Any = linear
+    of_head.forward = _HeadForward(linear, head, chunk_tokens or DEFAULT_CHUNK_TOKENS, softcap, liger).forward
+    loss = LossForward(head, softcap, model.forward)
+    replaceable.forward = MethodType(loss.forward, model)  # a method of the model: Accelerate binds its function anew
+    return loss
 
 
 def shift(labels: Tensor) -> Tensor:
@@ -114,36 +111,45 @@ def shift(labels: Tensor) -> Tensor:
     return functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def _loss_or_logits(
-    self: Any,  # noqa: ANN401  # the model
-    input_ids: Tensor | None = None,
-    labels: Tensor | None = None,
-    answer: Answer = Answer.SUM,
-    attention_mask: Tensor | None = None,  # by name: `generate` looks for it in the signature
-    **inputs: Any,  # noqa: ANN401  # the signature of whatever model it replaces
-) -> Any:  # noqa: ANN401  # as above
-    if attention_mask is not None:
-        inputs["attention_mask"] = attention_mask
-    if labels is None:
-        return self.shardwise_forward(input_ids=input_ids, **inputs)
-    head: LossHead = self.shardwise_loss_head
-    if answer is Answer.ROWS and head is LossHead.FUSED_LINEAR:
-        raise InputError(
-            "pin.loss: fused_linear makes its gradients before the weight of a row is known, so it has no sums of rows "
-            "(DPO); take pin.loss=chunked"
-        )
-    hidden = _hidden_states(self, input_ids, **inputs)
-    targets = shift(labels)
-    linear = self.get_output_embeddings()
-    if answer is Answer.LOGITS:
-        return capped(linear(hidden), self.shardwise_softcap)
-    if answer is Answer.SCORE or head in (LossHead.CHUNKED, LossHead.FUSED_LINEAR):
-        found = linear(hidden, targets, answer=answer)
-    else:
-        row_tokens = targets.shape[1] if answer is Answer.ROWS else None
-        logits = linear(hidden).flatten(0, 1)
-        found = _loss_of_logits(head, logits, targets.flatten(), self.shardwise_softcap, row_tokens)
-    return -found if answer is Answer.ROWS else found
+@dataclass(frozen=True, slots=True)
+class LossForward:
+    """The forward of a model with a loss head."""
+
+    head: LossHead
+    softcap: float | None
+    own_forward: Callable[..., Any]  # the model's forward before
+
+    def forward(
+        self,
+        model: Any,  # noqa: ANN401  # a PreTrainedModel, whose class an engine may change
+        input_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        answer: Answer = Answer.SUM,
+        attention_mask: Tensor | None = None,  # by name: `generate` looks for it in the signature
+        **inputs: Any,  # noqa: ANN401  # the signature of the model's own forward
+    ) -> Any:  # noqa: ANN401  # as above
+        """The answer; without labels, the result of the model's own forward."""
+        if attention_mask is not None:
+            inputs["attention_mask"] = attention_mask
+        if labels is None:
+            return self.own_forward(input_ids=input_ids, **inputs)
+        if answer is Answer.ROWS and self.head is LossHead.FUSED_LINEAR:
+            raise InputError(
+                "pin.loss: fused_linear makes its gradients before the weight of a row is known, so it has no sums of "
+                "rows (DPO); take pin.loss=chunked"
+            )
+        hidden = _hidden_states(model, input_ids, **inputs)
+        targets = shift(labels)
+        linear = model.get_output_embeddings()
+        if answer is Answer.LOGITS:
+            return capped(linear(hidden), self.softcap)
+        if answer is Answer.SCORE or self.head in (LossHead.CHUNKED, LossHead.FUSED_LINEAR):
+            found = linear(hidden, targets, answer=answer)
+        else:
+            row_tokens = targets.shape[1] if answer is Answer.ROWS else None
+            logits = linear(hidden).flatten(0, 1)
+            found = _loss_of_logits(self.head, logits, targets.flatten(), self.softcap, row_tokens)
+        return -found if answer is Answer.ROWS else found
 
 
 def _hidden_states(model: Any, input_ids: Tensor | None, **inputs: Any) -> Tensor:  # noqa: ANN401  # the model's own inputs
@@ -173,24 +179,40 @@ def _loss_of_logits(
     return sum_rows(losses, row_tokens)
 
 
-def _logits_or_answer(
-    self: nn.Linear, hidden: Tensor, targets: Tensor | None = None, *, answer: Answer = Answer.SUM
-) -> Tensor:
-    """The forward of `lm_head`: logits as ever, or with targets what is asked of hidden [B, S, H]."""
-    if targets is None:
-        return functional.linear(hidden, self.weight, self.bias)
-    of_head: Any = self  # settings of install_loss_head
-    row_tokens = targets.shape[1] if answer is Answer.ROWS else None
-    hidden, targets = hidden.flatten(0, 1), targets.flatten()
-    if answer is not Answer.SCORE and of_head.loss_head is LossHead.FUSED_LINEAR:
-        loss: Tensor = of_head.loss_of_liger(self.weight, hidden, targets, self.bias)
-        return loss.float()
-    hidden, head = _in_computing_type(hidden, Head(self.weight, self.bias, of_head.loss_softcap))
-    if answer is Answer.SCORE:
-        return scored(hidden, head, targets, _score_tokens(of_head, hidden.shape[0]))
-    found = ChunkedLoss.apply(hidden, *head, targets, of_head.loss_chunk_tokens, row_tokens)  # type: ignore[no-untyped-call]  # torch's
-    assert isinstance(found, Tensor)
-    return found
+@dataclass(frozen=True, slots=True)
+class _HeadForward:
+    """The forward of `lm_head`: logits as before, or with targets what is asked of hidden [B, S, H]."""
+
+    linear: nn.Linear
+    head: LossHead
+    chunk_tokens: int
+    softcap: float | None
+    liger: nn.Module | None  # the loss of `fused_linear`
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, *, answer: Answer = Answer.SUM) -> Tensor:
+        weight, bias = self.linear.weight, self.linear.bias
+        if targets is None:
+            return functional.linear(hidden, weight, bias)
+        row_tokens = targets.shape[1] if answer is Answer.ROWS else None
+        hidden, targets = hidden.flatten(0, 1), targets.flatten()
+        if answer is not Answer.SCORE and self.liger is not None:
+            loss: Tensor = self.liger(weight, hidden, targets, bias)
+            return loss.float()
+        hidden, head = _in_computing_type(hidden, Head(weight, bias, self.softcap))
+        if answer is Answer.SCORE:
+            return scored(hidden, head, targets, self._score_tokens(hidden.shape[0]))
+        found = ChunkedLoss.apply(hidden, *head, targets, self.chunk_tokens, row_tokens)  # type: ignore[no-untyped-call]  # torch's
+        assert isinstance(found, Tensor)
+        return found
+
+    def _score_tokens(self, num_tokens: int) -> int:
+        """Tokens whose logits a score may hold at a time: no more than the head holds in training."""
+        if self.head is LossHead.CHUNKED:
+            return self.chunk_tokens
+        if self.head is LossHead.FUSED_LINEAR:
+            hidden_size, vocab = self.linear.in_features, self.linear.out_features
+            return max(1, min(FUSED_SLICE_TOKENS, num_tokens * hidden_size // vocab))
+        return FUSED_SLICE_TOKENS
 
 
 def _in_computing_type(hidden: Tensor, head: Head) -> tuple[Tensor, Head]:
@@ -200,16 +222,6 @@ def _in_computing_type(hidden: Tensor, head: Head) -> tuple[Tensor, Head]:
     dtype = torch.get_autocast_dtype(hidden.device.type)
     bias = None if head.bias is None else head.bias.to(dtype)
     return hidden.to(dtype), head._replace(weight=head.weight.to(dtype), bias=bias)
-
-
-def _score_tokens(linear: Any, num_tokens: int) -> int:  # noqa: ANN401  # lm_head with its settings
-    """Tokens whose logits a score may hold at a time: no more than the head holds while it trains."""
-    if linear.loss_head is LossHead.CHUNKED:
-        return int(linear.loss_chunk_tokens)
-    if linear.loss_head is LossHead.FUSED_LINEAR:
-        hidden_size, vocab = linear.in_features, linear.out_features
-        return max(1, min(FUSED_SLICE_TOKENS, int(num_tokens * hidden_size // vocab)))
-    return FUSED_SLICE_TOKENS
 
 
 def _liger_loss(softcap: float | None) -> nn.Module:

@@ -1,30 +1,30 @@
 """torch.compile, block by block: one compilation serves all blocks that are alike.
 
 Blocks are compiled in place, after checkpointing and before an engine wraps the model: recomputation is traced with the
-block, and what an engine does around a block stays outside of it. A width that changes makes torch compile a second
-time, for widths of any size; a batch of one width keeps its numbers.
+block, and the engine's hooks around a block stay outside of it. When the width of the rows changes, torch compiles a
+second time, for any width.
 
-torch gives up on a function that it had to compile too often, and then runs it as it is, without an error. Here that is
-an error: a run that is asked to compile does.
+torch stops compiling a function that it had to recompile too often, and runs it uncompiled without an error. Here that
+is an error: a run that is configured to compile does.
 """
 
 import importlib.util
 import os
 import shutil
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from trainer.runtime.memory.activation_offload import move_around_compiled
+from trainer.runtime.memory.activation_offload import ActivationOffload
 from trainer.runtime.run.blocks import blocks_of
 from trainer.runtime.run.triton_compiler import check_triton_compiler
 from trainer.spec.errors import EnvironmentFaultError, InputError
 
 
-def compile_blocks(model: PreTrainedModel) -> None:
-    """Compiles every block by itself, at its first forward; EnvironmentFaultError where there is no compiler."""
+def compile_blocks(model: PreTrainedModel, offload: ActivationOffload | None = None) -> "Compilation":
+    """Compiles every block by itself, at its first forward; EnvironmentFaultError if there is no compiler."""
     _check_compiler()
     blocks = blocks_of(model)
     if not blocks:
@@ -34,29 +34,27 @@ def compile_blocks(model: PreTrainedModel) -> None:
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     for block in blocks:
         block.compile()
-        move_around_compiled(block)
-    seam: Any = model
-    seam.shardwise_graphs_before = _graphs_and_breaks()
+    if offload is not None:
+        offload.exclude_from_compilation()
+    return Compilation(*_graphs_and_breaks())
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Whether `compile_blocks` was there."""
-    return hasattr(model, "shardwise_graphs_before")
+class Compilation(NamedTuple):
+    """The compiler's counters in this process before the blocks of a model were compiled."""
 
+    num_graphs: int
+    num_breaks: int
 
-def compilation_facts(model: nn.Module) -> dict[str, str]:
-    """What was compiled by now, in words."""
-    before = getattr(model, "shardwise_graphs_before", None)
-    if before is None:
-        return {}
-    blocks = blocks_of(model)
-    num_compiled = sum(block._compiled_call_impl is not None for block in blocks)
-    graphs, breaks = (now - earlier for now, earlier in zip(_graphs_and_breaks(), before, strict=True))
-    return {"compile": f"{num_compiled} of {len(blocks)} blocks, as {graphs} graphs with {breaks} breaks"}
+    def facts(self, model: nn.Module) -> dict[str, str]:
+        """Text of what has been compiled since."""
+        blocks = blocks_of(model)
+        num_compiled = sum(block._compiled_call_impl is not None for block in blocks)
+        graphs, breaks = (now - earlier for now, earlier in zip(_graphs_and_breaks(), self, strict=True))
+        return {"compile": f"{num_compiled} of {len(blocks)} blocks, as {graphs} graphs with {breaks} breaks"}
 
 
 def _graphs_and_breaks() -> tuple[int, int]:
-    """Graphs that were captured in this process, and the places where tracing had to stop."""
+    """Number of graphs captured in this process, and of graph breaks."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"]), int(sum(counters["graph_break"].values()))

@@ -6,6 +6,7 @@ drawn. Nothing pickled is read: weights come from safetensors files. A frozen ba
 precision, one of qlora in 4 bit from the moment it is read (`quantisation`).
 """
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from trainer.runtime.attention.choice import attention_name, check_attention
 from trainer.runtime.attention.kernels import choose_attention_kernels
 from trainer.runtime.loss.head import install_loss_head
-from trainer.runtime.memory.activation_memory import apply_checkpointing, compile_blocks, offload_activations
+from trainer.runtime.memory.activation_offload import offload_activations
+from trainer.runtime.memory.compilation import compile_blocks
+from trainer.runtime.memory.recomputation import apply_checkpointing
 from trainer.runtime.models.adapters import base_type
+from trainer.runtime.models.installed import Installed
 from trainer.runtime.models.load.skeleton import Skeleton, skeleton_from_config, skeleton_from_folder
 from trainer.runtime.models.methods import apply_method
 from trainer.runtime.models.model_code import compute_buffers, load_model_code
@@ -39,19 +43,23 @@ from trainer.spec.plan import Plan
 from trainer.spec.strategy import Attention, Checkpointing, LossHead, Method
 
 
-def build_model(plan: Plan, hooks: Hooks | None = None) -> PreTrainedModel:
-    """The model of the plan on the CPU, ready to be trained: loss head, checkpointing and attention as planned.
+def build_model(plan: Plan) -> PreTrainedModel:
+    """The model of `build_trainable`, for a use that does not ask what was installed on it."""
+    return build_trainable(plan)[0]
 
-    With `build_model` among the hooks, the base is what that function of the user's answers.
+
+def build_trainable(plan: Plan, hooks: Hooks | None = None) -> tuple[PreTrainedModel, Installed]:
+    """The model of the plan on the CPU, ready for training: loss head, checkpointing and attention as planned.
+
+    With `build_model` among the hooks, that function of the user's makes the base.
     """
     _check_model(plan)
     model = _build_base(plan) if hooks is None or not hooks.has(Hook.BUILD_MODEL) else _users_model(plan, hooks)
-    _complete(model, plan)
-    return model
+    return model, _complete(model, plan)
 
 
-def build_skeleton(plan: Plan) -> Skeleton:
-    """The same model without its weights, and where they come from; InputError where the folder lacks one."""
+def build_skeleton(plan: Plan) -> tuple[Skeleton, Installed]:
+    """The same model without its weights, and where they come from; InputError if the folder lacks one."""
     _check_model(plan)
     chosen, config = plan.chosen, plan.model_config
     dtype = base_type(chosen.method, chosen.strategy.precision)
@@ -69,8 +77,7 @@ def build_skeleton(plan: Plan) -> Skeleton:
     else:
         build = partial(model_from_config, config, attention=chosen.attention, flash_kernel=chosen.flash_kernel)
         skeleton = skeleton_from_config(partial(build, dtype=torch.float32), dtype=dtype, seed=plan.job.train.seed)
-    _complete(skeleton.model, plan)
-    return skeleton
+    return skeleton, _complete(skeleton.model, plan)
 
 
 def _check_model(plan: Plan) -> None:
@@ -81,21 +88,19 @@ def _check_model(plan: Plan) -> None:
     check_attention(chosen.attention, shape, chosen.flash_kernel)
 
 
-def _complete(model: PreTrainedModel, plan: Plan) -> None:
-    """Puts in everything that a plan has beside the model itself."""
+def _complete(model: PreTrainedModel, plan: Plan) -> Installed:
+    """Installs everything that a plan has beside the model itself."""
     chosen = plan.chosen
     apply_method(model, plan)
-    make_trainable(
+    installed = make_trainable(
         model,
         chosen.checkpointing,
         chosen.loss,
         loss_chunk_tokens=chosen.loss_chunk_tokens,
         every_n=chosen.checkpoint_every_n,
+        activation_offload=chosen.activation_offload,
     )
-    if chosen.activation_offload:
-        offload_activations(model)
-    if chosen.compile:
-        compile_blocks(model)
+    return replace(installed, compilation=compile_blocks(model, installed.offload)) if chosen.compile else installed
 
 
 def model_from_config(
@@ -121,13 +126,16 @@ def make_trainable(
     *,
     loss_chunk_tokens: int | None,
     every_n: int | None = None,
-) -> None:
-    """Puts checkpointing and the loss head into a model that was built or loaded, and chooses attention's kernels."""
+    activation_offload: bool = False,
+) -> Installed:
+    """Installs checkpointing and the loss head on a model that was built or loaded, and chooses attention's kernels."""
     choose_attention_kernels()
     model.config.use_cache = False
-    apply_checkpointing(model, checkpointing, every_n=every_n)
-    install_loss_head(model, loss, chunk_tokens=loss_chunk_tokens)
+    recomputations = apply_checkpointing(model, checkpointing, every_n=every_n)
+    loss_forward = install_loss_head(model, loss, chunk_tokens=loss_chunk_tokens)
+    offload = offload_activations(model, checkpointing) if activation_offload else None
     model.train()
+    return Installed(loss=loss_forward, recomputations=recomputations, offload=offload)
 
 
 def is_deepspeed(model: nn.Module) -> bool:

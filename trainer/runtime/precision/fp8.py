@@ -12,13 +12,14 @@ products stay in 16 bit.
 from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
 from trainer.runtime.loss.head import IGNORED
+from trainer.runtime.models.installed import Fp8
 from trainer.runtime.precision import fp8_te, fp8_torchao
 from trainer.runtime.precision.fp8_layers import Fp8Layers, fp8_layers, replace_layer, token_multiple
 from trainer.spec.errors import EnvironmentFaultError, InputError
@@ -31,21 +32,6 @@ _TORCHAO = (Fp8Recipe.TORCHAO_TENSORWISE, Fp8Recipe.TORCHAO_ROWWISE)
 _DISTRIBUTIONS = {fp8_te.PACKAGE: "transformer-engine", fp8_torchao.PACKAGE: "torchao"}
 
 Region = fp8_te.TransformerEngineRegion | fp8_torchao.TorchaoRegion
-
-
-class Fp8(NamedTuple):
-    """What was made of a model; kept on it as `shardwise_fp8`."""
-
-    recipe: Fp8Recipe
-    package: str
-    region: Region
-    layers: dict[str, nn.Module]
-    skipped_words: str
-
-    @property
-    def num_products(self) -> int:
-        """Forward products in FP8 so far, recomputations among them."""
-        return sum(int(getattr(layer, "num_products", 0)) for layer in self.layers.values())
 
 
 def package_of(recipe: Fp8Recipe) -> str:
@@ -68,8 +54,8 @@ def check_some_backend() -> None:
         )
 
 
-def install_fp8(model: PreTrainedModel, chosen: Candidate) -> None:
-    """Makes the model's blocks multiply in FP8; InputError where this model, recipe or device cannot."""
+def install_fp8(model: PreTrainedModel, chosen: Candidate) -> Fp8:
+    """Makes the model's blocks multiply in FP8; InputError if this model, recipe or device cannot."""
     recipe = chosen.fp8_recipe or Fp8Recipe.CURRENT
     if recipe is Fp8Recipe.DELAYED and chosen.checkpointing is not Checkpointing.NONE:
         raise InputError(
@@ -84,9 +70,9 @@ def install_fp8(model: PreTrainedModel, chosen: Candidate) -> None:
             "take bf16-mixed"
         )
     made = _convert(model, layers, region)
-    seam: Any = model  # gets settings and a forward of its own
-    seam.shardwise_fp8 = Fp8(recipe, package_of(recipe), region, made, layers.skipped_words)
-    seam.forward = _forward_in(region, model.forward, token_multiple(recipe))
+    replaceable: Any = model
+    replaceable.forward = _forward_in(region, model.forward, token_multiple(recipe))
+    return Fp8(recipe, package_of(recipe), type(region.recipe).__name__, made, layers.skipped_words)
 
 
 def fp8_region(recipe: Fp8Recipe) -> Region:
@@ -107,9 +93,8 @@ def _line_of(package: str) -> str:
     return f"{extra_line('fp8')} # compiles for minutes with nvcc; core_cu12 for a torch of CUDA 12"
 
 
-def check_fp8_ran(model: nn.Module) -> None:
-    """EnvironmentFaultError where, after a step, the layers of an fp8 run have multiplied nothing in FP8."""
-    fp8: Fp8 | None = getattr(model, "shardwise_fp8", None)
+def check_fp8_ran(fp8: Fp8 | None, model: nn.Module) -> None:
+    """EnvironmentFaultError if, after a step, the layers of an fp8 run have multiplied nothing in FP8."""
     if fp8 is not None and fp8.num_products == 0 and not _is_compiled(model):
         raise EnvironmentFaultError(
             f"fp8: {len(fp8.layers)} layers were converted by {fp8.package}, and no product of the first step was FP8; "
@@ -123,18 +108,17 @@ def library_of(recipe: Fp8Recipe) -> str:
     return f"{_DISTRIBUTIONS[package]} {_version(package)}"
 
 
-def fp8_facts(model: nn.Module) -> dict[str, str]:
-    """What is seen of FP8 after a step, in words; nothing where there is none."""
-    fp8: Fp8 | None = getattr(model, "shardwise_fp8", None)
+def fp8_facts(fp8: Fp8 | None) -> dict[str, str]:
+    """Text of what was observed of FP8 after a step; empty without FP8."""
     if fp8 is None:
         return {}
     mark = " (experimental)" if fp8.recipe in EXPERIMENTAL else ""
     return {
-        "fp8 recipe": f"{fp8.recipe}{mark}: {type(fp8.region.recipe).__name__}",
+        "fp8 recipe": f"{fp8.recipe}{mark}: {fp8.recipe_class}",
         "fp8 library": library_of(fp8.recipe),
         "fp8 layers": str(len(fp8.layers)),
         "fp8 products": f"{fp8.num_products} in forwards" if fp8.num_products else "not counted in compiled blocks",
-        "fp8 layers left in 16 bit": fp8.skipped_words,
+        "fp8 layers left in 16 bit": fp8.skipped,
     }
 
 

@@ -10,6 +10,7 @@ the gradients are the same on every rank. DeepSpeed's fp16 engine scales by itse
 The scale and the number of good steps since it last changed are part of a checkpoint.
 """
 
+from dataclasses import replace
 from functools import wraps
 from typing import Any, Protocol
 
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trainer.runtime.models.build import is_deepspeed, plain_model
+from trainer.runtime.models.build import is_deepspeed
+from trainer.runtime.models.installed import Installed
 from trainer.runtime.optimizers import unwrapped
 from trainer.runtime.precision.fp8 import fp8_facts, install_fp8
 from trainer.spec.errors import EnvironmentFaultError, InputError
@@ -141,23 +143,25 @@ class EngineScaler:
         return False  # the engine has thrown the gradients away
 
 
-def install_precision(model: PreTrainedModel, chosen: Candidate, kind: DeviceKind) -> None:
-    """Makes the model's forward run in the planned precision where neither Accelerate nor the engine does; before
-    `prepare`. InputError where this device cannot."""
+def install_precision(model: PreTrainedModel, installed: Installed, chosen: Candidate, kind: DeviceKind) -> Installed:
+    """Makes the model's forward run in the planned precision if neither Accelerate nor the engine does; before
+    `prepare`. InputError if this device cannot."""
     precision = chosen.strategy.precision
     torch.backends.cuda.matmul.allow_tf32 = chosen.tf32  # sets fp32_precision too, which does not set this
     if precision is Precision.FP8:
-        install_fp8(model, chosen)
-    elif precision is Precision.FP16_MIXED:
+        return replace(installed, fp8=install_fp8(model, chosen))
+    if precision is Precision.FP16_MIXED:
         _check_updates_can_wait(chosen)
         if chosen.strategy.sharding.uses_deepspeed:
             _check_engine_has_fp16(kind)
         else:
             install_autocast(model, kind, torch.float16)
+            return replace(installed, autocast=torch.float16)
+    return installed
 
 
 def install_autocast(model: PreTrainedModel, kind: DeviceKind, dtype: torch.dtype) -> None:
-    """Runs the model's forward under torch's autocast; a loss stays fp32, as the loss heads make it."""
+    """Runs the model's forward under torch's autocast; the loss stays fp32, as the loss heads make it."""
     forward = model.forward
 
     @wraps(forward)
@@ -165,9 +169,8 @@ def install_autocast(model: PreTrainedModel, kind: DeviceKind, dtype: torch.dtyp
         with torch.autocast(str(kind), dtype=dtype):
             return forward(*inputs, **named)
 
-    seam: Any = model  # gets a setting and a forward of its own
-    seam.shardwise_autocast = dtype
-    seam.forward = autocast_forward
+    replaceable: Any = model
+    replaceable.forward = autocast_forward
 
 
 def loss_scaler(model: nn.Module, precision: Precision, kind: DeviceKind) -> LossScaler | None:
@@ -186,12 +189,11 @@ def check_scale(scaler: LossScaler) -> None:
         )
 
 
-def precision_facts(model: nn.Module, scaler: LossScaler | None) -> dict[str, str]:
-    """What is seen of the precision after a step, in words: scale, skipped steps, FP8 products that ran."""
-    facts = fp8_facts(plain_model(model))
-    autocast = getattr(plain_model(model), "shardwise_autocast", None)
-    if autocast is not None:
-        facts["autocast"] = str(autocast).removeprefix("torch.")
+def precision_facts(installed: Installed, scaler: LossScaler | None) -> dict[str, str]:
+    """Text of what was observed of the precision after a step: scale, skipped steps, FP8 products."""
+    facts = fp8_facts(installed.fp8)
+    if installed.autocast is not None:
+        facts["autocast"] = str(installed.autocast).removeprefix("torch.")
     if scaler is not None:
         facts["loss scale"] = f"{scaler.loss_scale:g}"
         facts["skipped steps"] = str(scaler.num_skipped)

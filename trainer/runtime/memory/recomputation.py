@@ -1,20 +1,20 @@
-"""Which activations are kept for the backward pass, and which are computed again.
+"""Activation checkpointing: which activations are kept for the backward pass, and which are recomputed.
 
-    none       all of them are kept
-    full       of every block its input; the backward runs the block's forward once more
-    every_n    the first of every n blocks is recomputed, the others keep everything: what is kept where the last block
-               runs backwards is then all there is, since the block that recomputes does so when n - 1 are gone
-    attention  the attention module of every block is recomputed, what surrounds it is kept
-    selective  of every block its input, the output of attention and of every second matrix product are kept, the first,
-               third, ... in the order they run; the rest is computed again from those
+    none       all activations are kept
+    full       the input of every block is kept; the backward pass runs the block's forward again
+    every_n    the first of every n blocks is recomputed, the others keep everything. The peak is where the last block
+               runs backward: a block that recomputes does so after the n - 1 blocks behind it have freed theirs
+    attention  the attention module of every block is recomputed, everything around it is kept
+    selective  each block keeps its input, the output of attention and of every second matrix product (the first, third,
+               ... in execution order); the rest is recomputed from those
 
-Recomputation is `torch.utils.checkpoint` without reentry. The state of the random number generators is restored for
-it, so that dropout drops the same elements again; a kernel that drops inside attention is therefore never skipped.
+Recomputation is `torch.utils.checkpoint` with `use_reentrant=False`. It restores the state of the random number
+generators, so that dropout masks are the same; a kernel with dropout inside attention is therefore always recomputed.
 
 Under torch.compile the compiler traces the recomputation, and nothing here can count it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,32 +29,24 @@ from torch.utils.checkpoint import (
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from trainer.runtime.memory.activation_offload import offload_activations, offload_facts
-from trainer.runtime.memory.compilation import compilation_facts, compile_blocks, is_compiled
 from trainer.runtime.run.blocks import attention_module, blocks_of
 from trainer.spec.errors import InputError
 from trainer.spec.strategy import Checkpointing
 
-__all__ = [
-    "activation_facts",
-    "apply_checkpointing",
-    "compile_blocks",
-    "count_checkpointed_blocks",
-    "offload_activations",
-    "recomputed_blocks",
-]
 
-
-def apply_checkpointing(model: PreTrainedModel, checkpointing: Checkpointing, *, every_n: int | None = None) -> None:
-    """Makes the model recompute what `checkpointing` says; `every_n` blocks where it says every_n."""
+def apply_checkpointing(
+    model: PreTrainedModel, checkpointing: Checkpointing, *, every_n: int | None = None
+) -> tuple["Recomputation", ...]:
+    """Switches recomputation on; one value for each block that recomputes something. InputError where it cannot."""
     if checkpointing is Checkpointing.NONE:
-        return
+        return ()
     blocks = blocks_of(model)
     if not blocks:
         raise InputError(f"pin.checkpointing: {type(model).__name__} has no blocks that can be recomputed; take none")
+    recomputations = []
     for index in recomputed_blocks(checkpointing, len(blocks), every_n):
-        block: Any = blocks[index]  # transformers' switches, and ours beside them
-        recomputation = _Recomputation(checkpointing)
+        block: Any = blocks[index]  # with transformers' own switches
+        recomputation = Recomputation(checkpointing)
         if checkpointing is Checkpointing.ATTENTION:
             attention = attention_module(block)
             if attention is None:
@@ -67,11 +59,12 @@ def apply_checkpointing(model: PreTrainedModel, checkpointing: Checkpointing, *,
         else:
             block.gradient_checkpointing = True
             block._gradient_checkpointing_func = recomputation
-        block.shardwise_recomputation = recomputation
+        recomputations.append(recomputation)
+    return tuple(recomputations)
 
 
 def recomputed_blocks(checkpointing: Checkpointing, num_blocks: int, every_n: int | None = None) -> range:
-    """Which blocks recompute something: of every_n the first of each whole group of n."""
+    """Indices of the blocks that recompute something: under every_n the first of each complete group of n."""
     if checkpointing is Checkpointing.NONE:
         return range(0)
     if checkpointing is not Checkpointing.EVERY_N:
@@ -81,52 +74,39 @@ def recomputed_blocks(checkpointing: Checkpointing, num_blocks: int, every_n: in
     return range(0, num_blocks // every_n * every_n, every_n)
 
 
-def count_checkpointed_blocks(model: nn.Module) -> int:
-    """Blocks that will recompute their forward, or a part of it."""
-    return len(_recomputations(model))
-
-
-def activation_facts(model: nn.Module) -> dict[str, str]:
-    """What is seen of recomputation, offload and compilation after a step, in words."""
-    return {**_recomputation_facts(model), **offload_facts(model), **compilation_facts(model)}
-
-
-def _recomputation_facts(model: nn.Module) -> dict[str, str]:
-    recomputations = _recomputations(model)
+def recomputation_facts(
+    recomputations: Sequence["Recomputation"], *, num_blocks: int, is_compiled: bool
+) -> dict[str, str]:
+    """Text of what was recomputed in the steps so far; empty without checkpointing."""
     if not recomputations:
         return {}
-    num_blocks, first = len(blocks_of(model)), recomputations[0]
-    if is_compiled(model):
+    if is_compiled:
         return {"checkpointing": f"{len(recomputations)} of {num_blocks} blocks, inside what is compiled"}
+    first = recomputations[0]
     seen = sum(each.num_forwards > 0 and each.num_repeats == each.num_forwards for each in recomputations)
     what = "attention recomputed in" if first.checkpointing is Checkpointing.ATTENTION else "recomputed:"
-    words = f"{what} {seen} of {num_blocks} blocks"
+    text = f"{what} {seen} of {num_blocks} blocks"
     if first.checkpointing is Checkpointing.SELECTIVE:
         kept = first.policy
-        words += f", but for {kept.num_kept_products} of {kept.num_products} matrix products"
-        words += f" and {kept.num_kept_attentions} attention output in each"
-    return {"checkpointing": words}
+        text += f", but for {kept.num_kept_products} of {kept.num_products} matrix products"
+        text += f" and {kept.num_kept_attentions} attention output in each"
+    return {"checkpointing": text}
 
 
-def _recomputations(model: nn.Module) -> list["_Recomputation"]:
-    found = (getattr(block, "shardwise_recomputation", None) for block in blocks_of(model))
-    return [recomputation for recomputation in found if recomputation is not None]
-
-
-class _Recomputation:
-    """What runs a function that is to be recomputed, and counts how often that happened."""
+class Recomputation:
+    """Runs a block's forward (or its attention) under checkpointing, and counts runs and repeats."""
 
     def __init__(self, checkpointing: Checkpointing) -> None:
         self.checkpointing = checkpointing
         self.num_forwards = 0
         self.num_runs = 0
-        self.policy = _KeepsSome()  # of the latest forward
+        self.policy = SelectivePolicy()  # of the latest forward
 
     @property
     def num_repeats(self) -> int:
         return self.num_runs - self.num_forwards
 
-    def __call__(self, function: Callable[..., Any], *inputs: Any) -> Any:  # noqa: ANN401  # whatever the module takes
+    def __call__(self, function: Callable[..., Any], *inputs: Any) -> Any:  # noqa: ANN401  # the inputs of any module
         if torch.compiler.is_compiling():
             contexts: dict[str, Any] = {}
             if self.checkpointing is Checkpointing.SELECTIVE:
@@ -147,34 +127,34 @@ class _Recomputation:
         return {"context_fn": self._selective_contexts}
 
     def _selective_contexts(self) -> Any:  # noqa: ANN401  # a pair of torch's modes
-        self.policy = _KeepsSome()
+        self.policy = SelectivePolicy()
         return create_selective_checkpoint_contexts(self.policy)
 
 
 def _selective_contexts() -> Any:  # noqa: ANN401  # a pair of torch's modes
-    """For the compiler, which calls it without an object."""
-    return create_selective_checkpoint_contexts(_KeepsSome())
+    """The contexts of a traced recomputation: the compiler calls a function without an object."""
+    return create_selective_checkpoint_contexts(SelectivePolicy())
 
 
-class _KeepsSome:
-    """Of one forward of a block: the outputs of attention and of every second matrix product are kept."""
+class SelectivePolicy:
+    """Policy of one forward of a block: keeps the outputs of attention and of every second matrix product."""
 
     def __init__(self) -> None:
         self.num_products = self.num_kept_products = self.num_kept_attentions = 0
         self._num_batched = 0
-        self._of_recomputation: _KeepsSome | None = None
+        self._of_recomputation: SelectivePolicy | None = None
 
     def __call__(
         self,
         context: SelectiveCheckpointContext,
-        operator: Any,  # noqa: ANN401  # as torch hands it over
+        operator: Any,  # noqa: ANN401  # as torch passes it
         *args: Any,  # noqa: ANN401
         **kwargs: Any,  # noqa: ANN401
     ) -> CheckpointPolicy:
         if not context.is_recompute:
             return self._decide(operator, args, kwargs)
-        if self._of_recomputation is None:  # torch 2.11 asks once more, 2.13 no longer does
-            self._of_recomputation = _KeepsSome()
+        if self._of_recomputation is None:  # torch 2.11 calls the policy again, 2.13 does not
+            self._of_recomputation = SelectivePolicy()
         return self._of_recomputation._decide(operator, args, kwargs)
 
     def _decide(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckpointPolicy:  # noqa: ANN401  # an operator and its arguments
@@ -197,7 +177,7 @@ _BATCHED_PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)
 
 
 def _is_attention(operator: Any) -> bool:  # noqa: ANN401  # an operator, which may be of higher order
-    """Fused attention of PyTorch or of flash-attn, on whichever device."""
+    """True for fused attention of PyTorch or of flash-attn, on any device."""
     name = str(operator.name())
     if "::_scaled_dot_product" in name or "::_varlen_attn" in name:
         return True
@@ -205,17 +185,17 @@ def _is_attention(operator: Any) -> bool:  # noqa: ANN401  # an operator, which 
 
 
 def _drops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ANN401  # see _is_attention
-    """Whether the kernel draws random numbers, which all that follows it would miss if it did not run again."""
+    """True if the kernel draws random numbers: skipping it would change every mask that is drawn after it."""
     names = [argument.name for argument in operator._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return any("dropout" in name and isinstance(value, float) and value > 0 for name, value in given.items())
 
 
-def _recompute_module(module: nn.Module, recomputation: _Recomputation) -> None:
-    """Recomputes one module's forward; its inputs by name are passed by place, which is how they are kept."""
-    seam: Any = module
+def _recompute_module(module: nn.Module, recomputation: Recomputation) -> None:
+    """Recomputes one module's forward. Keyword inputs are passed by position, as checkpointing keeps only those."""
+    replaceable: Any = module
 
-    def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # the signature of whatever module it replaces
+    def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # the signature of the module
         own_forward = partial(type(module).forward, module)  # an engine may change the class
         if not (module.training and torch.is_grad_enabled()):
             return own_forward(*args, **kwargs)
@@ -226,4 +206,4 @@ def _recompute_module(module: nn.Module, recomputation: _Recomputation) -> None:
 
         return recomputation(run, *args, *kwargs.values())
 
-    seam.forward = forward
+    replaceable.forward = forward

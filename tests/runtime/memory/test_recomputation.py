@@ -3,16 +3,14 @@
 import pytest
 import torch
 from architecture_factory import TINY, VARIANTS
-from block_models import IDS, NUM_BLOCKS, assert_same_gradients, backward, build_blocks
+from block_models import IDS, NUM_BLOCKS, assert_same_gradients, backward, build_blocks, build_installed
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from trainer.runtime.memory.activation_memory import (
-    _KeepsSome,
-    activation_facts,
+from trainer.runtime.memory.recomputation import (
+    SelectivePolicy,
     apply_checkpointing,
-    count_checkpointed_blocks,
     recomputed_blocks,
 )
 from trainer.runtime.run.blocks import attention_module, blocks_of
@@ -31,18 +29,18 @@ DROPOUT = {
 
 @pytest.mark.parametrize("checkpointing", Checkpointing)
 def test_so_many_blocks_recompute_something_and_are_seen_to(checkpointing):
-    model = build_blocks(checkpointing)
-    assert count_checkpointed_blocks(model) == BLOCKS[checkpointing]
+    model, installed = build_installed(checkpointing)
+    assert len(installed.recomputations) == BLOCKS[checkpointing]
     backward(model)
-    seen = activation_facts(model)
+    seen = installed.activation_facts(model)
     assert (f"{BLOCKS[checkpointing]} of {NUM_BLOCKS}" in seen.get("checkpointing", "")) is bool(seen)
     assert bool(seen) is (checkpointing is not Checkpointing.NONE)
 
 
 def test_a_recomputation_that_did_not_happen_is_not_reported():
-    model = build_blocks(Checkpointing.FULL)
+    model, installed = build_installed(Checkpointing.FULL)
     model(input_ids=IDS, labels=IDS)  # no backward
-    assert f"0 of {NUM_BLOCKS}" in activation_facts(model)["checkpointing"]
+    assert f"0 of {NUM_BLOCKS}" in installed.activation_facts(model)["checkpointing"]
 
 
 @pytest.mark.parametrize("checkpointing", RECOMPUTING)
@@ -71,9 +69,9 @@ def test_dropout_drops_the_same_elements_again(name, checkpointing):
 def test_every_architecture_recomputes_a_part_and_the_gradients_stay(name, checkpointing):
     quiet = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
     plain = backward(build_blocks(fields=TINY[name], config=quiet))
-    model = build_blocks(checkpointing, fields=TINY[name], config=quiet)
+    model, installed = build_installed(checkpointing, fields=TINY[name], config=quiet)
     assert_same_gradients(backward(model), plain, tolerance=1e-5)
-    assert "3 of 3" in activation_facts(model)["checkpointing"]
+    assert "3 of 3" in installed.activation_facts(model)["checkpointing"]
 
 
 @pytest.mark.parametrize("config", [*TINY.values(), *VARIANTS.values()], ids=[*TINY, *VARIANTS])
@@ -104,22 +102,22 @@ def test_a_model_without_blocks_is_refused(checkpointing):
 
 
 def test_selective_keeps_the_first_third_and_fifth_product_and_the_attention_between():
-    model = build_blocks(Checkpointing.SELECTIVE)
+    model, installed = build_installed(Checkpointing.SELECTIVE)
     backward(model)
-    fact = activation_facts(model)["checkpointing"]
+    fact = installed.activation_facts(model)["checkpointing"]
     assert "4 of 7 matrix products" in fact and "1 attention output" in fact
 
 
 def test_a_kernel_that_drops_inside_attention_runs_again():
     """Its random numbers are part of the state that all that follows it draws from."""
     operator, context = torch.ops.aten._scaled_dot_product_flash_attention.default, SelectiveCheckpointContext
-    keeps, query = _KeepsSome(), torch.zeros(1)
+    keeps, query = SelectivePolicy(), torch.zeros(1)
     answers = [keeps(context(is_recompute=False), operator, query, query, query, p) for p in (0.0, 0.1)]
     assert answers == [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]
 
 
 def test_every_kernel_of_pytorch_counts_as_attention():
-    keeps = _KeepsSome()
+    keeps = SelectivePolicy()
     for kernel in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"):
         operator = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default
         keeps(SelectiveCheckpointContext(is_recompute=False), operator)
@@ -129,11 +127,12 @@ def test_every_kernel_of_pytorch_counts_as_attention():
 
 
 def test_what_is_scored_is_not_recomputed():
-    model = build_blocks(Checkpointing.ATTENTION).eval()
+    model, installed = build_installed(Checkpointing.ATTENTION)
+    model.eval()
     with torch.no_grad():
         loss = model(input_ids=IDS, labels=IDS)
     assert loss.requires_grad is False
-    assert f"0 of {NUM_BLOCKS}" in activation_facts(model)["checkpointing"]
+    assert f"0 of {NUM_BLOCKS}" in installed.activation_facts(model)["checkpointing"]
 
 
 def test_w26_accelerates_own_checkpointing_draws_other_masks_when_it_recomputes():
