@@ -114,7 +114,7 @@ def test_a_chain_is_jobs_that_wait_for_each_other(login: Workplace, slurm: Slurm
 
 
 def test_slurms_refusal_leaves_nothing(login: Workplace, slurm: SlurmCluster):
-    assert "asked: --reservation=foo" in refused(login, "--reservation", "foo")
+    assert "requested: --reservation=foo" in refused(login, "--reservation", "foo")
     assert not slurm.run("squeue", "--noheader").stdout
 
 
@@ -140,7 +140,7 @@ def test_a_limit_that_only_the_real_submission_meets_leaves_nothing(login: Workp
         (("--partition", "nope"), "Slurm shows no such partition"),
         (("--partition", "h100", "--nodes", "9"), "gives a job 4"),
         (("--partition", "h100", "--time", "3-0"), "2-00:00:00 at most"),
-        (("--partition", "gpu"), "does not tell which GPUs its gpu:8 are"),
+        (("--partition", "gpu"), "gpu:8"),
         (("--sweep", "train.lr=1,2", "--chain", "2"), "exclude each other"),
         (("--sweep", "train.lr"), "expected key=a,b"),
         (("slurm.comment=a\nb",), "can hold no such character"),
