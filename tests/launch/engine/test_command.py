@@ -40,11 +40,6 @@ def test_the_command_runs_accelerate_on_the_files_of_the_attempt():
     ]  # fmt: skip
 
 
-def test_without_a_log_folder_the_ranks_write_to_the_terminal():
-    argv = launch_command(Path("/r"), log_dir=None, python="python")
-    assert argv[-1] == "/r/plan.json"
-
-
 def test_a_path_with_spaces_and_quotes_stays_one_argument():
     folder = Path('/r/a run\'s "first"\nattempt')
     argv = launch_command(folder, log_dir=None, python="python")

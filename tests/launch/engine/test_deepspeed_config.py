@@ -41,26 +41,6 @@ def test_the_batch_and_clipping_are_the_jobs():
     assert config["gradient_clipping"] == 0.25
 
 
-@pytest.mark.parametrize(
-    ("precision", "bf16", "fp16", "pure"),
-    [
-        (Precision.FP32, False, False, False),
-        (Precision.FP16_MIXED, False, True, False),
-        (Precision.BF16_MIXED, True, False, False),
-        (Precision.BF16, True, False, True),
-        (Precision.FP8, True, False, False),
-    ],
-)
-def test_precision_decides_the_16_bit_sections(precision: Precision, bf16: bool, fp16: bool, pure: bool):
-    config = deepspeed_config(engine_plan(Sharding.ZERO3, precision=precision))
-    assert config["fp16"]["enabled"] is fp16
-    assert config["bf16"] == {
-        "enabled": bf16,
-        "bf16_master_weights_and_grads": pure,
-        "bf16_optimizer_states": pure,
-    }
-
-
 def test_planned_buckets_are_taken_as_they_are():
     zero = zero_of(engine_plan(Sharding.ZERO3, buckets=BUCKETS))
     assert zero["reduce_bucket_size"] == 10
@@ -176,19 +156,6 @@ def test_weights_on_nvme_are_not_kept_for_reuse_and_few_are_gathered_ahead():
     zero = zero_of(engine_plan(Sharding.ZERO3, Offload.OPTIMIZER_PARAMS, buckets=MANY_BUCKETS))
     assert zero["stage3_max_reuse_distance"] == MANY_BUCKETS.live_parameters
     assert zero["stage3_prefetch_bucket_size"] == MANY_BUCKETS.prefetch_elements
-
-
-def test_fp16_under_zero_scales_its_loss_as_elsewhere():
-    config = deepspeed_config(engine_plan(Sharding.ZERO2, precision=Precision.FP16_MIXED))
-    assert config["fp16"] == {
-        "enabled": True,
-        "loss_scale": 0,
-        "initial_scale_power": 16,
-        "loss_scale_window": 2000,
-        "hysteresis": 1,
-        "consecutive_hysteresis": False,
-        "min_loss_scale": 1,
-    }
 
 
 @pytest.mark.parametrize(("num_ranks", "elements"), [(1, 16384), (3, 5462)])

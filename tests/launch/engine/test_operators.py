@@ -22,7 +22,6 @@ from launch.engine.operators import (
     extensions_dir,
     find_stale_locks,
     needed_operators,
-    remove_stale_locks,
 )
 from trainer.planning.tables.catalogue import ENGINE_CONFIGS
 from trainer.spec.errors import EnvironmentFaultError
@@ -111,11 +110,6 @@ def test_each_operator_is_built_once(tmp_path: Path):
         build_operators(("cpu_adam", "fused_adam"), extensions_dir=folder, on_progress=lines.append, python=python)
     assert asked(folder) == ["-m trainer.runtime.run.operators cpu_adam", "-m trainer.runtime.run.operators fused_adam"]
     assert sum("built in" in line for line in lines) == 2
-
-
-def test_nothing_needed_touches_nothing(tmp_path: Path):
-    build_operators((), extensions_dir=tmp_path / "cache", on_progress=pytest.fail)
-    assert not (tmp_path / "cache").exists()
 
 
 def test_the_seconds_of_a_build_are_shown(tmp_path: Path):
@@ -214,10 +208,6 @@ def test_a_stale_lock_is_named_and_removed_even_where_everything_is_built(tmp_pa
     build_operators(("cpu_adam",), extensions_dir=tmp_path, on_progress=lines.append, python="never started")
     assert not lock.exists()
     assert len(lines) == 1 and str(lock) in lines[0]
-
-
-def test_without_locks_nothing_is_said(tmp_path: Path):
-    remove_stale_locks(tmp_path, on_progress=pytest.fail)
 
 
 def test_a_missing_compiler_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch):

@@ -85,17 +85,6 @@ def test_json_files_are_rows_only_where_a_folder_has_nothing_else(tmp_path):
     assert names(tmp_path / "text", tmp_path=tmp_path) == ["a.txt"]
 
 
-def test_several_sources_keep_their_order(tmp_path):
-    write(tmp_path, "b.txt", "a.txt")
-    assert names(tmp_path / "b.txt", tmp_path / "a.txt", tmp_path=tmp_path) == ["b.txt", "a.txt"]
-
-
-def test_the_evaluation_source_is_listed_beside(tmp_path):
-    write(tmp_path, "a.txt", "b.txt")
-    request = listed_request(tmp_path / "a.txt", cache_root=tmp_path, eval_source=str(tmp_path / "b.txt"))
-    assert [Path(file.path).name for file in request.eval_files] == ["b.txt"]
-
-
 def test_source_bytes_count_by_weight(tmp_path):
     write(tmp_path, "a.txt", content="x" * 100)
     write(tmp_path, "b.txt", content="x" * 10)

@@ -218,11 +218,6 @@ def test_a_folder_with_a_bad_config_is_refused(tmp_path, config, fact):
         assert "config.json" in refused(wanted) and fact in refused(wanted)
 
 
-def test_a_config_file_that_may_not_be_read_is_named(tmp_path):
-    (tmp_path / "config.json").mkdir()
-    assert "no config.json" in refused(job(config=str(tmp_path)))
-
-
 def test_weights_of_another_vocabulary_than_the_config_are_refused(tmp_path):
     folder = write_model(tmp_path / "model", rows=20, tokens=tokenizer(10))
     line = refused(job(name=str(folder)))

@@ -83,11 +83,6 @@ def test_a_process_that_may_lock_memory_has_no_limit(tmp_path, monkeypatch, effe
     assert read_host(root=machine.root, environment={}).memlock_limit_bytes == (None if is_free else 8 * MIB)
 
 
-def test_without_a_status_the_limit_is_what_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr("resource.getrlimit", lambda _: (8 * MIB, 8 * MIB))
-    assert read_host(root=Machine(tmp_path).root, environment={}).memlock_limit_bytes == 8 * MIB
-
-
 def test_meminfo_is_in_bytes():
     memory = parse_meminfo(captured("rtx4090_desktop", "meminfo"))
     assert (memory["MemTotal"], memory["MemAvailable"]) == (65707180 * KIB, 52361044 * KIB)
@@ -138,11 +133,6 @@ def test_disks_are_local_writable_and_each_once():
     disks = local_disks(captured("rtx4090_desktop", "mountinfo"))
     found = [(disk.mount_point, disk.filesystem, disk.device) for disk in disks]
     assert found == [("/", "ext4", "259:2"), ("/mnt/big disk", "xfs", "259:5")]
-
-
-def test_two_volumes_of_one_btrfs_are_one_disk():
-    (disk,) = local_disks(captured("no_gpu_laptop", "mountinfo"))
-    assert (disk.mount_point, disk.source) == ("/", "/dev/mapper/luks-3f2a")
 
 
 def test_a_disk_is_known_by_its_device_and_else_by_its_number():
@@ -312,10 +302,6 @@ def test_both_versions_side_by_side_bind_together(tmp_path):
     assert (limits.memory_bytes, limits.num_cores) == (5 * GIB, 1)
 
 
-def test_no_cgroup_is_no_limit(tmp_path):
-    assert read_cgroup_limits(Machine(tmp_path).root) == CgroupLimits()
-
-
 @pytest.mark.parametrize(
     ("affinity", "limits", "slurm", "cores"),
     [
@@ -456,12 +442,6 @@ def test_a_login_node_is_known_by_sbatch_and_a_cluster(tmp_path, configuration, 
     if variable is not None:
         environment["SLURM_CONF"] = str(tmp_path / variable)
     assert read_host(root=machine.root, environment=environment).slurm == expected
-
-
-def test_a_configuration_without_sbatch_is_no_login_node(tmp_path):
-    machine = Machine(tmp_path)
-    machine.write("etc/slurm/slurm.conf", "ClusterName=test\n")
-    assert read_host(root=machine.root, environment=machine.environment).slurm is None
 
 
 def test_this_machine_is_read():

@@ -14,7 +14,7 @@ from trainer.planning.planner import context_of
 from trainer.planning.reasons.reasons import notes
 from trainer.planning.tables.gpu_names import hardware_from_spec
 from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.hardware import (
     DeviceKind,
     Disk,
@@ -86,24 +86,6 @@ def test_a_busy_card_and_uneven_memory_are_said(tmp_path):
         assert fact in busy
     (uneven,) = hardware.notes
     assert "77.5 GiB to 79.3 GiB" in uneven and "GPU 3" in uneven
-
-
-def test_mixed_models_are_named(tmp_path):
-    hardware = probe(lay_out(tmp_path, "mixed_models"))
-    assert [sentence.split(":")[0] for sentence in hardware.excluded] == [
-        "GPU 3 (NVIDIA RTX A4000)",
-        "GPU 0 (NVIDIA GeForce GTX 1080 Ti, 11 GiB)",
-    ]
-
-
-def test_a_slice_can_be_asked_for(tmp_path):
-    hardware = probe(lay_out(tmp_path, "mig_a100"), gpus=(3,))
-    assert [(gpu.index, gpu.memory_bytes) for gpu in hardware.gpus] == [(3, 9856 * MIB)]
-
-
-def test_asking_for_a_card_that_is_not_there_names_those_that_are(tmp_path):
-    with pytest.raises(InputError, match=r"GPU 9.*GPUs 0 to 7"):
-        probe(lay_out(tmp_path, "nvlink_8x_h100"), gpus=(0, 9))
 
 
 def test_cuda_visible_devices_is_respected(tmp_path):
