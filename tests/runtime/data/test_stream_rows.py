@@ -17,6 +17,7 @@ from trainer.runtime.data.cache_folders import hold_folder
 from trainer.runtime.data.stream.rows import WINDOWS_AHEAD, NodePlace, StreamIndex, StreamRows
 from trainer.runtime.data.token_rows import TokenRows
 from trainer.runtime.run.report_writer import RunPaths
+from trainer.runtime.run.state import IncidentLog
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.job.sections import BadRows, DataFormat
@@ -42,7 +43,7 @@ class Reading:
     paths: RunPaths  # of the node, which its first rank sets
 
     def __init__(self, profile, run_dir, *, attempt=1, local_rank=0, num_local_ranks=1, **settings):
-        self.incidents: list[str] = []
+        self.incidents = IncidentLog()
         self.waits: list[str] = []
         resume = settings.pop("resume", False)
         plan = msgspec.structs.replace(stream_plan(profile, **settings), resume=resume)
@@ -169,7 +170,7 @@ def test_a_resumption_in_any_window_goes_on_with_the_same_rows(profile, straight
     with Reading(profile, workplace / "straight", attempt=2 + step, resume=True) as reading:
         assert ids_of(reading, range(step, step + 1)) == straight[0][step : step + 1]
         rows = reading.rows.at(step).rows
-        assert rows is not None and reading.incidents == []
+        assert rows is not None and reading.incidents.texts == []
 
 
 def test_a_resumption_reads_no_window_before_its_own(profile, straight, workplace, tmp_path):
@@ -185,7 +186,7 @@ def test_without_its_index_a_run_reads_the_stream_again_and_says_so(profile, str
     with Reading(profile, tmp_path, resume=True) as reading:
         assert ids_of(reading, range(13, 20)) == straight[0][13:20]
         assert (
-            reading.incidents[0]
+            reading.incidents.texts[0]
             == f"{tmp_path}/stream/index.json is gone or damaged: the stream is read again from its start"
         )
 
@@ -284,7 +285,7 @@ def test_bad_rows_that_are_skipped_are_counted_in_one_incident(tmp_path):
     profile = prepared_stream(tmp_path / "rows", cache_root=tmp_path / "cache", **settings)
     with Reading(profile, tmp_path / "run") as reading:
         ids_of(reading, range(NUM_STEPS))
-    bad, again = sorted(reading.incidents)
+    bad, again = sorted(reading.incidents.texts)
     assert re.fullmatch(r"the stream came to its end, and began again in the window of step \d+", again)
     words = rf'\d bad rows of the stream were left out: {path}:51: field "text" is empty; in \d windows'
     assert re.fullmatch(words, bad)  # once a pass

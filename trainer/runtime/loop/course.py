@@ -143,7 +143,7 @@ class StepWatch:
         try:
             self._hooks.call(Hook.ON_STEP, metrics.step, figures)
         except InputError as error:
-            self._session.state.incidents.append(f"{error}; it was not called again")
+            self._session.state.log.note(f"{error}; it was not called again")
             self._hooks = None
 
 
@@ -299,7 +299,7 @@ def _go_back_to_best(session: Session) -> bool:
     what = f"the export is of step {best}, the best"
     if not is_loaded and state.export is None:
         what = f"the export is of this step: there is no checkpoint of step {best}, the best"
-    state.incidents.append(
+    state.log.note(
         f"early stop at step {state.step} of {session.plan.schedule.num_steps}: {session.plan.job.eval.early_stop} "
         f"evaluations without a lower held-out loss (eval.early_stop); {what}"
     )

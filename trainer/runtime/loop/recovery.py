@@ -19,12 +19,11 @@ from trainer.runtime.loop.session import Session
 from trainer.runtime.loop.step import StepResult
 from trainer.runtime.optimizers import updates_in_backward
 from trainer.runtime.run.spikes import MAX_ROLL_BACKS, STEPS_UNTIL_ROLL_BACK, after_roll_back, after_step
-from trainer.runtime.run.state import RunState
+from trainer.runtime.run.state import IncidentKind, IncidentLog, RunState
 from trainer.spec.errors import EnvironmentFaultError
 
 _SHOWN_ROWS = 8
 _SHOWN_STEPS = 20  # an incident each; then one for all that follow
-_NOT_TAKEN, _MORE = " was not taken: ", "more steps were not taken"
 
 
 def note_step(state: RunState, result: StepResult, *, step: int, rows: Sequence[int]) -> None:
@@ -41,7 +40,7 @@ def note_step(state: RunState, result: StepResult, *, step: int, rows: Sequence[
         was_skipped=result.was_skipped,
     )
     if result.fault is not None:
-        _tell(state.incidents, result, step=step, rows=rows)
+        _note_fault(state.log, result, step=step, rows=rows)
 
 
 def must_go_back(session: Session) -> bool:
@@ -74,7 +73,7 @@ def go_back(session: Session) -> None:
     if session.scaler is not None and saved.loss_scaler is not None:
         session.scaler.restore(saved.loss_scaler.scale, saved.loss_scaler.growth_tracker)
     after = f"and on from there with the rows after those of step {step}"
-    state.incidents.append(f"went back from step {step} to step {saved.step}, {after}: {_why(state)}")
+    state.log.note(f"went back from step {step} to step {saved.step}, {after}: {_why(state)}")
     state.spikes = after_roll_back(saved.spikes, saved_step=saved.step, step=step)
     state.step, state.tokens_seen, state.fault = saved.step, saved.tokens_seen, None
     state.evaluations[:] = saved.evaluations
@@ -104,12 +103,13 @@ def _why(state: RunState) -> str:
     return f"{several}{state.fault}"
 
 
-def _tell(incidents: list[str], result: StepResult, *, step: int, rows: Sequence[int]) -> None:
-    if sum(_NOT_TAKEN in incident for incident in incidents) >= _SHOWN_STEPS:
-        incidents[:] = [incident for incident in incidents if not incident.startswith(_MORE)]
-        incidents.append(f"{_MORE}, the last of them step {step}: metrics.jsonl names the rows of each")
+def _note_fault(log: IncidentLog, result: StepResult, *, step: int, rows: Sequence[int]) -> None:
+    if log.count(IncidentKind.STEP_NOT_TAKEN) >= _SHOWN_STEPS:
+        text = f"more steps were not taken, the last of them step {step}: metrics.jsonl names the rows of each"
+        log.replace(text, IncidentKind.MORE_STEPS_NOT_TAKEN)
         return
     shown = ", ".join(map(str, sorted(rows)[:_SHOWN_ROWS]))
     more = f" and {len(rows) - _SHOWN_ROWS} more" if len(rows) > _SHOWN_ROWS else ""
-    what = _NOT_TAKEN if result.was_skipped else " should not have been taken: "
-    incidents.append(f"step {step}{what}{result.fault} (rows {shown}{more})")
+    what = "was not taken" if result.was_skipped else "should not have been taken"
+    kind = IncidentKind.STEP_NOT_TAKEN if result.was_skipped else IncidentKind.OTHER
+    log.note(f"step {step} {what}: {result.fault} (rows {shown}{more})", kind)

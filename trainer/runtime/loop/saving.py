@@ -15,6 +15,7 @@ from trainer.runtime.export.weights import gathered_weights
 from trainer.runtime.loop.checkpoint_facts import facts_of, obstacle_to_checkpoints
 from trainer.runtime.loop.session import Session
 from trainer.runtime.models.build import plain_model
+from trainer.runtime.run.state import IncidentKind
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.messages.heartbeat import SAVING_PHASE
 
@@ -30,9 +31,8 @@ def save_state(session: Session, occasion: str, *, in_background: bool = False) 
     plan, state = session.plan, session.state
     obstacle = obstacle_to_checkpoints(session.optimizer)
     if obstacle is not None:
-        incident = f"no checkpoint: {obstacle}"
-        if incident not in state.incidents:
-            state.incidents.append(incident)
+        if not state.log.count(IncidentKind.NO_CHECKPOINTS):
+            state.log.note(f"no checkpoint: {obstacle}", IncidentKind.NO_CHECKPOINTS)
         return
     session.writer.write_status(SAVING_PHASE, step=state.step)
     keep_every = plan.job.checkpoint.keep_every
@@ -92,9 +92,9 @@ def _told(session: Session, occasion: str, *, step: int) -> Iterator[None]:
         raise NonFiniteStateError(f"{error}; {last}; a lower train.lr may keep the run finite") from error
     except EnvironmentFaultError as error:
         if not _is_saved(session, step):
-            state.incidents.append(f"no checkpoint at {occasion}: {error}")
+            state.log.note(f"no checkpoint at {occasion}: {error}")
             return
-        state.incidents.append(f"at {occasion}: {error}")
+        state.log.note(f"at {occasion}: {error}")
         state.checkpoint = f"checkpoints/{folder_name(step)}"
 
 
@@ -156,7 +156,8 @@ def export_model(session: Session) -> None:
             incident = write_adapter_folder(weights, plan, out)
         else:
             incident = write_model_folder(plain_model(session.model), plan, out, state_dict=weights)
-        session.state.incidents += [incident] if incident is not None else []
+        if incident is not None:
+            session.state.log.note(incident)
     session.state.export = "export"
 
 

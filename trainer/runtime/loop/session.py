@@ -152,7 +152,7 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
 
 def _tell_coded_anew(state: RunState, num_blocks: int) -> None:
     if num_blocks:
-        state.incidents.append(
+        state.log.note(
             f"8-bit optimizer state lies in other blocks here than in the checkpoint: {num_blocks:,} blocks of "
             f"{BLOCK_ELEMENTS} values were coded anew, each value off by at most half a step of its code"
         )
@@ -165,7 +165,7 @@ def _stream(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunState, 
         plan,
         paths,
         on_wait=lambda words: writer.write_status(words, step=state.step),
-        incidents=state.incidents,
+        incidents=state.log,
         is_first=is_first,
     )
 
@@ -184,7 +184,7 @@ def _begin_resumption(plan: Plan, paths: RunPaths, state: RunState, ranks: Ranks
     begun = begin_resumption(
         paths.resume_dir / "checkpoints",
         check=lambda checkpoint: check_compatible(checkpoint, facts_of(plan, state)),
-        on_skip=state.incidents.append,
+        on_skip=state.log.note,
         ranks=ranks,
     )
     if begun is None:

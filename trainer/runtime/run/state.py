@@ -1,13 +1,57 @@
-"""What changes while a run goes on, on one rank: how far it is, what it measured, what went wrong on the way."""
+"""The mutable state of a run on one rank: progress, measurements, and the incidents so far."""
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from statistics import median
+from typing import NamedTuple
 
 from trainer.runtime.run.spikes import SpikeRecord
 from trainer.spec.plan import Plan
 from trainer.spec.report import Engaged, Evaluation, Figures, MemoryFigures, SpeedFigures
 
 SKIPPED_STEPS = 2  # the first ones allocate and warm caches
+
+
+class IncidentKind(StrEnum):
+    """The kinds of incidents that are counted, repeated or replaced; all others are `OTHER`."""
+
+    STEP_NOT_TAKEN = "step_not_taken"
+    MORE_STEPS_NOT_TAKEN = "more_steps_not_taken"
+    NO_CHECKPOINTS = "no_checkpoints"
+    BAD_ROWS = "bad_rows"
+    OTHER = "other"
+
+
+class Incident(NamedTuple):
+    """One line of the report on something unusual."""
+
+    text: str
+    kind: IncidentKind
+
+
+class IncidentLog:
+    """The incidents of a run on one rank, in order."""
+
+    def __init__(self) -> None:
+        self._entries: list[Incident] = []
+
+    @property
+    def texts(self) -> list[str]:
+        """The lines for the report."""
+        return [entry.text for entry in self._entries]
+
+    def note(self, text: str, kind: IncidentKind = IncidentKind.OTHER) -> None:
+        """Appends an incident."""
+        self._entries.append(Incident(text, kind))
+
+    def replace(self, text: str, kind: IncidentKind) -> None:
+        """Appends an incident and removes the earlier ones of its kind."""
+        self._entries = [entry for entry in self._entries if entry.kind is not kind]
+        self.note(text, kind)
+
+    def count(self, kind: IncidentKind) -> int:
+        """Number of incidents of a kind."""
+        return sum(entry.kind is kind for entry in self._entries)
 
 
 @dataclass(slots=True)
@@ -23,15 +67,20 @@ class RunState:
     engaged: Engaged | None = None
     memory: MemoryFigures = field(default_factory=MemoryFigures)
     evaluations: list[Evaluation] = field(default_factory=list)
-    incidents: list[str] = field(default_factory=list)
+    log: IncidentLog = field(default_factory=IncidentLog)
     spikes: SpikeRecord = field(default_factory=SpikeRecord)
-    fault: str | None = None  # why the last step was not to be taken
-    last_loss: float | None = None  # of the last step, whatever it was
+    fault: str | None = None  # of the last step, if it was not taken
+    last_loss: float | None = None  # of the last step, taken or not
     prompt: str | None = None
     sample_before: str | None = None
     sample_after: str | None = None
     steady_steps: list[tuple[float, int]] = field(default_factory=list)  # (seconds, tokens)
     steady_parts: list[dict[str, float]] = field(default_factory=list)  # seconds of their phases
+
+    @property
+    def incidents(self) -> list[str]:
+        """The lines of the incidents so far."""
+        return self.log.texts
 
     @property
     def best_step(self) -> int | None:
@@ -40,7 +89,7 @@ class RunState:
 
 
 def measured_figures(state: RunState, plan: Plan) -> Figures:
-    """The run's side of the comparison: medians over the steady steps."""
+    """The measured figures: medians over the steady steps."""
     if not state.steady_steps:
         return Figures(memory=state.memory)
     step_s = median(seconds for seconds, _ in state.steady_steps)
@@ -59,7 +108,7 @@ def _median_parts(state: RunState) -> dict[str, float]:
 
 
 def model_flops_share(plan: Plan, tokens_per_s_per_gpu: float) -> float | None:
-    """Model FLOPs utilisation at this rate; None where the device's peak is unknown."""
+    """Model FLOPs utilisation at this rate; None if the device's peak is unknown."""
     speed = plan.chosen.speed
     if speed.peak_flops_per_s is None:
         return None

@@ -36,6 +36,7 @@ from typing import NamedTuple
 from trainer.runtime.data.cache_folders import hold_folder, remove_held
 from trainer.runtime.data.token_rows import TokenRows
 from trainer.runtime.run.report_writer import RunPaths, start_of_launch
+from trainer.runtime.run.state import IncidentKind, IncidentLog
 from trainer.spec import codec
 from trainer.spec.data.request import LISTING_NAME
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
@@ -152,7 +153,7 @@ class StreamRows:
         paths: RunPaths,
         *,
         on_wait: Callable[[str], None],
-        incidents: list[str],
+        incidents: IncidentLog,
         is_first: bool = True,
         node: NodePlace | None = None,
     ) -> None:
@@ -236,7 +237,7 @@ class StreamRows:
         for source, (begin, end) in enumerate(zip(before.end, window.end, strict=True)):
             if _is_in_second_pass(end) and not _is_in_second_pass(begin):
                 which = f"source {source + 1} of the stream" if len(window.end) > 1 else "the stream"
-                self._incidents.append(f"{which} came to its end, and began again in the window of step {step + 1}")
+                self._incidents.note(f"{which} came to its end, and began again in the window of step {step + 1}")
         if window.num_bad_rows:
             self._tell_bad_rows()
 
@@ -252,10 +253,9 @@ class StreamRows:
     def _tell_bad_rows(self) -> None:
         """One incident for all windows, kept up to date."""
         bad = [window for window in self._windows[1:] if window.num_bad_rows]
-        head = "bad rows of the stream were left out: "
         count = sum(window.num_bad_rows for window in bad)
-        self._incidents[:] = [incident for incident in self._incidents if head not in incident]
-        self._incidents.append(f"{count} {head}{bad[0].bad_rows}" + (f"; in {len(bad)} windows" if bad[1:] else ""))
+        text = f"{count} bad rows of the stream were left out: {bad[0].bad_rows}"
+        self._incidents.replace(text + (f"; in {len(bad)} windows" if bad[1:] else ""), IncidentKind.BAD_ROWS)
 
     def _known_windows(self, *, resumes: bool) -> list[Window]:
         """Those of the index that the run left, or the first one alone."""
@@ -266,7 +266,7 @@ class StreamRows:
         try:
             index = codec.read(path, StreamIndex)
         except InputError:
-            self._incidents.append(f"{path} is gone or damaged: the stream is read again from its start")
+            self._incidents.note(f"{path} is gone or damaged: the stream is read again from its start")
             return [first]
         if index.fingerprint != self._fingerprint or [window.end for window in index.windows[:1]] != [first.end]:
             raise InputError(
