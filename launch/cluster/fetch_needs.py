@@ -89,7 +89,7 @@ def check_room(folder: Path, *, num_bytes: int, num_files: int, what: str) -> No
         num_bytes=num_bytes,
         num_files=num_files,
         what=f"{what} needs",
-        mend="make room, or name another with folders.huggingface and folders.cache in config.yaml",
+        remedy="make room, or name another with folders.huggingface and folders.cache in config.yaml",
     )
 
 

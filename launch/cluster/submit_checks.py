@@ -47,5 +47,5 @@ def check_room(plans: Sequence[Plan], run_dir: Path) -> None:
         num_bytes=sum(map(needed_disk_bytes, plans)),
         num_files=sum(FILES_A_RUN + plan.chosen.num_ranks * FILES_A_RANK for plan in plans),
         what="checkpoints and the exported model need",
-        mend="make room, or name another file system with output or --run-dir",
+        remedy="make room, or name another file system with output or --run-dir",
     )

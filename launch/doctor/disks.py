@@ -84,12 +84,12 @@ def check_room(machine: Machine) -> Iterator[Finding]:
     for what in ("the output", "the cache", "the hub's cache"):
         folder = folders_of(place)[what]
         room = read_room(folder, place.environment, root=place.root)
-        words = f"{folder}: {format_bytes(room.free_bytes)} {room.bytes_words}"
+        words = f"{folder}: {format_bytes(room.free_bytes)} {room.bytes_limit}"
         mend = "make room (shardwise cache --prune, hf cache prune), or name another folder"
         if room.free_bytes < LEAST_ROOM_BYTES:
             yield fault(f"{words}; {what} needs more than that", mend)
         elif room.free_files is not None and room.free_files < LEAST_FILES:
-            yield fault(f"{folder}: {room.free_files} inodes {room.files_words}", mend)
+            yield fault(f"{folder}: {room.free_files} inodes {room.files_limit}", mend)
         elif room.free_bytes < LITTLE_ROOM_BYTES:
             yield warning(f"{words}; a model of a billion parameters writes checkpoints of 12 GB", mend)
         else:
@@ -108,7 +108,7 @@ def check_home(machine: Machine) -> Iterator[Finding]:
         )
         return
     room = read_room(home, place.environment, root=place.root)
-    words = f"{home}: {format_bytes(room.free_bytes)} {room.bytes_words}"
+    words = f"{home}: {format_bytes(room.free_bytes)} {room.bytes_limit}"
     if room.free_bytes < HOME_BYTES:
         make = fault if room.free_bytes < LEAST_HOME_BYTES else warning
         yield make(

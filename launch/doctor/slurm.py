@@ -45,8 +45,8 @@ def munge_problem(environment: Mapping[str, str], *, timeout_s: float) -> str | 
         return None
     made = ask([munge, "-n"], environment=environment, timeout_s=timeout_s)
     if made.exit_code != 0:
-        return "munge does not answer" if made.exit_code is None else made.last_words
+        return "munge does not answer" if made.exit_code is None else made.last_line
     read = ask([unmunge], environment=environment, timeout_s=timeout_s, standard_input=made.output)
     if read.exit_code == 0:
         return None
-    return "unmunge does not answer" if read.exit_code is None else read.last_words
+    return "unmunge does not answer" if read.exit_code is None else read.last_line

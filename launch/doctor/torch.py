@@ -129,7 +129,7 @@ def _import_problem(answer: Answer) -> str | None:
         return answer.obstacle
     if answer.exit_code < 0:
         return f"loading it ends the process (signal {-answer.exit_code})"
-    return answer.last_words if answer.exit_code else None
+    return answer.last_line if answer.exit_code else None
 
 
 def check_memory_held(machine: Machine) -> Iterator[Finding]:

@@ -335,4 +335,4 @@ def read_toolkit(environment: Mapping[str, str], root: Path = Path("/")) -> Tool
     release = re.search(r"release (\d+\.\d+)", answer.output)
     if release is not None:
         return Toolkit(home=home, release=release[1])
-    return Toolkit(home=home, problem=answer.obstacle or f"{nvcc} does not report its version: {answer.last_words}")
+    return Toolkit(home=home, problem=answer.obstacle or f"{nvcc} does not report its version: {answer.last_line}")

@@ -28,5 +28,5 @@ def check_disk(plan: Plan, run_dir: Path) -> None:
         run_dir,
         num_bytes=needed_disk_bytes(plan),
         what="checkpoints and the exported model need",
-        mend="make room, or name another disk with output or --run-dir",
+        remedy="make room, or name another disk with output or --run-dir",
     )

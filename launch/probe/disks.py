@@ -34,8 +34,8 @@ class DiskRoom(NamedTuple):
 
     free_bytes: int
     free_files: int | None  # None: the file system counts none
-    bytes_words: str  # `are free`, `are left of your user's quota`
-    files_words: str
+    bytes_limit: str  # `are free`, `are left of your user's quota`
+    files_limit: str
 
 
 class DiskQuota(Value, frozen=True, kw_only=True):
@@ -66,7 +66,7 @@ def check_room(
     num_bytes: int,
     num_files: int = 0,
     what: str,
-    mend: str,
+    remedy: str,
     environment: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
 ) -> None:
@@ -74,11 +74,11 @@ def check_room(
     room = read_room(folder, environment, root=root)
     if room.free_bytes < num_bytes:
         raise EnvironmentFaultError(
-            f"{folder}: {what} {format_bytes(num_bytes)}, {format_bytes(room.free_bytes)} {room.bytes_words}; {mend}"
+            f"{folder}: {what} {format_bytes(num_bytes)}, {format_bytes(room.free_bytes)} {room.bytes_limit}; {remedy}"
         )
     if room.free_files is not None and room.free_files < num_files:
         raise EnvironmentFaultError(
-            f"{folder}: {what} {num_files} inodes, {room.free_files} {room.files_words}; {mend}"
+            f"{folder}: {what} {num_files} inodes, {room.free_files} {room.files_limit}; {remedy}"
         )
 
 

@@ -189,12 +189,12 @@ def _gpu_lines(gpu: Gpu) -> list[str]:
         f"{gpu.power_limit_w:g} W" if gpu.power_limit_w is not None else None,
         {True: "ECC on", False: "ECC off"}.get(gpu.is_ecc_on) if gpu.is_ecc_on is not None else None,
         f"driver {gpu.driver}" if gpu.driver else None,
-        None if gpu.spec_name or gpu.is_mig_on else _rating_words(gpu),
+        None if gpu.spec_name or gpu.is_mig_on else _rating_note(gpu),
     )
     return [line] + ([f"   memory is also held by {name_holders(gpu.holders)}"] if gpu.holders else [])
 
 
-def _rating_words(gpu: Gpu) -> str:
+def _rating_note(gpu: Gpu) -> str:
     spec = rated_spec(gpu)
     if spec is None:
         return "not in the catalogue: its speed is not known"

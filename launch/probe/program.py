@@ -35,7 +35,7 @@ class Answer(Value, frozen=True, kw_only=True):
         return self.output + self.errors
 
     @property
-    def last_words(self) -> str:
+    def last_line(self) -> str:
         """The last line of its error stream, else of its output."""
         lines = [line.strip() for line in (self.errors or self.output).splitlines() if line.strip()]
         return lines[-1] if lines else "it printed nothing"

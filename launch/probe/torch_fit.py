@@ -100,7 +100,7 @@ def _run_check(environment: Mapping[str, str], python: str, timeout_s: float) ->
     try:
         return TorchAnswer(facts=msgspec.json.decode(lines[-1] if lines else "", type=TorchFacts))
     except msgspec.DecodeError:
-        return TorchAnswer(problem=answer.last_words)
+        return TorchAnswer(problem=answer.last_line)
 
 
 def _has_failed(answer: TorchAnswer) -> bool:

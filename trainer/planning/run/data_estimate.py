@@ -8,7 +8,7 @@ from this says so, and preparation replaces it.
 
 import math
 
-from trainer.spec.data.profile import DataProfile, stream_words
+from trainer.spec.data.profile import DataProfile, stream_note
 from trainer.spec.data.shapes import SHAPES
 from trainer.spec.job.sections import DataFormat
 
@@ -58,6 +58,6 @@ def estimate_data(
         is_stream=window_bytes is not None,
         notes=(
             f"{num_bytes:,} bytes of text are taken as {num_tokens:,} tokens, {length} bytes each",
-            *(() if window_bytes is None else (stream_words(window_bytes, eval_share=eval_share),)),
+            *(() if window_bytes is None else (stream_note(window_bytes, eval_share=eval_share),)),
         ),
     )

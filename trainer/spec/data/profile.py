@@ -53,7 +53,7 @@ class DataProfile(Value, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()  # sentences for the user about skipped, truncated or split rows
 
 
-def stream_words(window_bytes: int, *, eval_share: float | None) -> str:
+def stream_note(window_bytes: int, *, eval_share: float | None) -> str:
     """Sentence of the plan about the limits of a stream."""
     held_out = "" if eval_share is None else "held-out rows are those of the first window only; "
     return (

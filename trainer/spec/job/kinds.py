@@ -416,7 +416,7 @@ def notification() -> Kind:
         if isinstance(value, list | tuple):
             words = tuple(read_text(word) for word in value)
         else:
-            words = _words_of(read_text(value))
+            words = _split_command(read_text(value))
         if not words:
             raise ValueError
         if is_url(words):
@@ -554,7 +554,7 @@ def _write_every(value: Every) -> str:
     return f"{seconds:.0f} s" if seconds.is_integer() else f"{seconds!r} s"
 
 
-def _words_of(text: str) -> tuple[str, ...]:
+def _split_command(text: str) -> tuple[str, ...]:
     text = text.strip()
     if text.startswith(_URL_SCHEMES):
         return (text,)

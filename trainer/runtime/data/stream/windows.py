@@ -70,7 +70,7 @@ from trainer.runtime.data.tokenizer import TextTokenizer, load_tokenizer
 from trainer.runtime.run.process import end_with_parent
 from trainer.spec import codec
 from trainer.spec.data.order import permuted
-from trainer.spec.data.profile import DataProfile, stream_words
+from trainer.spec.data.profile import DataProfile, stream_note
 from trainer.spec.data.request import LISTING_NAME, PrepareRequest, SourceFile, content_suffix
 from trainer.spec.data.shapes import SHAPES
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, ShardwiseError
@@ -227,7 +227,7 @@ def _build_first(work: Work, reader: "FirstWindow") -> DataProfile:
         built.profile,
         is_stream=True,
         longest_row=work.request.seq_len,  # the next window may have one
-        notes=(*built.profile.notes, stream_words(reader.window_bytes, eval_share=work.request.eval_share)),
+        notes=(*built.profile.notes, stream_note(reader.window_bytes, eval_share=work.request.eval_share)),
     )
 
 
