@@ -5,18 +5,18 @@ is learned told apart from what is only read.
 """
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from launch.inputs.prepare_data import prepare_data
 from launch.plan.gather import read_inputs
 from launch.terminal import Console
+from launch.worker import ask
 from trainer.spec.data.profile import DataProfile, LengthHistogram
 from trainer.spec.data.shapes import SHAPES, objective_of
-from trainer.spec.errors import EnvironmentFaultError, ExitCode
+from trainer.spec.errors import ExitCode
 from trainer.spec.job.sections import Job, LossOn
+from trainer.spec.messages.worker_requests import ExampleRequest, Lines
 from trainer.spec.units import format_count
 
 _BAR = 40  # columns of the longest
@@ -83,10 +83,6 @@ def _bars(histogram: LengthHistogram) -> Iterator[str]:
 def _first_example(profile: DataProfile, console: Console) -> str:
     assert profile.cache_dir is not None
     width = min(120, shutil.get_terminal_size((100, 24)).columns)
-    colour = ["colour"] if console.is_terminal else []
-    command = [sys.executable, "-P", "-m", "trainer.runtime.tools.show_data", profile.cache_dir, str(width), *colour]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", check=False)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        raise EnvironmentFaultError("\n".join(lines[-3:]) or "the first example could not be written out")
-    return done.stdout.rstrip("\n")
+    request = ExampleRequest(cache_dir=profile.cache_dir, width=width, colour=console.is_terminal)
+    shown = ask("trainer.runtime.tools.show_data", request, Lines, subject="writing out the first example")
+    return "\n".join(shown.lines)

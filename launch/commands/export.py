@@ -1,8 +1,6 @@
 """`shardwise export`: a folder that others load, written and compared by a subprocess with torch; and its upload."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -10,14 +8,10 @@ from typing import NamedTuple
 from launch.inputs.hub import check_target, upload
 from launch.rundir.paths import committed_checkpoints
 from launch.terminal import Console
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
-
-_ENVIRONMENT = {
-    "PYTHONSAFEPATH": "1",  # a user's trainer.py in the working directory must not shadow ours
-    "PYTHONWARNINGS": "ignore",  # stderr holds the error and nothing else
-    "TRANSFORMERS_VERBOSITY": "error",
-    "HF_HUB_OFFLINE": "1",
-}
+from launch.worker import ask
+from trainer.spec.errors import ExitCode, InputError
+from trainer.spec.messages.import_request import WeightType
+from trainer.spec.messages.worker_requests import ExportFormat, ExportRequest, Lines
 
 
 class ExportOptions(NamedTuple):
@@ -71,37 +65,17 @@ def _check_output(output: Path) -> None:
         raise InputError(f"{output}: exists already; name a folder that does not")
 
 
-def _export(options: ExportOptions) -> list[str]:
-    """The lines of the subprocess; raises the error that it ended with."""
-    words = ["--format", options.format]
-    words += ["--checkpoint", options.checkpoint] if options.checkpoint is not None else []
-    words += ["--dtype", options.dtype] if options.dtype is not None else []
-    words += ["--merge"] if options.merge else []
-    words += [] if options.check else ["--no-check"]
-    words += ["--hide-paths"] if options.push is not None else []
-    answer = subprocess.run(
-        [sys.executable, "-P", "-m", "trainer.runtime.export.run", str(options.run_dir), str(options.output), *words],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-        env=os.environ | _ENVIRONMENT,
+def _export(options: ExportOptions) -> tuple[str, ...]:
+    """Lines of the worker that writes the folder."""
+    request = ExportRequest(
+        run_dir=str(options.run_dir),
+        out=str(options.output),
+        merge=options.merge,
+        format=ExportFormat(options.format),
+        dtype=WeightType(options.dtype) if options.dtype is not None else None,
+        checkpoint=options.checkpoint,
+        checks=options.check,
+        hides_paths=options.push is not None,
     )
-    if answer.returncode != 0:
-        raise _error_of(answer.returncode, answer.stderr)
-    return answer.stdout.strip().splitlines()
-
-
-def _error_of(exit_code: int, errors: str) -> ShardwiseError:
-    lines = [line for line in errors.splitlines() if line.strip()]
-    if exit_code == ExitCode.INPUT:
-        return InputError("\n".join(lines[-3:]))
-    if exit_code == ExitCode.ENVIRONMENT:
-        return EnvironmentFaultError("\n".join(lines[-3:]))
-    if exit_code < 0:
-        return EnvironmentFaultError(
-            f"the export was ended by signal {-exit_code}; 9 often means that host memory ran out:\n"
-            "an export needs that of the weights, and of one layer in fp32"
-        )
-    return EnvironmentFaultError(f"export failed: {(lines or ['no output'])[-1]}")
+    hint = "an export needs memory for the weights, and for one layer in fp32"
+    return ask("trainer.runtime.export.run", request, Lines, subject="the export", memory_hint=hint).lines

@@ -5,29 +5,18 @@ id.
 """
 
 import json
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from launch.inputs.model_files import ModelFiles, download_model, find_config, read_model_config
 from launch.terminal import Console
-from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
+from launch.worker import ask
+from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from trainer.spec.job.sections import Job, ModelJob
 from trainer.spec.messages.import_request import Imported, ImportKind, ImportRequest, WeightType
 from trainer.spec.units import format_bytes
-
-_ENVIRONMENT = {
-    "PYTHONSAFEPATH": "1",  # a user's trainer.py in the working directory must not shadow ours
-    "PYTHONWARNINGS": "ignore",  # stderr holds the error and nothing else
-    "TRANSFORMERS_VERBOSITY": "error",
-    "HF_HUB_OFFLINE": "1",
-    "DS_ACCELERATOR": "cpu",
-}
 
 
 class ImportOptions(NamedTuple):
@@ -45,7 +34,15 @@ class ImportOptions(NamedTuple):
 def run_import(options: ImportOptions) -> ExitCode:
     """Writes the folder and says what it was made of and what was left out."""
     console = Console(sys.stderr if options.as_json else None)
-    imported = _import(_request(options), console.line)
+    imported = ask(
+        "trainer.runtime.importing.run",
+        _request(options),
+        Imported,
+        subject="the import",
+        environment={"DS_ACCELERATOR": "cpu"},
+        on_line=console.line,
+        memory_hint="an import needs memory for the largest tensor, three times in fp32",
+    )
     console.line(f"{options.checkpoint}: {imported.source}")
     size = format_bytes(imported.num_bytes)
     console.line(f"{imported.num_tensors} tensors, {size}, most of them {imported.dtype}; all there, all finite")
@@ -98,42 +95,3 @@ def _named(option: str, name: str | None, find: Callable[[str], ModelFiles]) -> 
             text = text.replace(setting, f"{option}:")
         kind = InputError if isinstance(error, InputError) else EnvironmentFaultError
         raise kind(text) from error
-
-
-def _import(request: ImportRequest, on_progress: Callable[[str], None]) -> Imported:
-    """The answer of the subprocess; raises the error that it ended with."""
-    with tempfile.TemporaryDirectory(prefix="shardwise-import-") as folder:
-        asked, answered, errors = (Path(folder, name) for name in ("request.json", "answer.json", "errors.txt"))
-        codec.write(asked, request)
-        with (
-            errors.open("wb") as stream,
-            subprocess.Popen(
-                [sys.executable, "-P", "-m", "trainer.runtime.importing.run", str(asked), str(answered)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=stream,
-                text=True,
-                errors="replace",
-                env=os.environ | _ENVIRONMENT,
-            ) as process,
-        ):
-            assert process.stdout is not None
-            for line in process.stdout:
-                on_progress(line.rstrip("\n"))
-        if process.returncode != 0:
-            raise _error_of(process.returncode, errors.read_text(errors="replace"))
-        return codec.read(answered, Imported)
-
-
-def _error_of(exit_code: int, errors: str) -> ShardwiseError:
-    lines = [line for line in errors.splitlines() if line.strip()]
-    if exit_code == ExitCode.INPUT:
-        return InputError("\n".join(lines[-3:]))
-    if exit_code == ExitCode.ENVIRONMENT:
-        return EnvironmentFaultError("\n".join(lines[-3:]))
-    if exit_code < 0:
-        return EnvironmentFaultError(
-            f"the import was ended by signal {-exit_code}; 9 often means that host memory ran out:\n"
-            "an import needs that of the largest tensor, three times in fp32"
-        )
-    return EnvironmentFaultError(f"import failed: {(lines or ['no output'])[-1]}")

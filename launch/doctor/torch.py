@@ -14,8 +14,9 @@ from launch.probe.gpu_selection import held_bytes, name_holders
 from launch.probe.gpus import find_nvidia_smi
 from launch.probe.installed import installed_version
 from launch.probe.measure import measure_gather
-from launch.probe.program import Answer, ask, python_environment
+from launch.probe.program import Answer, ask
 from launch.probe.torch_fit import BUILT_FOR_CUDA, find_fault
+from launch.worker import python_environment
 from trainer.spec.hardware import Gpu, Hardware
 from trainer.spec.pip_lines import pip_line
 from trainer.spec.units import format_bytes

@@ -21,7 +21,6 @@ import hashlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -32,6 +31,7 @@ from pathlib import Path
 
 from launch.probe.installed import installed_ns
 from launch.probe.program import ask
+from launch.worker import python_environment, run
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.plan import Candidate, Plan
@@ -41,7 +41,6 @@ from trainer.spec.value import Value
 
 CPU_ADAM, ASYNC_IO = "cpu_adam", "async_io"
 PROGRESS_EVERY_S = 10.0
-_POLL_S = 0.1
 _LOCK_NAME = "lock"  # of torch.utils.cpp_extension, in the folder of each extension
 
 Report = Callable[[str], None]
@@ -118,8 +117,14 @@ def build_operators(
         if missing:
             check_toolchain(missing, device_kind=device_kind)
         for name in missing:
-            builder = _Builder(name, extensions_dir=extensions_dir, python=python, progress_every_s=progress_every_s)
-            if not builder.run(on_progress, should_stop):
+            if not _build(
+                name,
+                extensions_dir,
+                python=python,
+                progress_every_s=progress_every_s,
+                on_progress=on_progress,
+                should_stop=should_stop,
+            ):
                 return
             _built_file(extensions_dir, name).touch()
 
@@ -224,69 +229,51 @@ def _only_builder(extensions_dir: Path, on_progress: Report) -> Iterator[None]:
         os.close(descriptor)
 
 
-class _Builder:
-    """The process that compiles one operator, with its log."""
+def _build(
+    name: str,
+    extensions_dir: Path,
+    *,
+    python: str,
+    progress_every_s: float,
+    on_progress: Report,
+    should_stop: Callable[[], bool],
+) -> bool:
+    """Compiles one operator and logs the seconds; false if it was stopped, EnvironmentFaultError if it failed."""
+    on_progress(f"building DeepSpeed's {name}, once for this machine; it takes a minute or more")
+    log, started = extensions_dir / f"{name}.log", time.monotonic()
+    next_line = started + progress_every_s
 
-    def __init__(self, name: str, *, extensions_dir: Path, python: str, progress_every_s: float) -> None:
-        self.name = name
-        self.progress_every_s = progress_every_s
-        self.log = extensions_dir / f"{name}.log"
-        self.argv = [python, "-m", "trainer.runtime.run.operators", name]
-        self.environment = _environment(extensions_dir, python)
+    def report_seconds() -> None:
+        nonlocal next_line
+        if time.monotonic() >= next_line:
+            on_progress(f"  {name}: {format_seconds(time.monotonic() - started)}")
+            next_line += progress_every_s
 
-    def run(self, on_progress: Report, should_stop: Callable[[], bool]) -> bool:
-        """Builds and reports the seconds; false if it was stopped. Raises EnvironmentFaultError if it failed."""
-        on_progress(f"building DeepSpeed's {self.name}, once for this machine; it takes a minute or more")
-        started = time.monotonic()
-        with self.log.open("wb") as output:
-            process = subprocess.Popen(
-                self.argv,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-            try:
-                self._watch(process, started, on_progress, should_stop)
-            finally:
-                was_stopped = process.poll() is None
-                if was_stopped:
-                    os.killpg(process.pid, signal.SIGKILL)  # its compilers too, or they would meet the next build's
-                process.wait()
-        if was_stopped:
-            return False
-        if process.returncode != 0:
-            raise EnvironmentFaultError(
-                f"DeepSpeed's {self.name} could not be built: {_last_error(self.log)}\n"
-                f"{_advice(self.log)}log: {self.log}"
-            )
-        on_progress(f"  {self.name}: built in {format_seconds(time.monotonic() - started)}")
-        return True
-
-    def _watch(
-        self,
-        process: subprocess.Popen[bytes],
-        started: float,
-        on_progress: Report,
-        should_stop: Callable[[], bool],
-    ) -> None:
-        next_line = started + self.progress_every_s
-        while process.poll() is None and not should_stop():
-            if time.monotonic() >= next_line:
-                on_progress(f"  {self.name}: {format_seconds(time.monotonic() - started)}")
-                next_line += self.progress_every_s
-            time.sleep(_POLL_S)
+    with log.open("wb") as output:
+        exit_code = run(
+            "trainer.runtime.run.operators",
+            name,
+            output=output,
+            errors=output,
+            environment=_environment(extensions_dir, python),
+            should_stop=should_stop,
+            on_poll=report_seconds,
+            python=python,
+        )
+    if exit_code is None:
+        return False
+    if exit_code != 0:
+        raise EnvironmentFaultError(
+            f"DeepSpeed's {name} could not be built: {_last_error(log)}\n{_advice(log)}log: {log}"
+        )
+    on_progress(f"  {name}: built in {format_seconds(time.monotonic() - started)}")
+    return True
 
 
 def _environment(extensions_dir: Path, python: str) -> dict[str, str]:
-    packages = Path(__file__).resolve().parents[2]
-    inherited = os.environ.get("PYTHONPATH")
-    return {
-        **{name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"},
+    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}  # it is detected
+    return python_environment(environment) | {
         "TORCH_EXTENSIONS_DIR": str(extensions_dir),
-        "PYTHONSAFEPATH": "1",
-        "PYTHONPATH": f"{packages}{os.pathsep}{inherited}" if inherited else str(packages),
         "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",  # ninja is beside python
     }
 

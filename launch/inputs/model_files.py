@@ -14,7 +14,6 @@ is refused.
 """
 
 import json
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
@@ -28,8 +27,9 @@ from launch.inputs.hub import HUB_ID, download_snapshot, find_snapshot, hub_cach
 from launch.inputs.weight_files import TensorShapes, check_weights, has_weights
 from trainer.spec import codec
 from trainer.spec.data.shapes import TEMPLATE_TOKENS
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.job.sections import Job, ModelJob
+from trainer.spec.messages.worker_requests import GrowRequest, Lines
 from trainer.spec.model.readers import text_part
 from trainer.spec.nearest import close_matches
 from trainer.spec.plan import Plan
@@ -392,20 +392,7 @@ def _key(folder: Path, num_rows: int) -> str:
 
 
 def _extend_embeddings(folder: Path, num_rows: int, out: Path) -> None:
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "trainer.runtime.tools.grow_vocabulary",
-        str(folder),
-        str(num_rows),
-        str(out),
-    ]
-    import subprocess  # a plan that computes needs none of it
+    from launch.worker import ask  # a plan that computes needs none of it
 
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", check=False)
-    if done.returncode == 0:
-        return
-    message = "\n".join([line for line in done.stderr.splitlines() if line.strip()][-3:]) or "no message"
-    error = InputError if done.returncode == ExitCode.INPUT else EnvironmentFaultError
-    raise error(f"model.name: its embeddings could not be made larger: {message}")
+    request = GrowRequest(folder=str(folder), num_rows=num_rows, out=str(out))
+    ask("trainer.runtime.tools.grow_vocabulary", request, Lines, subject="model.name: enlarging its embeddings")

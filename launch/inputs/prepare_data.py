@@ -1,7 +1,6 @@
 """Preparation of the data in a process of its own, unless it was prepared before.
 
-Tokenising needs libraries that `launch` never imports, so `python -m trainer.runtime.data.prepare` receives a value in
-a file and returns one; its lines of progress are passed on, and its exit code becomes the error of that code again.
+Tokenising needs libraries that `launch` never imports, so a worker does it.
 
 Prepared data is found through an index: a key over the paths, sizes and times of all files and over the settings,
 pointing to the fingerprint of the content. So an unchanged source is not read, and a touched one is only read, not
@@ -12,12 +11,11 @@ commit, because a stream is never read as a whole; a run keeps the list that it 
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from hashlib import blake2b
 from itertools import zip_longest
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
@@ -25,18 +23,10 @@ from launch.inputs.data_files import list_files
 from trainer.spec import codec
 from trainer.spec.data.profile import DataProfile
 from trainer.spec.data.request import LISTING_NAME, PrepareRequest, SourceFile
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
+from trainer.spec.errors import InputError
 from trainer.spec.value import Value
 
 GRACE_S = 5.0
-_ENVIRONMENT = {
-    "PYTHONSAFEPATH": "1",  # a user's trainer.py in the working directory must not shadow ours
-    "PYTHONUNBUFFERED": "1",
-    "PYTHONWARNINGS": "ignore",  # stderr holds the error and nothing else
-    "TRANSFORMERS_VERBOSITY": "error",
-    "TOKENIZERS_PARALLELISM": "true",
-    "HF_HUB_OFFLINE": "1",
-}
 RACY_NS = 2 * 10**9  # a file changed twice within this time may have one mtime
 _INDEX_FORMAT = 4
 _PREPARED_FILES = ("layout.json", "tokens.bin", "starts.bin", "train_rows.npy", "eval_rows.npy")
@@ -50,15 +40,26 @@ def prepare_data(
     on_progress: Callable[[str], None],
     grace_s: float = GRACE_S,
 ) -> DataProfile:
-    """The profile of the prepared data; raises the ShardwiseError of the subprocess.
+    """The profile of the prepared data; raises the ShardwiseError of the worker.
 
-    On an interrupt the subprocess has `grace_s` to clean up.
+    On an interrupt the worker has `grace_s` seconds to clean up.
     """
     listed = list_files(request)
     profile = find_prepared(listed)
     if profile is None:
+        from launch.worker import ask  # not loaded by a plan of prepared data
+
         started_ns = time.time_ns()
-        profile = _run(listed, python, on_progress, grace_s)
+        profile = ask(
+            "trainer.runtime.data.prepare",
+            listed,
+            DataProfile,
+            subject="the data preparation",
+            environment=_environment(listed),
+            on_line=on_progress,
+            grace_s=grace_s,
+            python=python,
+        )
         write_index(listed, profile, started_ns)
     if profile.is_stream:
         assert profile.cache_dir is not None
@@ -66,84 +67,10 @@ def prepare_data(
     return profile
 
 
-def _run(listed: PrepareRequest, python: str, on_progress: Callable[[str], None], grace_s: float) -> DataProfile:
-    import tempfile  # here, as subprocess below: a plan needs neither
-
-    with tempfile.TemporaryDirectory(prefix="shardwise-data-") as folder:
-        request_path, answer_path = Path(folder, "request.json"), Path(folder, "answer.json")
-        codec.write(request_path, listed)
-        with Path(folder, "errors.txt").open("w+", encoding="utf-8") as errors:
-            exit_code = _relay(
-                [python, "-m", "trainer.runtime.data.prepare", str(request_path), str(answer_path)],
-                errors,
-                on_progress,
-                _ENVIRONMENT if listed.window_bytes is None else _ENVIRONMENT | _online(),
-                grace_s,
-            )
-            errors.seek(0)
-            if exit_code != 0:
-                raise _error_of(exit_code, errors.read())
-        return codec.read(answer_path, DataProfile)
-
-
-def _online() -> dict[str, str]:
+def _environment(listed: PrepareRequest) -> dict[str, str]:
     """A stream downloads files of the hub while it is read, unless the user's own environment forbids it."""
-    return {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0")}
-
-
-def _relay(
-    command: list[str],
-    errors: IO[str],
-    on_progress: Callable[[str], None],
-    environment: Mapping[str, str],
-    grace_s: float,
-) -> int:
-    """Runs the command and passes on its lines; on an interrupt it has `grace_s` to end before it is killed."""
-    import subprocess
-
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=os.environ | environment,
-            encoding="utf-8",
-            errors="replace",
-            start_new_session=True,  # Ctrl-C reaches only this process, which ends the other
-        )
-    except OSError as error:
-        raise EnvironmentFaultError(f"{command[0]}: cannot be started: {error.strerror}") from error
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            on_progress(line.rstrip("\n"))
-        return process.wait()
-    finally:
-        process.stdout.close()
-        process.terminate()
-        try:
-            process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _error_of(exit_code: int, errors: str) -> ShardwiseError:
-    lines = [line for line in errors.splitlines() if line.strip()]
-    message = "\n".join(lines[-3:]) or "no message"
-    if exit_code == ExitCode.INPUT:
-        return InputError(message)
-    if exit_code == ExitCode.ENVIRONMENT:
-        return EnvironmentFaultError(message)
-    if exit_code < 0:
-        from signal import Signals
-
-        name = Signals(-exit_code).name
-        return EnvironmentFaultError(
-            f"the data preparation was ended by {name}; SIGKILL often means that host memory ran out"
-        )
-    return ShardwiseError(f"the data preparation failed with exit code {exit_code}:\n{message}")
+    offline = "1" if listed.window_bytes is None else os.environ.get("HF_HUB_OFFLINE", "0")
+    return {"TOKENIZERS_PARALLELISM": "true", "HF_HUB_OFFLINE": offline}
 
 
 class PreparedIndex(Value, frozen=True, kw_only=True):

@@ -15,11 +15,10 @@ start with HF_HUB_OFFLINE set (`launch.engine.command`) and download nothing.
 import ast
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -202,44 +201,32 @@ def has_kernel(kernel: str, environment: Mapping[str, str] = os.environ) -> bool
 
 def _load(kernel: str, python: str, settings: dict[str, str], should_stop: Callable[[], bool]) -> str | None:
     """The error message of the process; None if it loaded the kernel or was stopped."""
-    from tempfile import TemporaryFile  # here, as subprocess below: a plan needs neither
+    from subprocess import DEVNULL  # here, as the others: a plan needs none of them
+    from tempfile import TemporaryFile
 
-    with TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
-        code = _run([python, "-m", "trainer.runtime.attention.flash_kernel", kernel], settings, errors, should_stop)
+    from launch.worker import run
+
+    environment = os.environ | {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"} | settings
+    with TemporaryFile() as errors:
+        code = run(
+            "trainer.runtime.attention.flash_kernel",
+            kernel,
+            output=DEVNULL,
+            errors=errors,
+            environment=environment,
+            should_stop=should_stop,
+            python=python,
+        )
         if not code:
             return None
         errors.seek(0)
-        lines = [line for line in errors.read().splitlines() if line.strip()]
+        lines = [line for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
     starts = [
         number for number, line in enumerate(lines) if line.startswith("attention: ")
     ]  # libraries speak before it
     if starts:
         return "\n".join(lines[starts[-1] :])
     return "\n".join([f"attention: loading {kernel} ended with code {code}", *lines[-2:]])
-
-
-def _run(argv: list[str], settings: dict[str, str], errors: IO[str], should_stop: Callable[[], bool]) -> int | None:
-    """Exit code of the process; None if it was stopped."""
-    import signal
-    import subprocess
-
-    environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
-    process = subprocess.Popen(
-        argv,
-        env=environment | settings,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=errors,
-        start_new_session=True,  # Ctrl-C reaches us alone, and we end it
-    )
-    try:
-        while process.poll() is None and not should_stop():
-            time.sleep(_POLL_S)
-        return process.returncode
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 def read_extension(path_as_written: str) -> Extension:

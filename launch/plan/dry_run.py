@@ -1,35 +1,26 @@
-"""Starts the exact dry run in a process of its own, and holds its answer against the closed form's.
+"""Has a worker run the exact dry run, and compares its answer with the closed form's.
 
-The dry run needs torch, which `launch` never imports, and changes torch's own tables for a device that is not there:
-`python -m trainer.simulation` is asked with a value in a file and answers with one. It allocates nothing on any device.
+The dry run needs torch, and changes torch's own tables for a device that is not there. It allocates nothing on any
+device.
 """
 
-import os
-import signal
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from launch.worker import ask
 from trainer.planning.memory.parts import grouped
 from trainer.planning.run.padding import document_tokens
 from trainer.planning.simulated import named_events
-from trainer.spec import codec
 from trainer.spec.data.shapes import objective_of, rows_per_example
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
 from trainer.spec.messages.simulation import Simulation, SimulationRequest
+from trainer.spec.model.shape import DescriptionRequest, ModelShape
 from trainer.spec.plan import Candidate, MemoryEstimate, Plan
 from trainer.spec.strategy import Attention
 from trainer.spec.units import format_bytes
-from trainer.spec.value import Value
 
-V = TypeVar("V", bound=Value)
 DEFAULT_TIMEOUT_S = 900.0
+_MODULE, _SUBJECT = "trainer.simulation", "the dry run"
 _ENVIRONMENT = {
-    "PYTHONSAFEPATH": "1",  # a user's trainer.py in the working directory must not shadow ours
-    "PYTHONWARNINGS": "ignore",  # stderr holds the error and nothing else
-    "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",  # nothing is computed
     "CUDA_VISIBLE_DEVICES": "",  # and no device is touched
 }
@@ -40,38 +31,32 @@ _COLUMNS = "{:<24}{:>12}{:>12}{:>12}"
 def simulate(
     request: SimulationRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S, python: str = sys.executable
 ) -> Simulation:
-    """The dry run's answer; raises the ShardwiseError that its process ended with."""
-    return ask(codec.encode(request), Simulation, timeout_s=timeout_s, python=python)
+    """The dry run's answer; raises the ShardwiseError that its worker ended with."""
+    return ask(
+        _MODULE,
+        request,
+        Simulation,
+        subject=_SUBJECT,
+        environment=_ENVIRONMENT,
+        timeout_s=timeout_s,
+        python=python,
+    )
 
 
-def ask(
-    content: bytes, kind: type[V], *flags: str, timeout_s: float = DEFAULT_TIMEOUT_S, python: str = sys.executable
-) -> V:
-    """What `python -m trainer.simulation FLAGS` answers to a file of `content`."""
-    with tempfile.TemporaryDirectory(prefix="shardwise-dry-run-") as folder:
-        request_path, answer_path = Path(folder, "request.json"), Path(folder, "answer.json")
-        codec.write_bytes(request_path, content)
-        command = [python, "-m", "trainer.simulation", *flags, str(request_path), str(answer_path)]
-        try:
-            ended = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                env=os.environ | _ENVIRONMENT,
-                encoding="utf-8",
-                errors="replace",
-                timeout=timeout_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise EnvironmentFaultError(
-                f"the dry run took longer than {timeout_s:.0f} s; a smaller model or a longer timeout would do"
-            ) from error
-        except OSError as error:
-            raise EnvironmentFaultError(f"{python}: cannot be started: {error.strerror}") from error
-        if ended.returncode != 0:
-            raise _error_of(ended.returncode, ended.stderr)
-        return codec.read(answer_path, kind)
+def described_shape(request: DescriptionRequest) -> ModelShape:
+    """The shape of a causal language model of transformers, or of code that comes with it.
+
+    InputError if it cannot be built.
+    """
+    return ask(
+        _MODULE,
+        request,
+        ModelShape,
+        subject=_SUBJECT,
+        flags=("--describe",),
+        environment=_ENVIRONMENT,
+        timeout_s=DEFAULT_TIMEOUT_S,
+    )
 
 
 def simulation_request(plan: Plan, candidate: Candidate | None = None) -> SimulationRequest:
@@ -150,16 +135,3 @@ def _compared(name: str, expected: int | None, seen: int | None) -> str:
 
 def _or_dash(num_bytes: int | None) -> str:
     return "-" if num_bytes is None else format_bytes(num_bytes)
-
-
-def _error_of(exit_code: int, errors: str) -> ShardwiseError:
-    if exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        return EnvironmentFaultError(f"the dry run was ended by {name}; SIGKILL often means that host memory ran out")
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    message = lines[-1] if lines else "no message"
-    if exit_code == ExitCode.INPUT:
-        return InputError(message)
-    if exit_code == ExitCode.ENVIRONMENT:
-        return EnvironmentFaultError(message)
-    return ShardwiseError(f"the dry run failed: {message}")

@@ -4,16 +4,15 @@ Only where the answer could change what is taken: the job allows FP8 and does no
 What was timed is kept in the cache. What could not be timed is told in a line, and FP8 is not taken by that plan.
 """
 
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from launch.plan.fp8_store import keep_fp8_gain, key_of
-from launch.probe.measure import measuring_environment, run_modules
+from launch.probe.measure import measuring_environment
 from launch.terminal import Console
-from trainer.spec import codec
-from trainer.spec.errors import InputError
+from launch.worker import ask
+from trainer.spec.errors import ShardwiseError
 from trainer.spec.hardware import Gpu
 from trainer.spec.messages.measurement import Fp8GainRequest
 from trainer.spec.plan import Fp8Gain, Plan
@@ -52,22 +51,14 @@ def time_fp8(
     request: Fp8GainRequest, gpus: Sequence[Gpu], *, timeout_s: float = TIMEOUT_S, module: str = MODULE
 ) -> Fp8Gain:
     """The gain on the first of `gpus`; a problem in words where it could not be timed within `timeout_s`."""
-    with tempfile.TemporaryDirectory(prefix="shardwise-fp8-") as name:
-        folder = Path(name)
-        codec.write(folder / "request.json", request)
-        answer = folder / "gain.json"
-        has_ended, error = run_modules(
+    try:
+        return ask(
             module,
-            [[str(folder / "request.json"), str(answer)]],
+            request,
+            Fp8Gain,
+            subject="it",
             environment=measuring_environment(gpus[:1]),
-            folder=folder,
             timeout_s=timeout_s,
         )
-        if not has_ended:
-            error = f"it took more than {timeout_s:g} s"
-        elif not error:
-            try:
-                return codec.read(answer, Fp8Gain)
-            except InputError:
-                error = "it wrote no answer"
-    return Fp8Gain(recipe=request.recipe, tokens=request.tokens, problem=error)
+    except ShardwiseError as error:
+        return Fp8Gain(recipe=request.recipe, tokens=request.tokens, problem=" ".join(str(error).split()))

@@ -109,7 +109,7 @@ def _read_shape(job: Job, model: ModelFiles, code: ModelCode | None, *, describe
     is_known = text_part(model.config).get("model_type") in supported_model_types()
     offered = offered_code(job, model.config)
     if code is not None or (not is_known and (describes_models or offered is not None)):
-        from launch.plan.simulated import described_shape
+        from launch.plan.dry_run import described_shape
 
         return described_shape(
             DescriptionRequest(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from launch.plan.dry_run import ask, describe_simulation, simulate, simulation_request
+from launch.plan.dry_run import describe_simulation, simulate, simulation_request
 from launch.terminal import Console
 from trainer.planning.planner import context_of
 from trainer.planning.simulated import (
@@ -19,21 +19,13 @@ from trainer.planning.simulated import (
     plan_of_simulated,
     simulated_memory,
 )
-from trainer.spec import codec
 from trainer.spec.errors import InputError, NothingFitsError
 from trainer.spec.hardware import DeviceKind
-from trainer.spec.model.shape import DescriptionRequest, ModelShape
 from trainer.spec.plan import Candidate, Plan
 from trainer.spec.units import format_bytes
 
 Answer = tuple[str, Plan | NothingFitsError]
 MAX_DRY_RUNS = 6
-
-
-def described_shape(request: DescriptionRequest) -> ModelShape:
-    """The shape of any causal language model of transformers, or of code that comes with it; InputError where it cannot
-    be built."""
-    return ask(codec.encode(request), ModelShape, "--describe")
 
 
 def after_dry_run(plan: Plan, console: Console) -> Plan:

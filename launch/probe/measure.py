@@ -18,9 +18,6 @@ import contextlib
 import fcntl
 import mmap
 import os
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +28,7 @@ import msgspec
 from msgspec.structs import replace
 
 from launch.probe.gpu_selection import visible_devices
+from launch.worker import run_together
 from trainer.spec import codec
 from trainer.spec.errors import InputError
 from trainer.spec.hardware import DeviceKind, Disk, Gpu, Hardware, Link, LinkKind, MeasuredRates, PeerCopy
@@ -49,9 +47,6 @@ BLOCK_BYTES = 8 * MIB  # a multiple of every disk's sector, which O_DIRECT asks 
 FILE_BYTES = GIB
 BUDGET_S = 2.0  # for writing and for reading, each
 _LARGEST_SHARE_OF_FREE = 0.1
-_POLL_S = 0.05
-_GRACE_S = 2.0
-_REAPING_S = 5.0
 
 
 class DiskSpeed(Value, frozen=True, kw_only=True):
@@ -141,7 +136,7 @@ def _run_measurement(
     """Result of a module, also of one that failed later; true if it ended in time; the error of a failure."""
     with tempfile.TemporaryDirectory(prefix="shardwise-measure-") as name:
         result = Path(name, "result.json")
-        has_ended, error = run_modules(
+        has_ended, error = run_together(
             module, [[str(result), *arguments]], environment=environment, folder=Path(name), timeout_s=timeout_s
         )
         try:
@@ -182,7 +177,7 @@ def _gathered(hardware: Hardware, timeout_s: float, module: str, more: dict[str,
     num_ranks = hardware.num_devices_per_node
     with tempfile.TemporaryDirectory(prefix="shardwise-gather-") as name:
         folder = Path(name)
-        has_ended, error = run_modules(
+        has_ended, error = run_together(
             module,
             [[str(folder), str(rank), str(num_ranks), hardware.device_kind] for rank in range(num_ranks)],
             environment=measuring_environment(hardware.gpus, num_threads=1, **more),
@@ -272,78 +267,9 @@ def _timed(transfer: Callable[[int], int], num_blocks: int, budget_s: float) -> 
     return moved, time.perf_counter() - started
 
 
-def run_modules(
-    module: str,
-    argument_lists: Sequence[Sequence[str]],
-    *,
-    environment: Mapping[str, str],
-    folder: Path,
-    timeout_s: float,
-) -> tuple[bool, str]:
-    """Runs `python -m module` with each list of arguments, all at once; returns if they ended in time, and the error.
-
-    The error is the last line that one of them wrote to its error stream; empty if none failed. Processes that exceed
-    the limit are killed with everything they started; a process that cannot be killed is left behind.
-    """
-    errors = [folder / f"stderr-{number}" for number in range(len(argument_lists))]
-    processes = [
-        _start([sys.executable, "-m", module, *arguments], environment, error)
-        for arguments, error in zip(argument_lists, errors, strict=True)
-    ]
-    try:
-        has_ended = _wait(processes, timeout_s)
-        failures = [
-            _failure(process.returncode, error)
-            for process, error in zip(processes, errors, strict=True)
-            if process.returncode
-        ]
-    finally:
-        for process in processes:
-            _end(process)
-    return has_ended, failures[-1] if failures else ""
-
-
 def measuring_environment(gpus: Sequence[Gpu], *, num_threads: int | None = None, **more: str) -> dict[str, str]:
     """This process's environment, with exactly these GPUs in it."""
-    environment = {**os.environ, "PYTHONSAFEPATH": "1", **more}
-    environment["CUDA_VISIBLE_DEVICES"] = visible_devices(gpus)
+    environment = {**os.environ, **more, "CUDA_VISIBLE_DEVICES": visible_devices(gpus)}
     if num_threads:
         environment["OMP_NUM_THREADS"] = str(num_threads)
     return environment
-
-
-def _start(argv: Sequence[str], environment: Mapping[str, str], error: Path) -> subprocess.Popen[bytes]:
-    with error.open("wb") as stream:
-        return subprocess.Popen(
-            argv,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=stream,
-            start_new_session=True,  # so that what it starts can be ended with it
-        )
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> bool:
-    """True if all ended by themselves; after a failure the others, which wait for the failed one, are not awaited."""
-    ends = time.monotonic() + timeout_s
-    while None in (codes := [process.poll() for process in processes]):
-        has_failed = any(codes)
-        if has_failed:
-            ends = min(ends, time.monotonic() + _GRACE_S)
-        if time.monotonic() > ends:
-            return has_failed
-        time.sleep(_POLL_S)
-    return True
-
-
-def _failure(code: int, error: Path) -> str:
-    lines = error.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else f"it ended with code {code}"
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_REAPING_S)

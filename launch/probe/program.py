@@ -11,14 +11,12 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Generic, TypeVar
 
 from trainer.spec.value import Value
 
 T = TypeVar("T")
 REAPING_S = 1.0
-_PACKAGES = Path(__file__).resolve().parent.parent
 
 
 class Answer(Value, frozen=True, kw_only=True):
@@ -39,13 +37,6 @@ class Answer(Value, frozen=True, kw_only=True):
         """The last line of its error stream, else of its output."""
         lines = [line.strip() for line in (self.errors or self.output).splitlines() if line.strip()]
         return lines[-1] if lines else "it printed nothing"
-
-
-def python_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Environment of shardwise's own processes: its packages first, nothing of the working directory."""
-    inherited = environment.get("PYTHONPATH")
-    packages = f"{_PACKAGES}{os.pathsep}{inherited}" if inherited else str(_PACKAGES)
-    return {**environment, "PYTHONSAFEPATH": "1", "PYTHONPATH": packages, "PYTHONWARNINGS": "ignore"}
 
 
 def ask(

@@ -19,7 +19,8 @@ from msgspec.structs import replace
 
 from launch.probe.gpu_selection import ALLOCATOR_VARIABLES, cuda_variables, name_gpus
 from launch.probe.machine import read_hardware
-from launch.probe.program import ask, python_environment
+from launch.probe.program import ask
+from launch.worker import python_environment
 from trainer.spec.errors import EnvironmentFaultError, ExitCode
 from trainer.spec.hardware import Gpu, Hardware
 from trainer.spec.messages.torch_facts import DeviceTrial, TorchFacts

@@ -16,8 +16,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from trainer.runtime.run.answering import answer, report_progress
+from trainer.runtime.run.process import end_with_parent
 from trainer.spec import codec
-from trainer.spec.errors import ExitCode, InputError, ShardwiseError
+from trainer.spec.errors import ExitCode, ShardwiseError
 from trainer.spec.messages.simulation import Simulation, SimulationRequest
 from trainer.spec.model.shape import DescriptionRequest
 from trainer.spec.value import Value
@@ -26,6 +28,11 @@ from trainer.spec.value import Value
 def main(arguments: Sequence[str]) -> int:
     """Does what the command line says; the exit code."""
     options = _parse(arguments)
+    files = [str(path) for path in (options.request, options.answer) if path is not None]
+    if options.describe:
+        return answer(files, DescriptionRequest, _described)
+    if options.golden is None and not options.explain:
+        return answer(files, SimulationRequest, lambda request: _load()(request))
     try:
         _run(options, _load())
     except ShardwiseError as error:
@@ -63,34 +70,21 @@ def _run(options: argparse.Namespace, simulate: Callable[[SimulationRequest], Si
     if options.golden is not None:
         from trainer.simulation.golden import regenerate
 
-        regenerate(options.golden, simulate, _say, runs_all=options.all)
+        regenerate(options.golden, simulate, report_progress, runs_all=options.all)
         return
-    if options.describe:
-        from trainer.simulation.describe import describe
+    from trainer.simulation.explain import explain
 
-        _write(options.answer, describe(codec.read(options.request, DescriptionRequest)))
-        return
-    simulation = simulate(codec.read(options.request, SimulationRequest))
-    if options.explain:
-        from trainer.simulation.explain import explain
-
-        for line in explain(simulation):
-            _say(line)
-        return
-    _write(options.answer, simulation)
+    for line in explain(simulate(codec.read(options.request, SimulationRequest))):
+        report_progress(line)
 
 
-def _write(path: Path, answer: Value) -> None:
-    try:
-        codec.write(path, answer)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
+def _described(request: DescriptionRequest) -> Value:
+    _load()
+    from trainer.simulation.describe import describe
 
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    return describe(request)
 
 
 if __name__ == "__main__":
+    end_with_parent()
     sys.exit(main(sys.argv[1:]))

@@ -107,9 +107,9 @@ def test_it_reads_the_request_and_sees_one_card(module_of: Callable[[str], str])
     ("body", "problem"),
     [
         ("import no_such_library\n", "no_such_library"),
-        ("os.kill(os.getpid(), 11)\n", "code -11"),
-        ("", "no answer"),
-        ("pathlib.Path(sys.argv[2]).write_text('{')\n", "no answer"),
+        ("os.kill(os.getpid(), 11)\n", "SIGSEGV"),
+        ("", "answer.json"),
+        ("pathlib.Path(sys.argv[2]).write_text('{')\n", "answer.json"),
         ("time.sleep(600)\n", "0.6 s"),
         (writes(GAIN) + "time.sleep(600)\n", "0.6 s"),
     ],

@@ -60,7 +60,7 @@ def test_a_process_that_fails_is_an_error_of_its_kind(
 
 
 def test_a_process_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentFaultError, match=" 0 s"):
+    with pytest.raises(EnvironmentFaultError, match=r" 0\.1 s"):
         simulate(TINY, timeout_s=0.1, python=program(tmp_path, "exec sleep 60"))
 
 

@@ -16,11 +16,13 @@ import pytest
 from prepare_request_factory import listed_request, numbered_text
 from tokenizers import Tokenizer
 
-from trainer.runtime.data.prepare import main, prepare
+from trainer.runtime.data.prepare import prepare
 from trainer.runtime.data.token_rows import TokenRows, length_histogram
 from trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokenizer
+from trainer.runtime.run.answering import answer, report_progress
 from trainer.spec import codec
 from trainer.spec.data.profile import DataProfile
+from trainer.spec.data.request import PrepareRequest
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.job.sections import BadRows, DataFormat, LossOn
 
@@ -493,9 +495,14 @@ def test_a_process_ends_when_the_one_that_started_it_is_killed():
     process.communicate(timeout=60)  # the pipe ends when the child, which has it too, has ended
 
 
+def command(folder):
+    files = [str(folder / "request.json"), str(folder / "answer.json")]
+    return answer(files, PrepareRequest, lambda request: prepare(request, report_progress))
+
+
 def test_the_command_answers_in_a_file(request_of, text, tmp_path, capsys):
     codec.write(tmp_path / "request.json", request_of(text))
-    assert main([str(tmp_path / "request.json"), str(tmp_path / "answer.json")]) == 0
+    assert command(tmp_path) == 0
     assert codec.read(tmp_path / "answer.json", DataProfile).num_rows > 0
     assert capsys.readouterr().out == "making a tokenizer of 300 tokens\n"
 
@@ -503,9 +510,10 @@ def test_the_command_answers_in_a_file(request_of, text, tmp_path, capsys):
 def test_the_command_explains_on_stderr_with_the_code_of_the_error(request_of, tmp_path, capsys):
     (tmp_path / "a.txt").write_bytes(b"a\0")
     codec.write(tmp_path / "request.json", request_of(tmp_path / "a.txt"))
-    assert main([str(tmp_path / "request.json"), str(tmp_path / "answer.json")]) == 2
+    assert command(tmp_path) == 2
     assert "NUL byte at offset 1" in capsys.readouterr().err
     assert not (tmp_path / "answer.json").exists()
+    assert "NUL byte at offset 1" in (tmp_path / "answer.error").read_text()
 
 
 def test_a_cache_that_cannot_be_made_is_an_environment_fault(text, tmp_path):

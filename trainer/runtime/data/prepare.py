@@ -14,8 +14,7 @@ From what can be used of the sources to rows on disk: tokenised in order, checke
 
 import errno
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from hashlib import blake2b
 from pathlib import Path
@@ -63,12 +62,11 @@ from trainer.runtime.data.tokenizer import (
     train_tokenizer,
     write_trained_tokenizer,
 )
-from trainer.runtime.run.process import end_with_parent
-from trainer.spec import codec
+from trainer.runtime.run.answering import answer_and_exit, report_progress
 from trainer.spec.data.profile import DataProfile
 from trainer.spec.data.request import PrepareRequest, SourceFile, content_suffix
 from trainer.spec.data.shapes import SHAPES, Encoding, ShapeFacts
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
+from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.job.sections import DataFormat, LossOn
 
 TOKENIZER_TRAINING_CHARS = 100_000_000
@@ -412,38 +410,18 @@ def _batches(stream: Iterable[Unit]) -> Iterator[list[Unit]]:
         yield batch
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Answers the request in the first file with a profile in the second; the exit code."""
-    if len(arguments) != 2:
-        sys.stderr.write("usage: python -m trainer.runtime.data.prepare REQUEST.json ANSWER.json\n")
-        return ExitCode.INPUT
-    try:
-        request = codec.read(Path(arguments[0]), PrepareRequest)
-        codec.write(Path(arguments[1]), _prepare_or_explain(request))
-    except ShardwiseError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
-    return ExitCode.DONE
-
-
 def _prepare_or_explain(request: PrepareRequest) -> DataProfile:
     """`prepare`, with what the system refuses as an EnvironmentFaultError."""
     try:
-        return prepare(request, _say)
+        return prepare(request, report_progress)
     except OSError as error:
         remedy = "free some space or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         place = error.filename or request.cache_root
         raise EnvironmentFaultError(f"{place}: {error.strerror}; {remedy}name another cache folder") from error
 
 
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    end_with_parent()
     try:
-        sys.exit(main(sys.argv[1:]))
+        answer_and_exit(PrepareRequest, _prepare_or_explain)
     except SystemExit as ending:
         os._exit(int(ending.code or 0))  # a thread may still be in native code; nothing is left to clean up

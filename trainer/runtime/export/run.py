@@ -1,7 +1,5 @@
 """Exports what a run trained from one of its checkpoints, whatever engine saved it, on the CPU and in one process.
 
-    python -m trainer.runtime.export.run RUN_DIR OUT [--merge] [--format hf|onnx] [--checkpoint best|last|step-N] ...
-
     1  the model of the checkpoint is built, and its logits are taken
     2  it is merged or rounded, where that was asked for, and its logits are taken again
     3  the folder is written beside OUT, and the model is let go
@@ -17,11 +15,8 @@ The default is what a run itself exports at its end: the last, or the best of a 
 taken and another scored better, that is said.
 """
 
-import argparse
 import os
 import re
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,9 +44,11 @@ from trainer.runtime.export.weights import merge_adapters, round_weights
 from trainer.runtime.models.adapters import base_type
 from trainer.runtime.models.build import build_model, model_from_config
 from trainer.runtime.models.model_code import as_its_user, write_model_code
+from trainer.runtime.run.answering import answer_and_exit
 from trainer.spec import codec
-from trainer.spec.errors import InputError, ShardwiseError
+from trainer.spec.errors import InputError
 from trainer.spec.hardware import DeviceKind
+from trainer.spec.messages.worker_requests import ExportRequest, Lines
 from trainer.spec.plan import Plan
 from trainer.spec.report import Evaluation, Report
 from trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Offload, Precision, Sharding
@@ -269,44 +266,20 @@ def _stored_type(folder: Path) -> torch.dtype:
     return _STORED.get(max(counts, key=lambda each: counts[each]), torch.float32) if counts else torch.float32
 
 
-def main() -> None:
-    """Parses the command line, exports, and ends with the error's exit code where that fails."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.runtime.export.run", description=__doc__)
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--merge", action="store_true")
-    parser.add_argument("--format", choices=("hf", "onnx"), default="hf")
-    parser.add_argument("--dtype", choices=sorted(DTYPES))
-    parser.add_argument("--checkpoint")
-    parser.add_argument("--no-check", action="store_true")
-    parser.add_argument("--hide-paths", action="store_true")
-    chosen = parser.parse_args()
-    wish = Wish(
-        merge=chosen.merge,
-        format=chosen.format,
-        dtype=DTYPES[chosen.dtype] if chosen.dtype is not None else None,
-        checkpoint=chosen.checkpoint,
-        checks=not chosen.no_check,
-        hides_paths=chosen.hide_paths,
-    )
-    answer(lambda: _lines(chosen.out, export_run(chosen.run_dir, chosen.out, wish)))
-
-
-def answer(work: Callable[[], list[str]]) -> None:
-    """Does the work and prints its lines; a ShardwiseError ends the process with its exit code instead."""
+def _answer(request: ExportRequest) -> Lines:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports DeepSpeed to save; it would look for GPUs
     disable_progress_bar()
-    try:
-        lines = work()
-    except ShardwiseError as error:
-        print(error, file=sys.stderr)  # noqa: T201  # the answer of a program
-        sys.exit(int(error.exit_code))
-    for line in lines:
-        print(line)  # noqa: T201  # the answer of a program
-
-
-def _lines(out: Path, done: Done) -> list[str]:
-    return [f"{out}: exported from {done.checkpoint.path.name}", *done.checks, *done.notes]
+    wish = Wish(
+        merge=request.merge,
+        format=request.format,
+        dtype=DTYPES[request.dtype] if request.dtype is not None else None,
+        checkpoint=request.checkpoint,
+        checks=request.checks,
+        hides_paths=request.hides_paths,
+    )
+    out = Path(request.out)
+    done = export_run(Path(request.run_dir), out, wish)
+    return Lines(lines=(f"{out}: exported from {done.checkpoint.path.name}", *done.checks, *done.notes))
 
 
 def read_plan(run_dir: Path) -> Plan:
@@ -409,4 +382,4 @@ def _step_of(wanted: str, best: Evaluation | None) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    answer_and_exit(ExportRequest, _answer)

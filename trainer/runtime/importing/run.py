@@ -49,9 +49,10 @@ from trainer.runtime.importing.files import (
 from trainer.runtime.importing.names import Placed, base_name, build_empty, merged, place_tensors
 from trainer.runtime.importing.sharded import read_dcp, read_zero
 from trainer.runtime.importing.tensors import SAFETENSORS_TYPES, Stored, Tensors, read_safetensors, read_torch_files
+from trainer.runtime.run.answering import answer, report_progress
 from trainer.runtime.run.process import end_with_parent
 from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
+from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.messages.import_request import Imported, ImportKind, ImportRequest, WeightType
 from trainer.spec.units import format_bytes
 
@@ -265,25 +266,10 @@ def _sync(folder: Path) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Answers the request in the first file with a value in the second; the exit code."""
-    if len(arguments) != 2:
-        sys.stderr.write("usage: python -m trainer.runtime.importing.run REQUEST.json ANSWER.json\n")
-        return ExitCode.INPUT
     disable_progress_bar()
-    try:
-        request = codec.read(Path(arguments[0]), ImportRequest)
-        codec.write(Path(arguments[1]), import_checkpoint(request, _say))
-    except ShardwiseError as error:
-        sys.stderr.write(printable(str(error)) + "\n")
-        return error.exit_code
-    except OSError as error:
-        sys.stderr.write(printable(f"{error.filename}: cannot be read: {error.strerror or error}") + "\n")
-        return ExitCode.ENVIRONMENT
-    return ExitCode.DONE
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    return answer(
+        arguments, ImportRequest, lambda request: import_checkpoint(request, report_progress), clean=printable
+    )
 
 
 FILE_BYTES = 5 * 10**9

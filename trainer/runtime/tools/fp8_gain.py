@@ -9,7 +9,6 @@ timed, or why nothing was. A few seconds: at most BUDGET_S for each shape and ty
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from torch import nn
 from trainer.runtime.models.build import model_from_config
 from trainer.runtime.precision.fp8 import fp8_region, library_of
 from trainer.runtime.precision.fp8_layers import fp8_layers, token_multiple
+from trainer.runtime.run.answering import answer as answer_request
 from trainer.runtime.run.stopwatch import best_seconds
-from trainer.spec import codec
 from trainer.spec.errors import InputError, ShardwiseError
 from trainer.spec.messages.measurement import Fp8GainRequest
 from trainer.spec.plan import Fp8Gain, ShapeTimes
@@ -64,18 +63,8 @@ def answer(request: Fp8GainRequest) -> Fp8Gain:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Answers the request named in `arguments`; 2 where it cannot be read."""
-    try:
-        request_path, answer_path = map(Path, arguments)
-        request = codec.read(request_path, Fp8GainRequest)
-    except ValueError:
-        print("usage: python -m trainer.runtime.tools.fp8_gain REQUEST.json ANSWER.json", file=sys.stderr)  # noqa: T201  # of a program
-        return 2
-    except InputError as error:
-        print(error, file=sys.stderr)  # noqa: T201  # the answer of a program
-        return int(error.exit_code)
-    codec.write(answer_path, answer(request))
-    return 0
+    """Answers the request named in `arguments`; the exit code."""
+    return answer_request(arguments, Fp8GainRequest, answer)
 
 
 def _times(request: Fp8GainRequest) -> tuple[ShapeTimes, ...]:

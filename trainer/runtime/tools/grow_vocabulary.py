@@ -1,4 +1,4 @@
-"""`python -m trainer.runtime.tools.grow_vocabulary FOLDER NUM_ROWS OUT`: a model folder with room for more tokens.
+"""A worker that writes a model folder with room for more tokens.
 
 Tokens that a chat template brings, or that were added to a tokenizer, need rows in the embedding and in the head. The
 folder that comes out is a model like any other, so every engine reads it as it reads any: the weight files without an
@@ -12,8 +12,6 @@ language models"), where random rows would take probability from all of them.
 import json
 import os
 import shutil
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError
+from trainer.runtime.run.answering import answer_and_exit
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.messages.worker_requests import GrowRequest, Lines
 
 _NAMES = (
     "embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight",
@@ -89,16 +89,10 @@ def _with_rows(tensor: Tensor, num_rows: int) -> Tensor:
     return torch.cat([tensor, (mean + _NOISE * spread * noise).to(tensor.dtype)])
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Grows it; the exit code."""
-    folder, num_rows, out = arguments
-    try:
-        grow_vocabulary(Path(folder), int(num_rows), Path(out))
-    except ShardwiseError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
-    return ExitCode.DONE
+def _answer(request: GrowRequest) -> Lines:
+    grow_vocabulary(Path(request.folder), request.num_rows, Path(request.out))
+    return Lines()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    answer_and_exit(GrowRequest, _answer)

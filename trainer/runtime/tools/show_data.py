@@ -1,17 +1,17 @@
-"""`python -m trainer.runtime.tools.show_data CACHE_DIR WIDTH [colour]`: the first example of prepared data, on stdout.
+"""A worker that writes out the first example of prepared data.
 
 The first of the rows as they lie on disk, not of the run: the same whatever the seed. A packed row is shown up to the
 end of its first documents, as a person reads one example and not two thousand tokens.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
 from trainer.runtime.data.tokenizer import TextTokenizer, load_tokenizer
+from trainer.runtime.run.answering import answer_and_exit
 from trainer.runtime.tools.show_example import show
-from trainer.spec.errors import ExitCode, ShardwiseError
+from trainer.spec.messages.worker_requests import ExampleRequest, Lines
 
 SHOWN_DOCUMENTS = 2  # of a packed row
 SHOWN_TOKENS = 600
@@ -49,16 +49,9 @@ def _end(starts: Sequence[int], length: int) -> int:
     return starts[SHOWN_DOCUMENTS - 1] if len(starts) >= SHOWN_DOCUMENTS else length
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Shows it; the exit code."""
-    cache_dir, width, *rest = arguments
-    try:
-        sys.stdout.write(first_example(Path(cache_dir), width=int(width), colour=rest == ["colour"]) + "\n")
-    except ShardwiseError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code
-    return ExitCode.DONE
+def _answer(request: ExampleRequest) -> Lines:
+    return Lines(lines=(first_example(Path(request.cache_dir), width=request.width, colour=request.colour),))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    answer_and_exit(ExampleRequest, _answer)
