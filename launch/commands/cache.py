@@ -1,24 +1,43 @@
-"""`shardwise cache`: what is kept outside of run directories; `--prune` frees what is stale and can be made again.
+"""`shardwise cache`: lists what is stored outside of run directories; `--prune` frees stale entries.
 
-Calibration and timings are never freed, nor what a process holds; the hub's cache is shown with the command that is
-made for it. Nothing is asked: `--prune --dry-run` shows what would go.
+    <cache>/data/FINGERPRINT       prepared data           locks/FINGERPRINT is held while it is made
+    <cache>/data/.partial-...      a preparation at work, or one that was killed
+    <cache>/streams/NAME           windows of a stream     locks/NAME is held by its run
+    <cache>/models/KEY             models with room for new tokens; `.KEY.PID` is one being written
+    <cache>/operators/NAME         DeepSpeed's operators, for one set of versions, one CPU and one environment
+    <cache>/trials/NAME            logs of candidates that failed a trial
+    <cache>/fp8/KEY.json           measured gains of FP8
+    <scratch>/shardwise/staged/... copies on a node's own disk (slurm.stage)
+    <state>/calibration.jsonl      measurements of runs
+
+An entry is stale if it can be made again and is of no use as it is: leftovers of killed processes, operators for other
+versions or another CPU, and entries unused for some days. Calibration and timings are never stale. An entry is in use
+if a process of this machine has it open or mapped, or holds its lock (flock). Last use is the latest read or write
+that the file system records; one mounted with `noatime` records no reads.
+
+A stale entry is freed while its lock is held, after a second check. A folder is renamed first, so that no reader ever
+sees half of it; after a kill it is a leftover under its new name. The hub's cache is listed with its own command.
 """
 
+import fcntl
 import os
+import re
+import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.cache.entries import DAY_S, Entry, Kind, State, Survey, read_entries
-from launch.cache.prune import prune
-from launch.cache.use import read_storage, used_paths
-from launch.engine.operators import extensions_dir
+from launch.engine.operators import extensions_dir, find_stale_locks
 from launch.inputs.hub import hub_cache
 from launch.job import folders
 from launch.job.layers import read_personal_folders
 from launch.plan.gather import recorded_versions
-from launch.probe.host import read_host
+from launch.probe.disks import mount_of
+from launch.probe.host import parse_mountinfo, read_host, read_text
+from launch.rundir.process_record import read_records, read_state
 from launch.terminal import Console
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
@@ -26,6 +45,13 @@ from trainer.spec.units import format_bytes
 from trainer.spec.value import Value
 
 DEFAULT_DAYS = 30
+DAY_S = 86400.0
+_WRITING = re.compile(r"\..+\.[0-9a-f]{8}")  # of codec.write_bytes
+_GROWING = re.compile(r"\.[0-9a-f]{32}\.(\d+)")  # of grow_vocabulary
+_GOING = ".partial-"  # of data: what `data_cache` and the next prune take for abandoned
+_SHARED = frozenset(
+    {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "panfs", "cifs", "smb3", "fuse.sshfs"}
+)
 
 
 class CacheOptions(NamedTuple):
@@ -37,12 +63,80 @@ class CacheOptions(NamedTuple):
     as_json: bool = False
 
 
+class Kind(StrEnum):
+    """In the order that they are shown."""
+
+    DATA = "prepared data"
+    STREAM = "stream windows"
+    MODEL = "extended models"
+    OPERATORS = "operators"
+    TRIALS = "failed trials"
+    STAGED = "staged copies"
+    LEFTOVER = "leftovers"
+    FP8 = "FP8 timings"
+    CALIBRATION = "calibration"
+    OTHER = "other files"
+    HUB = "hub's cache"
+
+
+class State(StrEnum):
+    """What `--prune` does with it."""
+
+    KEPT = "kept"
+    HELD = "in use"
+    STALE = "stale"
+
+
+class Entry(Value, frozen=True, kw_only=True):
+    """One thing that is kept."""
+
+    kind: Kind
+    path: str
+    num_bytes: int
+    num_files: int
+    last_used_s: float  # seconds of the epoch
+    state: State
+    why: str = ""
+    lock: str | None = None  # held by whoever makes or uses it
+
+
 class CacheAnswer(Value, frozen=True, kw_only=True):
     """What `--json` prints: what there is, or what there was and which of it was freed."""
 
     entries: tuple[Entry, ...]
     freed: tuple[str, ...] = ()
     freed_bytes: int = 0
+
+
+class Extent(Value, frozen=True, kw_only=True):
+    """What a file or a folder comes to."""
+
+    num_bytes: int
+    num_files: int
+    last_written_s: float  # of the epoch
+    last_used_s: float  # written or read
+
+
+class Storage(Value, frozen=True, kw_only=True):
+    """The file system below a folder."""
+
+    is_shared: bool  # other machines may use what lies there
+    keeps_reads: bool
+
+
+class Survey(Value, frozen=True, kw_only=True):
+    """Where to look, and what is current."""
+
+    cache: Path
+    state: Path
+    hub: Path
+    scratch: Path | None = None
+    operators: Path  # the folder of the operators for this environment
+    older_than_days: int = 30
+    is_age_stated: bool = False  # by the command line
+    storage: Storage
+    used: frozenset[str]  # paths that processes have open
+    now_s: float
 
 
 def run_cache(options: CacheOptions, console: Console, *, environment: Mapping[str, str] = os.environ) -> ExitCode:
@@ -126,3 +220,310 @@ def _render_freed(entries: Sequence[Entry], verb: str) -> str:
 
 def _counted(number: int) -> str:
     return f"{number} entr{'y' if number == 1 else 'ies'}"
+
+
+def read_entries(survey: Survey) -> tuple[Entry, ...]:
+    """Everything that is there, by kind, the largest first."""
+    found = [*_data(survey), *_streams(survey), *_models(survey), *_operators(survey), *_trials(survey)]
+    found += [*_staged(survey), *_leftovers(survey), *_measured(survey), *_others(survey), *_hub(survey)]
+    order = list(Kind)
+    return tuple(sorted(found, key=lambda entry: (order.index(entry.kind), -entry.num_bytes, entry.path)))
+
+
+def _data(survey: Survey) -> Iterator[Entry]:
+    root = survey.cache / "data"
+    for path in _entries(root, but=("locks", "index")):
+        if path.name.startswith(".partial-"):
+            lock = root / "locks" / path.name.removeprefix(".partial-")
+            yield _leftover(survey, path, lock, "a preparation that was cut off")
+        elif path.is_dir():
+            yield _by_age(survey, Kind.DATA, path, root / "locks" / path.name)
+
+
+def _streams(survey: Survey) -> Iterator[Entry]:
+    root = survey.cache / "streams"
+    for path in _entries(root, but=("locks",)):
+        lock = root / "locks" / path.name
+        state, why = (State.STALE, "its run has ended") if is_lock_free(lock) else (State.HELD, "its run is at work")
+        yield _entry(survey, Kind.STREAM, path, state, why, lock)
+
+
+def _models(survey: Survey) -> Iterator[Entry]:
+    for path in _entries(survey.cache / "models"):
+        writer = _GROWING.fullmatch(path.name)
+        if writer is None:
+            yield _by_age(survey, Kind.MODEL, path, None)
+        elif survey.storage.is_shared and not _is_old(survey, path, days=1):
+            yield _entry(survey, Kind.MODEL, path, State.HELD, "is being written, perhaps on another machine")
+        elif read_state(int(writer[1])) is not None:
+            yield _entry(survey, Kind.MODEL, path, State.HELD, "is being written")
+        else:
+            yield _entry(survey, Kind.LEFTOVER, path, State.STALE, "a model whose writing was cut off")
+
+
+def _operators(survey: Survey) -> Iterator[Entry]:
+    for path in _entries(survey.cache / "operators"):
+        lock = path / ".builder"
+        if path == survey.operators:
+            held = is_lock_free(lock)
+            words = "for this environment" if held else "are being built"
+            yield _entry(survey, Kind.OPERATORS, path, State.KEPT if held else State.HELD, words, lock)
+        elif _without_environment(path.name) == _without_environment(survey.operators.name):
+            yield _by_age(survey, Kind.OPERATORS, path, lock)
+        else:
+            yield _of_others(survey, path, lock)
+        for stale in find_stale_locks(path):
+            yield _entry(survey, Kind.LEFTOVER, stale, State.STALE, "the lock of a build that was killed", None)
+
+
+def _of_others(survey: Survey, path: Path, lock: Path) -> Entry:
+    """For other versions or another CPU, which on a shared disk may be another machine's of today."""
+    if survey.storage.is_shared and not _is_old(survey, path, days=1):
+        return _entry(survey, Kind.OPERATORS, path, State.KEPT, "used within a day, perhaps on another machine", lock)
+    return _unless_held(survey, Kind.OPERATORS, path, lock, "for other versions or another CPU")
+
+
+def _trials(survey: Survey) -> Iterator[Entry]:
+    for path in _entries(survey.cache / "trials"):
+        records = [record for pids in path.glob("*/attempts/*/pids") for record in read_records(pids).values()]
+        if any(record.is_alive for record in records):
+            yield _entry(survey, Kind.TRIALS, path, State.HELD, "is at work")
+        else:
+            yield _by_age(survey, Kind.TRIALS, path, None)
+
+
+def _staged(survey: Survey) -> Iterator[Entry]:
+    if survey.scratch is None:
+        return
+    for path in _entries(survey.scratch / "shardwise" / "staged"):
+        yield _by_age(survey, Kind.STAGED, path, path / ".lock")
+
+
+def _leftovers(survey: Survey) -> Iterator[Entry]:
+    """Files that were being replaced when their writer died, and locks of data that is gone."""
+    for folder in (survey.cache / "data" / "index", survey.cache / "fp8", survey.state):
+        for path in _entries(folder):
+            if _WRITING.fullmatch(path.name) and _is_old(survey, path, days=1):
+                yield _entry(survey, Kind.LEFTOVER, path, State.STALE, "a file whose writing was cut off")
+    locks = survey.cache / "data" / "locks"
+    for path in _entries(locks):
+        is_orphan = not any((locks.parent / name).exists() for name in (path.name, f".partial-{path.name}"))
+        if is_orphan and _is_old(survey, path, days=1) and is_lock_free(path):
+            yield _entry(survey, Kind.LEFTOVER, path, State.STALE, "the lock of data that is gone", path)
+
+
+def _measured(survey: Survey) -> Iterator[Entry]:
+    timings = survey.cache / "fp8"
+    if timings.is_dir():
+        yield _entry(survey, Kind.FP8, timings, State.KEPT, "measured")
+    calibration = survey.state / "calibration.jsonl"
+    if calibration.is_file():
+        yield _entry(survey, Kind.CALIBRATION, calibration, State.KEPT, "measured by runs; plans are corrected by it")
+
+
+def _others(survey: Survey) -> Iterator[Entry]:
+    known = ("data", "streams", "models", "operators", "trials", "fp8")
+    for path in _entries(survey.cache, but=known):
+        yield _entry(survey, Kind.OTHER, path, State.KEPT, "not of a kind that this version makes")
+
+
+def _hub(survey: Survey) -> Iterator[Entry]:
+    if survey.hub.is_dir():
+        yield _entry(
+            survey, Kind.HUB, survey.hub, State.KEPT, "other programs use it: hf cache ls, hf cache rm, hf cache prune"
+        )
+
+
+def last_used_s(kind: Kind, path: Path) -> float:
+    """Of a trial it is when it was last written: to see whether one is at work, its files are read."""
+    extent = read_extent(path)
+    return extent.last_written_s if kind is Kind.TRIALS else extent.last_used_s
+
+
+def _by_age(survey: Survey, kind: Kind, path: Path, lock: Path | None) -> Entry:
+    """Stale once it was not used for so many days."""
+    if not _is_old(survey, path, days=survey.older_than_days, kind=kind):
+        return _entry(survey, kind, path, State.KEPT, "", lock)
+    if not survey.storage.keeps_reads and not survey.is_age_stated:
+        words = "the disk keeps no times of reading (noatime): --older-than goes by writing"
+        return _entry(survey, kind, path, State.KEPT, words, lock)
+    return _unless_held(survey, kind, path, lock, f"not used for {survey.older_than_days} days")
+
+
+def _leftover(survey: Survey, path: Path, lock: Path, why: str) -> Entry:
+    if is_lock_free(lock):
+        return _entry(survey, Kind.LEFTOVER, path, State.STALE, why, lock)
+    return _entry(survey, Kind.DATA, path, State.HELD, "is being prepared", lock)
+
+
+def _unless_held(survey: Survey, kind: Kind, path: Path, lock: Path | None, why: str) -> Entry:
+    if lock is not None and not is_lock_free(lock):
+        return _entry(survey, kind, path, State.HELD, "its lock is held", lock)
+    return _entry(survey, kind, path, State.STALE, why, lock)
+
+
+def _entry(survey: Survey, kind: Kind, path: Path, state: State, why: str = "", lock: Path | None = None) -> Entry:
+    extent = read_extent(path)
+    if state is State.STALE and is_used(path, survey.used):
+        state, why = State.HELD, "a process has it open"
+    return Entry(
+        kind=kind,
+        path=str(path),
+        num_bytes=extent.num_bytes,
+        num_files=extent.num_files,
+        last_used_s=last_used_s(kind, path),
+        state=state,
+        why=why,
+        lock=None if lock is None else str(lock),
+    )
+
+
+def _is_old(survey: Survey, path: Path, *, days: int, kind: Kind = Kind.OTHER) -> bool:
+    return survey.now_s - last_used_s(kind, path) >= days * DAY_S
+
+
+def _without_environment(name: str) -> str:
+    return name.rpartition("-env-")[0]
+
+
+def _entries(folder: Path, *, but: tuple[str, ...] = ()) -> Iterator[Path]:
+    try:
+        yield from sorted(path for path in folder.iterdir() if path.name not in but)
+    except OSError:  # not there, or not ours
+        return
+
+
+def prune(entries: tuple[Entry, ...]) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
+    """What was freed of these stale entries, and why something could not be."""
+    freed, problems, used = [], [], used_paths()
+    for entry in entries:
+        try:
+            if not is_used(Path(entry.path), used) and _remove(entry):
+                freed.append(entry)
+        except OSError as error:
+            problems.append(f"{entry.path}: {error.strerror}")
+    return tuple(freed), tuple(problems)
+
+
+def _remove(entry: Entry) -> bool:
+    """False where somebody has taken the lock, or the entry, meanwhile."""
+    path = Path(entry.path)
+    with ExitStack() as held:
+        if entry.lock is not None and not held.enter_context(held_lock(Path(entry.lock))):
+            return False
+        if not (path.exists() or path.is_symlink()) or last_used_s(entry.kind, path) > entry.last_used_s:
+            return False
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(_out_of_sight(entry, path))
+        else:
+            path.unlink()
+        if entry.lock is not None and Path(entry.lock).parent.name == "locks":
+            Path(entry.lock).unlink(missing_ok=True)
+    return True
+
+
+def _out_of_sight(entry: Entry, path: Path) -> Path:
+    """The folder under the name that it goes by from now on."""
+    if entry.kind is not Kind.DATA:
+        return path
+    going = path.with_name(f"{_GOING}{path.name}")
+    shutil.rmtree(going, ignore_errors=True)
+    return path.rename(going)
+
+
+def read_extent(path: Path) -> Extent:
+    """Sizes and times of everything below a path; links are not followed, and a file with two names counts once."""
+    seen: set[tuple[int, int]] = set()
+    num_bytes, written, used = 0, 0.0, 0.0
+    for status in _statuses(path):
+        key = (status.st_dev, status.st_ino)
+        if key not in seen:
+            seen.add(key)
+            num_bytes += status.st_size
+            written = max(written, status.st_mtime)
+            used = max(used, status.st_mtime, status.st_atime)
+    empty_s = 0.0 if seen else _changed_s(path)
+    return Extent(
+        num_bytes=num_bytes, num_files=len(seen), last_written_s=written or empty_s, last_used_s=used or empty_s
+    )
+
+
+def _statuses(path: Path) -> Iterator[os.stat_result]:
+    if path.is_symlink() or not path.is_dir():
+        yield path.lstat()
+        return
+    for folder, _, names in os.walk(path):
+        for name in names:
+            try:
+                yield Path(folder, name).lstat()
+            except OSError:  # gone meanwhile
+                continue
+
+
+def _changed_s(path: Path) -> float:
+    """Of a folder without files."""
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def read_storage(folder: Path, *, root: Path = Path("/")) -> Storage:
+    """Of the mount that a folder, which need not exist, lies in."""
+    mount = mount_of(folder.absolute(), parse_mountinfo(read_text(root / "proc/self/mountinfo")))
+    if mount is None:
+        return Storage(is_shared=False, keeps_reads=True)
+    return Storage(is_shared=mount.filesystem in _SHARED, keeps_reads="noatime" not in mount.options)
+
+
+def used_paths(*, processes: Path = Path("/proc")) -> frozenset[str]:
+    """Paths that processes of this machine have open, mapped or stand in; those of others where we may look."""
+    return frozenset(_used(processes))
+
+
+def _used(processes: Path) -> Iterator[str]:
+    for process in processes.glob("[0-9]*"):
+        try:
+            links = [process / "cwd", *(process / "fd").iterdir()]
+            mapped = (process / "maps").read_text(errors="replace")
+        except OSError:  # ended meanwhile, or another user's
+            continue
+        for link in links:
+            try:
+                yield str(link.readlink())
+            except OSError:
+                continue
+        yield from (line[line.index("/") :] for line in mapped.splitlines() if "/" in line)
+
+
+def is_used(path: Path, used: frozenset[str]) -> bool:
+    """Whether one of the used paths is this one, or below it."""
+    whole = str(path.resolve())
+    return any(each == whole or each.startswith(f"{whole}/") for each in used)
+
+
+@contextmanager
+def held_lock(path: Path) -> Iterator[bool]:
+    """Whether the lock was free; while the block runs it is ours then. A lock that nobody ever took is free."""
+    if not path.is_file():
+        yield True
+        return
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+    finally:
+        os.close(descriptor)
+
+
+def is_lock_free(path: Path) -> bool:
+    """Asked for a moment; a lock that may not be opened counts as held."""
+    try:
+        with held_lock(path) as is_free:
+            return is_free
+    except OSError:
+        return False

@@ -16,10 +16,17 @@ import pytest
 from calibration_factory import record_of as calibration_record
 from prepare_request_factory import listed_request, make_old, numbered_text
 
-from launch.cache.entries import Kind, State, read_entries
-from launch.cache.prune import prune
-from launch.cache.use import Storage, read_extent
-from launch.commands.cache import CacheOptions, read_survey, run_cache
+from launch.commands.cache import (
+    CacheOptions,
+    Kind,
+    State,
+    Storage,
+    prune,
+    read_entries,
+    read_extent,
+    read_survey,
+    run_cache,
+)
 from launch.engine.operators import extensions_dir
 from launch.inputs.prepare_data import prepare_data
 from launch.plan.calibration_store import append_calibration

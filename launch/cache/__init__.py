@@ -1,1 +1,0 @@
-"""What is kept outside of run directories."""
