@@ -1,0 +1,76 @@
+"""`launch.worker`: progress, answers, errors, time limits and the end of a process that runs torch for launch."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from hanging_programs import pids_in, wait_until_gone
+
+from launch.worker import WorkerTimeoutError, ask, run_together
+from trainer.spec.errors import EnvironmentFaultError, InputError, ShardwiseError
+from trainer.spec.messages.worker_requests import Lines
+
+
+@pytest.fixture
+def module_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Writes a worker module that every Python of the test finds."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def write(body: str) -> str:
+        (tmp_path / "stand_in.py").write_text("import os, pathlib, sys, time\n" + body)
+        return "stand_in"
+
+    return write
+
+
+def lines_of(module: str, **settings: object) -> Lines:
+    return ask(module, None, Lines, subject="the work", **settings)  # type: ignore[arg-type]
+
+
+ANSWER = 'pathlib.Path(sys.argv[2]).write_text(\'{"lines": ["a"]}\')\n'
+
+
+def test_progress_arrives_in_order_and_the_answer_last(module_of):
+    seen: list[str] = []
+    body = "print('one'); print('two ä'); sys.stdout.write('three'); sys.stdout.flush()\n" + ANSWER
+    assert lines_of(module_of(body), on_line=seen.append) == Lines(lines=("a",))
+    assert seen == ["one", "two ä", "three"]
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "exit_code"),
+    [(2, InputError, 2), (4, EnvironmentFaultError, 4), (1, ShardwiseError, 1), (77, ShardwiseError, 1)],
+)
+def test_an_exit_code_is_the_error_it_stands_for(module_of, code, kind, exit_code):
+    with pytest.raises(ShardwiseError, match="the fact") as raised:
+        lines_of(module_of(f"sys.stderr.write('noise\\nthe fact\\n'); sys.exit({code})\n"))
+    assert type(raised.value) is kind and raised.value.exit_code == exit_code
+
+
+def test_a_written_error_is_reported_without_the_noise_of_libraries(module_of):
+    body = "sys.stderr.write('noise\\n'); pathlib.Path(sys.argv[2]).with_suffix('.error').write_text('a\\nb\\n')\n"
+    with pytest.raises(InputError, match=r"^a\nb$"):
+        lines_of(module_of(body + "sys.exit(2)\n"))
+
+
+@pytest.mark.cold
+def test_a_worker_that_takes_too_long_is_ended_with_its_children(module_of, tmp_path):
+    body = (
+        "import subprocess\nchild = subprocess.Popen(['sleep', '600'])\n"
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\ntime.sleep(600)\n"
+    )
+    with pytest.raises(WorkerTimeoutError, match=r"1\.5 s"):
+        lines_of(module_of(body), timeout_s=1.5)
+    wait_until_gone(*pids_in(tmp_path / "pid"))
+
+
+def test_a_python_that_is_missing_is_an_environment_fault(module_of):
+    with pytest.raises(EnvironmentFaultError, match="/no/python"):
+        lines_of(module_of(""), python="/no/python")
+
+
+def test_workers_that_wait_for_a_failed_one_are_ended(module_of, tmp_path):
+    module = module_of("if sys.argv[1] == '1': sys.exit('no such backend')\ntime.sleep(600)\n")
+    environment = {"PYTHONPATH": str(tmp_path), "PATH": str(Path(sys.executable).parent)}
+    found = run_together(module, [["0"], ["1"]], environment=environment, folder=tmp_path, timeout_s=300)
+    assert found == (True, "no such backend")
