@@ -169,7 +169,7 @@ def test_a_quota_bounds_the_room_and_is_named(place):
     program(root, "quota", "printf '%s\\n' 'Disk quotas for user me (uid 1):' '/here 100 0 1124 0 5 0 9 0'")
     room = read_room(folder / "not" / "yet", environment, root=root)
     assert room.free_bytes == MIB and "your user's quota" in room.bytes_limit
-    asked = {"what": "the data needs", "mend": "make room", "environment": environment, "root": root}
+    asked = {"what": "the data needs", "remedy": "make room", "environment": environment, "root": root}
     check_room(folder, num_bytes=MIB, num_files=4, **asked)
     with pytest.raises(EnvironmentFaultError, match=r"the data needs 2 MiB.*1 MiB.*your user's quota.*make room"):
         check_room(folder, num_bytes=2 * MIB, **asked)
