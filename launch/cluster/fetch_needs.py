@@ -10,7 +10,7 @@ from typing import NamedTuple
 from launch.inputs.data_files import is_of_hub
 from launch.inputs.dataset_hub import list_dataset
 from launch.inputs.dataset_splits import Part
-from launch.inputs.hub import hub_cache, list_snapshot
+from launch.inputs.hub import hub_cache, list_snapshot, repository_folder
 from launch.inputs.model_files import ModelFiles
 from launch.probe import disks
 from trainer.spec.job.sections import Job
@@ -58,7 +58,7 @@ def model_need(job: Job, model: ModelFiles, hub_home: Path | None) -> Need | Non
         return Need(what, cache, 0, 0)
     revision = job.model.revision or model.revision
     listed = list_snapshot(repository, revision=revision, cache=cache, setting="model.name")
-    snapshot = cache / f"models--{repository.replace('/', '--')}" / "snapshots" / listed.commit
+    snapshot = repository_folder(cache, repository) / "snapshots" / listed.commit
     left = [size for name, size in listed.sizes.items() if not (snapshot / name).is_file()]
     return Need(what, cache, sum(left), len(left))
 

@@ -10,13 +10,14 @@ program filled the cache, only numbered files (`-00000-of-00004`) show what is m
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from glob import escape
 from pathlib import Path
 from typing import NamedTuple
 
 from launch.inputs.dataset_splits import SETTINGS_FILES, Part, files_of_part
-from launch.inputs.hub import ANSWER_TIMEOUT_S, HUB_ID, hub_errors_explained
+from launch.inputs.hub import ANSWER_TIMEOUT_S, HUB_ID, cached_commit, hub_errors_explained, repository_folder
 from trainer.spec import codec
 from trainer.spec.data.request import ROW_SUFFIXES, content_suffix
 from trainer.spec.errors import InputError
@@ -70,8 +71,16 @@ def dataset_files(source: str, part: Part, *, cache: Path, setting: str) -> HubF
     Raises InputError if the data set, its revision or the part does not exist, or needs a token; EnvironmentFaultError
     if the hub cannot be reached. Both name the next step.
     """
-    found = _find(source, part, cache=cache, setting=setting)
-    return found if found is not None else _download(source, part, cache=cache, setting=setting)
+    wanted = _Wanted(source, part, cache, setting)
+    found = _find(wanted)
+    if found is not None:
+        return found
+    with wanted.hub_errors_explained():
+        commit, listing = _request_listing(wanted, with_sizes=False)
+        chosen = wanted.files_among(listing.names, commit)
+        _fetch(wanted, commit, chosen)
+    snapshot = wanted.snapshot(commit)
+    return HubFiles(f"{wanted.repository}@{commit}", tuple(snapshot / name for name in chosen))
 
 
 def list_dataset(source: str, part: Part, *, cache: Path, setting: str) -> ListedFiles:
@@ -79,22 +88,21 @@ def list_dataset(source: str, part: Part, *, cache: Path, setting: str) -> Liste
 
     Raises the errors of `dataset_files`.
     """
-    repository, _ = _parsed(source)
-    found = _find(source, part, cache=cache, setting=setting)
+    wanted = _Wanted(source, part, cache, setting)
+    found = _find(wanted)
     if found is not None:
-        snapshot = _root(cache, repository) / "snapshots" / found.reference.rpartition("@")[2]
+        commit = found.reference.rpartition("@")[2]
+        snapshot = wanted.snapshot(commit)
         sizes = {path.relative_to(snapshot).as_posix(): path.stat().st_size for path in found.paths}
-        return _listed(found.reference, sizes, snapshot)
-    commit, listing = _listing_with_sizes(source, cache=cache, setting=setting)
-    snapshot, data = _root(cache, repository) / "snapshots" / commit, _data_files(listing.names)
-    if not data:
-        raise InputError(_nothing_to_read(repository, listing.names, setting=setting))
-    chosen = files_of_part(data, read_readme(snapshot), part, origin=f"{setting}: {source}")
-    sizes = dict(zip(listing.names, listing.sizes, strict=True))
-    return _listed(f"{repository}@{commit}", {name: sizes[name] for name in chosen}, snapshot)
-
-
-def _listed(reference: str, sizes: Mapping[str, int], snapshot: Path) -> ListedFiles:
+    else:
+        commit = wanted.cached_commit
+        listing = _stored_listing(wanted, commit)
+        if listing is None or len(listing.sizes) < len(listing.names):
+            with wanted.hub_errors_explained():
+                commit, listing = _request_listing(wanted, with_sizes=True)
+        snapshot, all_sizes = wanted.snapshot(commit), dict(zip(listing.names, listing.sizes, strict=True))
+        sizes = {name: all_sizes[name] for name in wanted.files_among(listing.names, commit)}
+    reference = f"{wanted.repository}@{commit}"
     files = (
         ListedFile(f"hf://datasets/{reference}/{name}", size, snapshot / name) for name, size in sizes.items() if size
     )
@@ -109,99 +117,100 @@ def read_readme(folder: Path) -> str | None:
         return None
 
 
-def _find(source: str, part: Part, *, cache: Path, setting: str) -> HubFiles | None:
-    """The part in the cache; None if some of it is missing, or may be."""
-    repository, revision = _parsed(source)
-    root = _root(cache, repository)
-    commit = _commit(root, revision)
-    snapshot = root / "snapshots" / commit
-    if not snapshot.is_dir():
-        return None
-    listing = _read_listing(root, commit)
-    names = listing or tuple(path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*"))
-    try:
-        chosen = files_of_part(_data_files(names), read_readme(snapshot), part, origin=f"{setting}: {source}")
-    except InputError:
-        if listing:  # of the whole repository, so no download would help
-            raise
-        return None
-    is_whole = all((snapshot / name).is_file() for name in chosen) and (bool(listing) or _has_all_shards(chosen))
-    lacks_readme = README in names and not (snapshot / README).is_file()
-    if not is_whole or lacks_readme:
-        return None
-    return HubFiles(f"{repository}@{commit}", tuple(snapshot / name for name in chosen))
+class _Wanted(NamedTuple):
+    """A part of a data set, the cache, and the setting that names it in messages."""
 
+    source: str
+    part: Part
+    cache: Path
+    setting: str
 
-def _download(source: str, part: Part, *, cache: Path, setting: str) -> HubFiles:
-    repository, revision = _parsed(source)
-    with hub_errors_explained(
-        repository, revision=revision, cache=cache, setting=setting, what="a data set", pages="datasets/"
-    ):
-        commit, names = _request_listing(source, cache=cache, with_sizes=False)
-        snapshot = _root(cache, repository) / "snapshots" / commit
+    @property
+    def repository(self) -> str:
+        return self.source.partition("@")[0]
+
+    @property
+    def revision(self) -> str | None:
+        return self.source.partition("@")[2] or None
+
+    @property
+    def folder(self) -> Path:
+        return repository_folder(self.cache, self.repository, kind="datasets")
+
+    @property
+    def cached_commit(self) -> str:
+        return cached_commit(self.folder, self.revision)
+
+    def snapshot(self, commit: str) -> Path:
+        return self.folder / "snapshots" / commit
+
+    def files_among(self, names: Sequence[str], commit: str) -> tuple[str, ...]:
+        """The files of the part among the names of a commit; raises InputError if there are none."""
         data = _data_files(names)
         if not data:
-            raise InputError(_nothing_to_read(repository, names, setting=setting))
-        chosen = files_of_part(data, read_readme(snapshot), part, origin=f"{setting}: {source}")
-        _fetch(repository, commit, chosen, cache=cache)
-    return HubFiles(f"{repository}@{commit}", tuple(snapshot / name for name in chosen))
+            raise InputError(_nothing_to_read(self.repository, names, setting=self.setting))
+        readme = read_readme(self.snapshot(commit))
+        return files_of_part(data, readme, self.part, origin=f"{self.setting}: {self.source}")
+
+    def hub_errors_explained(self) -> AbstractContextManager[None]:
+        return hub_errors_explained(
+            self.repository,
+            revision=self.revision,
+            cache=self.cache,
+            setting=self.setting,
+            what="a data set",
+            pages="datasets/",
+        )
 
 
-def _listing_with_sizes(source: str, *, cache: Path, setting: str) -> tuple[str, Listing]:
-    """The commit of the source and its files, from the cache if they were requested before."""
-    repository, revision = _parsed(source)
-    root = _root(cache, repository)
-    commit = _commit(root, revision)
-    listing = _stored_listing(root, commit)
-    if listing is None or len(listing.sizes) < len(listing.names):
-        with hub_errors_explained(
-            repository, revision=revision, cache=cache, setting=setting, what="a data set", pages="datasets/"
-        ):
-            commit, _ = _request_listing(source, cache=cache, with_sizes=True)
-        listing = _stored_listing(root, commit)
-    assert listing is not None, "it was just written"
-    return commit, listing
+def _find(wanted: _Wanted) -> HubFiles | None:
+    """The part in the cache; None if some of it is missing, or may be."""
+    commit = wanted.cached_commit
+    snapshot = wanted.snapshot(commit)
+    if not snapshot.is_dir():
+        return None
+    listing = _stored_listing(wanted, commit)
+    if listing is None:
+        names = tuple(path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*"))
+    else:
+        names = listing.names
+    try:
+        chosen = wanted.files_among(names, commit)
+    except InputError:
+        if listing is not None:  # of the whole repository, so no download would help
+            raise
+        return None
+    is_whole = all((snapshot / name).is_file() for name in chosen)
+    lacks_readme = README in names and not (snapshot / README).is_file()
+    if not is_whole or lacks_readme or (listing is None and not _has_all_shards(chosen)):
+        return None
+    return HubFiles(f"{wanted.repository}@{commit}", tuple(snapshot / name for name in chosen))
 
 
-def _request_listing(source: str, *, cache: Path, with_sizes: bool) -> tuple[str, tuple[str, ...]]:
-    """Requests the commit and the names of its files from the hub; stores them and README.md in the cache."""
+def _request_listing(wanted: _Wanted, *, with_sizes: bool) -> tuple[str, Listing]:
+    """Requests the commit and its files from the hub; stores the listing and README.md in the cache."""
     from huggingface_hub import HfApi
 
-    repository, revision = _parsed(source)
-    described = HfApi().dataset_info(repository, revision=revision, timeout=ANSWER_TIMEOUT_S, files_metadata=with_sizes)
+    described = HfApi().dataset_info(
+        wanted.repository, revision=wanted.revision, timeout=ANSWER_TIMEOUT_S, files_metadata=with_sizes
+    )
     siblings, commit = described.siblings or (), described.sha
     assert commit is not None, "the hub answers with a commit"
     names = tuple(sibling.rfilename for sibling in siblings)
-    sizes = tuple(sibling.size or 0 for sibling in siblings) if with_sizes else ()
-    _write_listing(_root(cache, repository), commit, revision, Listing(names=names, sizes=sizes))
+    listing = Listing(names=names, sizes=tuple(sibling.size or 0 for sibling in siblings) if with_sizes else ())
+    _store_listing(wanted, commit, listing)
     if README in names:
-        _fetch(repository, commit, [README], cache=cache)
-    return commit, names
+        _fetch(wanted, commit, [README])
+    return commit, listing
 
 
-def _fetch(repository: str, commit: str, names: Sequence[str], *, cache: Path) -> None:
+def _fetch(wanted: _Wanted, commit: str, names: Sequence[str]) -> None:
     from huggingface_hub import snapshot_download
 
     patterns = [escape(name) for name in names]
-    snapshot_download(repository, repo_type="dataset", revision=commit, cache_dir=cache, allow_patterns=patterns)
-
-
-def _parsed(source: str) -> tuple[str, str | None]:
-    repository, _, revision = source.partition("@")
-    return repository, revision or None
-
-
-def _root(cache: Path, repository: str) -> Path:
-    return cache / f"datasets--{repository.replace('/', '--')}"
-
-
-def _commit(root: Path, revision: str | None) -> str:
-    """The commit of a branch or a tag when it was last requested; a commit is itself."""
-    name = revision or "main"
-    try:
-        return (root / "refs" / name).read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return name
+    snapshot_download(
+        wanted.repository, repo_type="dataset", revision=commit, cache_dir=wanted.cache, allow_patterns=patterns
+    )
 
 
 def _data_files(names: Sequence[str]) -> tuple[str, ...]:
@@ -227,27 +236,23 @@ def _has_all_shards(names: Sequence[str]) -> bool:
     return all(count == int(total) for (_, total, _), count in counts.items())
 
 
-def _listing_path(root: Path, commit: str) -> Path:
-    return root / "listings" / f"{commit}.json"
+def _listing_path(wanted: _Wanted, commit: str) -> Path:
+    return wanted.folder / "listings" / f"{commit}.json"
 
 
-def _read_listing(root: Path, commit: str) -> tuple[str, ...]:
-    listing = _stored_listing(root, commit)
-    return () if listing is None else listing.names
-
-
-def _stored_listing(root: Path, commit: str) -> Listing | None:
+def _stored_listing(wanted: _Wanted, commit: str) -> Listing | None:
     try:
-        return codec.read(_listing_path(root, commit), Listing)
+        return codec.read(_listing_path(wanted, commit), Listing)
     except InputError:  # filled by another program, or never requested
         return None
 
 
-def _write_listing(root: Path, commit: str, revision: str | None, listing: Listing) -> None:
+def _store_listing(wanted: _Wanted, commit: str, listing: Listing) -> None:
     """Stores the names, and the commit of the branch or tag where huggingface_hub would write it."""
-    _listing_path(root, commit).parent.mkdir(parents=True, exist_ok=True)
-    codec.write(_listing_path(root, commit), listing)
-    reference = root / "refs" / (revision or "main")
+    path = _listing_path(wanted, commit)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    codec.write(path, listing)
+    reference = wanted.folder / "refs" / (wanted.revision or "main")
     if reference.name != commit:
         reference.parent.mkdir(parents=True, exist_ok=True)
         codec.write_bytes(reference, commit.encode())

@@ -50,15 +50,24 @@ def is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
 
 
-def find_snapshot(repository: str, *, revision: str | None, cache: Path) -> Path | None:
-    """The folder of a revision's files in the cache, None if there are none."""
-    root = cache / f"models--{repository.replace('/', '--')}"
+def repository_folder(cache: Path, repository: str, *, kind: str = "models") -> Path:
+    """The folder of a repository in the cache; `kind` is models, datasets or kernels."""
+    return cache / f"{kind}--{repository.replace('/', '--')}"
+
+
+def cached_commit(folder: Path, revision: str | None) -> str:
+    """The commit of a branch or a tag when it was last requested; a commit is itself."""
     name = revision or "main"
     try:
-        commit = (root / "refs" / name).read_text().strip()
+        return (folder / "refs" / name).read_text().strip()
     except (OSError, UnicodeDecodeError):
-        commit = name
-    snapshot = root / "snapshots" / commit
+        return name
+
+
+def find_snapshot(repository: str, *, revision: str | None, cache: Path) -> Path | None:
+    """The folder of a revision's files in the cache, None if there are none."""
+    folder = repository_folder(cache, repository)
+    snapshot = folder / "snapshots" / cached_commit(folder, revision)
     return snapshot if (snapshot / "config.json").is_file() else None
 
 
