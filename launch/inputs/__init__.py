@@ -1,1 +1,1 @@
-"""Model folders, hub ids and data files: found, checked and fetched before anything heavy starts."""
+"""Models, data and trusted code of a job: found, checked and downloaded before anything heavy starts."""

@@ -1,1 +1,1 @@
-"""The job file on disk: YAML, layers of defaults, sweeps, the extensions file."""
+"""The job file on disk: YAML, layers of defaults, sweeps; and the folders outside a run."""

@@ -22,6 +22,7 @@ from trainer.spec.nearest import close_matches
 from trainer.spec.units import GIB, MIB, parse_bytes, parse_count, parse_seconds, parse_share
 from trainer.spec.value import Value
 
+TEXT_SCHEMA = {"type": "string", "minLength": 1}
 LARGEST_WHOLE = 2**53  # the largest that JSON readers agree on
 _YES, _NO = ("yes", "on", "true"), ("no", "off", "false")
 _NUMBER_PATTERN = r"[0-9][0-9_]*(\.[0-9]+)?([eE][+-]?[0-9]+)?|\.[0-9]+"
@@ -134,17 +135,14 @@ def flag() -> Kind:
 
 def choice(members: type[StrEnum]) -> Kind:
     """One member of an enum; False means `off` if that is a member."""
-    words = tuple(member.value for member in members)
-
-    def read(value: object) -> StrEnum:
-        if value is False and "off" in words:
-            return members("off")
-        if not isinstance(value, str) or value not in words:
-            raise ValueError
-        return members(value)
-
-    schema = {"enum": [*words, *([False] if "off" in words else [])]}
-    return Kind(expected=one_of(words), read=read, write=str, schema=schema, choices=words)
+    word = one_word(*(member.value for member in members))
+    has_off = "off" in word.choices
+    return replace(
+        word,
+        read=lambda value: members(word.read("off" if has_off and value is False else value)),
+        write=str,
+        schema={"enum": [*word.choices, *([False] if has_off else [])]},
+    )
 
 
 def choices(members: type[StrEnum]) -> Kind:
@@ -206,12 +204,11 @@ def texts(expected: str, *, may_be_empty: bool) -> Kind:
             raise ValueError
         return tuple(read_text(entry) for entry in value)
 
-    one = {"type": "string", "minLength": 1}
     return Kind(
         expected=expected,
         read=read,
         write=lambda value: value[0] if len(value) == 1 else list(value),
-        schema={"anyOf": [one, {"type": "array", "items": one, "minItems": 0 if may_be_empty else 1}]},
+        schema={"anyOf": [TEXT_SCHEMA, {"type": "array", "items": TEXT_SCHEMA, "minItems": 0 if may_be_empty else 1}]},
     )
 
 
@@ -253,7 +250,7 @@ def columns(*names: str) -> Kind:
         write=dict,
         schema={
             "type": "object",
-            "properties": {name: {"type": "string", "minLength": 1} for name in names},
+            "properties": dict.fromkeys(names, TEXT_SCHEMA),
             "additionalProperties": False,
         },
     )
@@ -425,12 +422,11 @@ def notification() -> Kind:
             raise HintError("a URL begins with http:// or https://")
         return words
 
-    one = {"type": "string", "minLength": 1}
     return Kind(
         expected="a URL, $NAME of a variable that holds one, a command or a list of its words",
         read=read,
         write=lambda words: words[0] if is_url(words) or variable_of(words) else list(words),
-        schema={"anyOf": [one, {"type": "array", "items": one, "minItems": 1}]},
+        schema={"anyOf": [TEXT_SCHEMA, {"type": "array", "items": TEXT_SCHEMA, "minItems": 1}]},
         is_text=True,
     )
 

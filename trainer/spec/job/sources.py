@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeGuard
 
-from trainer.spec.job.kinds import HintError, Kind, number, read_share, read_text, write_share
+from trainer.spec.job.kinds import TEXT_SCHEMA, HintError, Kind, number, read_share, read_text, write_share
 from trainer.spec.value import Value
 
-_TEXT = {"type": "string", "minLength": 1}
 _SHAPE_OF_SOURCE = "{source: ..., weight: 1.0, subset: ..., split: ...}"
 _SHAPE_OF_EVAL = "{source: ..., subset: ..., split: ...}"
 
@@ -62,7 +61,7 @@ def sources() -> Kind:
         expected=f"a file, a folder, a hub id, or a list of {_SHAPE_OF_SOURCE}",
         read=read,
         write=_write_sources,
-        schema={"anyOf": [_TEXT, {"type": "array", "minItems": 1, "items": {"anyOf": [_TEXT, weighted]}}]},
+        schema={"anyOf": [TEXT_SCHEMA, {"type": "array", "minItems": 1, "items": {"anyOf": [TEXT_SCHEMA, weighted]}}]},
         is_text=True,
     )
 
@@ -89,7 +88,7 @@ def held_out_rows() -> Kind:
         expected='a share of train such as "1%", a source of its own, or none',
         read=read,
         write=_write_eval,
-        schema={"anyOf": [_TEXT, {"const": False}, _schema_of_source()]},
+        schema={"anyOf": [TEXT_SCHEMA, {"const": False}, _schema_of_source()]},
         is_text=True,
     )
 
@@ -110,10 +109,10 @@ def _read_part(entry: Mapping[str, object], name: str) -> str | None:
 
 
 def _schema_of_source(**more: object) -> dict[str, object]:
-    part = {"anyOf": [{"type": "null"}, _TEXT]}
+    part = {"anyOf": [{"type": "null"}, TEXT_SCHEMA]}
     return {
         "type": "object",
-        "properties": {"source": _TEXT, **more, "subset": part, "split": part},
+        "properties": {"source": TEXT_SCHEMA, **more, "subset": part, "split": part},
         "required": ["source"],
         "additionalProperties": False,
     }
