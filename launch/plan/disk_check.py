@@ -2,7 +2,7 @@
 
 Counted in the run directory: the checkpoint being written beside the newest kept one (what is trained, in its master
 type, and the optimizer's state), and the exported model (4 bytes a parameter, or of adapters what they weigh). Metrics
-and logs are small beside them. State offloaded to NVMe is asked of its own disk (`nvme_folder`).
+and logs are small beside them. State offloaded to NVMe is checked against its own disk (`offload`).
 """
 
 from pathlib import Path

@@ -278,7 +278,7 @@ print(*(name for name in ("CPUAdamBuilder", "AsyncIOBuilder") if issubclass(buil
 
 
 def test_on_a_gpu_deepspeed_compiles_async_io_alone_with_the_toolkit():
-    """What `cuda_toolkit` rests on, read from the DeepSpeed that is installed."""
+    """The premise of `read_toolkit`, read from the DeepSpeed that is installed."""
     argv = [sys.executable, "-c", TOOLKIT_BUILDERS]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "AsyncIOBuilder"
