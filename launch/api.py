@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 
 from launch.commands.train import train as run_training
+from launch.options import TrainOptions
 from launch.plan.gather import plan_inputs, profile_data, read_inputs
-from launch.run.prepare_run import TrainOptions
 from launch.terminal import Console
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.plan import MemoryEstimate, Plan, SpeedEstimate

@@ -17,8 +17,8 @@ import pytest
 from covering_factory import covering, points
 from gpu_factory import GPU_CASES
 
-from launch.commands.options import build_parser
 from launch.job.yaml_text import read_yaml
+from launch.options import build_parser
 from trainer.planning.tables.catalogue import ENGINE_CONFIGS
 from trainer.runtime.loop.metrics import StepMetrics
 from trainer.spec.errors import ExitCode

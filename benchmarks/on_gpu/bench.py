@@ -20,8 +20,8 @@ from launch.attempt.supervisor import StopKind, StopRequest
 from launch.inputs.prepare_data import prepare_data
 from launch.job import folders
 from launch.plan.gather import PlanInputs, plan_inputs, read_inputs, read_machine, recorded_versions
-from launch.run.short_run import ShortRun, run_short, short_plan
-from launch.run.unlimited_plan import plan_regardless, without_limits
+from launch.run.ladder import plan_regardless, without_limits
+from launch.run.trials import ShortRun, run_short, short_plan
 from launch.show.report.steps import Step as StepLine
 from launch.show.report.steps import last_of_each, read_steps
 from launch.terminal import Console

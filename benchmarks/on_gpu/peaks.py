@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from launch.plan.gather import PlanInputs, read_inputs
-from launch.run.unlimited_plan import plan_regardless, without_limits
+from launch.run.ladder import plan_regardless, without_limits
 from on_gpu.case import Outcome
 from trainer.spec.data.profile import DataProfile
 from trainer.spec.hardware import Hardware

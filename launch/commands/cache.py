@@ -28,12 +28,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
 
 from launch.engine.operators import extensions_dir, find_stale_locks
 from launch.inputs.hub import hub_cache
 from launch.job import folders
 from launch.job.layers import read_personal_folders
+from launch.options import CacheOptions
 from launch.plan.gather import recorded_versions
 from launch.probe.disks import mount_of
 from launch.probe.host import parse_mountinfo, read_host, read_text
@@ -52,15 +52,6 @@ _GOING = ".partial-"  # of data: what `data_cache` and the next prune take for a
 _SHARED = frozenset(
     {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "panfs", "cifs", "smb3", "fuse.sshfs"}
 )
-
-
-class CacheOptions(NamedTuple):
-    """The command line of `shardwise cache`."""
-
-    prune: bool = False
-    older_than_days: int | None = None
-    dry_run: bool = False
-    as_json: bool = False
 
 
 class Kind(StrEnum):

@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import NamedTuple
 
+from launch.options import CancelOptions
 from launch.rundir.cancel_flag import write_cancel_flag
 from launch.rundir.files import RunFiles
 from launch.rundir.find import find_runs
@@ -23,13 +23,6 @@ from slurm.jobs import QueuedJob, cancel, cancel_waiting, signal_batch_script
 from trainer.spec.errors import EnvironmentFaultError, ExitCode
 
 _BETWEEN_SIGNALS_S = 0.3  # two that come at once are one
-
-
-class CancelOptions(NamedTuple):
-    """The command line of `shardwise cancel`."""
-
-    run: str
-    now: bool = False  # without a checkpoint
 
 
 def run_cancel(options: CancelOptions, console: Console, *, environment: Mapping[str, str] = os.environ) -> ExitCode:

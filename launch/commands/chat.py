@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
-from typing import NamedTuple
 
 from launch.commands.export import check_run
+from launch.options import ChatOptions
+from launch.terminal import Console
 from trainer.spec.errors import EnvironmentFaultError, ExitCode
 
 _ENVIRONMENT = {
@@ -21,17 +21,7 @@ _ENVIRONMENT = {
 }
 
 
-class ChatOptions(NamedTuple):
-    """What the command line said; `checkpoint` None: the run's export, or the last checkpoint where there is none."""
-
-    run_dir: Path
-    checkpoint: str | None = None
-    max_new_tokens: int = 512
-    temperature: float | None = None
-    system: str | None = None
-
-
-def run_chat(options: ChatOptions) -> ExitCode:
+def run_chat(options: ChatOptions, _console: Console) -> ExitCode:
     """Talks until the input ends; the exit code of the subprocess, which has said what was wrong."""
     has_export = (options.run_dir / "export").is_dir() and options.checkpoint is None
     if not has_export or not (options.run_dir / "plan.json").is_file():

@@ -5,10 +5,10 @@ is learned told apart from what is only read.
 """
 
 import shutil
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 from launch.inputs.prepare_data import prepare_data
+from launch.options import DataOptions
 from launch.plan.gather import read_inputs
 from launch.terminal import Console
 from launch.worker import ask
@@ -22,9 +22,9 @@ from trainer.spec.units import format_count
 _BAR = 40  # columns of the longest
 
 
-def run_data(job_path: Path, overrides: Sequence[str], console: Console) -> ExitCode:
+def run_data(options: DataOptions, console: Console) -> ExitCode:
     """Prepares, or finds what was prepared, and describes it."""
-    inputs = read_inputs(job_path, overrides, hardware_spec=None)
+    inputs = read_inputs(options.job, options.overrides, hardware_spec=None)
     profile = prepare_data(inputs.request, on_progress=console.line)
     for line in describe_data(profile, inputs.resolved.job):
         console.line(line)

@@ -16,6 +16,8 @@ from typing import Any, BinaryIO
 import msgspec
 
 from launch.inputs.model_files import preset_names, read_model_config
+from launch.options import EstimateOptions
+from launch.terminal import Console
 from trainer.planning.cases.answer import answer_case
 from trainer.spec.errors import ExitCode, InputError
 from trainer.spec.job.sections import Job, ModelJob
@@ -27,8 +29,9 @@ _DECODER = msgspec.json.Decoder()
 _ENCODER = msgspec.json.Encoder()
 
 
-def run_estimate(path: Path) -> ExitCode:
-    """Answers every case of the file `path`, or of stdin for `-`; INPUT where one of them could not be."""
+def run_estimate(options: EstimateOptions, _console: Console) -> ExitCode:
+    """Answers every case of the file, or of stdin for `-`; INPUT where one of them could not be."""
+    path = options.cases
     if path == STDIN:
         return _answer_stream(sys.stdin.buffer, sys.stdout.buffer)
     try:

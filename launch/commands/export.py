@@ -3,9 +3,9 @@
 import json
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 from launch.inputs.hub import check_target, upload
+from launch.options import ExportOptions
 from launch.rundir.paths import committed_checkpoints
 from launch.terminal import Console
 from launch.worker import ask
@@ -14,40 +14,25 @@ from trainer.spec.messages.import_request import WeightType
 from trainer.spec.messages.worker_requests import ExportFormat, ExportRequest, Lines
 
 
-class ExportOptions(NamedTuple):
-    """What the command line said."""
-
-    run_dir: Path
-    output: Path
-    merge: bool = False
-    format: str = "hf"
-    dtype: str | None = None
-    checkpoint: str | None = None
-    check: bool = True
-    push: str | None = None
-    public: bool = False
-    as_json: bool = False
-
-
-def run_export(options: ExportOptions) -> ExitCode:
+def run_export(options: ExportOptions, console: Console) -> ExitCode:
     """Writes the folder and, where asked for, uploads it; whether it may be uploaded is asked first."""
-    console = Console(sys.stderr if options.as_json else None)
+    notes = Console(sys.stderr) if options.as_json else console
     check_run(options.run_dir)
     _check_output(options.output)
     if options.public and options.push is None:
         raise InputError("--public: says how --push uploads; add --push USER/NAME, or leave it out")
     target = check_target(options.push, is_public=options.public) if options.push is not None else None
     for line in _export(options):
-        console.line(line)
+        notes.line(line)
     address = None
     if target is not None:
         address = upload(options.output, target)
-        console.line(f"uploaded to {address}, {'public' if target.is_public else 'private'}")
+        notes.line(f"uploaded to {address}, {'public' if target.is_public else 'private'}")
     if options.as_json:
         pushed = {} if address is None else {"pushed": address}
-        Console().line(json.dumps({"export": str(options.output), **pushed}))
+        console.line(json.dumps({"export": str(options.output), **pushed}))
     else:
-        console.line(f"wrote {options.output}; its README.md says how to load it")
+        notes.line(f"wrote {options.output}; its README.md says how to load it")
     return ExitCode.DONE
 
 

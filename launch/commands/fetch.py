@@ -6,12 +6,9 @@ lies in caches that login and compute nodes share; afterwards `HF_HUB_OFFLINE=1 
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
-from launch.cluster.fetch_needs import Need, check_room, check_room_of, data_need, data_sources, model_need
-from launch.cluster.missing_files import missing_for
 from launch.inputs.data_files import source_bytes
 from launch.inputs.dataset_hub import dataset_files
 from launch.inputs.hub import hub_cache
@@ -20,22 +17,16 @@ from launch.inputs.prepare_data import find_prepared, prepare_data
 from launch.inputs.trusted_code import has_kernel, load_kernel
 from launch.job import folders
 from launch.job.layers import read_job_layers
+from launch.options import FetchOptions
 from launch.plan.gather import PlanInputs, read_inputs, with_weights
 from launch.probe.installed import installed_version
+from launch.run.fetch_needs import Need, check_room, check_room_of, data_need, data_sources, missing_for, model_need
 from launch.terminal import Console
 from trainer.spec.errors import EnvironmentFaultError, ExitCode
 from trainer.spec.job.sections import Job
 from trainer.spec.units import format_bytes, format_count
 
 NUM_PREPARED_FILES = 50
-
-
-class FetchOptions(NamedTuple):
-    """The command line of `shardwise fetch`."""
-
-    job: Path
-    overrides: Sequence[str] = ()
-    prepare: bool = True  # make the token cache as well
 
 
 def run_fetch(options: FetchOptions, console: Console, *, environment: Mapping[str, str] = os.environ) -> ExitCode:

@@ -7,10 +7,9 @@ id.
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
 
 from launch.inputs.model_files import ModelFiles, download_model, find_config, read_model_config
+from launch.options import ImportOptions
 from launch.terminal import Console
 from launch.worker import ask
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
@@ -19,39 +18,27 @@ from trainer.spec.messages.import_request import Imported, ImportKind, ImportReq
 from trainer.spec.units import format_bytes
 
 
-class ImportOptions(NamedTuple):
-    """What the command line said."""
-
-    checkpoint: Path
-    output: Path
-    kind: str | None = None
-    config: str | None = None
-    base: str | None = None
-    dtype: str | None = None
-    as_json: bool = False
-
-
-def run_import(options: ImportOptions) -> ExitCode:
+def run_import(options: ImportOptions, console: Console) -> ExitCode:
     """Writes the folder and says what it was made of and what was left out."""
-    console = Console(sys.stderr if options.as_json else None)
+    notes = Console(sys.stderr) if options.as_json else console
     imported = ask(
         "trainer.runtime.importing.run",
         _request(options),
         Imported,
         subject="the import",
         environment={"DS_ACCELERATOR": "cpu"},
-        on_line=console.line,
+        on_line=notes.line,
         memory_hint="an import needs memory for the largest tensor, three times in fp32",
     )
-    console.line(f"{options.checkpoint}: {imported.source}")
+    notes.line(f"{options.checkpoint}: {imported.source}")
     size = format_bytes(imported.num_bytes)
-    console.line(f"{imported.num_tensors} tensors, {size}, most of them {imported.dtype}; all there, all finite")
+    notes.line(f"{imported.num_tensors} tensors, {size}, most of them {imported.dtype}; all there, all finite")
     for note in imported.notes:
-        console.line(note)
+        notes.line(note)
     if options.as_json:
-        Console().line(json.dumps({"import": str(options.output), "kind": imported.kind, "notes": imported.notes}))
+        console.line(json.dumps({"import": str(options.output), "kind": imported.kind, "notes": imported.notes}))
     else:
-        console.line(f"wrote {options.output}; train from it with model.name: {options.output}")
+        notes.line(f"wrote {options.output}; train from it with model.name: {options.output}")
     return ExitCode.DONE
 
 

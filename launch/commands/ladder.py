@@ -7,16 +7,24 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from launch.attempt.supervisor import StopRequest
 from launch.inputs.prepare_data import prepare_data
+from launch.options import LadderOptions
 from launch.plan.gather import PlanInputs, read_inputs, with_weights
 from launch.probe.torch_fit import check_torch
 from launch.run.attempts import stop_code
-from launch.run.ladder_run import Climb, Outcome, RungResult, climb
-from launch.run.ladder_rungs import default_rungs, parse_rungs
-from launch.run.ladder_table import ladder_csv, ladder_page, ladder_rows
+from launch.run.ladder import (
+    Climb,
+    Outcome,
+    RungResult,
+    climb,
+    default_rungs,
+    ladder_csv,
+    ladder_page,
+    ladder_rows,
+    parse_rungs,
+)
 from launch.run.trials import check_trials_can_run
 from launch.terminal import Console
 from trainer.planning.explain.choice import machine_words
@@ -26,22 +34,8 @@ from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from trainer.spec.units import format_count
 
 # As a rank counts them: two that allocate and warm up, one whose memory is measured, and the three that are timed.
-LADDER_STEPS, LEAST_STEPS = 6, 3
+LEAST_STEPS = 3
 _WIDTH = 100
-
-
-class LadderOptions(NamedTuple):
-    """What the command line said."""
-
-    job: Path
-    overrides: Sequence[str] = ()
-    rungs: str | None = None
-    gpus: tuple[int, ...] | None = None
-    vram_cap_bytes: int | None = None
-    num_steps: int = LADDER_STEPS
-    csv: Path | None = None
-    html: Path | None = None
-    as_json: bool = False
 
 
 def run_ladder(

@@ -3,8 +3,9 @@
 import json
 from collections.abc import Mapping
 
-from launch.commands.plan import PlanOptions, machines
+from launch.commands.plan import machines
 from launch.inputs.model_files import preset_names, read_preset
+from launch.options import PlanOptions
 from launch.plan.gather import PlanInputs, profile_data, read_calibration_of
 from launch.show.page_file import write_page
 from launch.terminal import Console

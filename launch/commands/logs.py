@@ -4,8 +4,8 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
+from launch.options import LogsOptions
 from launch.rundir.files import NUM_SIDE_LINES, LogFollower, RunFiles, last_lines, main_log, read_run, side_logs
 from launch.rundir.find import RUNS, find_runs, one_run, runs_below
 from launch.rundir.state import Queue, RunState, judge, read_liveness
@@ -14,16 +14,6 @@ from trainer.spec.errors import ExitCode, InputError
 
 LOOK_S = 1.0
 ASK_S = 15.0  # between two questions to Slurm: it serves everybody
-
-
-class LogsOptions(NamedTuple):
-    """The command line of `shardwise logs`."""
-
-    run: str | None = None  # None: the newest in ./runs
-    rank: int | None = None
-    attempt: int | None = None
-    follow: bool = False
-    num_lines: int = 50
 
 
 def run_logs(

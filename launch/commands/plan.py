@@ -3,8 +3,8 @@
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
+from launch.options import PlanOptions
 from launch.plan.asked_nodes import AskedNodes
 from launch.plan.gather import PlanInputs, plan_inputs, profile_data, read_inputs
 from launch.show.page_file import write_page
@@ -17,28 +17,6 @@ from trainer.spec.errors import ExitCode, InputError, NothingFitsError
 from trainer.spec.plan import Plan
 
 Answer = tuple[str, Plan | NothingFitsError]
-
-
-class PlanOptions(NamedTuple):
-    """What the command line said."""
-
-    job: Path
-    overrides: Sequence[str]
-    gpus: tuple[int, ...] | None = None
-    vram_cap_bytes: int | None = None
-    specs: Sequence[str] = ()  # machines that are not here
-    take: int = 1
-    top: int = 3
-    simulate: bool = False
-    trial: int | None = None
-    longest_seq: bool = False
-    largest_batch: bool = False
-    largest_model: bool = False
-    html: Path | None = None
-    as_json: bool = False
-    partition: str | None = None
-    nodes: int | None = None
-    constraint: str | None = None
 
 
 def run_plan(options: PlanOptions, console: Console) -> ExitCode:
@@ -129,7 +107,7 @@ def _partition_sections(
     """Of each machine that is nodes of a partition, how many of them are worth it."""
     if all(inputs.partition is None for inputs in asked.values()):
         return {}
-    from launch.cluster.node_counts import node_counts_section
+    from launch.run.submission import node_counts_section
 
     sections = {spec: node_counts_section(asked[spec], plan) for spec, plan in plans}
     return {spec: (section,) for spec, section in sections.items() if section is not None}

@@ -7,21 +7,20 @@ The steps before the last are measured as in any run; the last one runs under to
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from launch.attempt.supervisor import StopRequest
 from launch.inputs.prepare_data import prepare_data
+from launch.options import ProfileOptions
 from launch.plan.gather import PlanInputs, plan_inputs, read_inputs, with_weights
 from launch.probe.torch_fit import check_torch
 from launch.run.attempts import stop_code
-from launch.run.short_run import run_short, scratch_folder, short_plan
-from launch.run.trials import check_trials_can_run
+from launch.run.trials import check_trials_can_run, run_short, scratch_folder, short_plan
 from launch.rundir import paths as run_dirs
 from launch.rundir.lock import locked
 from launch.show.profile_text import profile_json, profile_page
@@ -39,19 +38,6 @@ from trainer.spec.report import Report
 LEAST_STEPS = 5
 _UNTIMED_STEPS = 3
 _WIDTH = 100
-
-
-class ProfileOptions(NamedTuple):
-    """What the command line said."""
-
-    job: Path
-    overrides: Sequence[str] = ()
-    gpus: tuple[int, ...] | None = None
-    vram_cap_bytes: int | None = None
-    out: Path | None = None
-    num_steps: int = 8
-    only_time: bool = False
-    as_json: bool = False
 
 
 def run_profile(

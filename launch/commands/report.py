@@ -2,21 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
+from launch.options import ReportOptions
 from launch.show.report.runs import RecordedRun, recorded_runs
 from launch.terminal import Console
 from trainer.spec.errors import ExitCode, InputError
-
-
-class ReportOptions(NamedTuple):
-    """What the command line said."""
-
-    run_dirs: Sequence[Path]
-    html: Path | None = None
-    as_json: bool = False
 
 
 def run_report(options: ReportOptions, console: Console) -> ExitCode:

@@ -4,10 +4,10 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
+from launch.options import StatusOptions
 from launch.rundir.files import RunFiles, outputs_of, read_run, tail_lines
 from launch.rundir.find import RUNS, find_runs, run_dirs_of, runs_below
 from launch.rundir.state import Queue, RunStatus, read_liveness, status_of
@@ -17,14 +17,6 @@ from trainer.spec.errors import ExitCode
 
 _LAST_LINE_BYTES = 4096
 _LONGEST_LINE = 200
-
-
-class StatusOptions(NamedTuple):
-    """The command line of `shardwise status`."""
-
-    run: str | None = None  # None: the user's own runs, in ./runs and in the queue
-    as_json: bool = False
-    sync: bool = False  # sends what was written offline to wandb
 
 
 def run_status(options: StatusOptions, console: Console, *, environment: Mapping[str, str] = os.environ) -> ExitCode:

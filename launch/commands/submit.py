@@ -14,11 +14,20 @@ import shutil
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from launch.cluster.submit_checks import check_network, check_room
-from launch.cluster.submit_plan import Point, Target, batch_job, read_target, time_limit_s, time_words
 from launch.job.layers import render_resolved, sweep_points
+from launch.options import SubmitOptions
+from launch.run.submission import (
+    Point,
+    Target,
+    batch_job,
+    check_network,
+    check_room,
+    read_target,
+    time_limit_s,
+    time_words,
+)
 from launch.rundir import paths as run_dirs
 from launch.terminal import Console
 from slurm.sbatch import BatchJob, render_script
@@ -29,19 +38,6 @@ from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from trainer.spec.messages.submission import CHAIN_FILE, FILE_NAME, SCRIPT_NAME, Submission
 
 
-class SubmitOptions(NamedTuple):
-    """The command line of `shardwise submit`; what `settings` holds goes over the job file and key=value."""
-
-    job: Path
-    overrides: Sequence[str] = ()
-    settings: Mapping[str, str | int | None] = {}  # slurm.partition and others, by path; None: not given
-    spec: str | None = None
-    sweeps: Sequence[str] = ()
-    run_dir: Path | None = None
-    dry_run: bool = False
-    as_json: bool = False
-
-
 def run_submit(
     options: SubmitOptions, console: Console, notes: Console, *, environment: Mapping[str, str] = os.environ
 ) -> ExitCode:
@@ -49,7 +45,7 @@ def run_submit(
     points = sweep_points(options.sweeps)
     settings = [
         f"{path}={json.dumps(value, ensure_ascii=False)}"
-        for path, value in options.settings.items()
+        for path, value in options.slurm_settings.items()
         if value is not None
     ]
     target = read_target(

@@ -6,6 +6,7 @@ the attempts, report. Whatever is wrong with the input shows before the run dire
 
 import contextlib
 import os
+import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,11 +21,11 @@ from launch.inputs.trusted_code import fetch_flash_kernel, keep_extension, keep_
 from launch.job import folders
 from launch.job.layers import ResolvedJob, render_resolved
 from launch.nodes.machines import Machines, machines_of, membership, serve
+from launch.options import TrainOptions
 from launch.plan.calibration_store import append_calibration, record_of_run
 from launch.plan.disk_check import check_disk
 from launch.run.attempts import RunOutcome, run_attempts, stop_code
-from launch.run.prepare_run import Prepared, TrainOptions, check_trial, prepare
-from launch.run.resume_run import finished_report, plan_to_resume, refuse_other_run
+from launch.run.start import Prepared, check_trial, finished_report, plan_to_resume, prepare, refuse_other_run
 from launch.rundir import paths as run_dirs
 from launch.rundir.cancel_flag import must_end_at_start
 from launch.rundir.lock import locked
@@ -35,6 +36,20 @@ from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from trainer.spec.plan import Plan
 from trainer.spec.report import Ending, Report
+
+
+def run_train(options: TrainOptions, console: Console) -> ExitCode:
+    """`train`, then its report as JSON, or the commands that may come next."""
+    notes = Console(sys.stderr) if options.as_json else console
+    outcome = train(options, notes)
+    if options.as_json and outcome.report is not None:
+        console.line(codec.encode(outcome.report).decode().rstrip())
+    if outcome.exit_code is ExitCode.DONE and outcome.run_dir is not None and outcome.report is not None:
+        notes.line()
+        notes.line("next:")
+        for command in next_commands(outcome.run_dir, str(options.job)):
+            notes.line(f"  {command}")
+    return outcome.exit_code
 
 
 def train(options: TrainOptions, console: Console, *, environment: Mapping[str, str] = os.environ) -> RunOutcome:

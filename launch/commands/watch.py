@@ -9,10 +9,10 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
+from launch.options import WatchOptions
 from launch.rundir.files import is_run_dir
 from launch.rundir.find import find_runs, one_run
 from launch.rundir.state import RunState
@@ -24,14 +24,6 @@ from trainer.spec.errors import EnvironmentFaultError, ExitCode
 
 LOOK_S = 1.0
 _MOST_MISSED = 30  # looks in a row at a directory that cannot be read
-
-
-class WatchOptions(NamedTuple):
-    """The command line of `shardwise watch`."""
-
-    run: str
-    once: bool = False
-    as_json: bool = False
 
 
 def run_watch(

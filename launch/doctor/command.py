@@ -6,9 +6,7 @@ file that is wrong in itself is exit code 2, as everywhere. `doctor_checks` has 
 
 import os
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Mapping
 
 from msgspec.structs import replace
 
@@ -19,20 +17,12 @@ from launch.doctor.machine import Place, place_of, read_machine
 from launch.doctor.text import render_diagnosis
 from launch.job import folders
 from launch.job.layers import ResolvedJob, read_job_layers, read_personal_folders
+from launch.options import DoctorOptions
 from launch.rundir.paths import output_base
 from launch.terminal import Console
 from trainer.spec import codec
 from trainer.spec.errors import ExitCode
 from trainer.spec.secrets import redact
-
-
-class DoctorOptions(NamedTuple):
-    """The command line of `shardwise doctor`."""
-
-    job: Path | None = None
-    overrides: Sequence[str] = ()
-    quick: bool = False  # leave out what takes longer than a second
-    as_json: bool = False
 
 
 def run_doctor(options: DoctorOptions, console: Console, *, environment: Mapping[str, str] = os.environ) -> ExitCode:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.cluster.fetch_needs import check_room_of, data_need, data_sources, model_need
 from launch.doctor.finding import Finding, fault, fault_of, fine, warning
 from launch.doctor.limits import read_memory
 from launch.doctor.machine import Machine
@@ -17,6 +16,7 @@ from launch.engine.operators import check_toolchain, needed_operators
 from launch.plan.asked_nodes import AskedNodes
 from launch.plan.disk_check import check_disk, needed_disk_bytes
 from launch.plan.gather import PlanInputs, plan_inputs, profile_data, read_inputs
+from launch.run.fetch_needs import check_room_of, data_need, data_sources, model_need
 from launch.track.checks import check_sinks
 from trainer.spec.errors import ShardwiseError
 from trainer.spec.plan import Plan

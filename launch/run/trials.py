@@ -1,27 +1,32 @@
-"""`--trial N`: the best N candidates run a few real steps each, and the measured winner is taken.
+"""`--trial N`: the best N candidates run a few real steps each, and the fastest is chosen.
 
-A trial is an attempt like any other, started by `accelerate launch` and watched by the supervisor, in a scratch folder
-of the cache: what a few steps cost is what the run will cost. Nothing is scored, saved or exported. What they measured
-ranks before what was predicted (`trainer.planning.search.choice`) and joins the calibration of the device.
-
-A candidate that cannot run is told in one line and the others go on; what ran out of memory is out of the plan.
+A short run is an attempt like any other, in a scratch folder of the cache: its cost is the cost of the run. It does not
+evaluate, save or export. The ladder and `shardwise profile` use it too. Measurements of trials rank before predictions
+(`trainer.planning.search.choice`) and join the calibration of the device. A candidate that cannot run is reported in
+one line and the others continue; a candidate that runs out of memory leaves the plan.
 """
 
+import io
 import os
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from launch.attempt.supervisor import StopRequest
+from launch.engine.operators import build_needed
 from launch.inputs.prepare_data import prepare_data
+from launch.inputs.trusted_code import fetch_flash_kernel
 from launch.job import folders
 from launch.plan.calibration_store import append_calibration, record_of_run
 from launch.plan.gather import PlanInputs, plan_inputs, with_weights
 from launch.probe.torch_fit import check_torch
-from launch.run.attempts import stop_code
-from launch.run.short_run import run_short, scratch_folder, short_plan
+from launch.run.attempts import run_attempts, stop_code
 from launch.terminal import Console
 from slurm.allocation import is_login_node
 from trainer.spec.calibration import RecordSource
@@ -64,6 +69,17 @@ class TrialsStoppedError(ShardwiseError):
     def __init__(self, stop: StopRequest) -> None:
         super().__init__("stopped in a trial: nothing was trained")
         self.exit_code = stop_code(stop)
+
+
+class ShortRun(NamedTuple):
+    """A report of what ran to its end, or out of memory; else why it could not."""
+
+    report: Report | None
+    problem: str | None = None
+
+    @property
+    def ran_out_of_memory(self) -> bool:
+        return self.report is not None and self.report.ending is Ending.OUT_OF_MEMORY
 
 
 def check_trials_can_run(hardware: Hardware, *, what: str = "--trial") -> None:
@@ -165,3 +181,67 @@ def _keep(plan: Plan, trials: tuple[Trial, ...], environment: Mapping[str, str])
             record = record_of_run(trial.report, plan, now=now, source=RecordSource.TRIAL)
             if record is not None:
                 append_calibration(folders.state_home(environment), record)
+
+
+def short_plan(plan: Plan, candidate: Candidate, *, num_steps: int) -> Plan:
+    """`plan` cut down to a few steps of one candidate, with nothing to score, save or decode."""
+    schedule = replace(
+        plan.schedule,
+        num_steps=num_steps,
+        warmup_steps=min(plan.schedule.warmup_steps, num_steps - 1),
+        eval_every_steps=None,
+        eval_every_s=None,
+        checkpoint_every_steps=None,
+        checkpoint_every_s=None,
+    )
+    data = replace(plan.data, num_eval_rows=0, num_eval_tokens=0)
+    return replace(
+        plan, candidates=(candidate,), fallbacks=(), schedule=schedule, data=data, tokenizer_path=None, is_trial=True
+    )
+
+
+def run_short(
+    plan: Plan, run_dir: Path, *, cache: Path, console: Console, stop: StopRequest, environment: Mapping[str, str]
+) -> ShortRun:
+    """Runs it in `run_dir`, which is there and empty; its progress is not shown."""
+
+    def should_stop() -> bool:
+        return stop.kind is not None
+
+    try:
+        fetch_flash_kernel(plan, on_progress=console.line, should_stop=should_stop)
+        operators = build_needed(plan, cache_home=cache, on_progress=console.line, should_stop=should_stop)
+        if should_stop():
+            return ShortRun(None, "stopped")
+        report = run_attempts(
+            plan,
+            run_dir=run_dir,
+            resume=False,
+            extensions_dir=operators,
+            console=Console(io.StringIO()),
+            stop=stop,
+            environment=environment,
+        ).report
+    except EnvironmentFaultError as error:
+        return ShortRun(None, str(error).splitlines()[0])
+    if report is not None and report.ending in (Ending.FINISHED, Ending.OUT_OF_MEMORY):
+        return ShortRun(report)
+    error_text = (report.error if report else None) or "no report"
+    return ShortRun(None, " ".join(error_text.split()))
+
+
+@contextmanager
+def scratch_folder(root: Path) -> Iterator[Path]:
+    """A folder under `root` that goes when the block ends, unless a run that failed left its logs in it."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=root))
+    except OSError as error:
+        raise EnvironmentFaultError(f"{root}: cannot be written: {error.strerror}") from error
+    try:
+        yield folder
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    if not any(folder.iterdir()):
+        folder.rmdir()

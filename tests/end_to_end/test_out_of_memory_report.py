@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from rank_factory import rank_plan, write_rows
 from workplace_factory import Workplace
 
-from launch.run.short_run import short_plan
+from launch.run.trials import short_plan
 from trainer.spec import codec
 from trainer.spec.errors import ExitCode
 from trainer.spec.messages.memory_state import MemoryState, memory_state_path

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.commands.options import parse_words
 from launch.job.layers import read_job_layers
+from launch.options import parse_words
 from launch.rundir.cancel_flag import CANCEL_FLAG
 from slurm.jobs import describe_reason
 from trainer.spec.job.fields import BY_PATH
@@ -41,7 +41,7 @@ def test_every_command_is_one(line: str):
     filled = [{"JOB": "job.yaml", "JOBID": "4711", "PORT": "1"}.get(word, word) for word in words]
     if filled in (["cancel"], ["fetch"], ["submit"], ["train"], ["train", "--resume"]):
         filled.append("job.yaml")  # named in a sentence
-    options = parse_words(filled)
+    _, options = parse_words(filled)
     stray = [word for word in getattr(options, "overrides", []) if "=" not in word]
     assert not stray, f"{stray} of {line}"
 
@@ -60,7 +60,7 @@ def test_every_option_is_one_of_shardwise_or_of_sbatch(option: str):
 
 
 def _options_of(command: str) -> set[str]:
-    from launch.commands.options import build_parser
+    from launch.options import build_parser
 
     (subparsers,) = (action for action in build_parser()._actions if action.dest == "command")
     parser = dict(subparsers.choices or {})[command]

@@ -5,22 +5,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
+from launch.options import WorkspaceOptions
 from launch.terminal import Console
 from launch.track.wandb.workspace import IDENTITY, NAME, VIEW_NAME, workspace
 from trainer.spec.errors import EnvironmentFaultError, ExitCode
 from trainer.spec.job.sections import LogJob
 
 _TIMEOUT_S = 120.0
-
-
-class WorkspaceOptions(NamedTuple):
-    """The command line of `shardwise workspace`."""
-
-    project: str | None = None  # None: that of a job that names none
-    entity: str | None = None  # None: the login's own
-    as_json: bool = False  # prints the view, asks nobody
 
 
 def run_workspace(

@@ -17,7 +17,6 @@ from calibration_factory import record_of as calibration_record
 from prepare_request_factory import listed_request, make_old, numbered_text
 
 from launch.commands.cache import (
-    CacheOptions,
     Kind,
     State,
     Storage,
@@ -29,6 +28,7 @@ from launch.commands.cache import (
 )
 from launch.engine.operators import extensions_dir
 from launch.inputs.prepare_data import prepare_data
+from launch.options import CacheOptions
 from launch.plan.calibration_store import append_calibration
 from launch.plan.gather import recorded_versions
 from launch.probe.host import read_host

@@ -158,7 +158,9 @@ MEASURED = """
 import re, sys
 from pathlib import Path
 from launch.commands.estimate import run_estimate
-run_estimate(Path("-"))
+from launch.options import EstimateOptions
+from launch.terminal import Console
+run_estimate(EstimateOptions(Path("-")), Console())
 print(re.search("VmHWM:(.*)kB", Path("/proc/self/status").read_text())[1], file=sys.stderr)
 """
 

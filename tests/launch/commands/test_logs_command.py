@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from run_factory import age, write_attempt, write_report, write_start, write_submission
 
-from launch.commands.logs import LogsOptions, run_logs
+from launch.commands.logs import run_logs
+from launch.options import LogsOptions
 from launch.rundir.files import LogFollower, last_lines
 from launch.rundir.lock import locked
 from launch.terminal import Console

@@ -11,7 +11,8 @@ from reported_run import report_for, step_rows, tiny_plan, write_run
 from run_factory import write_submission
 
 from launch.cli import main
-from launch.commands.report import ReportOptions, run_report
+from launch.commands.report import run_report
+from launch.options import ReportOptions
 from launch.terminal import Console
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from trainer.spec.report import Report

@@ -10,7 +10,8 @@ import pytest
 from run_factory import age, metrics_row, write_attempt, write_holder, write_report, write_start, write_submission
 from small_terminal import SmallTerminal
 
-from launch.commands.watch import WatchOptions, run_watch
+from launch.commands.watch import run_watch
+from launch.options import WatchOptions
 from launch.rundir.files import read_run
 from launch.rundir.lock import LOCK
 from launch.rundir.state import Judged, RunState

@@ -16,10 +16,11 @@ from hub_server import Hub, serving
 from workplace_factory import make_workplace
 
 from launch.doctor.checks import CHECKS, JOB_CHECK, Check, run_checks
-from launch.doctor.command import DoctorOptions, run_doctor
+from launch.doctor.command import run_doctor
 from launch.doctor.finding import Finding, Level, diagnosis_of, explained, fault, fine, warning
 from launch.doctor.machine import read_machine
 from launch.doctor.text import render_diagnosis
+from launch.options import DoctorOptions
 from launch.probe.program import ask
 from launch.terminal import Console
 from trainer.spec.errors import ExitCode

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import machine
 
-from launch.run.ladder_rungs import GROUND, default_rungs, parse_rungs
+from launch.run.ladder import GROUND, default_rungs, parse_rungs
 from trainer.spec.errors import InputError
 from trainer.spec.job.fields import BY_PATH
 

@@ -7,9 +7,7 @@ import pytest
 from msgspec.structs import replace
 from report_factory import MIB, make_candidate, make_report
 
-from launch.run.ladder_run import Outcome, RungResult
-from launch.run.ladder_rungs import parse_rungs
-from launch.run.ladder_table import ladder_csv, ladder_page, ladder_rows
+from launch.run.ladder import Outcome, RungResult, ladder_csv, ladder_page, ladder_rows, parse_rungs
 from trainer.planning.page.html import pages_html
 from trainer.planning.page.text_layout import page_text
 from trainer.spec.report import Ending, Figures, MemoryFigures, SpeedFigures

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from planning_factory import plan_of
 
-from launch.run.resume_run import plan_to_resume
+from launch.run.start import plan_to_resume
 from launch.terminal import Console
 from trainer.spec.errors import InputError
 from trainer.spec.plan import Plan

@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 from planning_factory import machine, plan_of
 
-from launch.run.unlimited_plan import held_to
+from launch.run.ladder import held_to
 from trainer.planning.device import device_of
 from trainer.spec.units import GIB
 

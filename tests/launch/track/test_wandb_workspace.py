@@ -8,9 +8,10 @@ from run_factory import run_plan
 from sink_factory import sink_environment
 from wandb_server import ENTITY, wandb_server
 
+from launch.options import WorkspaceOptions
 from launch.terminal import Console
 from launch.track.metrics import STEP, predicted_series, series_name
-from launch.track.wandb.command import WorkspaceOptions, run_workspace
+from launch.track.wandb.command import run_workspace
 from launch.track.wandb.workspace import NAME, SECTIONS, VIEW_NAME, series_of, workspace
 from trainer.runtime.loop.metrics import StepMetrics
 from trainer.spec.errors import EnvironmentFaultError

@@ -1,9 +1,10 @@
-"""What of a job is on the hub and not in the caches yet, by size, and whether the disks take it.
+"""Files of a job that are on the hub and not in the caches yet: their size, and the room for them on the disks.
 
-Asked of the hub before anything large is downloaded; what is here whole is asked of nobody.
+The hub is asked before anything large is downloaded; it is not asked about complete files.
 """
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +13,8 @@ from launch.inputs.dataset_hub import list_dataset
 from launch.inputs.dataset_splits import Part
 from launch.inputs.hub import hub_cache, list_snapshot, repository_folder
 from launch.inputs.model_files import ModelFiles
+from launch.inputs.trusted_code import has_kernel
+from launch.plan.gather import PlanInputs
 from launch.probe import disks
 from trainer.spec.job.sections import Job
 from trainer.spec.job.sources import DataSource
@@ -103,3 +106,26 @@ def check_room_of(needs: Sequence[Need]) -> None:
             num_files=INODES_A_FILE * sum(need.num_files for need in here),
             what=" with ".join(need.what for need in here),
         )
+
+
+def missing_for(
+    inputs: PlanInputs, *, kernel: str | None = None, environment: Mapping[str, str] = os.environ
+) -> tuple[str, ...]:
+    """`the weights of org/model`, `the data of org/rows`, `the kernel ...`; `kernel` is the one that the plan runs.
+
+    Config, tokenizer and data that is not streamed are here already, as nothing could be planned without them.
+    """
+    return tuple(_missing(inputs, kernel, environment))
+
+
+def _missing(inputs: PlanInputs, kernel: str | None, environment: Mapping[str, str]) -> Iterator[str]:
+    if inputs.model.needs_download:
+        yield f"the weights of {inputs.model.repository}"
+    listed = (*inputs.request.files, *inputs.request.eval_files)
+    remote = {
+        file.hub.partition("@")[0].removeprefix("hf://datasets/") for file in listed if file.is_remote and file.hub
+    }
+    if remote:
+        yield f"the data of {', '.join(sorted(remote))}"
+    if kernel is not None and not has_kernel(kernel, environment):
+        yield f"the kernel {kernel}"

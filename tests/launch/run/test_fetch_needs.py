@@ -9,11 +9,10 @@ from msgspec.structs import replace
 from small_disk import mounted_disk
 from workplace_factory import make_workplace
 
-from launch.cluster.fetch_needs import Need, check_room, check_room_of
-from launch.cluster.missing_files import missing_for
 from launch.inputs.data_files import is_of_hub
 from launch.inputs.trusted_code import has_kernel
 from launch.plan.gather import read_inputs
+from launch.run.fetch_needs import Need, check_room, check_room_of, missing_for
 from trainer.spec.data.request import SourceFile
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.units import MIB

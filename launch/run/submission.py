@@ -1,4 +1,7 @@
-"""What a submission comes to: the plan of each point on the partition's nodes, and the job that asks for them."""
+"""Submission to Slurm, up to sbatch: plans for the partition, its node counts, and checks of what a job will need.
+
+The checks come before a job waits in a queue for hours: its files are here, and there is room for its output.
+"""
 
 import os
 import shutil
@@ -7,23 +10,31 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from launch.inputs.hub import hub_cache
+from launch.inputs.trusted_code import kernel_of
 from launch.job import folders
 from launch.job.layers import ResolvedJob, read_job_layers
 from launch.plan.asked_nodes import charge_of, sbatch_option
+from launch.plan.disk_check import needed_disk_bytes
 from launch.plan.gather import PlanInputs, plan_inputs, profile_data, read_inputs, read_machine, recorded_versions
 from launch.plan.partition_hardware import read_partition_hardware
+from launch.probe import disks
+from launch.run.fetch_needs import missing_for
 from launch.rundir.paths import output_base
 from launch.track.checks import check_sinks
 from slurm.job_limits import share_of_job
 from slurm.job_script import Container, container_of
 from slurm.partition_hardware import PartitionHardware
-from slurm.quantities import format_duration, num_jobs, parse_duration
+from slurm.quantities import describe_num_jobs, format_duration, num_jobs, parse_duration
 from slurm.sbatch import BatchJob, warning_s
 from slurm.submit import knows_pyxis
+from trainer.planning import node_counts
 from trainer.planning.explain.choice import machine_words
-from trainer.planning.node_counts import planned
-from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.planning.node_counts import NodeCount, counts_to_try, planned
+from trainer.planning.page.content import Section
+from trainer.spec.errors import EnvironmentFaultError, InputError, NothingFitsError
 from trainer.spec.hardware import Hardware
 from trainer.spec.job.sections import NodeNetwork, SlurmJob
 from trainer.spec.plan import Plan
@@ -33,6 +44,8 @@ SAVE_BYTES_PER_S = 500 * 10**6  # of a shared file system on a busy day
 TIME_MARGIN = 1.3  # predictions are wrong, and a queue is long
 SETUP_S = 900  # preparing data, compiling, exporting
 ROUNDED_TO_S = 300
+FILES_A_RUN = 100  # its records and logs, an export
+FILES_A_RANK = 20  # logs of attempts, and of each checkpoint a shard
 
 
 class Point(NamedTuple):
@@ -233,3 +246,68 @@ def _folders(target: Target, run_dir: Path, environment: Mapping[str, str]) -> l
         read += [file.path for file in (*each.request.files, *each.request.eval_files) if not file.is_remote]
         named += [path if path.is_dir() else path.parent for path in map(Path, filter(None, read)) if path.exists()]
     return [os.path.abspath(path) for path in named]  # noqa: PTH100 - without following links: a container has the names
+
+
+def node_counts_section(inputs: PlanInputs, plan: Plan) -> Section | None:
+    """The numbers of nodes side by side, and jobs at the time limit; None where the machine is no partition's nodes."""
+    found = inputs.partition
+    if found is None:
+        return None
+    asked, place = plan.hardware.num_nodes, found.partition.name
+    counts = [
+        planned(count, plan) if count == asked else _plan_for(count, inputs, plan)
+        for count in counts_to_try(found.num_allowed_nodes, asked)
+    ]
+    (own,) = (count for count in counts if count.num_nodes == asked)
+    hours = own.totals.hours if own.totals is not None else 0.0
+    wanted = parse_duration(plan.job.slurm.time)
+    limit, words = found.time_limit_s, []
+    if wanted is not None and limit is not None and wanted > limit:
+        words = [f"slurm.time {plan.job.slurm.time} is more than {place} allows, {format_duration(limit)}"]
+    elif wanted is not None:
+        limit = wanted
+    nodes = f"{asked} node{'s' if asked > 1 else ''}"
+    words.append(f"on {nodes}: {describe_num_jobs(hours, limit, place=place)}")
+    return node_counts.node_counts_section(counts, place=place, allowed=found.num_allowed_nodes, sentences=words)
+
+
+def _plan_for(num_nodes: int, inputs: PlanInputs, plan: Plan) -> NodeCount:
+    hardware = replace(inputs.hardware, num_nodes=num_nodes)
+    try:
+        return planned(num_nodes, plan_inputs(inputs._replace(hardware=hardware), plan.data))
+    except (NothingFitsError, InputError) as error:
+        return NodeCount(num_nodes=num_nodes, reason=str(error).splitlines()[0])
+
+
+def check_network(inputs: PlanInputs, plan: Plan, *, job_name: str) -> str | None:
+    """A line on what the job will download, None where there is nothing; InputError where its nodes reach no hub."""
+    network = inputs.resolved.job.slurm.network
+    missing = missing_for(inputs, kernel=kernel_of(plan))
+    if not missing:
+        return None
+    what = " and ".join(missing)
+    if network is NodeNetwork.NONE:
+        raise InputError(
+            f"{what}: not on this machine, and compute nodes have no network (slurm.network: none);\n"
+            f"get it first: shardwise fetch {job_name}"
+        )
+    if network is NodeNetwork.DIRECT:
+        return f"the job downloads {what}"
+    return (
+        f"the job downloads {what}; where compute nodes have no network, cancel it and run first: "
+        f"shardwise fetch {job_name}"
+    )
+
+
+def check_room(plans: Sequence[Plan], run_dir: Path) -> None:
+    """EnvironmentFaultError with both numbers where the run directory's disk, or a quota, lacks bytes or inodes."""
+    folder = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    if not os.access(folder, os.W_OK):
+        raise EnvironmentFaultError(f"{folder}: no permission to write; name another place with output or --run-dir")
+    disks.check_room(
+        run_dir,
+        num_bytes=sum(map(needed_disk_bytes, plans)),
+        num_files=sum(FILES_A_RUN + plan.chosen.num_ranks * FILES_A_RANK for plan in plans),
+        what="checkpoints and the exported model need",
+        remedy="make room, or name another file system with output or --run-dir",
+    )

@@ -1,1 +1,0 @@
-"""Plans and submissions for a Slurm cluster, from a login node."""

@@ -1,0 +1,554 @@
+"""The command line of `shardwise`: each option is declared once, as an annotated field of its command's options.
+
+A command module imports its class from here, because this module loads nothing: `shardwise plan --help` must not load
+what a plan needs. `COMMANDS` names the function that runs a command; `launch.cli` imports it when the command is given.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from trainer.spec.errors import InputError
+
+LADDER_STEPS = 6
+PROFILE_STEPS = 8
+
+
+class _Argument:
+    """What argparse is given for a field: the flags of an option (none for a positional), and further settings."""
+
+    def __init__(self, *flags: str, **settings: Any) -> None:  # noqa: ANN401 - argparse's own
+        self.flags, self.settings = flags, settings
+
+    def add_to(self, parser: argparse.ArgumentParser, name: str, defaults: dict[str, Any]) -> None:
+        if not self.flags:
+            more = {"default": defaults[name]} if name in defaults else {}
+            parser.add_argument(name, **more, **self.settings)
+            return
+        settings = {"dest": name, "default": argparse.SUPPRESS, "required": name not in defaults, **self.settings}
+        if "action" not in settings and "choices" not in settings:
+            settings.setdefault("metavar", self.flags[-1].lstrip("-").replace("-", "_").upper())
+        parser.add_argument(*self.flags, **settings)
+
+
+def _switch(flag: str, text: str | None = None, *, value: bool = True, short: tuple[str, ...] = ()) -> _Argument:
+    action = "store_true" if value else "store_false"
+    return _Argument(*short, flag, action=action, help=text) if text else _Argument(*short, flag, action=action)
+
+
+def _gpu_list(text: str) -> tuple[int, ...]:
+    try:
+        indices = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of GPU indices such as 0,1") from None
+    if any(index < 0 for index in indices) or len(set(indices)) != len(indices):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of different GPU indices such as 0,1")
+    return indices
+
+
+def _size(text: str) -> int:
+    from trainer.spec.units import MIB, parse_bytes
+
+    try:
+        size = parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {error}") from None
+    if size <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive size")
+    if size < MIB:
+        raise argparse.ArgumentTypeError(f"{text!r} is {size} bytes; write the unit, as in 8GiB")
+    return size
+
+
+def _temperature(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a temperature, a number of 0 or more")
+    return number
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+_JOB = _Argument(type=Path, help="job file")
+_Job = Annotated[Path, _JOB]
+_Overrides = Annotated[Sequence[str], _Argument(nargs="*", metavar="key=value", help="e.g. train.lr=1e-4")]
+_Gpus = Annotated[tuple[int, ...] | None, _Argument("--gpus", type=_gpu_list, help="indices, e.g. 0,1")]
+_Vram = Annotated[int | None, _Argument("--vram", type=_size, help="cap of each device, e.g. 8GiB")]
+_Json = Annotated[bool, _switch("--json")]
+_JsonBeside = Annotated[bool, _switch("--json", "the figures on stdout, everything else on stderr")]
+_RunDir = Annotated[Path | None, _Argument("--run-dir", type=Path, help="default: runs/<name>-<UTC time>")]
+_Run = _Argument(metavar="RUN_DIR", type=Path)
+_Take = Annotated[int, _Argument("--take", type=_positive, metavar="N", help="put the N-th candidate first")]
+_TRIAL = _Argument("--trial", type=_positive, metavar="N", help="run the N best for a few steps and choose the fastest")
+_DTYPES = ("fp32", "bf16", "fp16")
+
+
+def _checkpoint(default: str) -> _Argument:
+    return _Argument("--checkpoint", metavar="best|last|step-N", help=f"default: {default}")
+
+
+class InitOptions(NamedTuple):
+    model: Annotated[str, _Argument("--model", help="hub id, folder or preset")]
+    data: Annotated[str, _Argument("--data", help="file, folder or hub id")]
+    output: Annotated[Path, _Argument("-o", "--output", type=Path, help="default: job.yaml")] = Path("job.yaml")
+
+
+class ProbeOptions(NamedTuple):
+    measure: Annotated[bool, _switch("--measure", "time disks, memory and matrix products as well")] = False
+    gpus: _Gpus = None
+    as_json: _Json = False
+    output: Annotated[Path | None, _Argument("-o", "--output", type=Path, help="save it for --hardware FILE")] = None
+
+
+class PlanOptions(NamedTuple):
+    job: _Job
+    overrides: _Overrides = ()
+    vram_cap_bytes: _Vram = None
+    gpus: _Gpus = None
+    specs: Annotated[
+        Sequence[str],
+        _Argument(
+            "--hardware",
+            action="append",
+            metavar="FILE|SPEC",
+            help="plan for another machine: 8xH100-SXM5-80GB; repeatable",
+        ),
+    ] = ()
+    top: Annotated[int, _Argument("--top", type=_positive, help="number of runners-up to show; default: 3")] = 3
+    take: _Take = 1
+    simulate: Annotated[bool, _switch("--simulate", "check the choice by an exact dry run; loads torch")] = False
+    trial: Annotated[int | None, _TRIAL] = None
+    longest_seq: Annotated[bool, _switch("--longest-seq", "the longest sequence that fits")] = False
+    largest_batch: Annotated[bool, _switch("--largest-batch", "the largest micro batch that fits")] = False
+    largest_model: Annotated[bool, _switch("--largest-model", "the largest preset that fits")] = False
+    html: Annotated[
+        Path | None, _Argument("--html", type=Path, metavar="FILE", help="the plan as one page with charts")
+    ] = None
+    partition: Annotated[
+        str | None,
+        _Argument("--partition", metavar="P", help="plan for nodes of a Slurm partition, from a login node"),
+    ] = None
+    nodes: Annotated[
+        int | None,
+        _Argument(
+            "--nodes", type=_positive, metavar="N", help="number of nodes; default: slurm.nodes of the job, else 1"
+        ),
+    ] = None
+    constraint: Annotated[
+        str | None, _Argument("--constraint", metavar="FEATURES", help="nodes with these features, as for sbatch")
+    ] = None
+    as_json: _Json = False
+
+
+class DataOptions(NamedTuple):
+    job: _Job
+    overrides: Annotated[Sequence[str], _Argument(nargs="*", metavar="key=value", help="e.g. data.loss_on=all")] = ()
+
+
+class EstimateOptions(NamedTuple):
+    cases: Annotated[Path, _Argument(type=Path, metavar="CASES.jsonl", help="one JSON object a line; - reads stdin")]
+
+
+class TrainOptions(NamedTuple):
+    job: Annotated[Path, _Argument(type=Path, help="job file or plan.json")]
+    overrides: _Overrides = ()
+    vram_cap_bytes: _Vram = None
+    gpus: _Gpus = None
+    run_dir: _RunDir = None
+    resume: Annotated[bool, _switch("--resume", "continue the newest run of this name, or --run-dir")] = False
+    dry_run: Annotated[bool, _switch("--dry-run", "write the run directory, start nothing")] = False
+    take: Annotated[
+        int, _Argument("--take", type=_positive, metavar="N", help="run the N-th candidate of the plan")
+    ] = 1
+    here: Annotated[bool, _switch("--here", "train on a Slurm login node nevertheless")] = False
+    trial: Annotated[int | None, _TRIAL] = None
+    nodes: Annotated[
+        int | None,
+        _Argument("--nodes", type=_positive, metavar="N", help="number of machines, without Slurm"),
+    ] = None
+    node_rank: Annotated[
+        int | None, _Argument("--node-rank", type=int, metavar="I", help="number of this machine, from 0")
+    ] = None
+    head: Annotated[
+        str | None,
+        _Argument("--head", metavar="HOST[:PORT]", help="the machine of rank 0, as the others reach it"),
+    ] = None
+    as_json: Annotated[bool, _switch("--json", "the report on stdout, everything else on stderr")] = False
+
+
+class SubmitOptions(NamedTuple):
+    """The settings of slurm.* apply over the job file and key=value (`slurm_settings`)."""
+
+    job: _Job
+    overrides: _Overrides = ()
+    partition: Annotated[str | None, _Argument("--partition", metavar="P", help="default: the cluster's")] = None
+    nodes: Annotated[int | None, _Argument("--nodes", type=_positive, metavar="N", help="default: 1")] = None
+    gpus: Annotated[
+        int | None,
+        _Argument("--gpus-per-node", type=_positive, metavar="N", help="default: all that a node has"),
+    ] = None
+    time: Annotated[
+        str | None,
+        _Argument("--time", metavar="T", help="limit of one job; default: the prediction with a margin"),
+    ] = None
+    account: Annotated[str | None, _Argument("--account", metavar="A", help="account to charge")] = None
+    qos: Annotated[str | None, _Argument("--qos", metavar="Q", help="quality of service")] = None
+    constraint: Annotated[str | None, _Argument("--constraint", metavar="C", help="features that nodes must have")] = (
+        None
+    )
+    reservation: Annotated[str | None, _Argument("--reservation", metavar="R", help="reservation to use")] = None
+    mail: Annotated[str | None, _Argument("--mail", metavar="ADDRESS", help="is notified when the job ends")] = None
+    container: Annotated[
+        str | None,
+        _Argument("--container-image", metavar="IMAGE", help="docker://NAME, a .sqsh or a .sif file"),
+    ] = None
+    chain: Annotated[
+        int | None,
+        _Argument("--chain", type=_positive, metavar="N", help="number of jobs, each resuming the one before it"),
+    ] = None
+    spec: Annotated[
+        str | None,
+        _Argument("--hardware", metavar="FILE|SPEC", help="facts about the nodes that Slurm does not report"),
+    ] = None
+    run_dir: _RunDir = None
+    sweeps: Annotated[
+        Sequence[str],
+        _Argument("--sweep", action="append", metavar="key=a,b", help="one run a value, as one array; repeatable"),
+    ] = ()
+    dry_run: Annotated[bool, _switch("--dry-run", "print the script; nothing is written or submitted")] = False
+    as_json: Annotated[bool, _switch("--json", "the result as JSON on stdout, everything else on stderr")] = False
+
+    @property
+    def slurm_settings(self) -> dict[str, str | int | None]:
+        """Settings of the job file that options state, by path; None: not given."""
+        names = ("partition", "nodes", "gpus", "time", "account", "qos", "constraint", "reservation")
+        return {f"slurm.{name}": getattr(self, name) for name in (*names, "mail", "container", "chain")}
+
+
+class FetchOptions(NamedTuple):
+    job: _Job
+    overrides: Annotated[
+        Sequence[str], _Argument(nargs="*", metavar="key=value", help="e.g. data.streaming=false")
+    ] = ()
+    prepare: Annotated[bool, _switch("--no-prepare", "do not make the token cache", value=False)] = True
+
+
+class StatusOptions(NamedTuple):
+    run: Annotated[
+        str | None,
+        _Argument(nargs="?", metavar="RUN|JOBID", help="default: your runs in ./runs and in the queue"),
+    ] = None
+    as_json: _Json = False
+    sync: Annotated[bool, _switch("--sync", "send what was written offline to wandb")] = False
+
+
+class LogsOptions(NamedTuple):
+    run: Annotated[str | None, _Argument(nargs="?", metavar="RUN|JOBID", help="default: the newest run in ./runs")] = (
+        None
+    )
+    rank: Annotated[int | None, _Argument("--rank", type=_count, metavar="N", help="the log of this rank")] = None
+    attempt: Annotated[int | None, _Argument("--attempt", type=_positive, metavar="N", help="default: the newest")] = (
+        None
+    )
+    follow: Annotated[bool, _switch("--follow", "until the run ends, or Ctrl-C", short=("-f",))] = False
+    num_lines: Annotated[int, _Argument("-n", "--lines", type=_count, metavar="N", help="default: 50")] = 50
+
+
+class WatchOptions(NamedTuple):
+    run: Annotated[str, _Argument(metavar="RUN|JOBID", help="a run directory, or the job of one")]
+    once: Annotated[bool, _switch("--once", "show it once and end")] = False
+    as_json: Annotated[bool, _switch("--json", "a line for each new step and each change of state")] = False
+
+
+class LadderOptions(NamedTuple):
+    job: _Job
+    overrides: _Overrides = ()
+    vram_cap_bytes: _Vram = None
+    gpus: _Gpus = None
+    rungs: Annotated[
+        str | None,
+        _Argument("--rungs", metavar="A,B,C", help="values of pins: fp32,bf16-mixed,full,chunked,lora"),
+    ] = None
+    num_steps: Annotated[
+        int, _Argument("--steps", type=_positive, metavar="N", help=f"of each run; default: {LADDER_STEPS}")
+    ] = LADDER_STEPS
+    csv: Annotated[Path | None, _Argument("--csv", type=Path, metavar="FILE", help="the figures as CSV")] = None
+    html: Annotated[
+        Path | None, _Argument("--html", type=Path, metavar="FILE", help="the table and charts as one page")
+    ] = None
+    as_json: _JsonBeside = False
+
+
+class ProfileOptions(NamedTuple):
+    job: _Job
+    overrides: _Overrides = ()
+    vram_cap_bytes: _Vram = None
+    gpus: _Gpus = None
+    out: Annotated[
+        Path | None, _Argument("--out", type=Path, metavar="DIR", help="default: runs/<name>-profile-<UTC time>")
+    ] = None
+    num_steps: Annotated[int, _Argument("--steps", type=_positive, metavar="N", help=f"default: {PROFILE_STEPS}")] = (
+        PROFILE_STEPS
+    )
+    only_time: Annotated[bool, _switch("--time", "time alone, extrapolated to the whole job")] = False
+    as_json: _JsonBeside = False
+
+
+class CancelOptions(NamedTuple):
+    run: Annotated[str, _Argument(metavar="RUN|JOBID", help="a run, a sweep, or a job of one")]
+    now: Annotated[bool, _switch("--now", "at once, without a checkpoint")] = False
+
+
+class DoctorOptions(NamedTuple):
+    job: Annotated[Path | None, _Argument(type=Path, nargs="?", help="job file: its needs are checked too")] = None
+    overrides: Annotated[Sequence[str], _Argument(nargs="*", metavar="key=value", help="e.g. train.seq_len=8192")] = ()
+    quick: Annotated[bool, _switch("--quick", "skip checks that take more than a second")] = False
+    as_json: _Json = False
+
+
+class CacheOptions(NamedTuple):
+    prune: Annotated[bool, _switch("--prune", "free what is stale and can be made again")] = False
+    older_than_days: Annotated[
+        int | None,
+        _Argument("--older-than", type=_count, metavar="DAYS", help="what was unused for so long; default: 30"),
+    ] = None
+    dry_run: Annotated[bool, _switch("--dry-run", "with --prune: show it, free nothing")] = False
+    as_json: _Json = False
+
+
+class ReportOptions(NamedTuple):
+    run_dirs: Annotated[
+        Sequence[Path],
+        _Argument(type=Path, nargs="+", metavar="RUN_DIR", help="several, or a sweep's, are shown side by side"),
+    ]
+    html: Annotated[
+        Path | None, _Argument("--html", type=Path, metavar="FILE", help="the report as one page with charts")
+    ] = None
+    as_json: _Json = False
+
+
+class ExportOptions(NamedTuple):
+    run_dir: Annotated[Path, _Run]
+    output: Annotated[Path, _Argument(type=Path, metavar="OUT")]
+    merge: Annotated[bool, _switch("--merge", "merge adapters into their base: one whole model")] = False
+    format: Annotated[
+        str, _Argument("--format", choices=("hf", "onnx"), help="hf: a Hugging Face folder, the default")
+    ] = "hf"
+    dtype: Annotated[
+        str | None,
+        _Argument("--dtype", choices=_DTYPES, help="default: as trained; of merged weights, the base's"),
+    ] = None
+    checkpoint: Annotated[str | None, _checkpoint("the last; of a job with eval.early_stop, the best")] = None
+    push: Annotated[
+        str | None, _Argument("--push", metavar="USER/NAME", help="upload it to the Hugging Face hub, private")
+    ] = None
+    public: Annotated[bool, _switch("--public", "with --push: visible to everybody")] = False
+    check: Annotated[bool, _switch("--no-check", "do not load it again to compare its logits", value=False)] = True
+    as_json: _Json = False
+
+
+class ImportOptions(NamedTuple):
+    checkpoint: Annotated[Path, _Argument(type=Path, metavar="CHECKPOINT", help="the folder that was saved")]
+    output: Annotated[Path, _Argument(type=Path, metavar="OUT")]
+    kind: Annotated[
+        str | None,
+        _Argument(
+            "--kind",
+            choices=("huggingface", "trainer", "accelerate", "deepspeed", "dcp", "peft"),
+            help="the library that wrote it; default: recognized by its files",
+        ),
+    ] = None
+    config: Annotated[
+        str | None,
+        _Argument("--config", metavar="FOLDER|HUB-ID|PRESET", help="the model; default: CHECKPOINT/config.json"),
+    ] = None
+    base: Annotated[
+        str | None, _Argument("--base", metavar="FOLDER|HUB-ID", help="the model that an adapter is merged into")
+    ] = None
+    dtype: Annotated[str | None, _Argument("--dtype", choices=_DTYPES, help="default: as it was saved")] = None
+    as_json: _Json = False
+
+
+class ChatOptions(NamedTuple):
+    run_dir: Annotated[Path, _Run]
+    checkpoint: Annotated[str | None, _checkpoint("the run's export, else as for export")] = None
+    max_new_tokens: Annotated[
+        int, _Argument("--max-new-tokens", type=_positive, metavar="N", help="of a reply; default: 512")
+    ] = 512
+    temperature: Annotated[
+        float | None,
+        _Argument("--temperature", type=_temperature, metavar="T", help="0 takes the likeliest token each time"),
+    ] = None
+    system: Annotated[
+        str | None, _Argument("--system", metavar="TEXT", help="a system message for the chat template")
+    ] = None
+
+
+class WorkspaceOptions(NamedTuple):
+    project: Annotated[
+        str | None, _Argument("--project", metavar="P", help="default: shardwise, as of a job that names none")
+    ] = None
+    entity: Annotated[
+        str | None,
+        _Argument("--entity", metavar="E", help="owner of the project; default: WANDB_ENTITY, else your own"),
+    ] = None
+    as_json: Annotated[bool, _switch("--json", "print the view; nothing is read or sent")] = False
+
+
+class SchemaOptions(NamedTuple):
+    pass
+
+
+class Command(NamedTuple):
+    """`run` takes the options, a console on stdout, and, if `has_notes`, one on stderr."""
+
+    options: Any
+    run: str  # module:function
+    text: str
+    has_notes: bool = False
+
+
+COMMANDS = {
+    "init": Command(InitOptions, "launch.commands.housekeeping:run_init", "write a commented job file"),
+    "probe": Command(ProbeOptions, "launch.commands.housekeeping:run_probe", "show what this machine offers"),
+    "plan": Command(
+        PlanOptions, "launch.commands.plan:run_plan", "choose a strategy and explain it; nothing is started"
+    ),
+    "data": Command(
+        DataOptions, "launch.commands.data:run_data", "prepare the data, show the first example as the model sees it"
+    ),
+    "estimate": Command(
+        EstimateOptions, "launch.commands.estimate:run_estimate", "memory and speed of cases that pin everything"
+    ),
+    "train": Command(TrainOptions, "launch.commands.train:run_train", "plan, train, evaluate, export, report"),
+    "submit": Command(
+        SubmitOptions,
+        "launch.commands.submit:run_submit",
+        "plan for a Slurm partition, write train.sbatch, submit it",
+        has_notes=True,
+    ),
+    "fetch": Command(
+        FetchOptions,
+        "launch.commands.fetch:run_fetch",
+        "download everything that a job needs from a network: weights, data, tokens",
+    ),
+    "status": Command(
+        StatusOptions, "launch.commands.status:run_status", "state of runs: queue, step, loss, speed, time left"
+    ),
+    "logs": Command(
+        LogsOptions, "launch.commands.logs:run_logs", "last lines that a run logged, and with -f the lines to come"
+    ),
+    "watch": Command(WatchOptions, "launch.commands.watch:run_watch", "the live view of a run, from another shell"),
+    "ladder": Command(
+        LadderOptions,
+        "launch.commands.ladder:run_ladder",
+        "savings of each technique here, switched on one after the other",
+        has_notes=True,
+    ),
+    "profile": Command(
+        ProfileOptions,
+        "launch.commands.profile:run_profile",
+        "memory and time of the parts of a step, and duration of the job",
+        has_notes=True,
+    ),
+    "cancel": Command(
+        CancelOptions,
+        "launch.commands.cancel:run_cancel",
+        "have a run save a checkpoint and end, with all of its jobs",
+    ),
+    "doctor": Command(
+        DoctorOptions,
+        "launch.doctor.command:run_doctor",
+        "problems here that would make training fail or slow, with remedies",
+    ),
+    "cache": Command(
+        CacheOptions,
+        "launch.commands.cache:run_cache",
+        "list what is stored outside of runs, and free what can be made again",
+    ),
+    "report": Command(ReportOptions, "launch.commands.report:run_report", "predicted beside measured"),
+    "export": Command(
+        ExportOptions,
+        "launch.commands.export:run_export",
+        "write a folder that other libraries load, from a run",
+    ),
+    "import": Command(
+        ImportOptions,
+        "launch.commands.importing:run_import",
+        "make a foreign checkpoint a folder to train from",
+    ),
+    "chat": Command(ChatOptions, "launch.commands.chat:run_chat", "chat with the model of a run"),
+    "workspace": Command(
+        WorkspaceOptions,
+        "launch.track.wandb.command:run_workspace",
+        "save charts of memory and throughput in a wandb project",
+    ),
+    "schema": Command(
+        SchemaOptions, "launch.commands.housekeeping:run_schema", "print the JSON Schema of the job file"
+    ),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors as one line with exit code 2, and no abbreviated options."""
+
+    def __init__(self, **kwargs: object) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)  # type: ignore[arg-type] # argparse's own, from add_parser
+
+    def error(self, message: str) -> None:  # type: ignore[override] # argparse says NoReturn; raising is that
+        raise InputError(f"{message}; see {self.prog} --help")
+
+
+def parse_words(words: list[str]) -> tuple[Command, Any]:
+    """The command and its options; raises InputError for words that are not understood.
+
+    `key=value` words may stand after options, where argparse alone would refuse them.
+    """
+    found, rest = build_parser().parse_known_args(words)
+    given = vars(found)
+    name = given.pop("command")
+    unknown = [word for word in rest if word.startswith("-") or "overrides" not in given]
+    if unknown:
+        raise InputError(f"unrecognized arguments: {' '.join(unknown)}; see shardwise {name} --help")
+    if rest:
+        given["overrides"] = [*given["overrides"], *rest]
+    return COMMANDS[name], COMMANDS[name].options(**given)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = _Parser(
+        prog="shardwise",
+        description="Trains language models on whatever hardware is there.",
+        epilog="Exit codes: 0 done, 1 internal error, 2 input, 3 nothing fits, 4 environment, 5 out of memory, "
+        "75 stopped to be requeued, 130 Ctrl-C, or a spent limit, after a saved checkpoint. --debug shows tracebacks.",
+    )
+    parser.add_argument("--version", action="version", version=f"shardwise {_version()}")
+    commands = parser.add_subparsers(  # without `prog` it would ask shutil how wide the terminal is
+        dest="command", metavar="COMMAND", required=True, parser_class=_Parser, prog=parser.prog
+    )
+    for name, command in COMMANDS.items():
+        subparser = commands.add_parser(name, help=command.text)
+        for field, annotation in command.options.__annotations__.items():
+            annotation.__metadata__[0].add_to(subparser, field, command.options._field_defaults)
+    return parser
+
+
+def _version() -> str:
+    from launch.probe.installed import installed_version
+
+    return installed_version("shardwise") or "unknown"
