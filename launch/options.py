@@ -437,37 +437,37 @@ COMMANDS = {
     "train": Command(TrainOptions, "launch.commands.train:run_train", "plan, train, evaluate, export, report"),
     "submit": Command(
         SubmitOptions,
-        "launch.commands.submit:run_submit",
+        "launch.commands.cluster:run_submit",
         "plan for a Slurm partition, write train.sbatch, submit it",
         has_notes=True,
     ),
     "fetch": Command(
         FetchOptions,
-        "launch.commands.fetch:run_fetch",
+        "launch.commands.cluster:run_fetch",
         "download everything that a job needs from a network: weights, data, tokens",
     ),
     "status": Command(
-        StatusOptions, "launch.commands.status:run_status", "state of runs: queue, step, loss, speed, time left"
+        StatusOptions, "launch.commands.follow:run_status", "state of runs: queue, step, loss, speed, time left"
     ),
     "logs": Command(
-        LogsOptions, "launch.commands.logs:run_logs", "last lines that a run logged, and with -f the lines to come"
+        LogsOptions, "launch.commands.follow:run_logs", "last lines that a run logged, and with -f the lines to come"
     ),
     "watch": Command(WatchOptions, "launch.commands.watch:run_watch", "the live view of a run, from another shell"),
     "ladder": Command(
         LadderOptions,
-        "launch.commands.ladder:run_ladder",
+        "launch.commands.measure:run_ladder",
         "savings of each technique here, switched on one after the other",
         has_notes=True,
     ),
     "profile": Command(
         ProfileOptions,
-        "launch.commands.profile:run_profile",
+        "launch.commands.measure:run_profile",
         "memory and time of the parts of a step, and duration of the job",
         has_notes=True,
     ),
     "cancel": Command(
         CancelOptions,
-        "launch.commands.cancel:run_cancel",
+        "launch.commands.follow:run_cancel",
         "have a run save a checkpoint and end, with all of its jobs",
     ),
     "doctor": Command(
@@ -483,15 +483,15 @@ COMMANDS = {
     "report": Command(ReportOptions, "launch.commands.report:run_report", "predicted beside measured"),
     "export": Command(
         ExportOptions,
-        "launch.commands.export:run_export",
+        "launch.commands.convert:run_export",
         "write a folder that other libraries load, from a run",
     ),
     "import": Command(
         ImportOptions,
-        "launch.commands.importing:run_import",
+        "launch.commands.convert:run_import",
         "make a foreign checkpoint a folder to train from",
     ),
-    "chat": Command(ChatOptions, "launch.commands.chat:run_chat", "chat with the model of a run"),
+    "chat": Command(ChatOptions, "launch.commands.convert:run_chat", "chat with the model of a run"),
     "workspace": Command(
         WorkspaceOptions,
         "launch.track.wandb.command:run_workspace",

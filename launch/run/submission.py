@@ -299,7 +299,7 @@ def check_network(inputs: PlanInputs, plan: Plan, *, job_name: str) -> str | Non
     )
 
 
-def check_room(plans: Sequence[Plan], run_dir: Path) -> None:
+def check_output_room(plans: Sequence[Plan], run_dir: Path) -> None:
     """EnvironmentFaultError with both numbers where the run directory's disk, or a quota, lacks bytes or inodes."""
     folder = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     if not os.access(folder, os.W_OK):

@@ -12,9 +12,7 @@ from slurm_cluster import SlurmCluster
 from slurm_jobs import batch_job, read_starts, write_run
 from stand_in_run import program
 
-from launch.commands.cancel import run_cancel
-from launch.commands.logs import run_logs
-from launch.commands.status import run_status
+from launch.commands.follow import run_cancel, run_logs, run_status
 from launch.options import CancelOptions, LogsOptions, StatusOptions
 from launch.terminal import Console
 from slurm.jobs import cancel_waiting, read_job, read_queue

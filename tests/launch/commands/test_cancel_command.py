@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from run_factory import write_attempt, write_holder, write_report, write_submission
 
-from launch.commands.cancel import run_cancel
+from launch.commands.follow import run_cancel
 from launch.options import CancelOptions
 from launch.rundir.cancel_flag import is_cancelled, must_end_at_start
 from launch.terminal import Console

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from run_factory import age, write_attempt, write_report, write_start, write_submission
 
-from launch.commands.logs import run_logs
+from launch.commands.follow import run_logs
 from launch.options import LogsOptions
 from launch.rundir.files import LogFollower, last_lines
 from launch.rundir.lock import locked

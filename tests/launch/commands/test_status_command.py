@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from run_factory import age, write_attempt, write_checkpoint, write_holder, write_report, write_start, write_submission
 
-from launch.commands.status import run_status
+from launch.commands.follow import run_status
 from launch.options import StatusOptions
 from launch.terminal import Console
 from trainer.spec.errors import ExitCode

@@ -1,10 +1,14 @@
-"""`shardwise submit`: from a job file on a login node to a job in Slurm's queue.
+"""`shardwise submit` and `fetch`: from a job file on a login node to a job in Slurm's queue, and downloads before it.
 
-Order: plan for the nodes of the partition, check what the job will find and where it will write, ask `sbatch
---test-only`, then make the run directory and submit its script. Where anything is refused nothing is left behind.
+A submission plans for the nodes of the partition, checks the files that the job reads and the room for its output, asks
+`sbatch --test-only`, then makes the run directory and submits its script. If it is refused, nothing is left behind.
 
     D/  job.yaml  hardware.json  submission.json  train.sbatch                     one run, or a chain of jobs of it
     D/  submission.json  train.sbatch  point-1/ {job.yaml ...}  point-2/ ...       --sweep: one array
+
+`fetch` downloads everything that a job needs, on a machine with a network and without a GPU. Compute nodes of many
+clusters reach no hub, and many nodes at once should not load it. Downloads are in caches that login and compute nodes
+share; afterwards `HF_HUB_OFFLINE=1 shardwise train JOB` works.
 """
 
 import json
@@ -16,14 +20,24 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from launch.job.layers import render_resolved, sweep_points
-from launch.options import SubmitOptions
+from launch.inputs.data_files import source_bytes
+from launch.inputs.dataset_hub import dataset_files
+from launch.inputs.hub import hub_cache
+from launch.inputs.model_files import read_model_config
+from launch.inputs.prepare_data import find_prepared, prepare_data
+from launch.inputs.trusted_code import has_kernel, load_kernel
+from launch.job import folders
+from launch.job.layers import read_job_layers, render_resolved, sweep_points
+from launch.options import FetchOptions, SubmitOptions
+from launch.plan.gather import PlanInputs, read_inputs, with_weights
+from launch.probe.installed import installed_version
+from launch.run.fetch_needs import Need, check_room, check_room_of, data_need, data_sources, missing_for, model_need
 from launch.run.submission import (
     Point,
     Target,
     batch_job,
     check_network,
-    check_room,
+    check_output_room,
     read_target,
     time_limit_s,
     time_words,
@@ -35,7 +49,11 @@ from slurm.submit import check_script, submit_script
 from trainer.planning.explain.choice import machine_words
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from trainer.spec.job.sections import Job
 from trainer.spec.messages.submission import CHAIN_FILE, FILE_NAME, SCRIPT_NAME, Submission
+from trainer.spec.units import format_bytes, format_count
+
+NUM_PREPARED_FILES = 50
 
 
 def run_submit(
@@ -81,7 +99,7 @@ def _run_dir(options: SubmitOptions, target: Target) -> Path:
 
 
 def _check(target: Target, run_dir: Path, options: SubmitOptions, notes: Console) -> None:
-    check_room([point.plan for point in target.points], run_dir)
+    check_output_room([point.plan for point in target.points], run_dir)
     lines = [check_network(point.inputs, point.plan, job_name=str(options.job)) for point in target.points]
     machines = target.points[0].plan.num_machines
     if machines < target.hardware.num_nodes:
@@ -202,3 +220,63 @@ def _as_json(options: SubmitOptions, target: Target, run_dir: Path, job_ids: Seq
         "predicted_hours": target.hours,
         **({"points": points} if points else {}),
     }
+
+
+def run_fetch(options: FetchOptions, console: Console, *, environment: Mapping[str, str] = os.environ) -> ExitCode:
+    """Fetches what is missing and says what was there; EnvironmentFaultError where the hub or a disk is in the way."""
+    resolved = read_job_layers(
+        options.job,
+        options.overrides,
+        config_home=folders.config_home(environment),
+        site_config=folders.site_config(environment),
+    )
+    named = resolved.folders.get("huggingface")
+    hub_home = Path(named) if named else None
+    needs = _needs(resolved.job, hub_home)
+    check_room_of(needs)
+    for need in needs:
+        console.line(need.words)
+    for source in data_sources(resolved.job):
+        dataset_files(source.source.source, source.part, cache=hub_cache(hub_home), setting=source.setting)
+    inputs = with_weights(read_inputs(options.job, options.overrides, describes_models=True, environment=environment))
+    kernel = resolved.job.model.flash_kernel if installed_version("flash-attn") is None else None
+    if kernel is not None:
+        _fetch_kernel(kernel, console, environment)
+    if options.prepare:
+        _prepare(inputs, console)
+    missing = missing_for(inputs, kernel=kernel, environment=environment)
+    if missing:
+        raise EnvironmentFaultError(f"still missing after everything was fetched: {' and '.join(missing)}")
+    fetched = sum(need.num_bytes for need in needs)
+    console.line(f"fetched {format_bytes(fetched)}" if fetched else "nothing had to be fetched")
+    job = shlex.join([str(options.job), *options.overrides])
+    console.line(f"without a network: HF_HUB_OFFLINE=1 shardwise train {job}")
+    return ExitCode.DONE
+
+
+def _needs(job: Job, hub_home: Path | None) -> list[Need]:
+    model = model_need(job, read_model_config(job, cache_home=hub_home), hub_home)
+    return [*([] if model is None else [model]), *(data_need(source, hub_home) for source in data_sources(job))]
+
+
+def _fetch_kernel(kernel: str, console: Console, environment: Mapping[str, str]) -> None:
+    """A build that only a GPU can load counts as fetched: the job loads it before its ranks start."""
+    was_here = has_kernel(kernel, environment)
+    problem = load_kernel(kernel, console.line)
+    if not has_kernel(kernel, environment):
+        raise EnvironmentFaultError(problem or f"{kernel}: the cache has it not")
+    console.line(f"the kernel {kernel}: {'here already' if was_here else 'fetched'}")
+    if problem is not None:
+        console.line(f"  it was not loaded here, the job does that: {problem.splitlines()[0].rstrip(';')}")
+
+
+def _prepare(inputs: PlanInputs, console: Console) -> None:
+    cache = Path(inputs.request.cache_root)
+    prepared = find_prepared(inputs.request)
+    if prepared is None:
+        check_room(
+            cache, num_bytes=source_bytes(inputs.request), num_files=NUM_PREPARED_FILES, what="the prepared data"
+        )
+    profile = prepare_data(inputs.request, on_progress=console.line)
+    state = "prepared now" if prepared is None else "here already"
+    console.line(f"the prepared data: {state}, {format_count(profile.num_tokens)} tokens in {profile.cache_dir}")

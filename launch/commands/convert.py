@@ -1,0 +1,175 @@
+"""`shardwise export`, `import` and `chat`: models that leave a run, enter one, or reply, by a worker with torch.
+
+`--config` and `--base` of an import name a preset, a folder or a hub id, as `model.config` and `model.name` of a job
+do. A chat uses the terminal or the pipe of this process. Ctrl-C reaches both processes; the worker ends a reply or
+itself, and this process waits for it.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from launch.inputs.hub import check_target, upload
+from launch.inputs.model_files import ModelFiles, download_model, find_config, read_model_config
+from launch.options import ChatOptions, ExportOptions, ImportOptions
+from launch.rundir.paths import committed_checkpoints
+from launch.terminal import Console
+from launch.worker import ask
+from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
+from trainer.spec.job.sections import Job, ModelJob
+from trainer.spec.messages.import_request import Imported, ImportKind, ImportRequest, WeightType
+from trainer.spec.messages.worker_requests import ExportFormat, ExportRequest, Lines
+from trainer.spec.units import format_bytes
+
+_ENVIRONMENT = {
+    "PYTHONSAFEPATH": "1",  # a user's trainer.py in the working directory must not shadow ours
+    "PYTHONWARNINGS": "ignore",  # what libraries say to each other is no part of a talk
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def run_export(options: ExportOptions, console: Console) -> ExitCode:
+    """Writes the folder and, where asked for, uploads it; whether it may be uploaded is asked first."""
+    notes = Console(sys.stderr) if options.as_json else console
+    check_run(options.run_dir)
+    _check_output(options.output)
+    if options.public and options.push is None:
+        raise InputError("--public: says how --push uploads; add --push USER/NAME, or leave it out")
+    target = check_target(options.push, is_public=options.public) if options.push is not None else None
+    for line in _export(options):
+        notes.line(line)
+    address = None
+    if target is not None:
+        address = upload(options.output, target)
+        notes.line(f"uploaded to {address}, {'public' if target.is_public else 'private'}")
+    if options.as_json:
+        pushed = {} if address is None else {"pushed": address}
+        console.line(json.dumps({"export": str(options.output), **pushed}))
+    else:
+        notes.line(f"wrote {options.output}; its README.md says how to load it")
+    return ExitCode.DONE
+
+
+def check_run(run_dir: Path) -> None:
+    """InputError where a folder is no run, or one that has saved nothing yet."""
+    if not (run_dir / "plan.json").is_file():
+        raise InputError(f"{run_dir}: is not a run directory: it has no plan.json")
+    if not committed_checkpoints(run_dir):
+        raise InputError(f"{run_dir}: has no checkpoint to export yet")
+
+
+def _check_output(output: Path) -> None:
+    """InputError for a folder that holds anything: nothing is overwritten."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise InputError(f"{output}: exists already; name a folder that does not")
+
+
+def _export(options: ExportOptions) -> tuple[str, ...]:
+    """Lines of the worker that writes the folder."""
+    request = ExportRequest(
+        run_dir=str(options.run_dir),
+        out=str(options.output),
+        merge=options.merge,
+        format=ExportFormat(options.format),
+        dtype=WeightType(options.dtype) if options.dtype is not None else None,
+        checkpoint=options.checkpoint,
+        checks=options.check,
+        hides_paths=options.push is not None,
+    )
+    hint = "an export needs memory for the weights, and for one layer in fp32"
+    return ask("trainer.runtime.export.run", request, Lines, subject="the export", memory_hint=hint).lines
+
+
+def run_import(options: ImportOptions, console: Console) -> ExitCode:
+    """Writes the folder and says what it was made of and what was left out."""
+    notes = Console(sys.stderr) if options.as_json else console
+    imported = ask(
+        "trainer.runtime.importing.run",
+        _request(options),
+        Imported,
+        subject="the import",
+        environment={"DS_ACCELERATOR": "cpu"},
+        on_line=notes.line,
+        memory_hint="an import needs memory for the largest tensor, three times in fp32",
+    )
+    notes.line(f"{options.checkpoint}: {imported.source}")
+    size = format_bytes(imported.num_bytes)
+    notes.line(f"{imported.num_tensors} tensors, {size}, most of them {imported.dtype}; all there, all finite")
+    for note in imported.notes:
+        notes.line(note)
+    if options.as_json:
+        console.line(json.dumps({"import": str(options.output), "kind": imported.kind, "notes": imported.notes}))
+    else:
+        notes.line(f"wrote {options.output}; train from it with model.name: {options.output}")
+    return ExitCode.DONE
+
+
+def _request(options: ImportOptions) -> ImportRequest:
+    """What the subprocess is asked; InputError for paths that are not there, and for an output that is."""
+    if not options.checkpoint.is_dir():
+        what = "is a file" if options.checkpoint.exists() else "is not there"
+        raise InputError(f"{options.checkpoint}: {what}; name the folder of the checkpoint")
+    if options.output.is_symlink() or options.output.exists():
+        raise InputError(f"{options.output}: exists already; name a folder that does not")
+    if options.base is not None and options.config is not None:
+        raise InputError("--config: the merged model has the config of its base; leave it out beside --base")
+    described = _named("--config", options.config, find_config)
+    base = _named("--base", options.base, _base)
+    return ImportRequest(
+        checkpoint=str(options.checkpoint.resolve()),
+        out=str(options.output.absolute()),
+        kind=ImportKind(options.kind) if options.kind is not None else None,
+        config=described.config if described is not None else None,
+        config_origin=described.config_origin if described is not None else None,
+        tokenizer=described.tokenizer_path if described is not None else None,
+        base=base.model_path if base is not None else None,
+        dtype=WeightType(options.dtype) if options.dtype is not None else None,
+    )
+
+
+def _base(name: str) -> ModelFiles:
+    job = Job(model=ModelJob(name=name))
+    return download_model(job, read_model_config(job))
+
+
+def _named(option: str, name: str | None, find: Callable[[str], ModelFiles]) -> ModelFiles | None:
+    """What an option names, found as a setting of a job is; its errors name the option."""
+    if name is None:
+        return None
+    try:
+        return find(name)
+    except (InputError, EnvironmentFaultError) as error:
+        text = str(error)
+        for setting in ("model.config:", "model.name:"):
+            text = text.replace(setting, f"{option}:")
+        kind = InputError if isinstance(error, InputError) else EnvironmentFaultError
+        raise kind(text) from error
+
+
+def run_chat(options: ChatOptions, _console: Console) -> ExitCode:
+    """Talks until the input ends; the exit code of the subprocess, which has said what was wrong."""
+    has_export = (options.run_dir / "export").is_dir() and options.checkpoint is None
+    if not has_export or not (options.run_dir / "plan.json").is_file():
+        check_run(options.run_dir)
+    words = ["--max-new-tokens", str(options.max_new_tokens)]
+    words += ["--checkpoint", options.checkpoint] if options.checkpoint is not None else []
+    words += ["--temperature", str(options.temperature)] if options.temperature is not None else []
+    words += [f"--system={options.system}"] if options.system is not None else []
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which the subprocess would inherit
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "trainer.runtime.chat.run", str(options.run_dir), *words],
+            env=os.environ | _ENVIRONMENT,
+        )
+        exit_code = process.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    try:
+        return ExitCode(exit_code)
+    except ValueError:
+        raise EnvironmentFaultError(f"chat: the process that held the model ended with {exit_code}") from None
