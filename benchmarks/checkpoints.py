@@ -123,7 +123,7 @@ def _measure() -> None:
 
 
 def _save(folder: Path, model: "nn.Module", optimizer: "Optimizer") -> "Save":
-    from trainer.runtime.checkpoint.files.manifest import CheckpointFacts
+    from trainer.runtime.checkpoint.manifest import CheckpointFacts
     from trainer.runtime.checkpoint.ranks import Ranks
     from trainer.runtime.checkpoint.save import Save
     from trainer.spec.strategy import Optimizer, Precision, Sharding
@@ -148,7 +148,7 @@ def _load(folder: Path, model: "nn.Module", optimizer: "Optimizer") -> None:
 
 
 def _stall(stalls: list[float], folder: Path, model: "nn.Module", optimizer: "Optimizer", *, counts: bool) -> None:
-    from trainer.runtime.checkpoint.background import BackgroundSave
+    from trainer.runtime.checkpoint.save import BackgroundSave
 
     shutil.rmtree(folder, ignore_errors=True)
     with _timed(stalls, counts=counts):

@@ -60,12 +60,10 @@ def _pieces(folder: Path) -> Sequence[tuple[str, Callable[[], object]]]:
 
     from launch.engine.command import prepare_attempt
     from trainer.runtime.data.batches import padding_share, step_micro_batches
-    from trainer.runtime.loop.metrics import MetricsFile
+    from trainer.runtime.loop.metrics import PHASES, DoneStep, MetricsFile, StepObserver
     from trainer.runtime.loop.session import build_session
     from trainer.runtime.loop.step import StepResult
-    from trainer.runtime.loop.step_metrics import PHASES, DoneStep, StepObserver
-    from trainer.runtime.run.clock import Clock
-    from trainer.runtime.run.machine_counters import CardWatch
+    from trainer.runtime.run.clock import CardWatch, Clock
     from trainer.runtime.run.report_writer import STATUS_INTERVAL_S, ReportWriter, run_paths
     from trainer.runtime.run.state import RunState
     from trainer.spec import codec

@@ -1,4 +1,4 @@
-"""What `accelerate launch` starts on each rank: plan.json in, metrics and a report out.
+"""Entry point of each rank, started by `accelerate launch`: plan.json in, metrics and a report out.
 
     python -m trainer RUN/attempts/N/plan.json [--log-dir DIR]
 
@@ -97,7 +97,7 @@ class _RankEnd:
         lift_cap()
         traceback.print_exception(kind, error, trace)
         if is_out_of_memory(error):
-            from trainer.runtime.profile.oom_state import write_memory_state
+            from trainer.runtime.profile.memory_profile import write_memory_state
 
             self.ending = Ending.OUT_OF_MEMORY
             folder, rank = self._writer.attempt_dir, self._writer.rank

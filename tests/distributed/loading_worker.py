@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from trainer.runtime.engines.accelerator import build_accelerator, read_ds_config
 from trainer.runtime.loop.session import build_session
 from trainer.runtime.models.build import build_model, build_skeleton, is_deepspeed, plain_model
-from trainer.runtime.models.load.sharded_loading import load_into_fsdp, load_into_zero3, loads_sharded
+from trainer.runtime.models.sharded_loading import load_into_fsdp, load_into_zero3, loads_sharded
 from trainer.runtime.optimizers import unwrapped
 from trainer.runtime.profile.memory_profile import anonymous_bytes
 from trainer.runtime.run.report_writer import ReportWriter, run_paths

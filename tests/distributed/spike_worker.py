@@ -32,8 +32,7 @@ from trainer.runtime.loop.session import Session, build_session
 from trainer.runtime.loop.step import StepResult, Terms, TokenLoss, run_step
 from trainer.runtime.run.clock import Clock
 from trainer.runtime.run.report_writer import ReportWriter, run_paths
-from trainer.runtime.run.spikes import SpikeRecord, find_fault
-from trainer.runtime.run.state import RunState
+from trainer.runtime.run.state import RunState, SpikeRecord, find_fault
 from trainer.spec import codec
 from trainer.spec.lr_schedule import learning_rate
 from trainer.spec.plan import Plan

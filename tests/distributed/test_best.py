@@ -10,7 +10,7 @@ from rank_factory import rank_plan, write_attempt
 from safetensors.torch import load_file
 
 from trainer.runtime.checkpoint import read_weights
-from trainer.runtime.checkpoint.files.search import open_checkpoint
+from trainer.runtime.checkpoint.folders import open_checkpoint
 from trainer.spec.job.sections import CheckpointJob, EvalJob
 from trainer.spec.strategy import Precision, Sharding
 

@@ -18,8 +18,8 @@ from rank_factory import rank_plan, write_attempt
 from spoilt_rows import spoil, train_plainly
 
 from launch.engine.offload import check_nvme
-from trainer.runtime.checkpoint.files.search import open_checkpoint
-from trainer.runtime.run.spikes import STEPS_UNTIL_ROLL_BACK, PassedOver
+from trainer.runtime.checkpoint.folders import open_checkpoint
+from trainer.runtime.run.state import STEPS_UNTIL_ROLL_BACK, PassedOver
 from trainer.spec.job.sections import Limits, NvmeLimit
 from trainer.spec.model.readers import read_model_shape
 from trainer.spec.plan import Plan

@@ -19,8 +19,8 @@ from spoilt_rows import spoil, train_plainly
 
 from trainer.planning.memory import estimate_memory
 from trainer.runtime.checkpoint import read_weights
-from trainer.runtime.checkpoint.files.search import open_checkpoint
-from trainer.runtime.run.spikes import STEPS_UNTIL_ROLL_BACK, PassedOver
+from trainer.runtime.checkpoint.folders import open_checkpoint
+from trainer.runtime.run.state import STEPS_UNTIL_ROLL_BACK, PassedOver
 from trainer.spec import codec
 from trainer.spec.job.sections import CheckpointJob, EvalJob
 from trainer.spec.plan import Plan

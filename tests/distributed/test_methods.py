@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.runtime.data.batches import step_micro_batches
 from trainer.runtime.data.token_rows import TokenRows
-from trainer.runtime.models.adapters import seed_adapters
+from trainer.runtime.models.methods import seed_adapters
 from trainer.spec import codec
 from trainer.spec.job.sections import LoraJob, LrSchedule
 from trainer.spec.lr_schedule import learning_rate

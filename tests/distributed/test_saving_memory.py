@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from rank_factory import rank_plan, write_attempt
 
 from trainer.runtime.checkpoint import read_weights
-from trainer.runtime.checkpoint.files.search import open_checkpoint
+from trainer.runtime.checkpoint.folders import open_checkpoint
 from trainer.spec.model.readers import read_model_shape
 from trainer.spec.strategy import Offload, Sharding
 from trainer.spec.units import MIB

@@ -11,8 +11,7 @@ from rank_factory import rank_plan
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trainer.runtime.models.build import build_trainable
-from trainer.runtime.models.installed import Installed
+from trainer.runtime.models.build import Installed, build_trainable
 from trainer.spec.model.readers import read_model_shape
 from trainer.spec.strategy import Attention, Checkpointing, LossHead
 

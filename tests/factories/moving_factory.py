@@ -10,7 +10,7 @@ import msgspec
 from rank_factory import rank_plan, write_attempt
 
 from trainer.runtime.checkpoint import CheckpointFolder
-from trainer.runtime.checkpoint.files.search import open_checkpoint
+from trainer.runtime.checkpoint.folders import open_checkpoint
 from trainer.spec.job.sections import GaloreJob, Limits, LoraJob, NvmeLimit
 from trainer.spec.model.readers import read_model_shape
 from trainer.spec.plan import Plan

@@ -25,9 +25,8 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from trainer.runtime.engines.accelerator import EngineChoice, accelerator_of
-from trainer.runtime.models.adapters import add_adapters, base_type
-from trainer.runtime.models.build import make_trainable, model_from_config
-from trainer.runtime.models.installed import Installed
+from trainer.runtime.models.build import Installed, make_trainable, model_from_config
+from trainer.runtime.models.methods import add_adapters, base_type
 from trainer.runtime.models.model_code import faults_of, load_model_code
 from trainer.runtime.run.types import compute_type
 from trainer.simulation.fake_device import replaced

@@ -19,11 +19,10 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 from transformers import PreTrainedModel
 
 from trainer.runtime.data.batches import MicroBatch
-from trainer.runtime.loop.dpo import DpoLoss, turn_dropout_off
-from trainer.runtime.loop.reference import no_reference, plain_base
+from trainer.runtime.loop.dpo import DpoLoss, no_reference, plain_base, turn_dropout_off
 from trainer.runtime.loop.step import Objective, TokenLoss
-from trainer.runtime.models.adapters import trained_parameters
-from trainer.runtime.models.load.sharded_loading import prepare_loaded, shard_without_memory
+from trainer.runtime.models.methods import trained_parameters
+from trainer.runtime.models.sharded_loading import prepare_loaded, shard_without_memory
 from trainer.runtime.optimizers import build_optimizer
 from trainer.runtime.precision.mixed_precision import install_autocast, loss_scaler
 from trainer.runtime.run.types import compute_type

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from trainer.runtime.attention.known_rows import known_rows
+from trainer.runtime.attention.packed import known_rows
 from trainer.runtime.loss.head import LossForward
 from trainer.simulation.build import materialise
 from trainer.simulation.kernels import Kernels

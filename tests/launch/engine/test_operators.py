@@ -297,7 +297,7 @@ def test_a_cache_that_cannot_be_made_is_the_machines_fault(tmp_path: Path):
 
 ADAM_STEP = """
 import torch
-from trainer.runtime.run.built_operators import use_built_operators
+from trainer.runtime.run.operators import use_built_operators
 use_built_operators()  # as a rank does
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 weights = [torch.nn.Parameter(torch.linspace(-1, 1, 1001)) for _ in range(2)]
@@ -327,7 +327,7 @@ def test_a_rank_loads_what_was_built_without_compiling_and_it_computes_adamw(mon
 
 WRITE_AND_READ = """
 import sys, torch
-from trainer.runtime.run.built_operators import use_built_operators
+from trainer.runtime.run.operators import use_built_operators
 use_built_operators()
 from deepspeed.ops.op_builder import AsyncIOBuilder
 handle = AsyncIOBuilder().load(verbose=False).aio_handle(1 << 20, 8, False, True, 1)

@@ -18,8 +18,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.runtime.checkpoint import Ranks, find_checkpoint, state_digest
-from trainer.runtime.checkpoint.background import BackgroundSave
-from trainer.runtime.checkpoint.save import Save
+from trainer.runtime.checkpoint.save import BackgroundSave, Save
 from trainer.spec.errors import ShardwiseError
 from trainer.spec.strategy import Sharding
 

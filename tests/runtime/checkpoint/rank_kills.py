@@ -19,9 +19,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.runtime.checkpoint import Ranks, find_checkpoint
-from trainer.runtime.checkpoint.background import BackgroundSave
 from trainer.runtime.checkpoint.load import begin_resumption
-from trainer.runtime.checkpoint.save import Save
+from trainer.runtime.checkpoint.save import BackgroundSave, Save
 from trainer.spec.strategy import Sharding
 
 MOST_STEPS = 400  # of a run that nobody kills

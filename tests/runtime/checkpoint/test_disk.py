@@ -14,8 +14,7 @@ import torch
 from small_disk import mounted_disk
 from torch import nn
 
-from trainer.runtime.checkpoint import NonFiniteStateError, find_checkpoint
-from trainer.runtime.checkpoint.files import shards
+from trainer.runtime.checkpoint import NonFiniteStateError, find_checkpoint, shards
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.report import Evaluation
 

@@ -18,8 +18,8 @@ from trainer.runtime.checkpoint import (
     import_weights,
     state_digest,
 )
-from trainer.runtime.checkpoint.files.read_back import check_read_back
-from trainer.runtime.checkpoint.layout.optimizers import LAYOUTS, projected_shapes
+from trainer.runtime.checkpoint.layout.optimizer_state import LAYOUTS, projected_shapes
+from trainer.runtime.checkpoint.verify import check_read_back
 from trainer.runtime.optimizers import build_optimizer, unwrapped
 from trainer.runtime.optimizers.facts import projectors, state_facts
 from trainer.spec.errors import InputError, InputProblemsError

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.runtime.checkpoint.files.ranges import Overlap, covered_in_order, overlap, share_of_rank
+from trainer.runtime.checkpoint.manifest import Overlap, covered_in_order, overlap, share_of_rank
 from trainer.spec.errors import InputError
 
 

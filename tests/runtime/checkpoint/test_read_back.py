@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer.runtime.checkpoint import Ranks
-from trainer.runtime.checkpoint.files.read_back import check_read_back
+from trainer.runtime.checkpoint.verify import check_read_back
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.strategy import Sharding
 

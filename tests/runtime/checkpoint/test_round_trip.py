@@ -11,8 +11,8 @@ from safetensors import safe_open
 from torch import nn
 
 from trainer.runtime.checkpoint import find_checkpoint, import_state, import_weights
-from trainer.runtime.checkpoint.files.manifest import CheckpointFolder
-from trainer.runtime.checkpoint.layout.table import ENGINES
+from trainer.runtime.checkpoint.layout.engines import ENGINES
+from trainer.runtime.checkpoint.manifest import CheckpointFolder
 from trainer.spec.errors import InputError
 from trainer.spec.strategy import Sharding
 

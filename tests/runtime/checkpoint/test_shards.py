@@ -13,12 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from trainer.runtime.checkpoint import CheckpointFacts, CheckpointFolder, Manifest
-from trainer.runtime.checkpoint.files import shards
-from trainer.runtime.checkpoint.files.manifest import ParameterEntry, TensorEntry, check_manifest
-from trainer.runtime.checkpoint.files.shard_reader import OpenShards
-from trainer.runtime.checkpoint.files.shards import BLOCK_BYTES, ShardRecord, check_shards, is_finite, write_shards
+from trainer.runtime.checkpoint import CheckpointFacts, CheckpointFolder, Manifest, shards
 from trainer.runtime.checkpoint.layout.pieces import Piece, type_of
+from trainer.runtime.checkpoint.manifest import ParameterEntry, TensorEntry, check_manifest
+from trainer.runtime.checkpoint.shards import (
+    BLOCK_BYTES,
+    OpenShards,
+    ShardRecord,
+    check_shards,
+    is_finite,
+    write_shards,
+)
 from trainer.spec.errors import InputError
 
 WEIGHT = torch.arange(7 * 11, dtype=torch.float32).reshape(7, 11)

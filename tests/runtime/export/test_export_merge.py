@@ -26,8 +26,8 @@ from trainer.runtime.export.check import (
 )
 from trainer.runtime.export.folder import staged
 from trainer.runtime.export.run import Wish, export_run, plan_on
-from trainer.runtime.models.adapters import base_type
 from trainer.runtime.models.build import build_model
+from trainer.runtime.models.methods import base_type
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.hardware import DeviceKind

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaFor
 
 from trainer.runtime.data.batches import MicroBatch, eval_micro_batches
 from trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
-from trainer.runtime.loop.dpo import DpoLoss, turn_dropout_off
-from trainer.runtime.loop.reference import as_it_is
+from trainer.runtime.loop.dpo import DpoLoss, as_it_is, turn_dropout_off
 from trainer.runtime.loop.step import Terms
 from trainer.runtime.loss.head import install_loss_head
 from trainer.spec.strategy import LossHead

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from trainer.runtime.data.batches import MicroBatch, eval_micro_batches
 from trainer.runtime.data.token_rows import IGNORED_LABEL, TokenRows
+from trainer.runtime.loop.dpo import as_it_is, plain_base
 from trainer.runtime.loop.evaluation import evaluate
 from trainer.runtime.loop.objectives import build_objectives
-from trainer.runtime.loop.reference import as_it_is, plain_base
 from trainer.runtime.loop.session import Session, build_session
 from trainer.runtime.loss.head import Answer
 from trainer.runtime.models.build import build_model

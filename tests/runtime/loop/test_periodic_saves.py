@@ -12,8 +12,9 @@ from accelerate.state import AcceleratorState, GradientState
 from msgspec.structs import replace
 from rank_factory import rank_plan, write_attempt, write_rows
 
-from trainer.runtime.checkpoint.files.digest import checkpoint_digest
-from trainer.runtime.checkpoint.files.search import open_checkpoint, steps_in
+from trainer.runtime.checkpoint.folders import open_checkpoint, steps_in
+from trainer.runtime.checkpoint.verify import checkpoint_digest
+from trainer.runtime.loop import saving
 from trainer.runtime.loop.course import train
 from trainer.runtime.loop.saving import poll_save, save_state, settle_save
 from trainer.runtime.loop.session import Session, build_session
@@ -126,7 +127,6 @@ def test_a_disk_that_keeps_something_else_ends_the_run_after_one_step(
     cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file system that changes a byte behind the back of who wrote it."""
-    from trainer.runtime.loop import periodic_saves
 
     honest = save_state
 
@@ -137,7 +137,7 @@ def test_a_disk_that_keeps_something_else_ends_the_run_after_one_step(
         content[-3] ^= 64
         shard.write_bytes(content)
 
-    monkeypatch.setattr(periodic_saves, "save_state", save_and_damage)
+    monkeypatch.setattr(saving, "save_state", save_and_damage)
     plan = plan_of(cache_dir, schedule={"rehearses_save": True})
     paths, state = run_paths(write_attempt(tmp_path, plan), started_at=datetime.now(UTC)), RunState()
     with pytest.raises(EnvironmentFaultError, match=r"hashes to .*;\nthis checkpoint could not be resumed from"):

@@ -21,12 +21,18 @@ from safetensors.torch import load_file
 from spoilt_rows import HUGE, NAN, rows_of, spoil, tokens_of, train_plainly
 
 from trainer.runtime.checkpoint import LossScaler
-from trainer.runtime.checkpoint.files.search import open_checkpoint
+from trainer.runtime.checkpoint.folders import open_checkpoint
 from trainer.runtime.loop.course import train
 from trainer.runtime.precision.mixed_precision import INIT_SCALE
 from trainer.runtime.run.report_writer import ReportWriter, run_paths
-from trainer.runtime.run.spikes import LEAST_STEPS, MAX_ROLL_BACKS, STEPS_UNTIL_ROLL_BACK, PassedOver, SpikeRecord
-from trainer.runtime.run.state import RunState
+from trainer.runtime.run.state import (
+    LEAST_STEPS,
+    MAX_ROLL_BACKS,
+    STEPS_UNTIL_ROLL_BACK,
+    PassedOver,
+    RunState,
+    SpikeRecord,
+)
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, ShardwiseError
 from trainer.spec.plan import Plan
 from trainer.spec.report import Ending

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from trainer.runtime.checkpoint import Ranks
-from trainer.runtime.loop.save_timer import SaveTimer
+from trainer.runtime.loop.saving import SaveTimer
 from trainer.spec.plan import Schedule
 
 

@@ -19,7 +19,7 @@ from engine_plan_factory import TINY_LLAMA
 
 from trainer.runtime.memory import activation_offload
 from trainer.runtime.memory.activation_offload import MIN_BYTES, PinnedBuffers, offload_activations
-from trainer.runtime.models.installed import Installed
+from trainer.runtime.models.build import Installed
 from trainer.spec.errors import InputError
 from trainer.spec.strategy import Checkpointing
 

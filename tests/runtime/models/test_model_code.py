@@ -19,7 +19,7 @@ from trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokeni
 from trainer.runtime.export.check import SAME, logits_of, prompt_ids, relative_difference, reloaded_logits
 from trainer.runtime.export.folder import write_model_folder
 from trainer.runtime.export.run import plan_on
-from trainer.runtime.loop.sample import continue_prompt
+from trainer.runtime.loop.evaluation import continue_prompt
 from trainer.runtime.models.build import build_model, build_skeleton, build_trainable
 from trainer.runtime.models.model_code import as_its_user, load_model_code
 from trainer.runtime.run.blocks import blocks_of

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trainer.runtime.loop.step import seed_dropout
 from trainer.runtime.models.build import make_trainable, model_from_config
-from trainer.runtime.models.neftune import add_noise, lengths, noise_facts
+from trainer.runtime.models.methods import add_noise, lengths, noise_facts
 from trainer.spec.strategy import Attention, Checkpointing, LossHead
 
 HIDDEN, ALPHA = 32, 5.0

@@ -10,8 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from trainer.runtime.models.build import model_from_config
-from trainer.runtime.models.load.skeleton import Values, skeleton_from_config
-from trainer.runtime.models.load.weight_drawing import draw, plan_drawing
+from trainer.runtime.models.skeleton import Values, draw, plan_drawing, skeleton_from_config
 from trainer.spec.model.readers import read_model_shape
 from trainer.spec.strategy import Attention
 

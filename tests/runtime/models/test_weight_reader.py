@@ -12,8 +12,8 @@ from architecture_factory import TINY
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
-from trainer.runtime.models.load.skeleton import Skeleton, is_placeholder, skeleton_from_folder
-from trainer.runtime.models.load.weight_reader import WeightReader
+from trainer.runtime.models.skeleton import Skeleton, is_placeholder, skeleton_from_folder
+from trainer.runtime.models.weight_files import WeightReader
 from trainer.spec.errors import InputError
 
 LLAMA = TINY["llama"]

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, mode
 
 from trainer.runtime.export import folder as export_folder
 from trainer.runtime.loop.course import train
-from trainer.runtime.models.load import written_weights
-from trainer.runtime.models.load.written_weights import check_model_written, check_written
+from trainer.runtime.models import weight_files
+from trainer.runtime.models.weight_files import check_model_written, check_written
 from trainer.runtime.run.report_writer import ReportWriter, run_paths
 from trainer.runtime.run.state import RunState
 from trainer.spec.errors import EnvironmentFaultError
@@ -82,7 +82,7 @@ def test_what_the_disk_gives_back_is_told(lie, words, tmp_path):
 
 @pytest.mark.parametrize("row", [0, 6, 19])
 def test_a_tensor_is_read_in_slices_to_its_end(row, tmp_path, monkeypatch):
-    monkeypatch.setattr(written_weights, "SLICE_BYTES", 7 * 3 * 4)  # 20 rows of it are three slices
+    monkeypatch.setattr(weight_files, "SLICE_BYTES", 7 * 3 * 4)  # 20 rows of it are three slices
     save_file(WEIGHTS, tmp_path / "model.safetensors")
     check_written(tmp_path, WEIGHTS)
     other = WEIGHTS["a"].clone()

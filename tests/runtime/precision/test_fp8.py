@@ -16,8 +16,8 @@ from rank_factory import rank_plan
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from trainer.runtime.models.adapters import add_adapters
 from trainer.runtime.models.build import build_model
+from trainer.runtime.models.methods import add_adapters
 from trainer.runtime.precision.fp8 import check_fp8_ran, check_some_backend, fp8_facts, install_fp8, padded_to_multiple
 from trainer.runtime.precision.fp8_layers import ADAPTER, EDGE, EXPERT, OUTSIDE, ROUTER, fp8_layers
 from trainer.spec.errors import EnvironmentFaultError, InputError

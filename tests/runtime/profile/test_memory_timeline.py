@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.runtime.profile.memory_timeline import MAX_POINTS, Curve, timeline_of_spans
+from trainer.runtime.profile.memory_profile import MAX_POINTS, Curve, timeline_of_spans
 from trainer.runtime.run.clock import Span
 
 SPANS = (Span("forward", 100, 200), Span("backward", 210, 300), Span("optimizer", 310, 400))

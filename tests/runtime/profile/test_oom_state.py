@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trainer.runtime.profile.oom_state import held_tensors, memory_state, write_memory_state
+from trainer.runtime.profile.memory_profile import held_tensors, memory_state, write_memory_state
 from trainer.spec import codec
 from trainer.spec.messages.heartbeat import Heartbeat, encode_heartbeat, heartbeat_path
 from trainer.spec.messages.memory_state import MemoryState, memory_state_path

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.runtime.run.stopwatch import MIN_REPETITIONS, best_seconds
+from trainer.runtime.run.clock import MIN_REPETITIONS, best_seconds
 from trainer.runtime.tools.measure import attention_flops_per_s, host_adam_bytes_per_s, measure, memory_bytes_per_s
 from trainer.runtime.tools.measure_peers import peer_copies
 from trainer.spec import codec

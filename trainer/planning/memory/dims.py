@@ -114,7 +114,7 @@ def dims_of(shape: ModelShape) -> Dims:
 _FUSED_QKV = ("qkv_proj", "query_key_value", "Wqkv", "c_attn")
 _FUSED_GATE_UP = "gate_up_proj"
 _MASK_OWNERS = ("gpt_bigcode",)
-MASKED_DOCUMENTS = ("falcon", "mpt")  # as `runtime/packed_attention.py` has it
+MASKED_DOCUMENTS = ("falcon", "mpt")  # as `runtime/attention/packed.py` has it
 _JOINED_ROTARY = ("phi3", "gpt_neox", "stablelm", "phi")
 
 

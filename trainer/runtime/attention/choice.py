@@ -45,7 +45,7 @@ def attention_of(model: PreTrainedModel) -> str:
 
 
 def attention_facts(model: PreTrainedModel) -> dict[str, str]:
-    """What is seen of attention after a step, in words: how documents were kept apart, which build of a kernel ran."""
+    """Text of the observed attention after a step: how documents were kept apart, which build of a kernel ran."""
     kernels, name = document_kernels(model), str(model.config._attn_implementation)
     facts = {"documents": f"kept apart by {' and '.join(kernels)}"} if kernels else {}
     return facts | ({"flash": f"build {loaded_build(name).variant}"} if is_hub_kernel(name) else {})

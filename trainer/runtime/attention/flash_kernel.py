@@ -30,7 +30,7 @@ from trainer.spec.pip_lines import extra_line
 
 
 class LoadedBuild(NamedTuple):
-    """What was loaded: the kernel as a job names it, and which of its builds."""
+    """A loaded kernel: as a job names it, and which of its builds."""
 
     kernel: str  # OWNER/flash-attn2@COMMIT, or the file where that is not what was loaded
     variant: str  # such as torch213-cxx11-cu130-x86_64-linux
@@ -71,7 +71,7 @@ def load_flash_kernel(name: str) -> LoadedBuild:
 
 
 def loaded_build(name: str) -> LoadedBuild:
-    """What transformers has loaded by this name; it must have been."""
+    """The build that transformers has loaded by this name; it must be loaded."""
     folder = _folder(name)
     repository, _, commit = name.partition("@")
     cached = ("kernels--" + repository.replace("/", "--"), "snapshots", commit, "build", folder.name)
@@ -93,7 +93,7 @@ def _installed_kernels() -> str:
 
 
 def _words(name: str, error: str) -> str:
-    """What is wrong, from the first sentence of the package's own words, and the next step."""
+    """Message with the reason, from the first sentence of the package's error, and the next step."""
     prefix = f"An error occurred while trying to load from '{name.partition('@')[0]}': "
     reason = re.split(r" \(revision|\. |\n", error.removeprefix(prefix))[0]
     if "build variant" in reason:

@@ -28,7 +28,7 @@ def choose_attention_kernels() -> None:
 
 
 def attention_kernel_rows() -> Iterator[tuple[str, object, object]]:
-    """What was chosen and what this process has: (what, planned, found)."""
+    """Settings of the kernels: (name, planned, found in this process)."""
     yield "cuDNN's attention kernel", False, torch.backends.cuda.cudnn_sdp_enabled()
     yield "PyTorch's flash attention kernel", True, torch.backends.cuda.flash_sdp_enabled()
     yield "PyTorch's memory-efficient attention kernel", True, torch.backends.cuda.mem_efficient_sdp_enabled()
@@ -41,7 +41,7 @@ def groups_heads(attention_mask: Tensor | None, key: Tensor, value: Tensor) -> b
 
 
 def takes_grouped_heads(heads: Tensor, *, is_masked: bool = False) -> bool:
-    """Whether the kernel for heads [B, H, S, D] takes fewer key and value heads than query heads."""
+    """True if the kernel for heads [B, H, S, D] takes fewer key and value heads than query heads."""
     return kernel_for(heads, is_masked=is_masked) is not AttentionKernel.EFFICIENT
 
 

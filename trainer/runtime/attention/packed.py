@@ -1,22 +1,22 @@
 """Attention over packed rows: a token sees the tokens before it in its own document, and nothing else of its row.
 
-Documents are told apart by their positions, which start at 0 in each (data.py). What is done with them:
+Documents are told apart by their positions, which start at 0 in each. They are kept apart in these ways:
 
     sdpa     one kernel call for all documents of a micro batch, or one for each, without any mask: with its first
-             packed rows a model changes to a function of ours, which is transformers' own for all others
+             packed rows a model changes to a function of ours, which is transformers' own for all other rows
         CUDA, 16 bit, head dimension a multiple of 8 up to 256    torch's `varlen_attn`, a FlashAttention kernel
         CPU                                                       the kernel behind PyTorch's attention, a document at
                                                                   a time
         else, or with attention dropout                           PyTorch's attention, a document at a time, with
-                                                                  grouped heads repeated where its kernel takes none
-    flash    flash-attn's function for rows of variable length, its own or the hub's: transformers calls it where it is
+                                                                  grouped heads repeated if its kernel takes none
+    flash    flash-attn's function for rows of variable length, its own or the hub's: transformers calls it when it is
              given the bounds
     eager    transformers makes the mask from the positions
 
-Falcon and MPT tell neither transformers nor the kernel where documents start: they are given a mask of row x row, bool
-or in the type of the weights, for each row of a micro batch, where transformers makes one for all rows. Falcon with
-ALiBi takes no such mask: it is refused. Falcon and StableLM under flash-attn get their rows as one, the only form that
-they hand positions on in.
+Falcon and MPT pass the starts of documents neither to transformers nor to the kernel: they are given a mask of row x
+row, bool or in the type of the weights, for each row of a micro batch, where transformers makes one for all rows.
+Falcon with ALiBi takes no such mask: it is refused. Falcon and StableLM under flash-attn get their rows as one, the
+only form in which they pass positions on.
 
 Positions that start anew are all that learned and rotated ones need. ALiBi adds to a score what depends on the distance
 alone, up to a constant for each query: it needs nothing.
@@ -26,11 +26,16 @@ Elsewhere each document keeps its own output, and the row one more. A window lon
 a shorter one is the kernel's own on CUDA, else a mask of document x document while it runs.
 
 The bounds go from the model's forward to each attention function as keyword arguments with transformers' names, so
-that recomputation and engines hand them on; a model that lost them on the way stops the run.
+that recomputation and engines pass them on; a model that loses them on the way stops the run.
+
+Without a mask, transformers looks for packed rows in the positions in every forward (`find_packed_sequence_indices`),
+and Python reads the result: the host waits for the device, in each micro batch and for each kind of mask. `known_rows`
+answers from the data instead: a micro batch without positions of its own holds one document a row (W57).
 """
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -40,7 +45,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import varlen
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils.generic import is_flash_attention_requested
@@ -49,13 +54,35 @@ from trainer.runtime.attention.kernels import computing_type, kernel_for, takes_
 from trainer.spec.errors import InputError
 from trainer.spec.model.attention_kernel import AttentionKernel
 
+
+@contextmanager
+def known_rows(*, are_packed: bool) -> Iterator[None]:
+    """Runs the block with the answer that is known (W57)."""
+    look = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = _document_numbers if are_packed else _none_is_packed
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = look
+
+
+def _none_is_packed(position_ids: Tensor) -> Tensor | None:
+    del position_ids  # which are those that the model counted itself
+    return None
+
+
+def _document_numbers(position_ids: Tensor) -> Tensor:
+    """The document of each token of its row, [B, S], from 0: what transformers makes of positions [B, S]."""
+    return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+
+
 SDPA, PACKED_SDPA, FLASH = "sdpa", "packed_sdpa", "flash_attention_2"
 _NEEDS_MASK = ("falcon", "mpt")  # model types that make their mask without the positions
 _LOSES_BOUNDS = ("falcon", "stablelm")  # whose attention is handed positions, and no other keyword arguments (W31)
 
 
 def grouped_heads(kernel: Callable[..., Any]) -> dict[str, Any]:
-    """What `varlen_attn` is told of grouped heads: torch 2.11 takes them as they are, later ones only so."""
+    """Argument of `varlen_attn` for grouped heads: torch 2.11 accepts them without, later versions only with it."""
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
 
 
@@ -82,7 +109,7 @@ def isolate_documents(model: PreTrainedModel) -> None:
 def packed_inputs(
     model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, bounds: tuple[int, ...] = ()
 ) -> dict[str, Any]:
-    """What the decoder is called with for packed rows [B, S], so that no token sees another document.
+    """Inputs of the decoder for packed rows [B, S], such that no token sees another document.
 
     Without `bounds`, which the data knows, the host waits for the device to find them in the positions. Where the
     decoder is called with one row, [1, B x S], its hidden states are one row too.
@@ -162,7 +189,7 @@ VARLEN, ON_CPU, ONE_BY_ONE = "varlen_attn", "PyTorch's CPU kernel by document", 
 
 
 def document_kernels(model: nn.Module) -> tuple[str, ...]:
-    """What kept documents apart in the attention of the model's blocks so far; () where no bounds have come."""
+    """Kernels that kept documents apart in the model's blocks so far; () if no bounds have come."""
     found = {getattr(module, "document_kernel", None) for module in model.modules()}
     return tuple(sorted(kernel for kernel in found if kernel is not None))
 

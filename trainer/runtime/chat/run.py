@@ -44,8 +44,8 @@ from trainer.runtime.data.tokenizer import load_tokenizer
 from trainer.runtime.export.folder import end_token_ids
 from trainer.runtime.export.run import checkpoint_of, plan_on, read_plan
 from trainer.runtime.export.weights import round_weights
-from trainer.runtime.models.adapters import peft_key
 from trainer.runtime.models.build import build_model
+from trainer.runtime.models.methods import peft_key
 from trainer.runtime.models.model_code import compute_buffers, load_model_code
 from trainer.runtime.run.types import compute_type
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError, ShardwiseError

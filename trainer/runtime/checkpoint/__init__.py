@@ -17,8 +17,16 @@ learning rate, weight decay and betas taken from one: the job decides them, the 
 `engines` is the table of what has checkpoints.
 """
 
-from trainer.runtime.checkpoint.files.digest import checkpoint_digest, state_digest
-from trainer.runtime.checkpoint.files.manifest import (
+from trainer.runtime.checkpoint.folders import find_checkpoint
+from trainer.runtime.checkpoint.layout.pieces import canonical_name
+from trainer.runtime.checkpoint.load import (
+    check_compatible,
+    import_state,
+    import_weights,
+    load_weights,
+    read_weights,
+)
+from trainer.runtime.checkpoint.manifest import (
     CheckpointFacts,
     CheckpointFolder,
     LossScaler,
@@ -26,18 +34,10 @@ from trainer.runtime.checkpoint.files.manifest import (
     config_sha256,
     folder_name,
 )
-from trainer.runtime.checkpoint.files.search import find_checkpoint
-from trainer.runtime.checkpoint.files.shards import NonFiniteStateError
-from trainer.runtime.checkpoint.layout.model_state import canonical_name
 from trainer.runtime.checkpoint.ranks import Ranks
-from trainer.runtime.checkpoint.restore import (
-    check_compatible,
-    import_state,
-    import_weights,
-    load_weights,
-    read_weights,
-)
 from trainer.runtime.checkpoint.save import Save
+from trainer.runtime.checkpoint.shards import NonFiniteStateError
+from trainer.runtime.checkpoint.verify import checkpoint_digest, state_digest
 
 __all__ = [
     "CheckpointFacts",

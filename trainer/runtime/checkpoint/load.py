@@ -1,28 +1,257 @@
-"""Loading the newest checkpoint into a prepared engine, hashed meanwhile.
+"""From a checkpoint back into a model and its optimizer, in the order that works under every engine.
 
-    begin     the newest folder whose names, sizes and headers are whole
-    load      every rank fills what it holds, and hashes its share of the files while it reads them; then all ranks say
-              whether the hashes are those of the manifest
+The prepared engine is filled, range by range: masters, moments, counts; then it makes the copy that it computes with
+from the masters. A tensor's values are copied, never rounded, unless the engine keeps a frozen weight in the computing
+type. Nothing here depends on how many ranks wrote, or under which engine.
 
-Where they are not, the next older one is taken and fills the same memory again, all of it, so nothing of what was
-damaged is left. What does not fit the job is an error only once the hashes have shown that it was saved like that.
+A resumption takes the newest folder whose names, sizes and headers are whole. Every rank fills what it holds, and
+hashes its share of the files while it reads them; then all ranks exchange whether the hashes are those of the
+manifest. If they are not, the next older checkpoint is taken and fills the same memory again, all of it, so nothing of
+what was damaged is left. A checkpoint that does not fit the job is an error only once the hashes have shown that it
+was saved like that.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import nn
 
-from trainer.runtime.checkpoint.agreement import on_first, together
-from trainer.runtime.checkpoint.files.manifest import CheckpointFolder, folder_name
-from trainer.runtime.checkpoint.files.search import check_hashes, none_whole, open_checkpoint, skipped_words, steps_in
-from trainer.runtime.checkpoint.files.shards import check_shards
-from trainer.runtime.checkpoint.layout.table import engine_of
-from trainer.runtime.checkpoint.ranks import Ranks
-from trainer.runtime.checkpoint.restore import fill_engine
-from trainer.spec.errors import InputError, ShardwiseError
-from trainer.spec.strategy import Sharding
+from trainer.runtime.checkpoint.folders import check_hashes, none_whole, open_checkpoint, skipped_words, steps_in
+from trainer.runtime.checkpoint.layout.engines import engine_of
+from trainer.runtime.checkpoint.layout.optimizer_state import (
+    Stretch,
+    check_supported,
+    fill_coded,
+    fill_decoded,
+    is_coded,
+)
+from trainer.runtime.checkpoint.layout.pieces import Coded, Piece, dtype_of, flat, named_state, put_away_after
+from trainer.runtime.checkpoint.manifest import (
+    CheckpointFacts,
+    CheckpointFolder,
+    Manifest,
+    ParameterEntry,
+    TensorEntry,
+    folder_name,
+)
+from trainer.runtime.checkpoint.ranks import Ranks, on_first, together
+from trainer.runtime.checkpoint.shards import OpenShards, check_shards, read_pieces
+from trainer.runtime.optimizers import unwrapped
+from trainer.spec.errors import InputError, InputProblemsError, ShardwiseError
+from trainer.spec.job.sections import GaloreJob
+from trainer.spec.same_state import have_same_state
+from trainer.spec.strategy import Optimizer, Sharding
+
+_SHOWN = 3  # names in a message
+
+
+def check_compatible(checkpoint: CheckpointFolder, facts: CheckpointFacts) -> None:
+    """InputError, with both values, where the checkpoint is of another model, dataset, seed, batch or optimizer.
+
+    Of `facts`, what the checkpoint may differ in is not looked at: step, tokens, engine, world size, precision.
+    """
+    saved = checkpoint.facts
+    compared: tuple[tuple[str, object, object], ...] = (
+        ("model (sha256 of its config)", saved.model_config_sha256[:12], facts.model_config_sha256[:12]),
+        ("dataset (fingerprint)", saved.data_fingerprint, facts.data_fingerprint),
+        ("train.seed", saved.seed, facts.seed),
+        ("train.tokens_per_step", saved.tokens_per_step, facts.tokens_per_step),
+        ("sequences per step", saved.sequences_per_step, facts.sequences_per_step),
+        ("optimizer", *_optimizers(saved.optimizer, facts.optimizer)),
+        ("kind of training", _kind(saved), _kind(facts)),
+        ("base model (fingerprint)", (saved.base_fingerprint or "none")[:12], (facts.base_fingerprint or "none")[:12]),
+    )
+    where = f"{checkpoint.path.name} of {saved.run_name}"
+    problems = [f"{where}: another {what}: it has {old}, this job {new}" for what, old, new in compared if old != new]
+    if problems:
+        raise InputProblemsError([*problems, "undo the change, or start a new run without --resume"])
+
+
+def import_weights(model: nn.Module, checkpoint: CheckpointFolder) -> None:
+    """Fills every parameter and persistent buffer of a plain model, before `accelerator.prepare`.
+
+    InputError where names or shapes differ, or where the model holds fewer bits than the checkpoint (fp32 into bf16).
+    """
+    manifest = checkpoint.manifest
+    state = named_state(model)
+    _check_names(state, manifest)
+    with OpenShards(checkpoint) as shards:
+        for name, item in state.items():
+            entry = manifest.entry(name).weight
+            assert entry is not None, "check_manifest saw it"
+            _check_weight(name, tuple(item.tensor.shape), item.tied_to, manifest)
+            if item.tied_to is None:
+                shards.fill(flat(item.tensor, name=name), entry, start=0, what=name)
+
+
+def read_weights(checkpoint: CheckpointFolder) -> dict[str, torch.Tensor]:
+    """Every saved weight by its name, a tied one once, without a model to put them in."""
+    weights = {}
+    with OpenShards(checkpoint) as shards:
+        for name, entry in checkpoint.manifest.parameters.items():
+            if entry.weight is not None:
+                values = torch.empty(entry.weight.num_elements, dtype=dtype_of(entry.weight.type))
+                shards.fill(values, entry.weight, start=0, what=name)
+                weights[name] = values.view(entry.weight.shape)
+    return weights
+
+
+def import_state(model: nn.Module, optimizer: object, checkpoint: CheckpointFolder, *, sharding: Sharding) -> int:
+    """`fill_engine`, and what the engine computes with follows; collective under an engine that shards weights."""
+    num_coded_anew = fill_engine(model, optimizer, checkpoint, sharding=sharding)
+    engine_of(sharding).settle(model)
+    return num_coded_anew
+
+
+def fill_engine(
+    model: nn.Module,
+    optimizer: object,
+    checkpoint: CheckpointFolder,
+    *,
+    sharding: Sharding,
+    hashed: Collection[str] = (),
+    digests: dict[str, str] | None = None,
+) -> int:
+    """Fills weights, moments and step counts after `accelerator.prepare`, without stepping; rates stay the job's.
+
+    Each rank reads its own ranges. Answers how many blocks of 8-bit state this rank had to code anew: none where blocks
+    lie as they did, as under the same plan. InputError where names, shapes or what the optimizer keeps differ, or where
+    the model holds fewer bits than the checkpoint. What an engine computes with beside its masters is not refreshed.
+    The sha256 of each file of `hashed`, which is read whole, goes into `digests`.
+    """
+    engine, inner, manifest = engine_of(sharding), unwrapped(optimizer), checkpoint.manifest
+    check_supported(inner)
+    ours = engine.describe(model, inner)
+    _check_names(ours, manifest)
+    for name, entry in ours.items():
+        saved = manifest.entry(name)
+        if entry.tied_to is None and entry.is_trained != saved.is_trained:
+            was, is_now = ("trained", "frozen") if saved.is_trained else ("frozen", "trained")
+            raise InputError(f"{name}: was {was} when the checkpoint was saved and is {is_now} in this job")
+    _check_weights(ours, manifest)
+    engine.create_state(model, inner, manifest)
+    _check_shapes_of_state(engine.describe(model, inner), manifest)
+    pieces = engine.held_pieces(model, inner)
+    return _fill(pieces, checkpoint, hashed=hashed, digests=digests)
+
+
+def load_weights(model: nn.Module, optimizer: object, checkpoint: CheckpointFolder, *, sharding: Sharding) -> None:
+    """Fills the weights of a prepared model, and leaves the optimizer's state as it is; collective."""
+    engine, inner = engine_of(sharding), unwrapped(optimizer)
+    ours = engine.describe(model, inner)
+    _check_names(ours, checkpoint.manifest)
+    _check_weights(ours, checkpoint.manifest)
+    _fill([piece for piece in engine.held_pieces(model, inner) if piece.state is None], checkpoint)
+    engine.settle(model)
+
+
+def _fill(
+    pieces: Sequence[Piece],
+    checkpoint: CheckpointFolder,
+    *,
+    hashed: Collection[str] = (),
+    digests: dict[str, str] | None = None,
+) -> int:
+    """Fills every piece; how many blocks of 8-bit state were coded anew."""
+    in_codes: dict[int, tuple[Coded, list[Stretch]]] = {}
+    in_memory, others = list[tuple[Piece, TensorEntry]](), list[tuple[Piece, ParameterEntry, TensorEntry]]()
+    for piece in pieces:
+        saved = checkpoint.manifest.entry(piece.name)
+        if (piece.state is not None and not saved.state) or piece.blocks is not None:
+            continue  # never updated: its part of a partition starts from zeros; or scales, which follow the codes
+        entry = saved.weight if piece.state is None else saved.state.get(piece.state)
+        if entry is None:
+            raise InputError(f"{piece.title}: is not in the checkpoint")
+        if piece.coded is not None:
+            in_codes.setdefault(id(piece.coded), (piece.coded, []))[1].append(_stretch(piece, saved))
+        elif piece.elsewhere is None and not _is_decoded(piece, saved):
+            in_memory.append((piece, entry))
+        else:
+            others.append((piece, saved, entry))
+    found = read_pieces(checkpoint, in_memory, hashed=hashed)
+    if digests is not None:
+        digests |= found
+    with OpenShards(checkpoint) as shards, put_away_after(pieces):
+        for piece, saved, entry in others:
+            values = piece.at_hand(to_fill=True)
+            if _is_decoded(piece, saved):
+                fill_decoded(values, _stretch(piece, saved), shards)
+            else:
+                shards.fill(values, entry, start=piece.start, what=piece.title, may_round=piece.may_round)
+        return sum(fill_coded(moment, stretches, shards) for moment, stretches in in_codes.values())
+
+
+def _is_decoded(piece: Piece, saved: ParameterEntry) -> bool:
+    """True if a moment that was saved in 8 bit is kept in fp32 here."""
+    return piece.state is not None and piece.coded is None and is_coded(saved, piece.state)
+
+
+def _stretch(piece: Piece, saved: ParameterEntry) -> Stretch:
+    assert piece.state is not None
+    return Stretch(
+        title=piece.title,
+        entry=saved,
+        state=piece.state,
+        start=piece.start,
+        num_elements=piece.num_elements,
+        offset=piece.offset,
+    )
+
+
+def _check_shapes_of_state(ours: Mapping[str, ParameterEntry], manifest: Manifest) -> None:
+    """InputError where what an optimizer keeps of a weight has another shape than what was saved."""
+    for name, entry in ours.items():
+        saved = manifest.entry(name).state
+        for state, tensor in entry.state.items():
+            if state in saved and saved[state].shape != tensor.shape:
+                raise InputError(
+                    f"{name} ({state}): has shape {saved[state].shape} in the checkpoint, {tensor.shape} in this job"
+                )
+
+
+def _check_weights(ours: Mapping[str, ParameterEntry], manifest: Manifest) -> None:
+    for name, entry in ours.items():
+        shape = None if entry.weight is None else entry.weight.shape
+        _check_weight(name, shape, entry.tied_to, manifest)
+
+
+def _check_weight(name: str, shape: tuple[int, ...] | None, tied_to: str | None, manifest: Manifest) -> None:
+    """InputError where a tensor of this job is another one in the checkpoint; a tied one may come without shape."""
+    saved = manifest.entry(name).weight
+    if shape is not None and saved is not None and shape != saved.shape:
+        raise InputError(f"{name}: has shape {saved.shape} in the checkpoint, {shape} in this job")
+    if tied_to is not None and manifest.entry(name) is not manifest.entry(tied_to):
+        raise InputError(f"{name}: is tied to {tied_to} in this job and not in the checkpoint")
+
+
+def _optimizers(saved: Optimizer, wanted: Optimizer) -> tuple[Optimizer, Optimizer]:
+    """The two, as equal where their state means the same."""
+    return (saved, saved) if have_same_state(saved, wanted) else (saved, wanted)
+
+
+def _kind(facts: CheckpointFacts) -> str:
+    """`all weights`, or what the adapters are, as far as they mean another function with the same shapes."""
+    lora = facts.lora
+    if lora is None:
+        return "all weights" if facts.galore is None else f"galore of {_projection(facts.galore)}"
+    base = "4-bit base, " if facts.is_quantised else ""
+    scaling = "rank-stabilised " if lora.rslora else ""
+    return f"{base}adapters of {scaling}rank {lora.rank}, alpha {lora.alpha:g}{', DoRA' if lora.dora else ''}"
+
+
+def _projection(galore: GaloreJob) -> str:
+    return f"rank {galore.rank}, projection {galore.projection}, scale {galore.scale:g}"
+
+
+def _check_names(names: Iterable[str], manifest: Manifest) -> None:
+    ours, saved = set(names), set(manifest.parameters)
+    for which, missing in (("the checkpoint has no", ours - saved), ("this job's model has no", saved - ours)):
+        if missing:
+            shown = ", ".join(sorted(missing)[:_SHOWN])
+            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+            raise InputError(f"{which} {shown}{more}")
 
 
 def begin_resumption(

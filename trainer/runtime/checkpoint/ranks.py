@@ -1,14 +1,24 @@
-"""The few things that ranks agree on while they save and resume, over gloo, or alone.
+"""Collectives of ranks that save and resume: bytes over gloo, votes, and one outcome on every rank.
 
-The group is gloo and of its own: checkpoints speak about files, from the CPU, whatever the devices use, and must not
-queue behind training's collectives. What travels is bytes; nothing is pickled (torch's `*_object` collectives do).
+The group is gloo and of its own: checkpoints concern files, from the CPU, whatever the devices use, and must not queue
+behind training's collectives. Only bytes are sent; nothing is pickled (torch's `*_object` collectives do that).
+
+What fails on one rank fails on all, with the same message (`together`, `on_first`). A rank that went on alone into the
+next collective would hang until its timeout; so a failure is exchanged first and raised after. An unforeseen error (a
+bug) still reaches the exchange, and then ends its rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+from trainer.runtime.checkpoint.shards import NonFiniteStateError
+from trainer.spec import codec
+from trainer.spec.errors import EnvironmentFaultError, InputError, ShardwiseError
+from trainer.spec.value import Value
 
 
 class Ranks:
@@ -41,7 +51,7 @@ class Ranks:
             dist.barrier(group=self._group)
 
     def all_agree(self, ok: bool) -> bool:  # noqa: FBT001  # the vote itself
-        """Whether every rank said true."""
+        """True if every rank passed true."""
         if self._group is None:
             return ok
         vote = torch.tensor([int(ok)])
@@ -93,3 +103,52 @@ def _tensor(content: bytes, *, length: int) -> torch.Tensor:
 
 def _cut(received: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[bytes, ...]:
     return tuple(tensor[:size].numpy().tobytes() for tensor, size in zip(received, sizes, strict=True))
+
+
+T = TypeVar("T")
+
+_KINDS: tuple[type[ShardwiseError], ...] = (NonFiniteStateError, InputError, EnvironmentFaultError, ShardwiseError)
+
+
+class _Failure(Value, frozen=True, kw_only=True):
+    kind: str
+    message: str
+
+
+_UNFORESEEN = _Failure(kind=ShardwiseError.__name__, message="ended with an error; its log says which")
+
+
+def together(ranks: Ranks, work: Callable[[], T], *, doing: str) -> T:
+    """Runs `work` on this rank and returns its result once it is done on all; else raises the same on all."""
+    failure: _Failure | None = _UNFORESEEN
+    try:
+        result = work()
+        failure = None
+    except OSError as error:
+        failure = _Failure(kind=EnvironmentFaultError.__name__, message=f"{doing}: {_sentence(error)}")
+    except ShardwiseError as error:
+        failure = _Failure(kind=_kind_of(error).__name__, message=str(error))
+    finally:
+        answers = ranks.exchange(b"" if failure is None else codec.encode(failure))
+    for rank, answer in enumerate(answers):
+        if answer:
+            _raise(codec.decode(answer, _Failure, origin=f"rank {rank}"), rank=rank)
+    return result
+
+
+def on_first(ranks: Ranks, work: Callable[[], bytes], *, doing: str) -> bytes:
+    """Runs `work` on rank 0 and returns its answer on all; else raises the same on all."""
+    return ranks.broadcast(together(ranks, lambda: work() if ranks.is_first else b"", doing=doing))
+
+
+def _raise(failure: _Failure, *, rank: int) -> None:
+    kind = next(kind for kind in _KINDS if kind.__name__ == failure.kind)
+    raise kind(failure.message if rank == 0 else f"rank {rank}: {failure.message}")
+
+
+def _kind_of(error: ShardwiseError) -> type[ShardwiseError]:
+    return next(kind for kind in _KINDS if isinstance(error, kind))
+
+
+def _sentence(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)

@@ -1,30 +1,41 @@
-"""Saving, on all ranks: each writes what it holds, all agree, rank 0 commits."""
+"""Saving, on all ranks: each writes what it holds, all agree, rank 0 commits; while training waits or goes on.
+
+In the background a checkpoint is copied at the step's end, written by a thread, and committed later:
+
+    step s      every rank copies its pieces into host memory and a thread begins to write and hash them
+    step s+1..  at each step's end the ranks exchange whether their threads are done; when all are, rank 0 commits
+
+So a checkpoint exists under its name no sooner than all of it is on the disk. At most one is on its way: a save waits
+for the one before. Errors in a thread are raised by the next `poll` or `finish`, the same on every rank. Only the
+ranks' main threads communicate.
+"""
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
+import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
-from trainer.runtime.checkpoint.agreement import on_first, together
-from trainer.runtime.checkpoint.files.commit import OnPoint, commit, prune, staging_folder
-from trainer.runtime.checkpoint.files.manifest import (
+from trainer.runtime.checkpoint.folders import OnPoint, commit, prune, staging_folder
+from trainer.runtime.checkpoint.layout.engines import Engine, engine_of
+from trainer.runtime.checkpoint.layout.optimizer_state import check_supported, hyper_parameters
+from trainer.runtime.checkpoint.layout.pieces import Piece, Replica, put_away_after
+from trainer.runtime.checkpoint.manifest import (
     CheckpointFacts,
     Chunk,
     Manifest,
     ParameterEntry,
     TensorEntry,
     folder_name,
+    share_of_rank,
 )
-from trainer.runtime.checkpoint.files.ranges import share_of_rank
-from trainer.runtime.checkpoint.files.shards import NonFiniteStateError, ShardRecord, ShardRecords, write_shards
-from trainer.runtime.checkpoint.layout.optimizer_state import check_supported, hyper_parameters
-from trainer.runtime.checkpoint.layout.pieces import Piece, Replica, put_away_after
-from trainer.runtime.checkpoint.layout.table import Engine, engine_of
-from trainer.runtime.checkpoint.ranks import Ranks
+from trainer.runtime.checkpoint.ranks import Ranks, on_first, together
+from trainer.runtime.checkpoint.shards import NonFiniteStateError, ShardRecord, ShardRecords, write_shards
 from trainer.runtime.optimizers import unwrapped
 from trainer.spec import codec
 from trainer.spec.strategy import Sharding
@@ -80,7 +91,7 @@ class Save:
 
     @property
     def num_bytes(self) -> int:
-        """What this rank writes."""
+        """Bytes that this rank writes."""
         return sum(piece.num_bytes for piece in self.pieces)
 
     @property
@@ -153,7 +164,7 @@ class Save:
 def _pieces_to_write(
     engine: Engine, model: nn.Module, optimizer: TorchOptimizer, *, facts: CheckpointFacts, ranks: Ranks
 ) -> list[Piece]:
-    """What this rank writes: all that it alone holds, and its share by bytes of what others hold as well."""
+    """Pieces that this rank writes: all that it alone holds, and its share by bytes of those that others hold too."""
     check_supported(optimizer)
     _check_finite(facts)
     pieces = engine.held_pieces(model, optimizer)
@@ -203,3 +214,58 @@ def _with_chunks(described: dict[str, ParameterEntry], records: Sequence[ShardRe
         )
         for name, entry in described.items()
     }
+
+
+class BackgroundSave:
+    """One save on its way; every method is collective."""
+
+    def __init__(self, save: Save) -> None:
+        """Copies what `save` has looked at; errors of `Save`, as far as they show before it is written."""
+        self._save = save
+        self.step = save.step
+        self.is_over = False
+        self._save.__enter__()
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._written: Future[bytes] | None = None
+        try:
+            if save.is_needed:
+                doing = f"the state of step {save.step} was not copied"
+                save.pieces = together(save.ranks, lambda: [_copied(each) for each in save.pieces], doing=doing)
+                save.on_point("copied")
+                self._written = self._writer.submit(save.write)
+        except BaseException:
+            self._close()
+            raise
+
+    def poll(self) -> bool:
+        """Commits if every rank has written; whether the save is over. Raises as `Save` does."""
+        if self.is_over:
+            return True
+        is_written = self._written is None or self._written.done()
+        if not self._save.ranks.all_agree(is_written):
+            return False
+        self.finish()
+        return True
+
+    def finish(self) -> None:
+        """Waits for every rank and commits."""
+        if self.is_over:
+            return
+        try:
+            if self._written is not None:
+                self._save.finish(self._written.result)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        """Lets go of the copy, the thread and the lock."""
+        self.is_over = True
+        self._writer.shutdown(wait=True)
+        self._save.__exit__()
+        self._save.pieces = []
+
+
+def _copied(piece: Piece) -> Piece:
+    """The same piece in memory that training does not touch."""
+    with torch.no_grad():
+        return piece._replace(values=piece.at_hand().to("cpu", copy=True), elsewhere=None)

@@ -12,7 +12,7 @@ and the mask.
 
 A row of several documents is learned as if each stood alone: positions count from 0 in each, and the first token of a
 document is nobody's target. That no token sees another document is up to attention, which takes the positions for the
-boundaries (packed_attention.py). Packed rows are padded to `seq_len`, whatever ends short, so that every forward has
+boundaries (attention/packed.py). Packed rows are padded to `seq_len`, whatever ends short, so that every forward has
 one width; others to the longest of their micro batch.
 
 Whether a model with code of its own keeps the documents of a packed row apart, found out by running it.

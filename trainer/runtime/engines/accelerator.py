@@ -23,9 +23,8 @@ from trainer.runtime.engines.nvme_reads import (
     swap_weights_in_their_type,
 )
 from trainer.runtime.precision.fp8 import check_precision
-from trainer.runtime.run.built_operators import use_built_operators
+from trainer.runtime.run.operators import answer_for_processor, use_built_operators
 from trainer.runtime.run.process import world_size_of_launch
-from trainer.runtime.run.processor_facts import answer_for_processor
 from trainer.runtime.run.types import accelerate_precision, compute_type
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.hardware import DeviceKind

@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 from trainer.runtime.attention.choice import attention_facts, attention_name, attention_of
 from trainer.runtime.attention.kernels import attention_kernel_rows
 from trainer.runtime.engines import engine_state
-from trainer.runtime.models.build import is_deepspeed, plain_model
-from trainer.runtime.models.installed import Installed
+from trainer.runtime.models.build import Installed, is_deepspeed, plain_model
 from trainer.runtime.models.methods import method_facts
 from trainer.runtime.optimizers import (
     NO_DECAY,

@@ -36,9 +36,9 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trainer.runtime.data.chat.template import load_chat_template, write_chat_template
 from trainer.runtime.data.tokenizer import TextTokenizer, copy_tokenizer, load_tokenizer
 from trainer.runtime.export.model_card import Export, base_of, model_card
-from trainer.runtime.models.adapters import ALL_LINEAR, TRANSPOSED, adapted_layers, peft_config, peft_key
-from trainer.runtime.models.load.written_weights import check_model_written, check_written
+from trainer.runtime.models.methods import ALL_LINEAR, TRANSPOSED, adapted_layers, peft_config, peft_key
 from trainer.runtime.models.model_code import write_model_code
+from trainer.runtime.models.weight_files import check_model_written, check_written
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.plan import Plan
 

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from trainer.runtime.checkpoint import CheckpointFolder, find_checkpoint, folder_name, import_weights, read_weights
-from trainer.runtime.checkpoint.files.search import steps_in, verified
+from trainer.runtime.checkpoint.folders import steps_in, verified
 from trainer.runtime.export.check import (
     ROUNDED,
     SAME,
@@ -41,8 +41,8 @@ from trainer.runtime.export.check import (
 from trainer.runtime.export.folder import add_tokenizer, save_adapters, save_model, staged, write_card
 from trainer.runtime.export.model_card import Export
 from trainer.runtime.export.weights import merge_adapters, round_weights
-from trainer.runtime.models.adapters import base_type
 from trainer.runtime.models.build import build_model, model_from_config
+from trainer.runtime.models.methods import base_type
 from trainer.runtime.models.model_code import as_its_user, write_model_code
 from trainer.runtime.run.answering import answer_and_exit
 from trainer.spec import codec

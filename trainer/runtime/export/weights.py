@@ -25,9 +25,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from trainer.runtime.checkpoint import canonical_name
-from trainer.runtime.models.adapters import ADAPTER, is_adapted
 from trainer.runtime.models.build import is_deepspeed, plain_model
-from trainer.runtime.models.methods import quantised_layers
+from trainer.runtime.models.methods import ADAPTER, is_adapted, quantised_layers
 
 
 def merge_adapters(model: PreTrainedModel, dtype: torch.dtype, *, plain: PreTrainedModel) -> None:

@@ -26,8 +26,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trainer.runtime.importing.tensors import Stored, Tensors
-from trainer.runtime.models.load.weight_reader import WeightReader
 from trainer.runtime.models.quantisation import refuse_quantised
+from trainer.runtime.models.weight_files import WeightReader
 from trainer.spec.errors import InputError
 
 _ANYWHERE = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")

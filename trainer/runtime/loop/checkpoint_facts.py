@@ -1,4 +1,4 @@
-"""What a checkpoint of a run says of it, and which runs have checkpoints.
+"""Facts of a run that its checkpoints record, and which runs have checkpoints.
 
 A run that trains adapters saves these alone. Its base is known again by a fingerprint: of its safetensors files, names,
 sizes, headers and a sample of their bytes, as hashing all of them would take minutes; of a base that was drawn, its
@@ -35,7 +35,7 @@ def obstacle_to_checkpoints(optimizer: object) -> str | None:
 
 
 def facts_of(plan: Plan, state: RunState, scaler: LossScaler | None = None) -> CheckpointFacts:
-    """What a checkpoint of this moment is of; `scaler` is that of an fp16 run."""
+    """Facts of the run at this moment; `scaler` is that of an fp16 run."""
     method = plan.chosen.method
     return CheckpointFacts(
         run_name=plan.name,
@@ -65,7 +65,7 @@ def facts_of(plan: Plan, state: RunState, scaler: LossScaler | None = None) -> C
 
 
 def base_fingerprint(plan: Plan) -> str:
-    """What tells one frozen base from another, wherever its files lie."""
+    """Identity of a frozen base, independent of the location of its files."""
     digest = hashlib.sha256()
     if plan.model_path is None:
         digest.update(msgspec.json.encode([plan.model_config, plan.job.train.seed], order="sorted"))

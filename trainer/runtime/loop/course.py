@@ -18,25 +18,20 @@ from msgspec.structs import replace
 from trainer.runtime.data.batches import MicroBatch, padding_share, step_micro_batches
 from trainer.runtime.data.stream.rows import POLL_S, StepRows
 from trainer.runtime.engines.verification import facts_after_step
-from trainer.runtime.loop.evaluation import evaluate, evaluations_without_gain
-from trainer.runtime.loop.metrics import MetricsFile, StepMetrics
+from trainer.runtime.loop.evaluation import can_sample, continue_prompt, evaluate, evaluations_without_gain, prompt_of
+from trainer.runtime.loop.metrics import DoneStep, MetricsFile, StepMetrics, StepObserver
 from trainer.runtime.loop.objectives import Objectives, build_objectives
-from trainer.runtime.loop.periodic_saves import PeriodicSaves
 from trainer.runtime.loop.profile_step import is_traced, traced_step
 from trainer.runtime.loop.recovery import go_back, must_go_back, note_step
-from trainer.runtime.loop.sample import can_sample, continue_prompt, prompt_of
-from trainer.runtime.loop.saving import export_model, keep_best, load_best, save_state
+from trainer.runtime.loop.saving import PeriodicSaves, export_model, keep_best, load_best, save_state
 from trainer.runtime.loop.session import Session, build_session
 from trainer.runtime.loop.step import run_step
-from trainer.runtime.loop.step_metrics import DoneStep, StepObserver
 from trainer.runtime.models.build import plain_model
 from trainer.runtime.precision.fp8 import check_fp8_ran, timed_facts
 from trainer.runtime.profile.memory_profile import MemoryProfile
-from trainer.runtime.run.clock import Clock
-from trainer.runtime.run.machine_counters import CardWatch
+from trainer.runtime.run.clock import CardWatch, Clock
 from trainer.runtime.run.report_writer import ReportWriter, RunPaths
-from trainer.runtime.run.spikes import find_fault, step_of_rows
-from trainer.runtime.run.state import SKIPPED_STEPS, RunState
+from trainer.runtime.run.state import SKIPPED_STEPS, RunState, find_fault, step_of_rows
 from trainer.spec.errors import InputError
 from trainer.spec.lr_schedule import learning_rate
 from trainer.spec.messages.extension import Hook
@@ -102,14 +97,14 @@ def _run_steps(session: Session, objectives: Objectives, wants_stop: Callable[[]
 
 
 def _is_told(session: Session, figures: StepMetrics) -> bool:
-    """Whether a step has a line under `log.every`: also the first and the last, one with a score, and a skipped one."""
+    """True if a step is logged under `log.every`; the first, the last, a scored and a skipped step always are."""
     every, first = session.plan.job.log.every.steps or 1, (session.state.resumed_from_step or 0) + 1
     is_edge = figures.step in (first, session.plan.schedule.num_steps)
     return is_edge or figures.step % every == 0 or bool(figures.skipped) or figures.eval_loss is not None
 
 
 def _goes_on(session: Session, wants_stop: Callable[[], bool], observer: StepObserver) -> bool:
-    """Whether nobody asks for a stop, also while all wait for a window of a stream; all ranks agree."""
+    """False if a stop is requested, also while all wait for a window of a stream; all ranks agree."""
     stream, step = session.stream, _place_of_rows(session, session.state.step + 1)
 
     def agrees() -> bool:
@@ -148,7 +143,7 @@ class StepWatch:
 
 
 def _has_stalled(session: Session) -> bool:
-    """Whether the run is to end early; all ranks agree."""
+    """True if the run is to end early; all ranks agree."""
     patience = session.plan.job.eval.early_stop
     if patience is None or session.plan.is_trial:
         return False
@@ -156,7 +151,7 @@ def _has_stalled(session: Session) -> bool:
 
 
 def _is_new_best(session: Session) -> bool:
-    """Whether this step may turn out to be the one that an early stop goes back to."""
+    """True if an early stop may go back to this step."""
     return session.plan.job.eval.early_stop is not None and session.state.best_step == session.state.step
 
 
@@ -222,7 +217,7 @@ def _micro_batches(session: Session, step: int) -> tuple[Sequence[MicroBatch], i
 
 
 def _rows_of_step(session: Session, step: int) -> StepRows:
-    """What a step learns from: a function of the step, and of what has been passed over."""
+    """The rows of a step: a function of the step and of the rows that were passed over."""
     place = _place_of_rows(session, step)
     if session.stream is not None:
         return session.stream.at(place)
@@ -279,7 +274,7 @@ def _evaluate(session: Session, objectives: Objectives) -> Evaluation | None:
 
 
 def _finish(session: Session, objectives: Objectives) -> None:
-    """What follows the last step: the last evaluation, checkpoint and sample, and the export."""
+    """Runs everything after the last step: the last evaluation, checkpoint and sample, and the export."""
     state = session.state
     is_early = state.step < session.plan.schedule.num_steps
     if not state.evaluations or state.evaluations[-1].step != state.step:

@@ -8,18 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from trainer.runtime.data.batches import MicroBatch, eval_micro_batches
-from trainer.runtime.loop.dpo import DpoLoss, Reference, turn_dropout_off
-from trainer.runtime.loop.evaluation import TokenScore
-from trainer.runtime.loop.reference import (
+from trainer.runtime.loop.dpo import (
     REFERENCE_NAME,
+    DpoLoss,
+    Reference,
     RowLogps,
     ask_rows,
     no_reference,
     plain_base,
     read_reference,
     reference_fingerprint,
+    turn_dropout_off,
     write_reference,
 )
+from trainer.runtime.loop.evaluation import TokenScore
 from trainer.runtime.loop.session import Session
 from trainer.runtime.loop.step import Objective, Terms, TokenLoss, forward
 from trainer.runtime.loss.head import Answer
@@ -53,7 +55,7 @@ class Objectives(NamedTuple):
 
 
 def build_objectives(session: Session, wants_stop: Callable[[], bool]) -> Objectives | None:
-    """What the plan asks of the model; before the first step, as it may ask the model that is started from.
+    """Objectives of the plan; built before the first step, as a reference may need the initial weights.
 
     None where a stop was wanted meanwhile. InputError where a loss head cannot, EnvironmentFaultError where a resumed
     run has no reference.
@@ -102,7 +104,7 @@ def _reference(session: Session, wants_stop: Callable[[], bool]) -> Reference | 
 
 
 def _of_an_earlier_attempt(session: Session, fingerprint: str) -> RowLogps | None:
-    """What an attempt that ended before its first checkpoint has asked already."""
+    """The reference of an attempt that ended before its first checkpoint."""
     try:
         return read_reference(session.paths.run_dir / REFERENCE_NAME, fingerprint=fingerprint, ranks=session.ranks)
     except InputError:

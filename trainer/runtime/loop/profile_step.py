@@ -23,8 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from trainer.runtime.loop.session import Session
 from trainer.runtime.models.build import plain_model
-from trainer.runtime.profile.memory_profile import room_for_a_profile
-from trainer.runtime.profile.memory_timeline import running_bytes
+from trainer.runtime.profile.memory_profile import room_for_a_profile, running_bytes
 from trainer.runtime.profile.profile_modules import (
     Allocation,
     ModuleMarks,
@@ -47,7 +46,7 @@ _US = 1e-6
 
 
 def is_traced(plan: Plan, step: int) -> bool:
-    """Whether this step is the one that is profiled."""
+    """True for the step that is profiled."""
     return plan.profile is not None and step == plan.schedule.num_steps
 
 

@@ -1,4 +1,4 @@
-"""What follows a step that is not to be taken: it is told, and after several in a row the run goes back.
+"""Recovery from steps that are not taken: they are reported, and after several in a row the run goes back.
 
 A bad row costs a step. Where the steps after it cannot be taken either, the weights may have been spoilt by an update
 before them. So the run goes back to its last checkpoint, within the process and under every engine, and from there
@@ -12,14 +12,21 @@ import math
 from collections.abc import Sequence
 
 from trainer.runtime.checkpoint import CheckpointFolder, import_state
-from trainer.runtime.checkpoint.agreement import on_first, together
-from trainer.runtime.checkpoint.files.search import is_complete, open_checkpoint, verified
+from trainer.runtime.checkpoint.folders import is_complete, open_checkpoint, verified
+from trainer.runtime.checkpoint.ranks import on_first, together
 from trainer.runtime.loop.saving import settle_save
 from trainer.runtime.loop.session import Session
 from trainer.runtime.loop.step import StepResult
 from trainer.runtime.optimizers import updates_in_backward
-from trainer.runtime.run.spikes import MAX_ROLL_BACKS, STEPS_UNTIL_ROLL_BACK, after_roll_back, after_step
-from trainer.runtime.run.state import IncidentKind, IncidentLog, RunState
+from trainer.runtime.run.state import (
+    MAX_ROLL_BACKS,
+    STEPS_UNTIL_ROLL_BACK,
+    IncidentKind,
+    IncidentLog,
+    RunState,
+    after_roll_back,
+    after_step,
+)
 from trainer.spec.errors import EnvironmentFaultError
 
 _SHOWN_ROWS = 8
@@ -44,7 +51,7 @@ def note_step(state: RunState, result: StepResult, *, step: int, rows: Sequence[
 
 
 def must_go_back(session: Session) -> bool:
-    """Whether the weights are to be those of the last checkpoint; the same on every rank."""
+    """True if the run must go back to its last checkpoint; the same on every rank."""
     state = session.state
     if session.plan.is_trial or state.fault is None:
         return False

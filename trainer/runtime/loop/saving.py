@@ -1,15 +1,27 @@
-"""What a run leaves behind for others: checkpoints to go on from, and the exported model."""
+"""Saving in a run: when a checkpoint is due, how it is written, the best one, and the exported model.
+
+A checkpoint is due by steps, by the clock, or, if the job leaves it open, by what saving costs. Every decision is the
+same on all ranks: steps need no exchange; for seconds rank 0's clock decides, by a vote. A run whose job does not set
+`checkpoint.every` waits after each save until saving has cost at most `max_share` of the time since the last one, as
+measured: a save of a minute comes no sooner than after 33 minutes at 3 %.
+
+The first checkpoint is a rehearsal: it is saved after the first step, while training waits, and read back
+(checkpoint/verify.py), so that a disk that does not keep its data ends the run when that has cost one step. The later
+ones are written as the plan says (trainer/spec/messages/saving.py). Nothing is saved while steps are being skipped: it
+might be what a run has to go back behind.
+"""
 
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer.runtime.checkpoint import NonFiniteStateError, folder_name, load_weights
-from trainer.runtime.checkpoint.agreement import on_first, together
-from trainer.runtime.checkpoint.background import BackgroundSave
-from trainer.runtime.checkpoint.files.search import is_complete, open_checkpoint, verified
-from trainer.runtime.checkpoint.save import Save
+from trainer.runtime.checkpoint import NonFiniteStateError, Ranks, folder_name, load_weights
+from trainer.runtime.checkpoint.folders import is_complete, open_checkpoint, verified
+from trainer.runtime.checkpoint.ranks import on_first, together
+from trainer.runtime.checkpoint.save import BackgroundSave, Save
+from trainer.runtime.checkpoint.verify import check_read_back
 from trainer.runtime.export.folder import write_adapter_folder, write_model_folder
 from trainer.runtime.export.weights import gathered_weights
 from trainer.runtime.loop.checkpoint_facts import facts_of, obstacle_to_checkpoints
@@ -18,6 +30,44 @@ from trainer.runtime.models.build import plain_model
 from trainer.runtime.run.state import IncidentKind
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.messages.heartbeat import SAVING_PHASE
+from trainer.spec.messages.saving import saving_choice
+from trainer.spec.plan import Schedule
+
+
+class SaveTimer:
+    """Asked once at the end of each step; told of every save."""
+
+    def __init__(self, schedule: Schedule, ranks: Ranks, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._schedule = schedule
+        self._ranks = ranks
+        self._clock = clock
+        self._saved_at = clock()
+        self._cost_s = 0.0
+        self._is_waiting = False  # due by steps, and put off
+
+    def is_due(self, step: int) -> bool:
+        """True if a checkpoint is due after this step; collective."""
+        every_steps, every_s = self._schedule.checkpoint_every_steps, self._schedule.checkpoint_every_s
+        max_share = self._schedule.saving_max_share
+        is_by_step = self._is_waiting or (every_steps is not None and step % every_steps == 0)
+        if every_s is None and max_share is None:
+            return is_by_step
+        waited = self._clock() - self._saved_at
+        is_late = every_s is not None and waited >= every_s
+        is_cheap = max_share is None or self._cost_s <= max_share * waited
+        is_due = not self._ranks.all_agree(not (self._ranks.is_first and (is_by_step or is_late) and is_cheap))
+        self._is_waiting = is_by_step and not is_due
+        return is_due
+
+    def saved(self, cost_s: float) -> None:
+        """A checkpoint was saved, or was not, for so many seconds of training's time."""
+        self._saved_at = self._clock()
+        self._cost_s = cost_s
+        self._is_waiting = False
+
+    def went_on_costing(self, cost_s: float) -> None:
+        """The save that was told of last took training more time, as it was committed."""
+        self._cost_s += cost_s
 
 
 def save_state(session: Session, occasion: str, *, in_background: bool = False) -> None:
@@ -162,7 +212,7 @@ def export_model(session: Session) -> None:
 
 
 def _is_saved(session: Session, step: int) -> bool:
-    """Whether the checkpoint of a step was committed before saving failed; rank 0 looks, and all agree."""
+    """True if the checkpoint of a step was committed before saving failed; rank 0 checks, and all agree."""
     is_whole = True
     if session.is_first:
         try:
@@ -170,3 +220,46 @@ def _is_saved(session: Session, step: int) -> bool:
         except (InputError, OSError):
             is_whole = False
     return session.ranks.all_agree(is_whole)
+
+
+class PeriodicSaves:
+    """Asked at the end of each step; collective."""
+
+    def __init__(self, session: Session) -> None:
+        plan = session.plan
+        self._session = session
+        self._timer = SaveTimer(plan.schedule, session.ranks)
+        self._is_background = saving_choice(plan, plan.chosen).is_background
+        self._is_rehearsal = plan.schedule.rehearses_save and not plan.is_trial and session.state.step == 0
+        self._is_due = self._is_rehearsal
+
+    def after_step(self) -> None:
+        """Commits what is written, and saves where that is due."""
+        session, state = self._session, self._session.state
+        begin = time.monotonic()
+        if poll_save(session):
+            self._timer.went_on_costing(time.monotonic() - begin)
+        self._is_due |= self._timer.is_due(state.step)
+        if not self._is_due or state.spikes.in_a_row:
+            return
+        self._is_due, begin = False, time.monotonic()
+        if self._is_rehearsal:
+            self._is_rehearsal = False
+            self._rehearse()
+        else:
+            save_state(session, f"step {state.step}", in_background=self._is_background)
+        self._timer.saved(time.monotonic() - begin)
+
+    def _rehearse(self) -> None:
+        session, state = self._session, self._session.state
+        save_state(session, f"step {state.step}")
+        relative = f"checkpoints/{folder_name(state.step)}"
+        if state.checkpoint != relative:
+            return  # why there is none is told already
+        check_read_back(
+            session.paths.run_dir / relative,
+            model=session.model,
+            optimizer=session.optimizer,
+            sharding=session.plan.chosen.strategy.sharding,
+            ranks=session.ranks,
+        )

@@ -1,4 +1,4 @@
-"""What a rank builds before its first step, in the order that every engine needs.
+"""The session of a rank: everything it builds before its first step, in the order that every engine needs.
 
 An engine that shards weights is filled shard by shard: FSDP2 before the optimizer is built, whose groups hold shards;
 ZeRO-3 after it, as a parameter that is cut no longer shows its shape. For every other engine weights are loaded into
@@ -21,19 +21,18 @@ from trainer.runtime.checkpoint import (
     Ranks,
     check_compatible,
 )
-from trainer.runtime.checkpoint.background import BackgroundSave
-from trainer.runtime.checkpoint.layout.blockwise import BLOCK_ELEMENTS
+from trainer.runtime.checkpoint.layout.optimizer_state import BLOCK_ELEMENTS
 from trainer.runtime.checkpoint.load import Resumption, begin_resumption
+from trainer.runtime.checkpoint.save import BackgroundSave
 from trainer.runtime.data.batches import check_documents_apart
 from trainer.runtime.data.stream.rows import StreamRows
 from trainer.runtime.data.token_rows import TokenRows
 from trainer.runtime.engines.accelerator import build_accelerator, read_ds_config
 from trainer.runtime.engines.verification import check_engagement
 from trainer.runtime.loop.checkpoint_facts import facts_of
-from trainer.runtime.models.build import build_skeleton, build_trainable
-from trainer.runtime.models.installed import Installed
-from trainer.runtime.models.load.sharded_loading import load_into_fsdp, load_into_zero3, loads_sharded, prepare_loaded
-from trainer.runtime.models.load.skeleton import Skeleton, blank
+from trainer.runtime.models.build import Installed, build_skeleton, build_trainable
+from trainer.runtime.models.sharded_loading import load_into_fsdp, load_into_zero3, loads_sharded, prepare_loaded
+from trainer.runtime.models.skeleton import Skeleton, blank
 from trainer.runtime.optimizers import build_optimizer, check_in_backward
 from trainer.runtime.precision.mixed_precision import LossScaler, install_precision, loss_scaler
 from trainer.runtime.profile.memory_profile import cap_memory

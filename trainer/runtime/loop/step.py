@@ -31,7 +31,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from trainer.runtime.attention.known_rows import known_rows
+from trainer.runtime.attention.packed import known_rows
 from trainer.runtime.data.batches import MicroBatch
 from trainer.runtime.engines.engine_veto import asked_before_update
 from trainer.runtime.loss.head import Answer
@@ -42,7 +42,7 @@ from trainer.spec.value import Value
 
 
 class Terms(NamedTuple):
-    """What an objective makes of one micro batch; all of it adds up over micro batches and ranks."""
+    """Sums of an objective over one micro batch; they add up over micro batches and ranks."""
 
     loss: Tensor  # a scalar with its gradient
     num_terms: int  # what a mean of losses or figures is over: targets, or pairs
@@ -51,11 +51,11 @@ class Terms(NamedTuple):
 
 
 class Objective(Protocol):
-    """What is asked of the model."""
+    """An objective: the sum of loss terms that is trained or scored."""
 
     @property
     def figures(self) -> tuple[str, ...]:
-        """What is told beside the loss, a mean over the terms each."""
+        """Names of the figures beside the loss; each is a mean over the terms."""
 
     def __call__(self, model: nn.Module, micro_batch: MicroBatch, device: torch.device) -> Terms:
         """Runs the model, through whatever wraps it, on one micro batch."""
@@ -72,7 +72,7 @@ class TokenLoss(NamedTuple):
 
 
 class StepResult(Value, frozen=True, kw_only=True):
-    """What one optimizer step came to, over all ranks."""
+    """Result of one optimizer step, over all ranks."""
 
     loss: float  # mean over the terms of the global batch
     num_targets: int
@@ -144,7 +144,7 @@ def run_step(
 
 
 class Means(NamedTuple):
-    """What an objective came to over micro batches and ranks."""
+    """Means of an objective over micro batches and ranks."""
 
     loss: float
     num_terms: int
@@ -185,7 +185,7 @@ class Sums:
 
 
 class Decision:
-    """Whether a step is taken: made once, on every rank, from what all of them share."""
+    """The decision to take a step or not: made once, on every rank, from values that all ranks share."""
 
     def __init__(self, sums: Sums, judge: Judge, *, may_overflow: bool) -> None:
         self._sums = sums
@@ -196,13 +196,13 @@ class Decision:
 
     @property
     def means(self) -> Means:
-        """What the step came to; collective where nobody asked before, as an engine does not after an overflow."""
+        """Means of the step; collective if they have not been read yet, as after an overflow in an engine."""
         if self._means is None:
             self._means = self._sums.means()
         return self._means
 
     def takes(self, grad_norm: Tensor | None) -> bool:
-        """Whether the step is taken, from the norm over all ranks; collective. An overflow is left to fp16's scaler."""
+        """True if the step is taken, from the norm over all ranks; collective. An overflow is left to fp16's scaler."""
         self._means = self._sums.means(grad_norm)
         norm = self._means.grad_norm
         if not self._may_overflow or norm is None or math.isfinite(norm):
@@ -211,7 +211,7 @@ class Decision:
 
 
 def forward(model: nn.Module, micro_batch: MicroBatch, device: torch.device, *, answer: Answer = Answer.SUM) -> Tensor:
-    """What the model answers to one micro batch: the sum of its token losses, a scalar, or what else is asked for."""
+    """Output of the model for one micro batch: the sum of its token losses, a scalar, or another `Answer`."""
     inputs = {"input_ids": micro_batch.input_ids, "labels": micro_batch.labels}
     if micro_batch.position_ids is not None:
         inputs["position_ids"] = micro_batch.position_ids

@@ -37,7 +37,7 @@ All heads run inside the model's forward, `chunked` and `fused_linear` moreover 
 whatever gathers sharded weights around a module's forward and backward (ZeRO-3, FSDP2) has them there when they are
 read. `fused` only follows that forward.
 
-Rows of several documents come with positions; what keeps their documents apart is in packed_attention.py.
+Rows of several documents come with positions; what keeps their documents apart is in attention/packed.py.
 """
 
 import importlib.util
@@ -63,7 +63,7 @@ from trainer.runtime.loss.slices import (
     scored,
     sum_rows,
 )
-from trainer.runtime.run.triton_compiler import check_triton_compiler
+from trainer.runtime.run.operators import check_triton_compiler
 from trainer.spec.errors import InputError
 from trainer.spec.pip_lines import extra_line
 from trainer.spec.strategy import LossHead
@@ -74,7 +74,7 @@ DEFAULT_CHUNK_TOKENS = 1024
 
 
 class Answer(StrEnum):
-    """What a model with labels answers."""
+    """Kinds of results of a model with labels."""
 
     SUM = "sum"  # the token losses added up: a scalar in fp32
     ROWS = "rows"  # the log-probability of what each row learns, the sum over its targets: [B] in float64
@@ -107,7 +107,7 @@ def install_loss_head(model: PreTrainedModel, head: LossHead, *, chunk_tokens: i
 
 
 def shift(labels: Tensor) -> Tensor:
-    """What each position is to predict: labels [B, S] moved left by one, the last position ignored."""
+    """Target of each position: labels [B, S] moved left by one, the last position ignored."""
     return functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 

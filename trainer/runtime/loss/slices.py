@@ -17,7 +17,7 @@ FUSED_SLICE_TOKENS = 256
 
 
 class Head(NamedTuple):
-    """What makes logits of hidden states [T, H]: weight [V, H], bias [V], and a cap on what comes out."""
+    """The head that maps hidden states [T, H] to logits: weight [V, H], bias [V], and a cap on the logits."""
 
     weight: Tensor
     bias: Tensor | None

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from trainer.runtime.memory.activation_offload import ActivationOffload
 from trainer.runtime.run.blocks import blocks_of
-from trainer.runtime.run.triton_compiler import check_triton_compiler
+from trainer.runtime.run.operators import check_triton_compiler
 from trainer.spec.errors import EnvironmentFaultError, InputError
 
 

@@ -1,15 +1,18 @@
-"""The model of a plan: from its config with a seed, or from a folder of weights.
+"""The model of a plan: from its config with a seed, or from a folder of weights; and what was installed on it.
 
 A rank builds the whole model in host memory, or, for an engine that shards weights, one without weights that is filled
-shard by shard (`sharded_loading`); the weights are the same under every engine, as the seed is set just before they are
+shard by shard (`sharded_loading`). The weights are the same under every engine, as the seed is set just before they are
 drawn. Nothing pickled is read: weights come from safetensors files. A frozen base is held in the computing type of the
 precision, one of qlora in 4 bit from the moment it is read (`quantisation`).
+
+`Installed` is one typed value, made as the model is built and held by the session. Modules keep their own forwards; it
+has the objects behind them, from which verification and the report read what is active.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -19,14 +22,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trainer.runtime.attention.choice import attention_name, check_attention
 from trainer.runtime.attention.kernels import choose_attention_kernels
-from trainer.runtime.loss.head import install_loss_head
-from trainer.runtime.memory.activation_offload import offload_activations
-from trainer.runtime.memory.compilation import compile_blocks
-from trainer.runtime.memory.recomputation import apply_checkpointing
-from trainer.runtime.models.adapters import base_type
-from trainer.runtime.models.installed import Installed
-from trainer.runtime.models.load.skeleton import Skeleton, skeleton_from_config, skeleton_from_folder
-from trainer.runtime.models.methods import apply_method
+from trainer.runtime.loss.head import LossForward, install_loss_head
+from trainer.runtime.memory.activation_offload import ActivationOffload, offload_activations
+from trainer.runtime.memory.compilation import Compilation, compile_blocks
+from trainer.runtime.memory.recomputation import Recomputation, apply_checkpointing, recomputation_facts
+from trainer.runtime.models.methods import apply_method, base_type
 from trainer.runtime.models.model_code import compute_buffers, load_model_code
 from trainer.runtime.models.quantisation import (
     Packing,
@@ -36,11 +36,47 @@ from trainer.runtime.models.quantisation import (
     reading_options,
     refuse_quantised,
 )
+from trainer.runtime.models.skeleton import Skeleton, skeleton_from_config, skeleton_from_folder
+from trainer.runtime.run.blocks import blocks_of
 from trainer.runtime.run.extension import Hooks
 from trainer.spec.errors import InputError
 from trainer.spec.messages.extension import Hook
 from trainer.spec.plan import Plan
-from trainer.spec.strategy import Attention, Checkpointing, LossHead, Method
+from trainer.spec.strategy import Attention, Checkpointing, Fp8Recipe, LossHead, Method
+
+
+class Fp8(NamedTuple):
+    """The layers that multiply in FP8."""
+
+    recipe: Fp8Recipe
+    package: str
+    recipe_class: str  # of the library
+    layers: dict[str, nn.Module]
+    skipped: str  # the layers that stay in 16 bit, by reason
+
+    @property
+    def num_products(self) -> int:
+        """Forward products in FP8 so far, recomputations included."""
+        return sum(int(getattr(layer, "num_products", 0)) for layer in self.layers.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """Everything that was put into a model beside its weights; None for what was not."""
+
+    loss: LossForward
+    recomputations: tuple[Recomputation, ...] = ()  # one for each block that recomputes something
+    offload: ActivationOffload | None = None
+    compilation: Compilation | None = None
+    autocast: torch.dtype | None = None  # around the model's forward, by us
+    fp8: Fp8 | None = None
+
+    def activation_facts(self, model: nn.Module) -> dict[str, str]:
+        """Text of the recomputation, offload and compilation that have been observed so far."""
+        is_compiled = self.compilation is not None
+        facts = recomputation_facts(self.recomputations, num_blocks=len(blocks_of(model)), is_compiled=is_compiled)
+        facts |= {} if self.offload is None else self.offload.facts()
+        return facts | ({} if self.compilation is None else self.compilation.facts(model))
 
 
 def build_model(plan: Plan) -> PreTrainedModel:
@@ -172,7 +208,7 @@ def _build_base(plan: Plan) -> PreTrainedModel:
 
 
 def _users_model(plan: Plan, hooks: Hooks) -> PreTrainedModel:
-    """What `build_model(config, dtype)` of the extensions file makes; InputError for anything but a causal LM."""
+    """Result of `build_model(config, dtype)` of the extensions file; InputError for anything but a causal LM."""
     config, dtype = plan.model_config, base_type(plan.chosen.method, plan.chosen.strategy.precision)
     fields = {name: value for name, value in config.items() if name not in ("model_type", "dtype", "torch_dtype")}
     torch.manual_seed(plan.job.train.seed)

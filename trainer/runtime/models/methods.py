@@ -1,27 +1,236 @@
-"""What a method makes of a model that was built or loaded: all weights trained, adapters on a frozen base, noise.
+"""Training methods: all weights, low-rank adapters on a frozen base (LoRA, QLoRA), noise on the embeddings (NEFTune).
 
-GaLore changes the optimizer, not the model. QLoRA's base is quantised while it is read (`quantisation`), so here it
-is LoRA. Nothing is upcast afterwards: PEFT's preparation for k-bit training would turn norms, embeddings and head to
-fp32 and switch checkpointing to the reentrant kind; non-reentrant checkpointing needs no input that requires grad.
+LoRA (arXiv:2106.09685) by PEFT: the base is frozen, in the computing type of the precision; the adapters are trained in
+fp32, or in the precision's own type if that has no fp32 copy (bf16). PEFT's layers are put into the model in place: it
+stays the transformers model that it was, so the loss head, the engines and checkpoints find it unchanged. `rslora`
+divides alpha by the root of the rank (arXiv:2312.03732), `dora` trains the length of each row of a weight beside its
+direction (arXiv:2402.09353). A target is the end of a layer's name, as PEFT reads it: `q_proj`, or
+`layers.3.mlp.up_proj`. Every target must name a linear layer of the model, and none may be its head, whose weight the
+loss reads by itself.
+
+GaLore changes the optimizer, not the model. QLoRA's base is quantised while it is read (`quantisation`), so here it is
+LoRA. Nothing is upcast afterwards: PEFT's preparation for k-bit training would turn norms, embeddings and head to fp32
+and switch checkpointing to the reentrant kind; non-reentrant checkpointing needs no input that requires grad.
+
+NEFTune (arXiv:2310.05914): each element of a row's embeddings gets uniform noise from [-1, 1] times alpha / sqrt(L d)
+in training, L the tokens of the row and d the hidden size. Padding gets none, and in a packed row each document has
+its own L. transformers has a hook of its own (`integrations.neftune`), which counts padding into L and disturbs it as
+well. The noise is drawn from torch's generator, which is seeded anew for each micro batch (`step.seed_dropout`): a
+step can be repeated exactly, under any engine. Lengths are read from labels and positions as the model is called, the
+noise is added to the embedding's output: both are hooks of the plain modules, which every engine calls through.
 """
 
+import hashlib
 import math
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from trainer.runtime.models.neftune import add_noise, noise_facts
+from trainer.runtime.run.types import compute_type, weight_type
+from trainer.spec.errors import InputError
+from trainer.spec.job.sections import LoraJob
 from trainer.spec.plan import Plan
+from trainer.spec.strategy import Method, Precision
+
+ALL_LINEAR = "all-linear"
+ADAPTER = "default"  # PEFT's name for the only one
+TRANSPOSED = frozenset({"gpt2", "openai-gpt"})  # model types whose linear layers keep their weights so (Conv1D)
+_ADAPTER_PART = ".lora_"
+_SHOWN = 8  # names in a message
+
+
+def base_type(method: Method, precision: Precision) -> torch.dtype:
+    """The type in which a method holds the weights of the model itself."""
+    return compute_type(precision) if method.freezes_base else weight_type(precision)
+
+
+def add_adapters(model: PreTrainedModel, lora: LoraJob, precision: Precision) -> None:
+    """Freezes the model and puts trainable adapters beside the linear layers that `lora` names.
+
+    InputError where a target names no linear layer, or the head.
+    """
+    from peft import inject_adapter_in_model  # takes seconds
+
+    _check_targets(model, lora.targets)
+    targets = ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets)
+    config = peft_config(lora, targets=targets, is_transposed=_is_transposed(model))
+    try:
+        with warnings.catch_warnings():
+            # PEFT warns of each Conv1D or linear layer for which fan_in_fan_out is the other way round, and sets it.
+            warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
+            inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    except ValueError as error:
+        raise InputError(f"lora.targets: {', '.join(lora.targets)}: {str(error).splitlines()[0]}") from error
+    for parameter in trained_parameters(model):
+        parameter.data = parameter.data.to(weight_type(precision))
+
+
+def peft_config(
+    lora: LoraJob,
+    *,
+    targets: str | Iterable[str],
+    is_transposed: bool = False,
+    base: str | None = None,
+    revision: str | None = None,
+) -> Any:  # noqa: ANN401  # PEFT's LoraConfig, whose import takes seconds
+    """PEFT's description of the adapters; `base` is the name that it records of the model they belong to."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        use_dora=lora.dora,
+        use_rslora=lora.rslora,
+        fan_in_fan_out=is_transposed,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        revision=revision,
+    )
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """The model as it was before adapters were put into it, for the block; for a forward without gradients.
+
+    PEFT's own switch would also turn the gradients of the adapters off and on, which engines have taken note of.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def seed_adapters(seed: int) -> None:
+    """Seeds torch's generators for new adapters: they do not depend on how the base came to be."""
+    digest = hashlib.sha256(f"{seed}/adapters".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that the optimizer updates."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def is_adapted(names: Iterable[str]) -> bool:
+    """True if parameters of these names belong to a model with adapters."""
+    return any(_ADAPTER_PART in name for name in names)
+
+
+def adapted_layers(lora: LoraJob, names: Iterable[str]) -> list[str]:
+    """Target modules for PEFT, from the names of the adapters' parameters."""
+    if lora.targets != (ALL_LINEAR,):
+        return list(lora.targets)
+    layers = (name.partition(_ADAPTER_PART)[0] for name in names)
+    return sorted({layer.rsplit(".", 1)[-1] for layer in layers})
+
+
+def peft_key(name: str) -> str:
+    """The key in PEFT's file of a parameter: without the adapter's name, and of DoRA's lengths without `weight`."""
+    key = name.replace(f".{ADAPTER}", "")
+    return f"base_model.model.{key.removesuffix('.weight') if 'lora_magnitude_vector' in key else key}"
+
+
+def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
+    if targets == (ALL_LINEAR,):
+        return
+    if ALL_LINEAR in targets:
+        raise InputError(f"lora.targets: {ALL_LINEAR} stands alone; leave out the names beside it")
+    head = model.get_output_embeddings()
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    for target in targets:
+        named = [module for name, module in linears.items() if name == target or name.endswith(f".{target}")]
+        if not named:
+            kinds = dict.fromkeys(name.rsplit(".", 1)[-1] for name, module in linears.items() if module is not head)
+            known = ", ".join([*kinds][:_SHOWN]) + (", ..." if len(kinds) > _SHOWN else "")
+            raise InputError(
+                f"lora.targets: {target}: {type(model).__name__} has no linear layer of that name; it has {known}"
+            )
+        if any(module is head for module in named):
+            raise InputError(f"lora.targets: {target}: is the head, which has no adapter here; leave it out")
+
+
+def _is_transposed(model: PreTrainedModel) -> bool:
+    """True if the model stores its weights transposed, as GPT-2 does."""
+    return any(isinstance(module, Conv1D) for module in model.modules())
+
+
+IGNORED = -100  # label of padding
+
+
+def add_noise(model: PreTrainedModel, alpha: float) -> None:
+    """Makes every training forward of the model disturb its embeddings."""
+    embedding: Any = model.get_input_embeddings()
+    embedding.neftune_alpha = alpha
+    embedding.neftune_lengths = None
+    embedding.neftune_forwards = 0
+
+    def note_lengths(_model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        labels = kwargs.get("labels")
+        embedding.neftune_lengths = None
+        if embedding.training and labels is not None:
+            embedding.neftune_lengths = lengths(labels, kwargs.get("position_ids"))
+
+    model.register_forward_pre_hook(note_lengths, with_kwargs=True)
+    embedding.register_forward_hook(_disturb)
+
+
+def lengths(labels: Tensor, position_ids: Tensor | None) -> Tensor:
+    """Tokens of the document that each position belongs to, [B, S]; 0 on padding.
+
+    A row reaches to its last label. `position_ids` start anew with each document of a packed row.
+    """
+    places = torch.arange(labels.shape[1], device=labels.device)
+    row_lengths = torch.where(labels != IGNORED, places + 1, 0).amax(dim=1, keepdim=True)
+    is_token = places < row_lengths
+    if position_ids is None:
+        return row_lengths * is_token
+    document = (position_ids == 0).cumsum(dim=1) - 1
+    document = document.clamp(min=0)
+    counts = torch.zeros_like(labels).scatter_add_(1, document, is_token.to(labels.dtype))
+    return counts.gather(1, document) * is_token
+
+
+def noise_facts(model: PreTrainedModel) -> dict[str, str]:
+    """How often noise was added, in words; nothing where none is asked for."""
+    embedding: Any = model.get_input_embeddings()
+    alpha = getattr(embedding, "neftune_alpha", None)
+    if alpha is None:
+        return {}
+    return {"embedding noise": f"NEFTune, alpha {alpha:g}, added in {embedding.neftune_forwards} forwards"}
+
+
+def _disturb(module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Hook of the embedding: its answer [B, S, H] with noise, while a training batch is on its way."""
+    embedding: Any = module
+    tokens: Tensor | None = embedding.neftune_lengths
+    embedding.neftune_lengths = None  # once for each call of the model
+    if tokens is None:
+        return output
+    embedding.neftune_forwards += 1
+    bound = embedding.neftune_alpha / (tokens.clamp(min=1) * output.shape[-1]).sqrt() * (tokens > 0)
+    noise = torch.empty_like(output).uniform_(-1, 1).mul_(bound.unsqueeze(-1))
+    return output + noise
 
 
 def apply_method(model: PreTrainedModel, plan: Plan) -> None:
     """Freezes, adapts and hooks the model as the plan's method and job say; before loss head and checkpointing."""
     train = plan.job.train
     if plan.chosen.method.freezes_base:
-        from trainer.runtime.models.adapters import add_adapters, seed_adapters  # PEFT, which takes seconds to import
+        from trainer.runtime.models.methods import add_adapters, seed_adapters  # PEFT, which takes seconds to import
 
         seed_adapters(train.seed)
         add_adapters(model, train.lora, plan.chosen.strategy.precision)
@@ -30,7 +239,7 @@ def apply_method(model: PreTrainedModel, plan: Plan) -> None:
 
 
 def method_facts(model: nn.Module) -> dict[str, str]:
-    """What is seen of the method, in words: trained share, adapters, types of the base."""
+    """Text of the observed method: trained share, adapters, types of the base."""
     assert isinstance(model, PreTrainedModel)
     layers = quantised_layers(model)
     packed = {id(layer.weight) for layer in layers}

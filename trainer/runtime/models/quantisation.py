@@ -72,7 +72,7 @@ def storage_type(precision: Precision) -> torch.dtype:
 
 
 def reading_options(packing: Packing) -> dict[str, Any]:
-    """What `from_pretrained` is to be given to quantise while it reads."""
+    """Arguments with which `from_pretrained` quantises while it reads."""
     return {"quantization_config": _config_class()(packing), "device_map": {"": packing.lives_on}}
 
 

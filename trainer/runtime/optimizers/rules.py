@@ -31,8 +31,7 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 from trainer.runtime.optimizers.groups import DECAY, MATRICES, NO_DECAY, Group
 from trainer.runtime.optimizers.lomo import AdaLomo, Lomo
 from trainer.runtime.optimizers.muon import MuonAndAdamW
-from trainer.runtime.run.built_operators import use_built_operators
-from trainer.runtime.run.processor_facts import answer_for_processor
+from trainer.runtime.run.operators import answer_for_processor, use_built_operators
 from trainer.spec.strategy import Optimizer
 
 BETAS = (0.9, 0.95)  # Llama-type training (Llama 2, arXiv:2307.09288, section 2.2)

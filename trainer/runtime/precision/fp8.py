@@ -19,9 +19,14 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from trainer.runtime.loss.head import IGNORED
-from trainer.runtime.models.installed import Fp8
-from trainer.runtime.precision import fp8_te, fp8_torchao
+from trainer.runtime.models.build import Fp8
 from trainer.runtime.precision.fp8_layers import Fp8Layers, fp8_layers, replace_layer, token_multiple
+from trainer.runtime.precision.fp8_libraries import (
+    TORCHAO,
+    TRANSFORMER_ENGINE,
+    TorchaoRegion,
+    TransformerEngineRegion,
+)
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.pip_lines import extra_line
 from trainer.spec.plan import Candidate, Plan
@@ -29,14 +34,14 @@ from trainer.spec.strategy import Checkpointing, Fp8Recipe, Precision
 
 EXPERIMENTAL = (Fp8Recipe.MXFP8, Fp8Recipe.NVFP4)
 _TORCHAO = (Fp8Recipe.TORCHAO_TENSORWISE, Fp8Recipe.TORCHAO_ROWWISE)
-_DISTRIBUTIONS = {fp8_te.PACKAGE: "transformer-engine", fp8_torchao.PACKAGE: "torchao"}
+_DISTRIBUTIONS = {TRANSFORMER_ENGINE: "transformer-engine", TORCHAO: "torchao"}
 
-Region = fp8_te.TransformerEngineRegion | fp8_torchao.TorchaoRegion
+Region = TransformerEngineRegion | TorchaoRegion
 
 
 def package_of(recipe: Fp8Recipe) -> str:
     """The library that a recipe belongs to."""
-    return fp8_torchao.PACKAGE if recipe in _TORCHAO else fp8_te.PACKAGE
+    return TORCHAO if recipe in _TORCHAO else TRANSFORMER_ENGINE
 
 
 def check_precision(precision: Precision) -> None:
@@ -50,7 +55,7 @@ def check_some_backend() -> None:
     if not any(find_spec(package) for package in _DISTRIBUTIONS):
         raise InputError(
             "pin.precision: fp8 needs Transformer Engine or torchao, and neither is installed; take bf16-mixed, or\n"
-            f"{_line_of(fp8_torchao.PACKAGE)}\n{_line_of(fp8_te.PACKAGE)}"
+            f"{_line_of(TORCHAO)}\n{_line_of(TRANSFORMER_ENGINE)}"
         )
 
 
@@ -76,19 +81,19 @@ def install_fp8(model: PreTrainedModel, chosen: Candidate) -> Fp8:
 
 
 def fp8_region(recipe: Fp8Recipe) -> Region:
-    """What converts layers and opens FP8 for a recipe; InputError where its library is missing or says no."""
+    """The region that converts layers and opens FP8 for a recipe; InputError if its library is missing or refuses."""
     package = package_of(recipe)
     if find_spec(package) is None:
         raise InputError(
             f"pin.fp8_recipe: {recipe} needs {_DISTRIBUTIONS[package]}, which is not installed; take bf16-mixed, or\n"
             f"{_line_of(package)}"
         )
-    return fp8_torchao.TorchaoRegion(recipe) if recipe in _TORCHAO else fp8_te.TransformerEngineRegion(recipe)
+    return TorchaoRegion(recipe) if recipe in _TORCHAO else TransformerEngineRegion(recipe)
 
 
 def _line_of(package: str) -> str:
     """The line that installs a library, with a comment that a shell passes over."""
-    if package == fp8_torchao.PACKAGE:
+    if package == TORCHAO:
         return f"{extra_line('torchao')} # for pin.fp8_recipe: torchao_tensorwise or torchao_rowwise"
     return f"{extra_line('fp8')} # compiles for minutes with nvcc; core_cu12 for a torch of CUDA 12"
 
@@ -123,7 +128,7 @@ def fp8_facts(fp8: Fp8 | None) -> dict[str, str]:
 
 
 def timed_facts(plan: Plan) -> dict[str, str]:
-    """What was timed of FP8 before a run in it; nothing where nothing was, or where the run is not in FP8."""
+    """Text of the gain of FP8 as timed before a run in FP8; empty if it was not timed, or in another precision."""
     gain = plan.fp8_gain
     is_timed = gain is not None and plan.chosen.strategy.precision is Precision.FP8
     return {"fp8 gain": gain.words} if gain is not None and is_timed else {}

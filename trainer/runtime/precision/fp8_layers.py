@@ -55,12 +55,12 @@ def fp8_layers(model: nn.Module, recipe: Fp8Recipe) -> Fp8Layers:
 
 
 def tile(recipe: Fp8Recipe) -> int:
-    """What both dimensions of a weight have to be a multiple of."""
+    """Size of which both dimensions of a weight must be a multiple."""
     return _TILES.get(recipe, _PLAIN_TILE)
 
 
 def token_multiple(recipe: Fp8Recipe) -> int:
-    """What the tokens of a micro batch have to be a multiple of: they are the third dimension of the products."""
+    """Size of which the tokens of a micro batch must be a multiple: they are the third dimension of the products."""
     return 32 if recipe in (Fp8Recipe.MXFP8, Fp8Recipe.NVFP4) else 16
 
 

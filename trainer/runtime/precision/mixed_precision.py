@@ -1,4 +1,4 @@
-"""What a precision needs beside the engine's own switches: autocast by us, a loss scaler, FP8 matrix products.
+"""Mixed precision beyond the engine's own switches: autocast by us, a loss scaler, FP8 matrix products.
 
 fp16-mixed: gradients below 6e-8 vanish in fp16, so the loss is scaled up before the backward pass and the gradients
 are scaled down before they are clipped (arXiv:1710.03740, section 3.2). The scale is found as it goes: an overflow on
@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trainer.runtime.models.build import is_deepspeed
-from trainer.runtime.models.installed import Installed
+from trainer.runtime.models.build import Installed, is_deepspeed
 from trainer.runtime.optimizers import unwrapped
 from trainer.runtime.precision.fp8 import fp8_facts, install_fp8
 from trainer.spec.errors import EnvironmentFaultError, InputError
@@ -40,7 +39,7 @@ class LossScaler(Protocol):
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied with now."""
+        """The factor that losses are multiplied by now."""
 
     @property
     def growth_tracker(self) -> int:
@@ -109,7 +108,7 @@ class AmpScaler:
 
 
 class EngineScaler:
-    """What is seen of DeepSpeed's own loss scaling, which has clipped and stepped in the last backward."""
+    """View of DeepSpeed's own loss scaling, which has clipped and stepped in the last backward."""
 
     def __init__(self, engine: Any) -> None:  # noqa: ANN401  # DeepSpeedEngine, untyped
         self.num_skipped = 0

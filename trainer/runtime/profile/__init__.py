@@ -1,1 +1,1 @@
-"""What a rank holds, and when."""
+"""Profiles: memory of a rank by part, phase and module."""

@@ -1,19 +1,28 @@
-"""What a rank really holds: live bytes between steps, the peak within one, and by which part.
+"""Memory of a rank: live bytes between steps, the peak within one by part and over time, and its state out of memory.
 
-On a GPU torch's own counters are read. On a CPU there are none, so one steady step runs under torch.profiler with
-memory events: live bytes are what the model, the optimizer and the engine hold when the step begins, plus the running
-sum of allocations and frees; the peak is its maximum. Interpreter, libraries and allocator slack are no part of it;
-anonymous resident memory, which has them, is reported beside it as `host`.
+On a GPU torch's own counters are read. A CPU has none, so one steady step runs under torch.profiler with memory events:
+live bytes are what the model, the optimizer and the engine hold when the step begins, plus the running sum of
+allocations and frees; the peak is its maximum. Interpreter, libraries and allocator slack are not included; anonymous
+resident memory, which includes them, is reported beside it as `host`.
 
-Parts at the peak: weights and optimizer state are what their tensors hold, gradients what had been accumulated by then
-(each parameter notes the moment), activations the rest: saved for the backward, temporaries, engine buffers.
+Parts at the peak: weights and optimizer state are what their tensors hold; gradients are what had been accumulated by
+then (each parameter records the moment); activations are the rest: saved for the backward, temporaries, engine buffers.
+
+The timeline of a CPU is the running sum of the profiler's memory events. A GPU's counters record no moments, so a phase
+has three points: what was held when it began, its peak, put in its middle, and what was held at its end.
+
+When memory runs out, tensors that only autograd holds are seen by the GPU's counters alone; on a CPU only those that
+Python holds are named. Reading that state must never prevent the report: whatever fails there is left out.
 """
 
 import errno
+import gc
 import resource
 import time
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +37,77 @@ from trainer.runtime.engines.engine_state import partitions
 from trainer.runtime.models.build import is_deepspeed
 from trainer.runtime.optimizers import unwrapped
 from trainer.runtime.optimizers.facts import projectors
-from trainer.runtime.profile.memory_timeline import Curve, timeline_of_spans
-from trainer.runtime.run.clock import Clock
+from trainer.runtime.run.clock import Clock, Span
+from trainer.spec import codec
 from trainer.spec.hardware import DeviceKind
+from trainer.spec.messages.heartbeat import read_heartbeat
+from trainer.spec.messages.memory_state import MemoryState, memory_state_path
 from trainer.spec.report import MemoryFigures, MemoryPoint
 from trainer.spec.units import MIB
+
+MAX_POINTS = 200
+_NS = 1e-9
+
+
+class Curve:
+    """The running sum of (moment in ns, bytes allocated or freed), in order, above what was held before."""
+
+    def __init__(self, events: Sequence[tuple[int, int]], held_bytes: int, spans: Sequence[Span]) -> None:
+        self._held_bytes, self._spans = held_bytes, spans
+        self._points = list(running_bytes(events, held_bytes, spans))
+
+    def peaks(self) -> dict[str, int]:
+        """The most that was allocated in each phase; one without an event has what was held when it began."""
+        found: dict[str, int] = {}
+        for span in self._spans:
+            inside = [num_bytes for when, num_bytes, _ in self._points if span.begin_ns <= when <= span.end_ns]
+            found[span.phase] = max([found.get(span.phase, 0), self._at(span.begin_ns), *inside])
+        return found
+
+    def timeline(self) -> tuple[MemoryPoint, ...]:
+        """At most MAX_POINTS points; of those that are left out, the highest stays."""
+        if not self._points:
+            return ()
+        begin = min([self._points[0][0], *(span.begin_ns for span in self._spans)])
+        width = max(1, (self._points[-1][0] - begin) // MAX_POINTS + 1)
+        slots = groupby(self._points, key=lambda point: (point[0] - begin) // width)
+        highest = (max(slot, key=lambda point: point[1]) for _, slot in slots)
+        return tuple(
+            MemoryPoint(at_s=(when - begin) * _NS, allocated_bytes=num_bytes, phase=phase)
+            for when, num_bytes, phase in highest
+        )
+
+    def _at(self, moment_ns: int) -> int:
+        before = [num_bytes for when, num_bytes, _ in self._points if when <= moment_ns]
+        return before[-1] if before else self._held_bytes
+
+
+def running_bytes(
+    events: Sequence[tuple[int, int]], held_bytes: int, spans: Sequence[Span]
+) -> Iterator[tuple[int, int, str]]:
+    """(moment, bytes allocated from then on, phase) of events in order."""
+    running, place = held_bytes, 0
+    for when, num_bytes in events:
+        running += num_bytes
+        while place < len(spans) and spans[place].end_ns < when:
+            place += 1
+        is_in = place < len(spans) and spans[place].begin_ns <= when
+        yield when, running, spans[place].phase if is_in else ""
+
+
+def timeline_of_spans(spans: Sequence[Span]) -> tuple[MemoryPoint, ...]:
+    """Of phases that know their own bytes."""
+    points = []
+    for span in spans:
+        middle = (span.begin_ns + span.end_ns) // 2
+        counted = ((span.begin_ns, span.begin_bytes), (middle, span.peak_bytes), (span.end_ns, span.end_bytes))
+        points += [
+            MemoryPoint(at_s=(when - spans[0].begin_ns) * _NS, allocated_bytes=num_bytes, phase=span.phase)
+            for when, num_bytes in counted
+            if num_bytes is not None
+        ]
+    return tuple(points)
+
 
 CPU_OVERHEAD_BYTES = 64 * MIB  # a capped process may hold beside its tensors: thread stacks, modules, allocator slack
 WEIGHTS, OPTIMIZER_STATE, GRADIENTS, ACTIVATIONS = "weights", "optimizer_state", "gradients", "activations"
@@ -80,7 +155,7 @@ class MemoryProfile:
         self._parts = self._split(held, gradients)
 
     def figures(self) -> MemoryFigures:
-        """What was measured; the counters that this device lacks are None."""
+        """The measured figures; counters that this device lacks are None."""
         is_cuda = self._device.type == "cuda"
         return MemoryFigures(
             steady_allocated_bytes=self._steady_bytes,
@@ -232,7 +307,7 @@ _ALLOCATOR_WORDS = (
 
 
 def held_when_out_of_memory(measured: MemoryFigures) -> MemoryFigures:
-    """What a rank held at most when an allocation failed: a lower bound of what it needs, where counters have it."""
+    """The figures with the most that was held when an allocation failed: a lower bound of the need, from counters."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return replace(measured, host_bytes=anonymous_bytes())
     return replace(
@@ -279,7 +354,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _device_bytes(device: torch.device) -> int:
-    """What nvidia-smi shows as used on the whole device, other processes included."""
+    """Used bytes of the whole device as nvidia-smi shows them, other processes included."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free
 
@@ -290,3 +365,73 @@ def status_bytes(field: str) -> int:
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     raise AssertionError(f"/proc/self/status has no {field}")
+
+
+MOST_BLOCKS = 10
+
+
+def write_memory_state(attempt_dir: Path, *, rank: int, step: int, data_limit: int) -> None:
+    """Leaves the state beside the report of the rank, `data_limit` being the one that was in force."""
+    try:
+        codec.write(memory_state_path(attempt_dir, rank), memory_state(attempt_dir, rank, step, data_limit))
+    except Exception as error:  # noqa: BLE001  # the end is being told: nothing may keep it from that
+        print(f"what memory held could not be written: {type(error).__name__}: {error}")  # noqa: T201  # into its log
+
+
+def memory_state(attempt_dir: Path, rank: int, step: int, data_limit: int) -> MemoryState:
+    """Memory state of this process now."""
+    beat = read_heartbeat(attempt_dir, rank)
+    return MemoryState(
+        rank=rank,
+        phase="" if beat is None else beat.phase,
+        step=step + 1,
+        tensors=held_tensors(),
+        host_bytes=anonymous_bytes(),
+        data_bytes=status_bytes("VmData"),
+        data_limit_bytes=None if data_limit == resource.RLIM_INFINITY else data_limit,
+        **_allocator_state(),
+    )
+
+
+def held_tensors() -> dict[str, int]:
+    """Bytes of the tensors that Python holds, each storage once."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # what torch.compile leaves behind warns that it has no storage
+        found = list(_tensors())
+    weights = [tensor for tensor in found if isinstance(tensor, nn.Parameter)]
+    gradients = [weight.grad for weight in weights if weight.is_leaf and weight.grad is not None]
+    held = {"weights": storage_bytes(weights), "gradients": storage_bytes(gradients)}
+    return held | {"other tensors": storage_bytes([*found, *gradients]) - sum(held.values())}
+
+
+def _tensors() -> Iterator[Tensor]:
+    """By their types: asking a stranger's object what it is may run its code."""
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Tensor) and _has_storage(thing):
+            yield thing
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    """Fake, meta and sparse ones have none; what is wrapped is counted by itself."""
+    try:
+        return tensor.device.type != "meta" and bool(tensor.untyped_storage().data_ptr())
+    except (RuntimeError, NotImplementedError, UserWarning):
+        return False
+
+
+def _allocator_state() -> dict[str, Any]:
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return {}
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    blocks = [block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]]
+    used = sorted((block["size"] for block in blocks if block["state"] == "active_allocated"), reverse=True)
+    unused = [block["size"] for block in blocks if block["state"] == "inactive"]
+    return {
+        "allocated_bytes": torch.cuda.memory_allocated(),
+        "reserved_bytes": torch.cuda.memory_reserved(),
+        "free_device_bytes": free_bytes,
+        "total_device_bytes": total_bytes,
+        "largest_blocks": tuple(used[:MOST_BLOCKS]),
+        "largest_free_bytes": max(unused, default=0),
+        "summary": torch.cuda.memory_summary(),
+    }

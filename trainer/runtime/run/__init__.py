@@ -1,1 +1,1 @@
-"""What any part of a rank may use: process, clock, state, counters, profiles."""
+"""Basics that any part of a rank may use: process, clock, counters, state, report, operators."""

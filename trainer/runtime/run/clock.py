@@ -1,16 +1,25 @@
-"""What each phase of a step takes: seconds, and on a GPU the most that torch had allocated meanwhile.
+"""Time and counters of a rank: phases of a step, repeated work, the GPU through NVML, memory and disk traffic.
 
-Phases: data, forward, backward, optimizer. A GPU works behind Python, so its seconds are those between two events on
-the stream; what it allocates follows Python, so a phase's memory is that of its lines. A CPU's allocator counts
-nothing; there the profiled step tells memory by phase (memory_profile), from the moments noted here.
+Phases of a step: data, forward, backward, optimizer. A GPU works behind Python, so its seconds are those between two
+events on the stream; what it allocates follows Python, so a phase's memory is that of its lines. A CPU's allocator
+counts nothing; there the profiled step gives memory by phase (memory_profile), from the moments recorded here.
+
+NVML answers in a fraction of a millisecond at best and in tens at worst, so a thread queries it once a second and a
+step takes the newest answer. It is queried for the card of this process alone, found by its UUID, as
+CUDA_VISIBLE_DEVICES renumbers cards. Without NVML, without a card, or on a slice (MIG) without counters of its own,
+there are no figures.
 """
 
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+
+from trainer.spec.value import Value
 
 
 class Span(NamedTuple):
@@ -81,3 +90,156 @@ def _allocated(device: torch.device) -> tuple[int, int]:
     """Bytes allocated now, and at most since the peak was counted anew."""
     counted = torch.cuda.memory.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
     return counted["current"], counted["peak"]
+
+
+MIN_REPETITIONS = 3
+
+
+def best_seconds(work: Callable[[], object], device: torch.device, budget_s: float) -> float:
+    """Seconds of the fastest repetition; at least three, then as many as the time allows."""
+    work()  # loads kernels and touches pages
+    wait_for(device)
+    best, ends, repetitions = float("inf"), time.perf_counter() + budget_s, 0
+    while repetitions < MIN_REPETITIONS or time.perf_counter() < ends:
+        started = time.perf_counter()
+        work()
+        wait_for(device)
+        best = min(best, time.perf_counter() - started)
+        repetitions += 1
+    return best
+
+
+def wait_for(device: torch.device) -> None:
+    """Returns when everything that was asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+SAMPLED_EVERY_S = 1.0
+_REASONS = (
+    "nvmlDeviceGetCurrentClocksEventReasons",
+    "nvmlDeviceGetCurrentClocksThrottleReasons",
+)  # old drivers: the last
+_THROTTLES = {  # NVML's reasons for lower clocks that a person can do something about
+    0x0000000000000004: "power cap",
+    0x0000000000000008: "hardware slowdown",
+    0x0000000000000020: "temperature",
+    0x0000000000000040: "hardware temperature",
+    0x0000000000000080: "power brake",
+}
+
+
+class CardSample(Value, frozen=True, kw_only=True):
+    """One answer of NVML; None where the card does not tell."""
+
+    utilization: float | None = None  # share of the last sampling period in which a kernel ran
+    power_w: float | None = None
+    temperature_c: int | None = None
+    throttle: str | None = None  # why clocks are held down; None: they are not, or it is not known
+    used_bytes: int | None = None  # of the whole card, other processes included
+
+
+class CardWatch:
+    """Asks NVML about one card, in a thread of its own, while the block of `watching` runs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._newest = CardSample()
+        self._stop = threading.Event()
+
+    @property
+    def newest(self) -> CardSample:
+        """The last answer; empty before the first."""
+        return self._newest
+
+    @contextmanager
+    def watching(self) -> Iterator["CardWatch"]:
+        """Samples while the block runs; of a CPU, nothing."""
+        if self._device.type != "cuda":
+            yield self
+            return
+        uuid = str(torch.cuda.get_device_properties(self._device).uuid)
+        thread = threading.Thread(target=self._sample, args=(uuid,), name="nvml", daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._stop.set()  # it is not waited for: a driver that hangs must not keep a run from its end
+
+    def _sample(self, uuid: str) -> None:
+        with suppress(Exception):  # whatever NVML or its binding has: the run goes on without figures of the card
+            for sample in card_samples(uuid, self._stop):
+                self._newest = sample
+
+
+def card_samples(uuid: str, stop: threading.Event, *, every_s: float = SAMPLED_EVERY_S) -> Iterator[CardSample]:
+    """Samples of a card from NVML until `stop` is set; raises the errors of its binding."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        handle = pynvml.nvmlDeviceGetHandleByUUID(name.encode())
+        while not stop.is_set():
+            yield _sample_of(pynvml, handle)
+            stop.wait(every_s)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _sample_of(nvml: Any, handle: Any) -> CardSample:  # noqa: ANN401  # NVML's binding is untyped
+    def asked(name: str, *more: object) -> Any:  # noqa: ANN401  # as above
+        try:
+            return getattr(nvml, name)(handle, *more)
+        except nvml.NVMLError:  # this card, or this driver, has no such counter
+            return None
+
+    utilization = asked("nvmlDeviceGetUtilizationRates")
+    power, memory = asked("nvmlDeviceGetPowerUsage"), asked("nvmlDeviceGetMemoryInfo")
+    return CardSample(
+        utilization=None if utilization is None else utilization.gpu / 100,
+        power_w=None if power is None else power / 1000,
+        temperature_c=asked("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+        throttle=throttle_words(_first(asked, _REASONS)),
+        used_bytes=None if memory is None else memory.used,
+    )
+
+
+def _first(asked: Callable[[str], Any], names: Sequence[str]) -> Any:  # noqa: ANN401  # as above
+    return next((answer for answer in map(asked, names) if answer is not None), None)
+
+
+def throttle_words(reasons: int | None) -> str | None:
+    """Why clocks are held down, from NVML's bits; None where nothing holds them, or nobody says."""
+    return ", ".join(words for bit, words in _THROTTLES.items() if (reasons or 0) & bit) or None
+
+
+class Traffic:
+    """Bytes that this process has had the disks read and write since the last look."""
+
+    def __init__(self) -> None:
+        self._last = _disk_bytes()
+
+    def since_last(self) -> tuple[int, int] | None:
+        """(read, written); None where the kernel does not say."""
+        now, before = _disk_bytes(), self._last
+        self._last = now
+        if now is None or before is None:
+            return None
+        return now[0] - before[0], now[1] - before[1]
+
+
+def _disk_bytes() -> tuple[int, int] | None:
+    try:
+        fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+
+def pinned_bytes() -> int | None:
+    """Host memory that torch holds pinned; None without CUDA."""
+    if not torch.cuda.is_initialized():
+        return None
+    counted = torch.cuda.host_memory_stats_as_nested_dict()
+    return int(counted["allocated_bytes"]["current"]) if "allocated_bytes" in counted else None

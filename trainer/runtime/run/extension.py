@@ -27,11 +27,11 @@ class Hooks:
         self._module = module
 
     def has(self, hook: Hook) -> bool:
-        """Whether the file defines it."""
+        """True if the file defines it."""
         return hook in self._extension.hooks
 
     def call(self, hook: Hook, *arguments: Any) -> Any:  # noqa: ANN401  # the user's own
-        """What the user's function answers; InputError with the line that raised."""
+        """Result of the user's function; InputError with the line that raised."""
         function: Callable[..., Any] = getattr(self._module, hook)
         try:
             return function(*arguments)

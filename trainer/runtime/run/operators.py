@@ -1,20 +1,152 @@
-"""Compiles DeepSpeed's operators into $TORCH_EXTENSIONS_DIR, so that no rank ever has to.
+"""Compiled operators: those of DeepSpeed, built before a run and loaded as they are; and the C compiler for Triton.
 
     python -m trainer.runtime.run.operators cpu_adam async_io
 
-DeepSpeed compiles an operator when it is first used: for minutes, in every rank at once, and without a word. This runs
-the same builders beforehand, in a process of its own (`launch.engine.operators` starts it), with the result that
-`load()` in a rank finds a finished library. DeepSpeed itself finds the device that they are for, unless $DS_ACCELERATOR
-names one.
+compiles DeepSpeed's operators into $TORCH_EXTENSIONS_DIR, in a process of its own (`launch.engine.operators` starts
+it). DeepSpeed compiles an operator when it is first used: for minutes, in every rank at once, and without a message.
+It asks a compiler's driver each time whether the operator is up to date, under a lock that a killed rank leaves behind
+(W56). So a rank loads what was built and marked in that folder, which belongs to these versions and this machine
+alone. DeepSpeed itself finds the device that the operators are for, unless $DS_ACCELERATOR names one.
+
+DeepSpeedCPUAdam asks py-cpuinfo three times for the same machine: for the vendor, the architecture and the flags. Each
+time py-cpuinfo starts processes that measure the clock, over a second that no rank needs (W53).
+
+In a process's first launch Triton compiles its binding to the driver, with $CC, gcc or clang and against Python.h
+(triton 3.7.1, runtime/build.py and backends/nvidia/driver.py). Images with CUDA's runtime alone have neither.
 """
 
+import importlib.util
 import os
+import platform
+import shutil
+import subprocess
 import sys
-from collections.abc import Sequence
+import sysconfig
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from trainer.runtime.run.built_operators import FOLDER_VARIABLE, leave_out_debug_symbols, mark_loaded
-from trainer.runtime.run.processor_facts import answer_for_processor
+from trainer.spec.errors import EnvironmentFaultError
+
+PROCESSORS = Path("/proc/cpuinfo")
+
+
+def answer_for_processor() -> None:
+    """From here on, py-cpuinfo answers this process from /proc/cpuinfo where it can, and asks the machine once else."""
+    import cpuinfo
+
+    if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
+        cpuinfo.get_cpu_info = cache(_with_fallback(cpuinfo.get_cpu_info))
+
+
+def read_processor(text: str, machine: str) -> dict[str, Any] | None:
+    """Processor facts that DeepSpeed 0.19.8 reads, by py-cpuinfo's names; None if the text lacks one.
+
+    Only x86-64 writes its vendor and its flags under names that say what they are.
+    """
+    if machine != "x86_64":
+        return None
+    first = dict(line.split(":", 1) for line in text.split("\n\n", 1)[0].splitlines() if ":" in line)
+    facts = {name.strip(): value.strip() for name, value in first.items()}
+    if not facts.get("vendor_id") or not facts.get("flags"):
+        return None
+    return {"arch": "X86_64", "vendor_id_raw": facts["vendor_id"], "flags": sorted(facts["flags"].split())}
+
+
+def _with_fallback(ask_machine: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    def get_cpu_info() -> dict[str, Any]:
+        try:
+            facts = read_processor(PROCESSORS.read_text(), platform.machine())
+        except OSError:
+            facts = None
+        return ask_machine() if facts is None else facts
+
+    return get_cpu_info
+
+
+FOLDER_VARIABLE = "TORCH_EXTENSIONS_DIR"
+
+
+def use_built_operators() -> None:
+    """From here on, operators that are marked as built are imported; others are DeepSpeed's to build."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    build = OpBuilder.jit_load
+    if hasattr(build, "imports_built"):
+        return
+
+    def jit_load(self: Any, verbose: bool = True) -> ModuleType:  # noqa: ANN401, FBT001, FBT002  # DeepSpeed's own signature
+        library = built_library(self.name)
+        module: ModuleType = build(self, verbose) if library is None else _imported(self.name, library)
+        OpBuilder._loaded_ops[self.name] = module
+        return module
+
+    jit_load.imports_built = True  # type: ignore[attr-defined]  # a mark, so that it is wrapped once
+    OpBuilder.jit_load = jit_load
+
+
+def built_library(name: str) -> Path | None:
+    """The library of an operator that was built and loaded once; None where there is none in this environment."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if not folder or not marker(Path(folder), name).is_file():
+        return None
+    library = Path(folder, name, f"{name}.so")
+    return library if library.is_file() else None
+
+
+def marker(folder: Path, name: str) -> Path:
+    """Written after an operator was built and loaded; a library alone may be half of one."""
+    return folder / f"{name}.built"
+
+
+def mark_loaded(folder: Path) -> None:
+    """Marks every operator that this process has built and loaded, also those that another needed."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    for name in OpBuilder._loaded_ops:
+        if Path(folder, name, f"{name}.so").is_file():
+            marker(folder, name).touch()
+
+
+def leave_out_debug_symbols() -> None:
+    """Compiles without `-g`, which nobody looks at: two fifths less time."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    keep = OpBuilder.strip_empty_entries
+    OpBuilder.strip_empty_entries = lambda self, args: [each for each in keep(self, args) if each != "-g"]
+
+
+def _imported(name: str, library: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, library)
+    assert spec is not None and spec.loader is not None, library
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def check_triton_compiler(setting: str) -> None:
+    """EnvironmentFaultError, after the setting that asks for Triton, where its binding cannot be compiled."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if compiler is None or shutil.which(compiler) is None:
+        missing, debian, fedora = f"there is no C compiler ({compiler or 'gcc'})", "gcc", "gcc"
+    elif not _finds_python(compiler):
+        missing, debian, fedora = "Python's headers are missing (Python.h)", f"python{version}-dev", "python3-devel"
+    else:
+        return
+    raise EnvironmentFaultError(
+        f"{setting}: Triton compiles its binding to the driver here, and {missing}\n"
+        f"leave {setting} out, or apt install {debian} (Debian, Ubuntu) or dnf install {fedora} (Fedora, RHEL)"
+    )
+
+
+def _finds_python(compiler: str) -> bool:
+    argv = [compiler, "-x", "c", "-", "-fsyntax-only", f"-I{sysconfig.get_paths()['include']}"]
+    answer = subprocess.run(argv, input="#include <Python.h>\n", text=True, capture_output=True, check=False)
+    return answer.returncode == 0
+
 
 # Our name: the builder that DeepSpeed's accelerator makes by its class name.
 BUILDERS = {

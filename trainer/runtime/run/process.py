@@ -1,4 +1,4 @@
-"""What a rank does to itself before it imports anything heavy: die with its launcher, note a stop request, register.
+"""Process set-up of a rank before any heavy import: die with the launcher, note stop requests, register.
 
 It also agrees to be asked where it is (USR2 writes the stacks of its threads into its log, as a crash does), and to be
 the first that the kernel ends when the machine runs out of RAM: the supervisor can start it again, not itself.
@@ -29,7 +29,7 @@ _STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
 class StopFlag:
-    """Whether this rank was asked to stop; set by a signal handler, read at step boundaries."""
+    """Flag of a stop request to this rank; set by a signal handler, read at step boundaries."""
 
     def __init__(self) -> None:
         self.is_set = False

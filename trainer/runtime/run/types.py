@@ -1,4 +1,4 @@
-"""What a precision means to the libraries: the type of the weights, and what Accelerate is asked for.
+"""Types of a precision: of the weights, of the computation, and the setting for Accelerate.
 
 Mixed precision keeps fp32 weights and computes in 16 bit (autocast; under FSDP2 the parameters are cast when they are
 gathered; under DeepSpeed the working copy is 16 bit and the fp32 masters are the engine's). `bf16` has no fp32 copy:

@@ -18,7 +18,7 @@ from trainer.runtime.models.build import model_from_config
 from trainer.runtime.precision.fp8 import fp8_region, library_of
 from trainer.runtime.precision.fp8_layers import fp8_layers, token_multiple
 from trainer.runtime.run.answering import answer as answer_request
-from trainer.runtime.run.stopwatch import best_seconds
+from trainer.runtime.run.clock import best_seconds
 from trainer.spec.errors import InputError, ShardwiseError
 from trainer.spec.messages.measurement import Fp8GainRequest
 from trainer.spec.plan import Fp8Gain, ShapeTimes

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trainer.runtime.run.stopwatch import best_seconds
+from trainer.runtime.run.clock import best_seconds
 from trainer.spec import codec
 from trainer.spec.hardware import DeviceKind, MeasuredRates
 from trainer.spec.messages.measurement import Measurement

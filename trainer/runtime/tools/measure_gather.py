@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from trainer.runtime.run.stopwatch import wait_for
+from trainer.runtime.run.clock import wait_for
 from trainer.spec import codec
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.messages.measurement import GatherResult

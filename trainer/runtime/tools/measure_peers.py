@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from msgspec.structs import replace
 
-from trainer.runtime.run.stopwatch import best_seconds, wait_for
+from trainer.runtime.run.clock import best_seconds, wait_for
 from trainer.spec import codec
 from trainer.spec.hardware import MeasuredRates, PeerCopy
 from trainer.spec.messages.measurement import Measurement

@@ -3,12 +3,16 @@
     ZeRO-1, -2   one partition for each parameter group; a parameter's `_hp_mapping` says which of its elements lie
                  where in it, or is None on a rank that holds none of them
     ZeRO-3       one partition for each sub-group; each parameter has equal pieces on all ranks, the last padded, which
-                 lie one after the other in the partition. Under NVMe offload large ones are files (`zero_nvme`)
+                 lie one after the other in the partition. Under NVMe offload large ones are files
 
 The optimizer was given the partitions in place of the parameters, so its state and its step count are theirs. Accessors
-that DeepSpeed has for this are not used: they fail on a second parameter group (ZeRO-1, -2) and where elements do not
+that DeepSpeed has for this are not used: they fail on a second parameter group (ZeRO-1, -2) and if elements do not
 divide (ZeRO-3), and what is set through them never reaches the weights that the model computes with. Frozen parameters,
 which no partition holds, are what the model has: copies in the computing type. Pure bf16 has bf16 masters.
+
+What ZeRO-3 keeps on NVMe is brought in through DeepSpeed's own swappers, one partition after the other. Masters that
+are a file come with their state into the pinned buffers that DeepSpeed steps in: nothing is allocated. They are
+written back only if they were filled, and then the weights follow them, wherever they are.
 """
 
 from collections.abc import Sequence
@@ -19,16 +23,120 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
-from trainer.runtime.checkpoint.files.manifest import Manifest, ParameterEntry, TensorEntry
-from trainer.runtime.checkpoint.files.ranges import Blocks
-from trainer.runtime.checkpoint.layout.model_state import named_state
-from trainer.runtime.checkpoint.layout.optimizer_state import count_up, named_groups, state_tensors, step_count
+from trainer.runtime.checkpoint.layout.optimizer_state import (
+    Group,
+    StateTensor,
+    count_up,
+    named_groups,
+    state_tensors,
+    step_count,
+)
 from trainer.runtime.checkpoint.layout.optimizer_state import create_state as create_partition_state
-from trainer.runtime.checkpoint.layout.optimizers import Group, StateTensor
-from trainer.runtime.checkpoint.layout.pieces import Piece, flat, type_of
-from trainer.runtime.checkpoint.layout.zero_nvme import SwappedPartition, partition_of_frozen, swapped_partitions
-from trainer.runtime.engines.engine_state import partition_type, partitions, updated_groups
+from trainer.runtime.checkpoint.layout.pieces import Piece, flat, named_state, type_of
+from trainer.runtime.checkpoint.manifest import Blocks, Manifest, ParameterEntry, TensorEntry
+from trainer.runtime.engines.engine_state import partition_sizes, partition_type, partitions, updated_groups
 from trainer.spec.errors import InputError
+
+
+class SwappedPartition:
+    """One partition that is a file, of an engine that has several; only one of them is brought in at a time."""
+
+    def __init__(self, engine: Any, index: int, brought: "list[SwappedPartition]") -> None:  # noqa: ANN401  # DeepSpeedEngine, untyped
+        self._zero, self._index, self._brought = engine.optimizer, index, brought
+        self._is_filled = False
+        self.dtype: torch.dtype = self._zero.optimizer_swapper.dtype
+
+    def bring(self, *, to_fill: bool) -> torch.Tensor:
+        """The masters; their state is where the optimizer keeps it."""
+        if self not in self._brought:
+            self.put_away()
+            self._zero._optimizer_states_and_gradient_swap_in(self._index)
+            self._brought.append(self)
+        self._is_filled |= to_fill
+        return self.values
+
+    def put_away(self) -> None:
+        """Gives back what is brought in, of this partition or of another."""
+        for other in self._brought:
+            other._release()
+        self._brought.clear()
+
+    def stretch(self, key: str | None, offset: int) -> "SwappedStretch":
+        """The elements from `offset` on, of the masters or of a state."""
+        return SwappedStretch(self, key, offset)
+
+    def state(self, key: str | None) -> torch.Tensor:
+        """The masters or a state, while they are brought in."""
+        found = self.values if key is None else self._zero.optimizer.state[self.values][key]
+        assert isinstance(found, torch.Tensor)
+        return found.detach()
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The tensor of the masters, empty unless they are brought in."""
+        values = self._zero.fp32_partitioned_groups_flat[self._index]
+        assert isinstance(values, torch.Tensor)
+        return values
+
+    def _release(self) -> None:
+        swapper = self._zero.optimizer_swapper
+        if self._is_filled:
+            self._zero._reassign_or_swap_out_partitioned_parameters(self._index)
+            swapper.swap_out_optimizer_state(parameter=self.values, async_swap=False)
+        else:
+            swapper.release_swap_buffers(parameter=self.values)
+        self.values.grad = None  # as DeepSpeed does: it lies in a buffer that was given back
+        self._is_filled = False
+
+
+class SwappedStretch(NamedTuple):
+    """Part of a partition that is a file."""
+
+    partition: SwappedPartition
+    key: str | None
+    offset: int
+
+    def bring(self, num_elements: int, *, to_fill: bool) -> torch.Tensor:
+        """The elements in DeepSpeed's buffers, until another partition is brought."""
+        self.partition.bring(to_fill=to_fill)
+        return self.partition.state(self.key)[self.offset : self.offset + num_elements]
+
+    def put_away(self) -> None:
+        """Gives back what is brought in."""
+        self.partition.put_away()
+
+
+class _FrozenFile(NamedTuple):
+    """A rank's piece of a frozen weight, which is a file; nothing fills it."""
+
+    parameter: Any
+
+    def bring(self, num_elements: int, *, to_fill: bool) -> torch.Tensor:
+        """A copy of it."""
+        assert not to_fill, "frozen weights on NVMe are filled as they are loaded"
+        whole = torch.empty(self.parameter.partition_numel(), dtype=self.parameter.dtype)
+        self.parameter.nvme_swapper.swap_into_buffer(self.parameter, whole)
+        return whole[:num_elements]
+
+    def put_away(self) -> None:
+        """The copy is the caller's."""
+
+
+def swapped_partitions(engine: Any) -> dict[int, SwappedPartition]:  # noqa: ANN401  # DeepSpeedEngine, untyped
+    """The partitions of this rank that are files, by their position."""
+    brought: list[SwappedPartition] = []
+    return {
+        index: SwappedPartition(engine, index, brought)
+        for index, (values, size) in enumerate(zip(partitions(engine), partition_sizes(engine), strict=True))
+        if values.numel() < size
+    }
+
+
+def partition_of_frozen(parameter: Any, num_elements: int) -> tuple[torch.Tensor, _FrozenFile | None]:  # noqa: ANN401  # cut by ZeRO-3
+    """This rank's piece of a frozen parameter, in memory, or described on `meta` and where it is fetched from."""
+    if parameter.ds_tensor.status.name == "AVAILABLE":
+        return parameter.ds_tensor.detach().view(-1)[:num_elements], None
+    return torch.empty(num_elements, dtype=parameter.dtype, device="meta"), _FrozenFile(parameter)
 
 
 class _Fragment(NamedTuple):
@@ -190,7 +298,7 @@ def _piece(name: str, key: str | None, kept: StateTensor, fragment: _Fragment, p
 
 
 def _frozen(model: nn.Module, name: str, parameter: Any) -> Piece:  # noqa: ANN401  # perhaps cut by ZeRO-3
-    """What no partition holds: a buffer or a frozen parameter, whole, or under ZeRO-3 this rank's piece of it."""
+    """A piece outside the partitions: a buffer or a frozen parameter, whole, or under ZeRO-3 this rank's part."""
     if not hasattr(parameter, "ds_tensor"):
         return Piece(name, None, 0, flat(parameter, name=name), is_shared=True, may_round=True)
     start, size, _ = _cut_of_zero3(model, parameter) or _Fragment(0, 0, 0)

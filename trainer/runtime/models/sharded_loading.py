@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from trainer.runtime.models.adapters import ADAPTER
-from trainer.runtime.models.load.skeleton import Skeleton, Values, Whole, is_placeholder
+from trainer.runtime.models.methods import ADAPTER
 from trainer.runtime.models.quantisation import pack
+from trainer.runtime.models.skeleton import Skeleton, Values, Whole, is_placeholder
 from trainer.runtime.run.types import compute_type
 from trainer.spec.messages.extension import Hook
 from trainer.spec.plan import Plan
@@ -32,7 +32,7 @@ from trainer.spec.strategy import Method, Precision
 
 
 def loads_sharded(plan: Plan) -> bool:
-    """Whether ranks load no more than their own shards."""
+    """True if ranks load no more than their own shards."""
     chosen = plan.chosen
     if not chosen.strategy.sharding.shards_weights or chosen.strategy.precision is Precision.FP8:
         return False

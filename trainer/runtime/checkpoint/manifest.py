@@ -1,29 +1,127 @@
-"""MANIFEST.json as values: what a checkpoint is of, where each piece of each tensor lies, what each file hashes to.
+"""MANIFEST.json as values: what a checkpoint is of, the ranges of each tensor, the hash of each file.
 
 A tensor is described by its logical shape and by chunks: flat ranges of its row-major elements, each one key of one
-file. Whole tensors, FSDP2's rows, ZeRO's fragments and partitions all are such ranges, so no engine leaves a trace in
-the format. Scales of 8-bit state are saved one for each block of elements; blocks are those of the rank that saved, so
-the first of a chunk may be cut. The fields are checked here as far as one field goes (names, signs, types); what only
-the whole manifest can tell (holes, overlaps, files that are not listed) is checked by `check_manifest`.
+file. Everything an engine holds is such a range: a whole tensor (none, ddp), some rows (FSDP2's Shard(0)), a fragment
+(ZeRO-1 and 2), a partition (ZeRO-3, without its padding). So no engine leaves a trace in the format, and any engine
+reads what any other wrote. Scales of 8-bit state are saved one for each block of elements; blocks are those of the
+rank that saved, so the first of a chunk may be cut. The fields are checked here as far as one field goes (names,
+signs, types); what only the whole manifest can tell (holes, overlaps, files that are not listed) is checked by
+`check_manifest`.
 """
 
 import hashlib
 import math
 import re
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from trainer.runtime.checkpoint.files.ranges import covered_in_order
-from trainer.runtime.run.spikes import SpikeRecord
+from trainer.runtime.run.state import SpikeRecord
 from trainer.spec.errors import InputError
 from trainer.spec.job.sections import GaloreJob, LoraJob
 from trainer.spec.report import Evaluation
 from trainer.spec.strategy import Optimizer, Precision, Sharding
 from trainer.spec.value import Value
+
+
+class Ranged(Protocol):
+    """Something that holds elements [start, start + num_elements) of a logical tensor."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def num_elements(self) -> int: ...
+
+
+R = TypeVar("R", bound=Ranged)
+
+
+class Blocks(NamedTuple):
+    """How values stand for elements: one for each block, of which the first and the last may be cut."""
+
+    num_elements: int
+    first_elements: int
+    block: int
+
+    @property
+    def num_values(self) -> int:
+        return 1 + -(-(self.num_elements - self.first_elements) // self.block)
+
+    def value_of(self, element: int) -> int:
+        """The value that stands for an element."""
+        return 0 if element < self.first_elements else 1 + (element - self.first_elements) // self.block
+
+    def begin_of(self, value: int) -> int:
+        """The first element that a value stands for; of the one after the last, where the elements end."""
+        if value == 0:
+            return 0
+        return min(self.first_elements + (value - 1) * self.block, self.num_elements)
+
+
+class Overlap(NamedTuple):
+    """A stretch that a chunk and a wanted range share, in offsets into each."""
+
+    in_chunk: int
+    in_wanted: int
+    num_elements: int
+
+
+def covered_in_order(chunks: Iterable[R], *, num_elements: int, what: str) -> tuple[R, ...]:
+    """The chunks by position; InputError unless they cover [0, num_elements) exactly once."""
+    ordered = sorted(chunks, key=lambda chunk: chunk.start)
+    position = 0
+    for chunk in ordered:
+        if chunk.start > position:
+            raise InputError(f"{what}: elements {position} to {chunk.start - 1} of {num_elements} are missing")
+        if chunk.start < position:
+            raise InputError(f"{what}: elements {chunk.start} to {position - 1} of {num_elements} are there twice")
+        position = chunk.start + chunk.num_elements
+    if position != num_elements:
+        what_is_wrong = "are missing" if position < num_elements else "are too many"
+        first, last = sorted((position, num_elements))
+        raise InputError(f"{what}: elements {first} to {last - 1} of {num_elements} {what_is_wrong}")
+    return tuple(ordered)
+
+
+def overlap(chunk: Ranged, *, start: int, num_elements: int) -> Overlap | None:
+    """Overlap of the chunk with [start, start + num_elements); None if there is none."""
+    first = max(chunk.start, start)
+    last = min(chunk.start + chunk.num_elements, start + num_elements)
+    if first >= last:
+        return None
+    return Overlap(in_chunk=first - chunk.start, in_wanted=first - start, num_elements=last - first)
+
+
+class Share(NamedTuple):
+    """One rank's stretch of one of several tensors laid end to end."""
+
+    position: int  # of the tensor in the list
+    start: int
+    num_elements: int
+
+
+def share_of_rank(sizes: Sequence[tuple[int, int]], *, rank: int, world_size: int) -> list[Share]:
+    """The rank's stretch of tensors given as (num_elements, element_bytes), laid end to end and cut evenly by bytes.
+
+    A cut falls between two elements: the one it would divide goes to the rank in which it begins.
+    """
+    total_bytes = sum(num_elements * element_bytes for num_elements, element_bytes in sizes)
+    begin, end = (total_bytes * boundary // world_size for boundary in (rank, rank + 1))
+    shares, offset_bytes = [], 0
+    for position, (num_elements, element_bytes) in enumerate(sizes):
+        first, last = (
+            min(max(-(-(boundary - offset_bytes) // element_bytes), 0), num_elements) for boundary in (begin, end)
+        )
+        if last > first:
+            shares.append(Share(position=position, start=first, num_elements=last - first))
+        offset_bytes += num_elements * element_bytes
+    return shares
+
 
 CHECKPOINT_FORMAT = 1
 MANIFEST_NAME = "MANIFEST.json"
@@ -69,7 +167,7 @@ class LossScaler(Value, frozen=True, kw_only=True):
 
 
 class CheckpointFacts(Value, frozen=True, kw_only=True):
-    """What a checkpoint is of, and how far. The second half is information only: any of it may differ on resume."""
+    """Identity and progress of the run. The second half is information only: any of it may differ on resume."""
 
     run_name: str
     step: Count  # optimizer steps done

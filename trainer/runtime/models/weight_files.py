@@ -1,14 +1,21 @@
-"""The weights of a folder by the names a model has for them, read tensor by tensor, or only the rows that are wanted.
+"""Safetensors weights of a folder: read by the names of a model, and compared with a model after they were written.
 
-Which tensor of a file is which of the model, and how tensors are put together (transformers stacks the experts of a
-block into one), is transformers' own table, applied as its `from_pretrained` applies it; so every value has the bits
-that `from_pretrained` gives it. A tensor that is merely renamed is read by slices of its file, so are experts that are
-merely stacked; others are put together whole, one at a time. Files are mapped: their pages are the kernel's to drop.
+Reading takes tensor by tensor, or only the rows that are needed. Which tensor of a file is which of the model, and how
+tensors are put together (transformers stacks the experts of a block into one), is transformers' own table, applied as
+its `from_pretrained` applies it; so every value has the bits that `from_pretrained` gives it. A tensor that is merely
+renamed is read by slices of its file, so are experts that are merely stacked; others are put together whole, one at a
+time. Files are mapped: the kernel drops their pages.
+
+Written files are compared with the weights in memory: names, shapes, types and every byte. They are read back in
+slices, so no second model is in memory, and from the disk: a file is flushed first, and its pages are dropped from the
+cache. So a disk or a file system that loses bytes is noticed while the model is still there.
 """
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,14 +30,16 @@ from transformers.core_model_loading import (
     WeightRenaming,
     dot_natural_key,
     rename_source_key,
+    revert_weight_conversion,
 )
 from transformers.modeling_utils import _get_resolved_checkpoint_files
 
-from trainer.spec.errors import InputError
+from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.units import MIB
 
 
 class WeightReader:
-    """What the safetensors files of a folder hold of a model, which may be without memory.
+    """Reader of a model's tensors in the safetensors files of a folder; the model may be without memory.
 
     `types` are those of the model, by its names; tensors are put together in them. InputError where a file is damaged
     or has a tensor of another shape.
@@ -103,7 +112,7 @@ class WeightReader:
             yield from ((key, opened.get_slice(key)) for key in opened.keys())  # noqa: SIM118  # not a mapping
 
     def _match(self) -> dict[str, "_Source"]:
-        """What each tensor of the model is made of, as `convert_and_load_state_dict_in_model` finds it."""
+        """Sources of each tensor of the model, as `convert_and_load_state_dict_in_model` finds them."""
         renamings = [each for each in self._conversions if isinstance(each, WeightRenaming)]
         converters = [each for each in self._conversions if isinstance(each, WeightConverter)]
         by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
@@ -124,7 +133,7 @@ class WeightReader:
         return sources
 
     def _make(self, source: "_Source", parts: Mapping[str, list[Any]]) -> dict[str, Tensor]:
-        """What a conversion makes of slices of the files, by the model's names."""
+        """Tensors that a conversion makes from slices of the files, by the model's names."""
         dtype = self._types[source.name]
         if source.converter is None:
             ((part,),) = parts.values()
@@ -158,7 +167,7 @@ class WeightReader:
 
 
 class _Source(NamedTuple):
-    """What one or several tensors of the model are made of."""
+    """Source of one or several tensors of the model."""
 
     name: str  # of the model's tensor that the conversion goes by
     keys: tuple[tuple[str, tuple[str, ...]], ...]  # names in the files, in order, by the conversion's pattern
@@ -166,12 +175,12 @@ class _Source(NamedTuple):
 
     @property
     def is_renamed(self) -> bool:
-        """Whether the tensor is in a file as it is, under some name."""
+        """True if the tensor is in a file unchanged, under some name."""
         return self.converter is None
 
     @property
     def stacks_rows(self) -> bool:
-        """Whether each row of the one tensor that is made comes from one tensor of each pattern."""
+        """True if each row of the one tensor that is made comes from one tensor of each pattern."""
         if self.converter is None or len(self.targets) > 1:
             return False
         first, *others = self.converter.operations
@@ -192,3 +201,101 @@ def _read(part: Any, dtype: torch.dtype) -> Tensor:  # noqa: ANN401  # safetenso
     tensor = part[...]
     assert isinstance(tensor, Tensor)
     return tensor.to(dtype)
+
+
+SLICE_BYTES = 64 * MIB
+
+
+def check_model_written(folder: Path, model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+    """As `check_written`, for `weights` of a model under the names that transformers writes them by.
+
+    Those differ from the model's own where it holds experts in one tensor. A tied weight is written once.
+    """
+    ignored = model._keys_to_ignore_on_save or ()
+    expected = {name: weight for name, weight in weights.items() if name not in ignored}
+    tied = model.all_tied_weights_keys.keys()
+    if expected.keys() - tied != _names_in(folder) - tied:
+        expected = revert_weight_conversion(model, expected)
+    check_written(folder, expected, may_lack=tied)
+
+
+def check_written(folder: Path, expected: Mapping[str, Tensor], *, may_lack: Collection[str] = ()) -> None:
+    """EnvironmentFaultError where the files of a folder do not hold exactly these weights, to the bit."""
+    names: set[str] = set()
+    for path in _files_of(folder):
+        _let_go(path)
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  # no mapping
+                    difference = _difference(file, name, expected.get(name))
+                    if difference is not None:
+                        raise _fault(path, f"{name} {difference}")
+                    names.add(name)
+        except (SafetensorError, OSError) as error:
+            raise _fault(path, f"it cannot be read: {error}") from error
+    lost = [name for name in expected if name not in names and name not in may_lack]
+    if lost:
+        raise _fault(folder, f"{len(lost)} tensors are missing, the first {lost[0]}")
+
+
+def _fault(path: Path, what: str) -> EnvironmentFaultError:
+    return EnvironmentFaultError(
+        f"{path.name}: what was written is not what the disk gives back: {what};\n"
+        "nothing was exported: check the disk and its file system, then take shardwise export"
+    )
+
+
+def _files_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _names_in(folder: Path) -> set[str]:
+    names: set[str] = set()
+    for path in _files_of(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                names.update(file.keys())
+        except (SafetensorError, OSError) as error:
+            raise _fault(path, f"it cannot be read: {error}") from error
+    return names
+
+
+def _let_go(path: Path) -> None:
+    """Flushes a file to the disk and frees the memory that holds its content, so that reading it asks the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def _difference(file: Any, name: str, expected: Tensor | None) -> str | None:  # noqa: ANN401  # safetensors', untyped
+    """Text of the difference of a tensor in an open file; None if there is none."""
+    if expected is None:
+        return "is no weight of the model"
+    shape = tuple(file.get_slice(name).get_shape())
+    if shape != tuple(expected.shape):
+        return f"has the shape {shape}, it was {tuple(expected.shape)}"
+    for found, held in _pieces(file, name, expected.detach()):
+        if found.dtype != held.dtype:
+            return f"is {found.dtype}, it was {held.dtype}"
+        if not _same_bits(found, held):
+            return "has other values"
+    return None
+
+
+def _pieces(file: Any, name: str, expected: Tensor) -> Iterator[tuple[Tensor, Tensor]]:  # noqa: ANN401  # as above
+    """The tensor of the file and the one in memory, slice by slice of the first dimension."""
+    if expected.nbytes <= SLICE_BYTES or expected.ndim == 0:
+        yield file.get_tensor(name), expected.cpu()
+        return
+    rows = max(1, SLICE_BYTES * len(expected) // expected.nbytes)
+    written = file.get_slice(name)
+    for start in range(0, len(expected), rows):
+        yield written[start : start + rows], expected[start : start + rows].cpu()
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Also where both hold the same NaN."""
+    return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))

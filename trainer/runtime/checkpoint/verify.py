@@ -1,26 +1,61 @@
-"""The rehearsal of a save: the checkpoint just written is read from the disk and held against what is in memory.
+"""Proof that state arrives as it was saved, bit for bit: hashes of live and saved state, and reading a save back.
 
-Done once, after the first step, when the cost of finding out is least: a file system that lies, a name that is lost, an
-adapter that was left out would otherwise show when the run has to be resumed.
+Reading back is the rehearsal of a save: the checkpoint just written is read from the disk and compared with memory. It
+is done once, after the first step, when the cost of finding out is least: a faulty file system, a lost name, a missing
+adapter would otherwise show when the run has to be resumed.
 """
 
+import hashlib
 import os
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from trainer.runtime.checkpoint.agreement import on_first, together
-from trainer.runtime.checkpoint.files.manifest import CheckpointFolder, ParameterEntry, TensorEntry
-from trainer.runtime.checkpoint.files.search import open_checkpoint, verified
-from trainer.runtime.checkpoint.files.shard_reader import OpenShards
-from trainer.runtime.checkpoint.files.shards import BLOCK_BYTES
-from trainer.runtime.checkpoint.layout.pieces import Piece, put_away_after, spread
-from trainer.runtime.checkpoint.layout.table import engine_of
-from trainer.runtime.checkpoint.ranks import Ranks
+from trainer.runtime.checkpoint.folders import open_checkpoint, verified
+from trainer.runtime.checkpoint.layout.engines import engine_of
+from trainer.runtime.checkpoint.layout.pieces import Piece, dtype_of, put_away_after, spread, type_of
+from trainer.runtime.checkpoint.manifest import CheckpointFolder, ParameterEntry, TensorEntry, named_tensors
+from trainer.runtime.checkpoint.ranks import Ranks, on_first, together
+from trainer.runtime.checkpoint.shards import BLOCK_BYTES, OpenShards
 from trainer.runtime.optimizers import unwrapped
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.strategy import Sharding
+
+_BLOCK_ELEMENTS = 1 << 20
+
+
+def state_digest(model: nn.Module, optimizer: object, *, sharding: Sharding) -> str:
+    """Hash over every weight, moment and step count this rank holds, by name: equal where all bits are equal."""
+    engine, inner = engine_of(sharding), unwrapped(optimizer)
+    digest = hashlib.sha256()
+    for name, entry in sorted(engine.describe(model, inner).items()):
+        digest.update(f"{name} {entry.tied_to} {entry.step}\n".encode())
+    pieces = sorted(engine.held_pieces(model, inner), key=lambda piece: piece.title)
+    with put_away_after(pieces):
+        for piece in pieces:
+            digest.update(f"{piece.title} {piece.start} {type_of(piece.values)} {piece.num_elements}\n".encode())
+            digest.update(piece.at_hand().cpu().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def checkpoint_digest(checkpoint: CheckpointFolder) -> str:
+    """Hash over every weight, state and step count of a checkpoint, by name.
+
+    Equal for two checkpoints of equal state, however many ranks wrote them and under whatever engine.
+    """
+    digest = hashlib.sha256()
+    with OpenShards(checkpoint) as shards:
+        for name, entry in sorted(checkpoint.manifest.parameters.items()):
+            digest.update(f"{name} {entry.tied_to} {entry.step} {entry.is_trained} {entry.group}\n".encode())
+            for title, tensor in sorted(named_tensors(name, entry)):
+                digest.update(f"{title} {tensor.type} {tensor.shape}\n".encode())
+                for start in range(0, tensor.num_elements, _BLOCK_ELEMENTS):
+                    size = min(_BLOCK_ELEMENTS, tensor.num_elements - start)
+                    values = torch.empty(size, dtype=dtype_of(tensor.type))
+                    shards.fill(values, tensor, start=start, what=title)
+                    digest.update(values.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def check_read_back(folder: Path, *, model: nn.Module, optimizer: object, sharding: Sharding, ranks: Ranks) -> None:

@@ -1,1 +1,0 @@
-"""Files of a checkpoint: shards, manifest, commit, search."""

@@ -1,0 +1,174 @@
+"""The adapter table: for each sharding, how to see the model and optimizer state that a rank holds.
+
+An adapter returns `Piece`s: views of live memory, each a flat range of a logical tensor. Writing and reading are the
+same view in two directions, so a new engine is four functions and a row here; nothing else in this package knows
+engines.
+
+    none, ddp   every rank holds every tensor whole, and the ranks share the writing by bytes
+    FSDP2       a rank holds some rows of each parameter and of its state, which are a flat range of it
+    ZeRO        fragments or partitions (`zero`)
+
+FSDP2 deals rows as `torch.chunk` deals them: if they do not divide, the last ranks hold fewer or none. The padding that
+FSDP2 allocates for its collectives is no part of a shard. The shards are the masters: what blocks compute with is
+gathered from them at each forward, so nothing has to be refreshed. With CPU offload they are in host RAM. Under hybrid
+sharding the ranks at the same place of each replica hold the same rows.
+"""
+
+from collections.abc import Callable
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim.optimizer import Optimizer as TorchOptimizer
+
+from trainer.runtime.checkpoint.layout import zero
+from trainer.runtime.checkpoint.layout.optimizer_state import (
+    StateTensor,
+    groups_of_parameters,
+    state_tensors,
+    step_count,
+)
+from trainer.runtime.checkpoint.layout.optimizer_state import create_state as create_parameter_state
+from trainer.runtime.checkpoint.layout.pieces import NamedTensor, Piece, Replica, flat, named_state, type_of
+from trainer.runtime.checkpoint.manifest import Blocks, Manifest, ParameterEntry, TensorEntry
+from trainer.spec.strategy import Sharding
+
+
+def describe(model: nn.Module, optimizer: TorchOptimizer) -> dict[str, ParameterEntry]:
+    """Every parameter and persistent buffer with its group, steps and state, without chunks."""
+    groups = groups_of_parameters(optimizer)
+    return {
+        name: described(item, optimizer, groups[id(item.tensor)][0] if id(item.tensor) in groups else None)
+        for name, item in named_state(model).items()
+    }
+
+
+def described(item: NamedTensor, optimizer: TorchOptimizer, group: str | None) -> ParameterEntry:
+    """The entry of one tensor whose state the optimizer keeps under that very tensor, of a group or of none."""
+    if item.tied_to is not None:
+        return ParameterEntry(tied_to=item.tied_to, is_trained=group is not None, is_buffer=item.is_buffer)
+    return ParameterEntry(
+        weight=_tensor_entry(item.tensor),
+        is_trained=group is not None,
+        is_buffer=item.is_buffer,
+        group=group,
+        step=step_count(optimizer, item.tensor),
+        state={
+            key: state_entry(kept, tuple(item.tensor.shape))
+            for key, kept in state_tensors(optimizer, item.tensor).items()
+        },
+    )
+
+
+def held_pieces(model: nn.Module, optimizer: TorchOptimizer) -> list[Piece]:
+    """All weights and states, whole, a tied one once."""
+    pieces = []
+    for name, item in named_state(model).items():
+        if item.tied_to is None:
+            pieces.append(Piece(name, None, 0, flat(item.tensor, name=name), is_shared=True))
+            num_elements, states = item.tensor.numel(), state_tensors(optimizer, item.tensor)
+            pieces += [
+                Piece(
+                    name, key, 0, kept.values.reshape(-1), is_shared=True, coded=kept.coded,
+                    blocks=None if kept.block == 1 else Blocks(num_elements, min(kept.block, num_elements), kept.block),
+                )
+                for key, kept in states.items()
+            ]  # fmt: skip
+    return [piece for piece in pieces if piece.num_elements]
+
+
+def create_state(model: nn.Module, optimizer: TorchOptimizer, manifest: Manifest) -> None:
+    """Makes the state of every trained parameter, also of one of which this rank holds no element."""
+    groups = groups_of_parameters(optimizer)
+    for name, item in named_state(model).items():
+        if item.tied_to is None and id(item.tensor) in groups:
+            group = groups[id(item.tensor)][1]
+            create_parameter_state(optimizer, group, item.tensor, manifest.entry(name), name=name)
+
+
+def settle(model: nn.Module) -> None:
+    """Nothing is left to do: what was filled is what the model computes with."""
+
+
+def state_entry(kept: StateTensor, shape: tuple[int, ...]) -> TensorEntry:
+    """The entry of a state tensor; values that stand for blocks of elements have the shape of the parameter."""
+    own = tuple(kept.values.shape) if kept.block == 1 else shape
+    return TensorEntry(shape=own, type=type_of(kept.values), chunks=(), block=kept.block)
+
+
+def _tensor_entry(tensor: torch.Tensor) -> TensorEntry:
+    return TensorEntry(shape=tuple(tensor.shape), type=type_of(tensor), chunks=())
+
+
+def fsdp_pieces(model: nn.Module, optimizer: TorchOptimizer) -> list[Piece]:
+    """This rank's rows of weights and states, a tied one once, and the buffers, which every rank holds."""
+    pieces = []
+    for name, item in named_state(model).items():
+        if item.tied_to is None:
+            pieces.append(_fsdp_piece(name, None, item.tensor))
+            states = state_tensors(optimizer, item.tensor)
+            pieces += [_fsdp_piece(name, key, kept.values) for key, kept in states.items()]
+    return [piece for piece in pieces if piece.num_elements]
+
+
+def _fsdp_piece(name: str, state: str | None, tensor: torch.Tensor) -> Piece:
+    if not isinstance(tensor, DTensor):
+        return Piece(name, state, 0, flat(tensor, name=name), is_shared=True)
+    *replicated, sharded = tensor.placements
+    assert sharded == Shard(0) and replicated in ([], [Replicate()]), f"{name}: lies as {tensor.placements}"
+    mesh = tensor.device_mesh
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+    replica = Replica(mesh.get_local_rank(0), mesh.size(0)) if replicated else None
+    return Piece(name, state, offset[0] * prod(tensor.shape[1:]), flat(tensor.to_local(), name=name), replica=replica)
+
+
+class Engine(NamedTuple):
+    """How one engine's state is seen."""
+
+    describe: Callable[[nn.Module, TorchOptimizer], dict[str, ParameterEntry]]
+    """Every parameter's entry, without chunks; the same on every rank."""
+    held_pieces: Callable[[nn.Module, TorchOptimizer], list[Piece]]
+    """Pieces that this rank holds: to be written, or to be filled once the state is made."""
+    create_state: Callable[[nn.Module, TorchOptimizer, Manifest], None]
+    """Makes the optimizer's state without stepping; its tensors are still to be filled."""
+    settle: Callable[[nn.Module], None]
+    """Once pieces have been filled, makes what the model computes with follow them; collective."""
+
+
+_REPLICATED = Engine(
+    describe=describe,
+    held_pieces=held_pieces,
+    create_state=create_state,
+    settle=settle,
+)
+_FSDP = Engine(
+    describe=describe,  # a DTensor shows the shape of the whole
+    held_pieces=fsdp_pieces,
+    create_state=create_state,
+    settle=settle,
+)
+_ZERO = Engine(
+    describe=zero.describe,
+    held_pieces=zero.held_pieces,
+    create_state=zero.create_state,
+    settle=zero.settle,
+)
+
+ENGINES: dict[Sharding, Engine] = {
+    Sharding.NONE: _REPLICATED,
+    Sharding.DDP: _REPLICATED,
+    Sharding.FSDP: _FSDP,
+    Sharding.FSDP_GRAD_OP: _FSDP,
+    Sharding.HSDP: _FSDP,
+    Sharding.ZERO1: _ZERO,
+    Sharding.ZERO2: _ZERO,
+    Sharding.ZERO3: _ZERO,
+}
+
+
+def engine_of(sharding: Sharding) -> Engine:
+    """The adapter of a sharding."""
+    return ENGINES[sharding]

@@ -1,1 +1,0 @@
-"""Weights, from files or drawn, into whole or sharded models."""
