@@ -1,1 +1,1 @@
-"""What happens on the machine: the command line, the probe, configuration files, processes. Never imports torch."""
+"""Effects on the machine: the command line, the probe, configuration files, processes. Never imports torch."""

@@ -16,7 +16,7 @@ from trainer.spec.units import parse_bytes
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """What the chosen strategy of a job needs and how fast it is."""
+    """Memory and speed of the chosen strategy of a job."""
 
     fits: bool
     strategy: str

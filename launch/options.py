@@ -16,7 +16,7 @@ PROFILE_STEPS = 8
 
 
 class _Argument:
-    """What argparse is given for a field: the flags of an option (none for a positional), and further settings."""
+    """Arguments of `add_argument` for a field: the flags of an option (none for a positional), and further settings."""
 
     def __init__(self, *flags: str, **settings: Any) -> None:  # noqa: ANN401 - argparse's own
         self.flags, self.settings = flags, settings

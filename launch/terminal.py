@@ -1,4 +1,4 @@
-"""Where text for a person goes: plain lines, on stdout or, where stdout carries JSON, on stderr."""
+"""Output for a person: plain lines on stdout, or on stderr if stdout carries JSON."""
 
 import sys
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import TextIO
 
 
 class Console:
-    """Writes lines and knows whether it may redraw them."""
+    """Writes lines to a stream, which may be a terminal."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self.stream = stream if stream is not None else sys.stdout

@@ -71,7 +71,7 @@ class Kind(StrEnum):
 
 
 class State(StrEnum):
-    """What `--prune` does with it."""
+    """Treatment of an entry by `--prune`."""
 
     KEPT = "kept"
     HELD = "in use"
@@ -92,7 +92,7 @@ class Entry(Value, frozen=True, kw_only=True):
 
 
 class CacheAnswer(Value, frozen=True, kw_only=True):
-    """What `--json` prints: what there is, or what there was and which of it was freed."""
+    """Output of `--json`: the entries found, and those that were freed."""
 
     entries: tuple[Entry, ...]
     freed: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ class CacheAnswer(Value, frozen=True, kw_only=True):
 
 
 class Extent(Value, frozen=True, kw_only=True):
-    """What a file or a folder comes to."""
+    """Size and times of a file or a folder."""
 
     num_bytes: int
     num_files: int
@@ -116,7 +116,7 @@ class Storage(Value, frozen=True, kw_only=True):
 
 
 class Survey(Value, frozen=True, kw_only=True):
-    """Where to look, and what is current."""
+    """Folders to list, and the current versions."""
 
     cache: Path
     state: Path
@@ -154,7 +154,7 @@ def run_cache(options: CacheOptions, console: Console, *, environment: Mapping[s
 
 
 def read_survey(options: CacheOptions, environment: Mapping[str, str]) -> Survey:
-    """Where the folders of this person are, and what is current here."""
+    """The user's folders, and the current versions of this machine."""
     named = read_personal_folders(
         config_home=folders.config_home(environment), site_config=folders.site_config(environment)
     )
@@ -385,7 +385,7 @@ def _entries(folder: Path, *, but: tuple[str, ...] = ()) -> Iterator[Path]:
 
 
 def prune(entries: tuple[Entry, ...]) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
-    """What was freed of these stale entries, and why something could not be."""
+    """The stale entries that were freed, and the reason for each that was not."""
     freed, problems, used = [], [], used_paths()
     for entry in entries:
         try:
@@ -488,14 +488,14 @@ def _used(processes: Path) -> Iterator[str]:
 
 
 def is_used(path: Path, used: frozenset[str]) -> bool:
-    """Whether one of the used paths is this one, or below it."""
+    """True if a used path is this one or below it."""
     whole = str(path.resolve())
     return any(each == whole or each.startswith(f"{whole}/") for each in used)
 
 
 @contextmanager
 def held_lock(path: Path) -> Iterator[bool]:
-    """Whether the lock was free; while the block runs it is ours then. A lock that nobody ever took is free."""
+    """True if the lock was free; the block then holds it. A lock file that does not exist is free."""
     if not path.is_file():
         yield True
         return

@@ -34,7 +34,7 @@ _ENVIRONMENT = {
 
 
 def run_export(options: ExportOptions, console: Console) -> ExitCode:
-    """Writes the folder and, where asked for, uploads it; whether it may be uploaded is asked first."""
+    """Writes the folder and, with --push, uploads it; permission to upload is checked first."""
     notes = Console(sys.stderr) if options.as_json else console
     check_run(options.run_dir)
     _check_output(options.output)
@@ -56,7 +56,7 @@ def run_export(options: ExportOptions, console: Console) -> ExitCode:
 
 
 def check_run(run_dir: Path) -> None:
-    """InputError where a folder is no run, or one that has saved nothing yet."""
+    """Raises InputError if a folder is not a run, or has no checkpoint yet."""
     if not (run_dir / "plan.json").is_file():
         raise InputError(f"{run_dir}: is not a run directory: it has no plan.json")
     if not committed_checkpoints(run_dir):
@@ -86,7 +86,7 @@ def _export(options: ExportOptions) -> tuple[str, ...]:
 
 
 def run_import(options: ImportOptions, console: Console) -> ExitCode:
-    """Writes the folder and says what it was made of and what was left out."""
+    """Writes the folder and reports its sources and what was left out."""
     notes = Console(sys.stderr) if options.as_json else console
     imported = ask(
         "trainer.runtime.importing.run",
@@ -110,7 +110,7 @@ def run_import(options: ImportOptions, console: Console) -> ExitCode:
 
 
 def _request(options: ImportOptions) -> ImportRequest:
-    """What the subprocess is asked; InputError for paths that are not there, and for an output that is."""
+    """The request to the worker; raises InputError for missing paths and for an output that exists."""
     if not options.checkpoint.is_dir():
         what = "is a file" if options.checkpoint.exists() else "is not there"
         raise InputError(f"{options.checkpoint}: {what}; name the folder of the checkpoint")
@@ -138,7 +138,7 @@ def _base(name: str) -> ModelFiles:
 
 
 def _named(option: str, name: str | None, find: Callable[[str], ModelFiles]) -> ModelFiles | None:
-    """What an option names, found as a setting of a job is; its errors name the option."""
+    """The model that an option names, found as for a setting of a job; errors name the option."""
     if name is None:
         return None
     try:
@@ -152,7 +152,7 @@ def _named(option: str, name: str | None, find: Callable[[str], ModelFiles]) -> 
 
 
 def run_chat(options: ChatOptions, _console: Console) -> ExitCode:
-    """Talks until the input ends; the exit code of the subprocess, which has said what was wrong."""
+    """Chats until the input ends; returns the exit code of the worker, which has reported any error."""
     has_export = (options.run_dir / "export").is_dir() and options.checkpoint is None
     if not has_export or not (options.run_dir / "plan.json").is_file():
         check_run(options.run_dir)

@@ -1,7 +1,7 @@
 """`shardwise data JOB`: prepares the data of a job and shows what the model will see of it, before anything is trained.
 
-What is held out, left out and cut is counted, lengths are shown as bars, and the first example is written out with what
-is learned told apart from what is only read.
+It counts what is held out, left out and cut, shows lengths as bars, and writes out the first example with the learned
+tokens marked.
 """
 
 import shutil
@@ -35,7 +35,7 @@ def run_data(options: DataOptions, console: Console) -> ExitCode:
 
 
 def describe_data(profile: DataProfile, job: Job) -> Iterator[str]:
-    """What the data is, in lines."""
+    """Description of the data, in lines."""
     rows, seq_len = f"{profile.num_rows:,}", job.train.seq_len
     objective = objective_of(job.train.objective, profile.format)
     where = " in the first window of a stream" if profile.is_stream else ""

@@ -1,9 +1,8 @@
-"""`shardwise estimate`: cases in, one JSON object a line; answers out, one a line, in the same order.
+"""`shardwise estimate`: reads cases, one JSON object a line, and writes results, one a line, in the same order.
 
-A line is read, answered, written and forgotten, so that a file of any length takes the same memory, and a program that
-writes one case and waits gets its answer. A line that cannot be answered is answered with a sentence, and the run goes
-on; the exit code says afterwards whether there was one. Names of models are looked up here, because planning reads no
-files; nothing is downloaded.
+Lines are processed one at a time, so memory does not grow with the file, and a program that writes one case and waits
+gets its result. A line that cannot be processed gets an error message, and the next one follows; the exit code reports
+if there was one. Names of models are looked up here, because planning reads no files; nothing is downloaded.
 """
 
 import os

@@ -121,7 +121,7 @@ def _offer_sync(run_dir: Path, console: Console) -> None:
 
 
 def log_places(files: RunFiles) -> list[Path]:
-    """Where the run writes what it has to say: the newest output of Slurm, and the folder of the newest attempt."""
+    """Places of the run's logs: the newest output of Slurm, and the folder of the newest attempt."""
     outputs = outputs_of(files)[-1:]
     folder = None if files.attempt_dir is None else files.attempt_dir / "logs"
     return [*outputs, *([folder] if folder is not None and folder.is_dir() else [])]
@@ -167,7 +167,7 @@ def run_logs(
     look_s: float = LOOK_S,
     ask_s: float = ASK_S,
 ) -> ExitCode:
-    """Shows the end of the log that tells most, or of the one that is asked for; Ctrl-C ends following in order."""
+    """Shows the end of the most informative log, or of the selected one; Ctrl-C ends following."""
     word = options.run or _newest()
     files = one_run(find_runs(word, environment), word)
     try:

@@ -146,7 +146,7 @@ def _write(path: Path, content: bytes) -> Path:
 def run_profile(
     options: ProfileOptions, console: Console, progress: Console, *, environment: Mapping[str, str] = os.environ
 ) -> ExitCode:
-    """Runs the steps and tells; whatever is wrong with the input shows before they start."""
+    """Runs the steps and reports; every fault of the input is reported before they start."""
     if options.num_steps < LEAST_PROFILED_STEPS:
         raise InputError(
             f"--steps {options.num_steps}: three warm up and one is profiled; give {LEAST_PROFILED_STEPS} or more"

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from launch.attempt.limits import Deadline, refuse_spent
 from launch.attempt.retries import refuse_endless_restarts
@@ -71,24 +72,29 @@ def train(options: TrainOptions, console: Console, *, environment: Mapping[str, 
         except StoppedEarlyError:
             console.line("stopped before the first step: nothing was trained")
             return RunOutcome(stop_code(stop, options.run_dir), None)
-        outcome = _train(options, prepared, run_place, console, stop, environment, machines)
+        session = _Session(console, stop, environment, machines)
+        outcome = _train_in(options, prepared, run_place, session)
         ending = "" if outcome.report is None else f": {outcome.report.ending} at step {outcome.report.step}"
         machines.end(outcome.exit_code, f"the run ended{ending}")
         return outcome
 
 
-def _train(
-    options: TrainOptions,
-    prepared: Prepared,
-    place: tuple[Path, Plan | None],
-    console: Console,
-    stop: StopRequest,
-    environment: Mapping[str, str],
-    machines: Machines,
+class _Session(NamedTuple):
+    """Output, stop request, environment and machines of one command."""
+
+    console: Console
+    stop: StopRequest
+    environment: Mapping[str, str]
+    machines: Machines
+
+
+def _train_in(
+    options: TrainOptions, prepared: Prepared, place: tuple[Path, Plan | None], session: _Session
 ) -> RunOutcome:
-    plan, (run_dir, earlier) = prepared.plan, place
+    """Locks the run directory, writes the plan there or takes up the earlier one, and runs it."""
+    plan, (run_dir, earlier), console = prepared.plan, place, session.console
     with locked(run_dir):
-        if must_end_at_start(run_dir, environment):
+        if must_end_at_start(run_dir, session.environment):
             return _cancelled(run_dir, console)
         if earlier is None:
             plan = keep_model_code(keep_extension(plan, run_dir), run_dir)
@@ -107,13 +113,11 @@ def _train(
         if options.dry_run:
             return _stop_before_launch(plan, run_dir, console, resume=earlier is not None)
         plan = with_stages(plan, prepared.scratch)
-        return _run(
-            plan, run_dir, console, stop, environment, machines, cache=prepared.cache, resume=earlier is not None
-        )
+        return _run_and_report(plan, run_dir, session, cache=prepared.cache, resume=earlier is not None)
 
 
 def _cancelled(run_dir: Path, console: Console) -> RunOutcome:
-    console.line(f"{run_dir} was cancelled, and this job with it; to go on with the run: --resume")
+    console.line(f"{run_dir} was cancelled, and this job with it; to continue the run: --resume")
     return RunOutcome(ExitCode.INTERRUPTED, None, run_dir)
 
 
@@ -156,17 +160,9 @@ def _stop_before_launch(plan: Plan, run_dir: Path, console: Console, *, resume: 
     return RunOutcome(ExitCode.DONE, None)
 
 
-def _run(
-    plan: Plan,
-    run_dir: Path,
-    console: Console,
-    stop: StopRequest,
-    environment: Mapping[str, str],
-    machines: Machines,
-    *,
-    cache: Path,
-    resume: bool,
-) -> RunOutcome:
+def _run_and_report(plan: Plan, run_dir: Path, session: _Session, *, cache: Path, resume: bool) -> RunOutcome:
+    """Gets the kernels that the ranks load, runs the attempts, prints the report and keeps its calibration."""
+    console, stop, environment, machines = session
     fetch_flash_kernel(plan, on_progress=console.line, should_stop=lambda: stop.kind is not None)
     operators = build_needed(
         plan, cache_home=cache, on_progress=console.line, should_stop=lambda: stop.kind is not None
@@ -207,7 +203,7 @@ def _keep_calibration(plan: Plan, report: Report, environment: Mapping[str, str]
 
 
 def next_commands(run_dir: Path, job: str) -> list[str]:
-    """Three things worth trying after a finished run."""
+    """Three commands that may follow a finished run."""
     return [
         f"shardwise report {run_dir}",
         f"shardwise export {run_dir} my-model",

@@ -1,7 +1,6 @@
-"""`shardwise watch`: the view of a run that `shardwise train` shows, from another shell, until the run ends.
+"""`shardwise watch`: the live view of a run, from another shell, until the run ends.
 
-Only files are read, so a run is watched wherever they are seen, and nothing that happens here reaches it: Ctrl-C ends
-the watching alone.
+Only files are read, so it works on every machine that sees them and does not affect the run: Ctrl-C ends only the view.
 """
 
 import os
@@ -53,7 +52,7 @@ def run_watch(
 
 
 def ending_lines(look: Look, *, base: Path) -> list[str]:
-    """How the run ended, or stands, with its newest incidents, and what would tell more."""
+    """The end or the state of the run, with its newest incidents and the commands that show more."""
     report, place = look.files.report, shown_path(str(look.files.run_dir), base)
     lines = [f"{place}: {look.judged.reason}"]
     has_told = report is not None and look.files.has_final_report and not look.judged.state.is_alive

@@ -51,7 +51,7 @@ from trainer.spec.report import AttemptRecord, Ending, Fault, Report
 
 
 class RunOutcome(NamedTuple):
-    """How a run ended, and the report where there is one."""
+    """Outcome of a run, with its report if it wrote one."""
 
     exit_code: ExitCode
     report: Report | None
@@ -59,7 +59,7 @@ class RunOutcome(NamedTuple):
 
 
 class Surroundings(NamedTuple):
-    """What every attempt of a run has in common."""
+    """Values that all attempts of a run share."""
 
     plan: Plan
     run_dir: Path
@@ -144,7 +144,7 @@ def _oom_note(plan: Plan, attempt_dir: Path, end: AttemptEnd, decision: Decision
 
 @dataclass(slots=True)
 class _Course:
-    """What happened so far."""
+    """History of the attempts so far."""
 
     history: list[AttemptRecord]
     tried: list[Tried] = field(default_factory=list)
@@ -200,7 +200,7 @@ def _started(around: Surroundings, plan: Plan, attempt_dir: Path) -> Iterator[Ra
 
 
 def _after(course: _Course, end: AttemptEnd, number: int, around: Surroundings) -> Decision:
-    """What follows this end; notes it among what was tried."""
+    """The next step after this end; records the attempt."""
     if end.fault is None:
         return Decision(None, "")
     plan, saved = around.plan, newest_facts(around.run_dir)

@@ -82,7 +82,7 @@ _AMPLE_HOURS = 1e6
 
 
 class Outcome(StrEnum):
-    """What became of a rung."""
+    """Outcome of a step."""
 
     RAN = "ran"
     OUT_OF_MEMORY = "out of memory"
@@ -91,7 +91,7 @@ class Outcome(StrEnum):
 
 
 class Climb(NamedTuple):
-    """What every rung has in common."""
+    """Values that all steps share."""
 
     job_path: Path
     overrides: Sequence[str]
@@ -121,7 +121,7 @@ class RungResult(Value, frozen=True, kw_only=True):
 
     @property
     def is_climbed(self) -> bool:
-        """Whether the rungs above stand on it."""
+        """True if the later steps include it."""
         return self.outcome in (Outcome.RAN, Outcome.OUT_OF_MEMORY)
 
 
@@ -147,7 +147,7 @@ def climb(around: Climb, rungs: Sequence[Rung]) -> tuple[RungResult, ...]:
 
 
 def common_settings(around: Climb) -> dict[str, str]:
-    """What all rungs start from: nothing saved, the micro batch and the sharding that the job's own plan has."""
+    """Overrides of every step: no checkpoints, and the micro batch and sharding of the job's own plan."""
     job, settings = around.inputs.resolved.job, dict(GROUND)
     if job.pin.offload is not None:
         del settings["pin.offload"]
@@ -213,7 +213,7 @@ def _result_of(rung: Rung, candidate: Candidate, run: ShortRun, run_dir: Path) -
 
 
 def _words(result: RungResult) -> str:
-    """How it went, in a line."""
+    """The outcome in one line."""
     if result.report is None or result.candidate is None:
         return f"{result.outcome}: {result.reason}"
     memory = result.candidate.memory
@@ -376,7 +376,7 @@ def _phase_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _told(results: Sequence[RungResult], rows: Sequence[dict[str, Any]]) -> Iterator[Sentence]:
-    """What a table has no room for."""
+    """Remarks that do not fit the table."""
     for result, row in zip(results, rows, strict=True):
         if result.outcome is Outcome.OUT_OF_MEMORY:
             yield Sentence(

@@ -265,7 +265,7 @@ def plan_to_resume(plan: Plan, earlier: Plan, run_dir: Path, console: Console, *
 
 
 def describe_changes(plan: Plan, earlier: Plan) -> list[str]:
-    """What differs between the job and the machine of two plans, in words; free memory is no difference."""
+    """Differences between the jobs and machines of two plans; free memory does not count."""
     changes = [
         f"{section} changed in the job"
         for section in plan.job.__struct_fields__

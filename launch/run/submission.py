@@ -57,14 +57,14 @@ class Point(NamedTuple):
 
     @property
     def hours(self) -> float:
-        """What the run is predicted to take."""
+        """Predicted duration of the run."""
         totals = planned(self.plan.hardware.num_nodes, self.plan).totals
         assert totals is not None
         return totals.hours
 
 
 class Target(NamedTuple):
-    """Where the jobs go, and what they are."""
+    """The partition of the jobs, and their plans."""
 
     points: tuple[Point, ...]
     hardware: Hardware
@@ -112,7 +112,7 @@ def read_target(
 
 
 def batch_job(target: Target, run_dir: Path, *, num_points: int | None, environment: Mapping[str, str]) -> BatchJob:
-    """What sbatch is asked for."""
+    """The request to sbatch."""
     slurm, found, first = target.slurm, target.found, target.points[0].plan
     share = share_of_job(slurm) if found is None else found.share
     time_s = time_limit_s(target)
@@ -237,7 +237,7 @@ def _container(target: Target, run_dir: Path, environment: Mapping[str, str]) ->
 
 
 def _folders(target: Target, run_dir: Path, environment: Mapping[str, str]) -> list[str]:
-    """What a run reads and writes, for a container to see."""
+    """Paths that a run reads and writes, to mount in a container."""
     inputs = [point.inputs for point in target.points]
     named = [Path.cwd(), run_dir, inputs[0].cache, hub_cache(inputs[0].hub_home), folders.state_home(environment)]
     named += [Path(scratch) for scratch in [target.resolved.folders.get("scratch")] if scratch]

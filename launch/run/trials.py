@@ -49,7 +49,7 @@ class Trial(NamedTuple):
 
     @property
     def result(self) -> TrialResult | None:
-        """What the planner is told; None where nothing was learned."""
+        """The calibration record for the planner; None if nothing was measured."""
         if self.report is None:
             return None
         measured = self.report.measured
