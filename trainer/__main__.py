@@ -41,7 +41,7 @@ def main() -> None:
     paths.attempt_dir.mkdir(parents=True, exist_ok=True)
     process.write_pid_record(paths.attempt_dir, rank=rank)
     if paths.is_again and rank == 0:
-        print(f"this attempt has ended before: writing to {paths.attempt_dir} instead")  # noqa: T201  # for whoever started it by hand
+        print(f"this attempt has ended before: writing to {paths.attempt_dir} instead")  # noqa: T201  # for a start by hand
     if arguments.log_dir is not None:
         process.redirect_output(arguments.log_dir, rank=rank)
     with redacted_output():
@@ -67,12 +67,12 @@ def _run(plan_path: Path, paths: RunPaths, writer: ReportWriter, stop: process.S
             )
 
         ending = train(plan, paths, writer, end.state, lambda: stop.is_set)
-        # Only the supervisor knows of a Ctrl-C; whoever signals a rank itself wants the machine back.
+        # Only the supervisor knows of a Ctrl-C; a signal to a rank itself is a preemption.
         end.ending = Ending.PREEMPTED if ending is Ending.STOPPED else ending
 
 
 class _RankEnd:
-    """Ends the process when its block does, however it does, with a report of how far it came."""
+    """Ends the process at the end of its block, also on an error, with a report of its progress."""
 
     def __init__(self, plan: Plan, state: "RunState", writer: ReportWriter) -> None:
         self.state = state
@@ -88,9 +88,9 @@ class _RankEnd:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Never:
         if error is None:
-            self._tell(ExitCode.DONE if self.ending is Ending.FINISHED else ExitCode.REQUEUE, error=None)
+            self._write_report(ExitCode.DONE if self.ending is Ending.FINISHED else ExitCode.REQUEUE, error=None)
             _close_process_group()
-            _leave(0)
+            _exit_at_once(0)
         from trainer.runtime.profile.memory_profile import held_when_out_of_memory, is_out_of_memory, lift_cap
 
         data_limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
@@ -103,13 +103,13 @@ class _RankEnd:
             folder, rank = self._writer.attempt_dir, self._writer.rank
             write_memory_state(folder, rank=rank, step=self.state.step, data_limit=data_limit)
             self.state.memory = held_when_out_of_memory(self.state.memory)
-            self._tell(ExitCode.OUT_OF_MEMORY, error=error_line(error))
-            _leave(0)
+            self._write_report(ExitCode.OUT_OF_MEMORY, error=error_line(error))
+            _exit_at_once(0)
         code = error.exit_code if isinstance(error, ShardwiseError) else ExitCode.INTERNAL
-        self._tell(code, error=error_line(error))
-        _leave(1)
+        self._write_report(code, error=error_line(error))
+        _exit_at_once(1)
 
-    def _tell(self, exit_code: ExitCode, *, error: str | None) -> None:
+    def _write_report(self, exit_code: ExitCode, *, error: str | None) -> None:
         report = _report(
             self._plan,
             self.state,
@@ -144,7 +144,7 @@ def _report(
     if state.prompt is not None:
         sample = Sample(prompt=state.prompt, before=state.sample_before, after=state.sample_after)
     finite = tuple(done for done in state.evaluations if math.isfinite(done.loss) and math.isfinite(done.perplexity))
-    lost = [done for done in state.evaluations if done not in finite]
+    not_finite = [done for done in state.evaluations if done not in finite]
     return Report(
         ending=ending,
         exit_code=int(exit_code),
@@ -152,7 +152,7 @@ def _report(
         predicted=predicted_figures(plan.chosen),
         measured=measured_figures(state, plan),
         engaged=state.engaged,
-        incidents=(*state.incidents, *(f"the held-out loss at step {gone.step} is not finite" for gone in lost)),
+        incidents=(*state.incidents, *(f"the held-out loss at step {gone.step} is not finite" for gone in not_finite)),
         versions=installed_versions(),
         step=state.step,
         num_steps=plan.schedule.num_steps,
@@ -175,7 +175,7 @@ def _close_process_group() -> None:
         dist.destroy_process_group()
 
 
-def _leave(code: int) -> Never:
+def _exit_at_once(code: int) -> Never:
     """Ends the process at once: other ranks may wait in a collective that a tidy exit would join."""
     sys.stdout.flush()
     sys.stderr.flush()

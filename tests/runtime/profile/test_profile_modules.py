@@ -12,9 +12,9 @@ from trainer.runtime.profile.profile_modules import (
     ModuleMarks,
     allocations_of,
     block_names,
-    in_words,
     kept_by_module,
     over_blocks,
+    places_of,
     within_block,
 )
 
@@ -49,7 +49,7 @@ def test_what_is_freed_or_of_another_time_is_not_kept():
 
 def test_words_and_sums_over_blocks():
     sizes = {"model.layers.0.mlp": 8, "": 6, "model.layers.1.mlp": 8, "model.norm": 1, "model.layers.1.attn": 3}
-    words = [(kept.place, kept.num_bytes) for kept in in_words(sizes, BLOCKS)]
+    words = [(kept.place, kept.num_bytes) for kept in places_of(sizes, BLOCKS)]
     assert words == [
         ("transformer block 0, mlp", 8),
         ("outside of the model's modules (the loss)", 6),

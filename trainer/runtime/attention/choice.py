@@ -3,7 +3,7 @@
 Flash is flash-attn's own kernel, or, where flash-attn is missing and the job allows it, a prebuilt one of the hub at
 the commit that the job names (`flash_kernel`).
 
-transformers answers `flash_attention_2` without flash-attn in its own way: where the `kernels` package is installed it
+transformers resolves `flash_attention_2` without flash-attn in its own way: if the `kernels` package is installed it
 fetches a kernel from the hub, code that no job asked for and at whatever revision is there (W30). So a rank looks for
 flash-attn itself before a model is built, and stops where the plan has it and the machine has not. It also stops where
 flash-attn would compute another attention than the model's (W32).
@@ -60,7 +60,7 @@ def check_attention(attention: Attention, shape: ModelShape, flash_kernel: str |
         return
     if shape.model_type in _LOSES_WINDOW and shape.num_sliding_layers:
         raise InputError(
-            f"attention: transformers does not tell flash-attn of the windows of {shape.model_type};\n"
+            f"attention: transformers does not pass flash-attn the windows of {shape.model_type};\n"
             "give pin.attention=sdpa"
         )
     if flash_kernel is not None:

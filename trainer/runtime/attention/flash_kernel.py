@@ -7,8 +7,8 @@ not in the cache. Ranks then load it from there, without the network.
 
 transformers takes the name as it is and has the `kernels` package load it: of the commit's files the one folder
 `build/VARIANT/` that fits this torch, CUDA and CPU is downloaded, and its `__init__.py` is run. A publisher that the
-hub does not trust is refused, except from the cache, where nobody can be asked. LOCAL_KERNELS puts a folder in the
-place of a repository without a word, so what ran is told from the file that its functions come from.
+hub does not trust is refused, except from the cache, where trust cannot be checked. LOCAL_KERNELS puts a folder in the
+place of a repository without a message, so the kernel that ran is identified by the file of its functions.
 """
 
 import inspect

@@ -1,6 +1,6 @@
 """Attention over packed rows: a token sees the tokens before it in its own document, and nothing else of its row.
 
-Documents are told apart by their positions, which start at 0 in each. They are kept apart in these ways:
+Documents are distinguished by their positions, which start at 0 in each. They are kept apart in these ways:
 
     sdpa     one kernel call for all documents of a micro batch, or one for each, without any mask: with its first
              packed rows a model changes to a function of ours, which is transformers' own for all other rows
@@ -96,7 +96,7 @@ def isolate_documents(model: PreTrainedModel) -> None:
     """
     if model.config.model_type == "falcon" and model.config.alibi:
         raise InputError(
-            "data.packing: falcon with ALiBi cannot be told where a document of a packed row starts;\n"
+            "data.packing: falcon with ALiBi has no way to mark where a document of a packed row starts;\n"
             "give data.packing=false"
         )
     if model.config._attn_implementation != SDPA or model.config.model_type in _NEEDS_MASK:

@@ -122,7 +122,7 @@ def check_hashes(
                 raise InputError(f"{folder / name}: hashes to {sha256[:12]}; the manifest says {said[:12]}")
 
 
-def skipped_words(folder: Path, error: InputError | OSError) -> str:
+def skipped_text(folder: Path, error: InputError | OSError) -> str:
     """The line about a checkpoint that was passed over."""
     what = "cannot be read" if isinstance(error, OSError) else "is damaged"
     return f"{folder.name} {what} and was passed over: {error}"
@@ -142,7 +142,7 @@ def _newest_verified(root: Path, on_skip: Callable[[str], None]) -> str:
         try:
             return verified(root / folder_name(step)).path.name
         except (InputError, OSError) as error:
-            on_skip(skipped_words(root / folder_name(step), error))
+            on_skip(skipped_text(root / folder_name(step), error))
     if steps:
         raise none_whole(root, len(steps))
     return ""

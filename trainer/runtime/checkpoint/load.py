@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainer.runtime.checkpoint.folders import check_hashes, none_whole, open_checkpoint, skipped_words, steps_in
+from trainer.runtime.checkpoint.folders import check_hashes, none_whole, open_checkpoint, skipped_text, steps_in
 from trainer.runtime.checkpoint.layout.engines import engine_of
 from trainer.runtime.checkpoint.layout.optimizer_state import (
     Stretch,
@@ -263,7 +263,7 @@ def begin_resumption(
 ) -> "Resumption | None":
     """The newest checkpoint of `root` that looks whole; None where there is none at all.
 
-    Collective. `check` raises where one is not of this job; `on_skip` is told of a damaged one, on rank 0. An
+    Collective. `check` raises where one is not of this job; `on_skip` gets a line for a damaged one, on rank 0. An
     EnvironmentFaultError where all are damaged: to start over silently would lose the run.
     """
     ranks = ranks or Ranks.alone()
@@ -334,7 +334,7 @@ class Resumption:
             try:
                 check_shards(folder, open_checkpoint(folder).manifest)
             except (InputError, OSError) as error:
-                self._on_skip(skipped_words(folder, error))
+                self._on_skip(skipped_text(folder, error))
             else:
                 return folder.name.encode()
         raise none_whole(self._root, self._num_steps)
@@ -343,7 +343,7 @@ class Resumption:
         """Why the checkpoint is to be passed over, the same on every rank; empty where its hashes are right."""
         try:
             check_hashes(self.checkpoint, only=own, known=digests)
-            words = ""
+            damage = ""
         except (InputError, OSError) as error:
-            words = skipped_words(self.checkpoint.path, error)
-        return next((each.decode() for each in self._ranks.exchange(words.encode()) if each), "")
+            damage = skipped_text(self.checkpoint.path, error)
+        return next((each.decode() for each in self._ranks.exchange(damage.encode()) if each), "")

@@ -49,7 +49,7 @@ class Save:
     best one). A whole checkpoint of this very step is kept as it is. EnvironmentFaultError, the same on every rank,
     where the disk is full, the folder not writable or another process is saving there; NonFiniteStateError where the
     state is not worth keeping. Older checkpoints are then untouched and training may go on. InputError for an
-    optimizer that has no checkpoints. `on_point` is told the name of every point at which a crash would leave
+    optimizer that has no checkpoints. `on_point` gets the name of every point at which a crash would leave
     something different behind.
     """
 
@@ -114,7 +114,7 @@ class Save:
         self._held.close()
 
     def run(self) -> Path:
-        """All of it, while training waits; answers the committed folder."""
+        """Saves while training waits; returns the committed folder."""
         with self:
             if self.is_needed:
                 self.finish(self.write)

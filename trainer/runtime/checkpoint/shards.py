@@ -406,7 +406,7 @@ class ShardFile:
         return self._data_begin + place.data_offsets[0] + part.start * place.dtype.element_bytes
 
     def _read(self, key: str, start: int, part: torch.Tensor, blocks: Blocks | None) -> torch.Tensor:
-        """Fills a tensor with what stands for elements from `start` on; answers what was read."""
+        """Fills a tensor with what stands for elements from `start` on; returns the values read."""
         saved = dtype_of(self._place(key).dtype)
         if blocks is not None and blocks.block > 1:
             first, last = blocks.value_of(start), blocks.value_of(start + len(part) - 1)
@@ -425,7 +425,7 @@ class ShardFile:
         return self._places[key]
 
     def _read_values(self, key: str, start: int, values: torch.Tensor) -> torch.Tensor:
-        """Fills `values`, contiguous memory of the saved type, with the values from `start` on; answers them."""
+        """Fills `values`, contiguous memory of the saved type, with the values from `start` on; returns them."""
         begin, end = self._place(key).data_offsets
         begin += start * values.element_size()
         if begin + values.numel() * values.element_size() > end:

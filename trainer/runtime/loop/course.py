@@ -50,7 +50,7 @@ def train(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunState, wa
             ending = Ending.STOPPED
         else:
             ending = _train(session, objectives, wants_stop)
-    session.ranks.barrier()  # a rank that leaves early would break what the others still do together
+    session.ranks.barrier()  # a rank that ends early would break collectives of the others
     return ending
 
 
@@ -73,7 +73,7 @@ def _run_steps(session: Session, objectives: Objectives, wants_stop: Callable[[]
     ):
         observer = StepObserver(session, card)
         while state.step < schedule.num_steps and not _has_stalled(session):
-            if not _goes_on(session, wants_stop, observer):
+            if not _continues(session, wants_stop, observer):
                 if not session.plan.is_trial:
                     save_state(session, "the stop")
                 return Ending.STOPPED
@@ -82,10 +82,10 @@ def _run_steps(session: Session, objectives: Objectives, wants_stop: Callable[[]
             is_eval_due = not goes_back and _is_due(state.step, schedule.eval_every_steps)
             evaluation = _evaluate(session, objectives) if is_eval_due else None
             figures = observer.line(done, evaluation)
-            if _is_told(session, figures):
+            if _is_logged(session, figures):
                 metrics.append(figures)
-                observer.told()
-            watch.tell(figures)
+                observer.line_written()
+            watch.call(figures)
             if goes_back:
                 go_back(session)
                 continue
@@ -96,14 +96,14 @@ def _run_steps(session: Session, objectives: Objectives, wants_stop: Callable[[]
     return Ending.FINISHED
 
 
-def _is_told(session: Session, figures: StepMetrics) -> bool:
+def _is_logged(session: Session, figures: StepMetrics) -> bool:
     """True if a step is logged under `log.every`; the first, the last, a scored and a skipped step always are."""
     every, first = session.plan.job.log.every.steps or 1, (session.state.resumed_from_step or 0) + 1
     is_edge = figures.step in (first, session.plan.schedule.num_steps)
     return is_edge or figures.step % every == 0 or bool(figures.skipped) or figures.eval_loss is not None
 
 
-def _goes_on(session: Session, wants_stop: Callable[[], bool], observer: StepObserver) -> bool:
+def _continues(session: Session, wants_stop: Callable[[], bool], observer: StepObserver) -> bool:
     """False if a stop is requested, also while all wait for a window of a stream; all ranks agree."""
     stream, step = session.stream, _place_of_rows(session, session.state.step + 1)
 
@@ -120,15 +120,15 @@ def _goes_on(session: Session, wants_stop: Callable[[], bool], observer: StepObs
 
 
 class StepWatch:
-    """Tells `on_step` of the user's extensions file, on the first rank; what it raises becomes an incident, once."""
+    """Calls `on_step` of the user's extensions file on the first rank; an error in it becomes one incident."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         hooks = session.hooks
         self._hooks = hooks if session.is_first and hooks is not None and hooks.has(Hook.ON_STEP) else None
 
-    def tell(self, metrics: StepMetrics) -> None:
-        """Calls it with the step and what metrics.jsonl got."""
+    def call(self, metrics: StepMetrics) -> None:
+        """Calls the hook with the step and its line of metrics.jsonl."""
         hooks = self._session.hooks
         if hooks is not None and hooks.has(Hook.ON_STEP):  # on every rank: the others wait for the first
             self._session.writer.beat(HOOK_PHASE, step=metrics.step)
@@ -254,7 +254,7 @@ def _maybe_profiled(session: Session, step: int, clock: Clock) -> Iterator[bool]
 
 
 def _epoch(session: Session) -> float | None:
-    """How often the data has been gone through; None of a stream, of which nobody knows the length."""
+    """Passes over the data so far; None for a stream, whose length is unknown."""
     plan, state = session.plan, session.state
     if plan.data.is_stream:
         return None

@@ -178,7 +178,8 @@ def ask_rows(
 ) -> RowLogps | None:
     """Log-probabilities of all rows, on every rank; each rank runs its own micro batches, as many as the others.
 
-    Collective. None where `goes_on`, asked before each micro batch, said no. InputError for a number that is none.
+    Collective. None if `goes_on`, called before each micro batch, returned False. InputError for a log-probability
+    that is not finite.
     """
     keys, logps = [], []
     for micro_batch in micro_batches:

@@ -33,7 +33,7 @@ class StepMetrics(Value, frozen=True, kw_only=True):
 
     step: int
     attempt: int
-    epoch: float | None  # of a stream, whose length nobody knows, none
+    epoch: float | None  # None for a stream, whose length is unknown
     tokens: int  # seen so far, padding not counted
     loss: float
     lr: float
@@ -80,7 +80,7 @@ class StepMetrics(Value, frozen=True, kw_only=True):
     skipped_rows: tuple[int, ...] | None = None  # of the prepared data, in such a step; not of an fp16 overflow
 
 
-# Left out of a line where there is nothing to say; what is not here is always there.
+# Omitted from a line if None; the other fields are always present.
 _OPTIONAL = frozenset({"epoch", *(field.name for field in fields(StepMetrics) if not field.required)})
 
 
@@ -193,8 +193,8 @@ class StepObserver:
         self._wait_s = 0.0
         return line
 
-    def told(self) -> None:
-        """Counts checkpoints anew: the line was written."""
+    def line_written(self) -> None:
+        """Restarts the count of checkpoint time."""
         self._checkpoint_s = 0.0
 
     def _speed(self, rate: float) -> dict[str, Any]:

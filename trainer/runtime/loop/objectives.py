@@ -90,8 +90,8 @@ def _reference(session: Session, wants_stop: Callable[[], bool]) -> Reference | 
         found = read_reference(path, fingerprint=fingerprint, ranks=ranks)
         if found is None:
             raise EnvironmentFaultError(
-                f"--resume: {path} is missing: it holds what the model said of every pair before step 1, which its "
-                "changed weights cannot say again;\nput it back, or start a new run without --resume"
+                f"--resume: {path} is missing: it holds the log-probabilities of every pair before step 1, which the "
+                "changed weights cannot give again;\nput it back, or start a new run without --resume"
             )
         return found
     path = paths.run_dir / REFERENCE_NAME
@@ -112,7 +112,7 @@ def _of_an_earlier_attempt(session: Session, fingerprint: str) -> RowLogps | Non
 
 
 def _ask_the_start(session: Session, wants_stop: Callable[[], bool]) -> RowLogps | None:
-    """Asks the model of every row of both splits; progress in tenths, as each is a line for whoever watches."""
+    """Runs the model on every row of both splits; progress is reported in tenths."""
     splits = [rows for rows in (session.train_rows, session.eval_rows) if rows is not None]
     accelerator, micro_batch = session.accelerator, session.plan.chosen.micro_batch
     rank, num_ranks = accelerator.process_index, accelerator.num_processes

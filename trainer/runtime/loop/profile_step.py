@@ -29,9 +29,9 @@ from trainer.runtime.profile.profile_modules import (
     ModuleMarks,
     allocations_of,
     block_names,
-    in_words,
     kept_by_module,
     over_blocks,
+    places_of,
 )
 from trainer.runtime.run.clock import Clock, Span
 from trainer.spec import codec
@@ -114,7 +114,7 @@ def _figures(
         step=step,
         step_s=step_s,
         kept_bytes=sum(kept.values()),
-        kept=in_words(kept, blocks)[: request.num_modules],
+        kept=places_of(kept, blocks)[: request.num_modules],
         kept_in_all_blocks=over_blocks(kept, blocks)[: request.num_modules],
         operators=_operators(profiler, device_type)[: request.num_operators],
         files=_files(device_type),

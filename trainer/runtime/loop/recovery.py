@@ -37,7 +37,7 @@ def note_step(state: RunState, result: StepResult, *, step: int, rows: Sequence[
     """Takes a step into the record; one that had a fault becomes an incident that names its rows."""
     state.fault, state.last_loss = result.fault, result.loss
     if result.was_skipped and result.fault is None:
-        return  # an overflow of fp16 says nothing of the rows or the weights
+        return  # an overflow of fp16 is no sign of bad rows or weights
     state.spikes = after_step(
         state.spikes,
         step=step,

@@ -35,7 +35,7 @@ from trainer.spec.plan import Schedule
 
 
 class SaveTimer:
-    """Asked once at the end of each step; told of every save."""
+    """Decides once at the end of each step if a checkpoint is due, from the cost of the saves before."""
 
     def __init__(self, schedule: Schedule, ranks: Ranks, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._schedule = schedule
@@ -66,7 +66,7 @@ class SaveTimer:
         self._is_waiting = False
 
     def went_on_costing(self, cost_s: float) -> None:
-        """The save that was told of last took training more time, as it was committed."""
+        """Adds the time that committing the last save has cost."""
         self._cost_s += cost_s
 
 
@@ -86,7 +86,7 @@ def save_state(session: Session, occasion: str, *, in_background: bool = False) 
         return
     session.writer.write_status(SAVING_PHASE, step=state.step)
     keep_every = plan.job.checkpoint.keep_every
-    with _told(session, occasion, step=state.step):
+    with _failures_as_incidents(session, occasion, step=state.step):
         save = Save(
             session.paths.run_dir / "checkpoints",
             model=session.model,
@@ -110,7 +110,7 @@ def poll_save(session: Session) -> bool:
     save = session.in_flight.save
     if save is None:
         return False
-    with _told(session, session.in_flight.occasion, step=save.step):
+    with _failures_as_incidents(session, session.in_flight.occasion, step=save.step):
         if save.poll():
             session.state.checkpoint = f"checkpoints/{folder_name(save.step)}"
     if save.is_over:
@@ -125,13 +125,13 @@ def settle_save(session: Session) -> None:
         return
     session.writer.write_status(SAVING_PHASE, step=session.state.step)
     session.in_flight.save = None
-    with _told(session, session.in_flight.occasion, step=save.step):
+    with _failures_as_incidents(session, session.in_flight.occasion, step=save.step):
         save.finish()
         session.state.checkpoint = f"checkpoints/{folder_name(save.step)}"
 
 
 @contextmanager
-def _told(session: Session, occasion: str, *, step: int) -> Iterator[None]:
+def _failures_as_incidents(session: Session, occasion: str, *, step: int) -> Iterator[None]:
     """Makes an incident of a save of `step` that fails, and of a state that is not finite the end of the run."""
     state = session.state
     try:
@@ -223,7 +223,7 @@ def _is_saved(session: Session, step: int) -> bool:
 
 
 class PeriodicSaves:
-    """Asked at the end of each step; collective."""
+    """Saves at the ends of steps; every method is collective."""
 
     def __init__(self, session: Session) -> None:
         plan = session.plan
@@ -255,7 +255,7 @@ class PeriodicSaves:
         save_state(session, f"step {state.step}")
         relative = f"checkpoints/{folder_name(state.step)}"
         if state.checkpoint != relative:
-            return  # why there is none is told already
+            return  # the reason is an incident already
         check_read_back(
             session.paths.run_dir / relative,
             model=session.model,

@@ -128,7 +128,7 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
     scaler = loss_scaler(wrapped, chosen.strategy.precision, plan.device_kind)
     if resumption is not None:
         num_coded_anew = resumption.load(wrapped, wrapped_optimizer, sharding=sharding)
-        _tell_coded_anew(state, sum(map(int, ranks.exchange(str(num_coded_anew).encode()))))
+        _note_coded_anew(state, sum(map(int, ranks.exchange(str(num_coded_anew).encode()))))
         _take_over(state, resumption.checkpoint, scaler)
     return Session(
         plan=plan,
@@ -149,7 +149,7 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
     )
 
 
-def _tell_coded_anew(state: RunState, num_blocks: int) -> None:
+def _note_coded_anew(state: RunState, num_blocks: int) -> None:
     if num_blocks:
         state.log.note(
             f"8-bit optimizer state lies in other blocks here than in the checkpoint: {num_blocks:,} blocks of "

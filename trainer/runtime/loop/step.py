@@ -62,7 +62,7 @@ class Objective(Protocol):
 
 
 class TokenLoss(NamedTuple):
-    """Every target counts alike: pre-training, and fine-tuning on what the labels leave."""
+    """Every target counts alike: pre-training, and fine-tuning on the labelled tokens."""
 
     figures: tuple[str, ...] = ()
 
@@ -83,7 +83,7 @@ class StepResult(Value, frozen=True, kw_only=True):
     figures: dict[str, float] = {}  # those of the objective, means over the terms
 
 
-# From the loss and the gradient norm of a step, why it is not to be taken; None where it is. The same on every rank.
+# From the loss and the gradient norm of a step: why it is not taken, or None if it is. The same on every rank.
 Judge = Callable[[float, float | None], str | None]
 
 
@@ -123,8 +123,8 @@ def run_step(
             with clock.measure("forward"):
                 terms = objective(model, micro_batch, accelerator.device)
             sums.add(terms)
-            asks = asked_before_update(model, decision.takes) if is_last and is_deepspeed else nullcontext()
-            with clock.measure("backward"), asks:
+            veto = asked_before_update(model, decision.takes) if is_last and is_deepspeed else nullcontext()
+            with clock.measure("backward"), veto:
                 loss = terms.loss * scale
                 accelerator.backward(loss if scaler is None else scaler.scale(loss))
     with clock.measure("optimizer"):
@@ -215,11 +215,11 @@ def forward(model: nn.Module, micro_batch: MicroBatch, device: torch.device, *, 
     inputs = {"input_ids": micro_batch.input_ids, "labels": micro_batch.labels}
     if micro_batch.position_ids is not None:
         inputs["position_ids"] = micro_batch.position_ids
-    asked: dict[str, Any] = {} if answer is Answer.SUM else {"answer": answer}
+    extra: dict[str, Any] = {} if answer is Answer.SUM else {"answer": answer}
     if micro_batch.document_bounds:
-        asked["document_bounds"] = micro_batch.document_bounds
+        extra["document_bounds"] = micro_batch.document_bounds
     with known_rows(are_packed=micro_batch.position_ids is not None):
-        found = model(**{name: value.to(device, non_blocking=True) for name, value in inputs.items()}, **asked)
+        found = model(**{name: value.to(device, non_blocking=True) for name, value in inputs.items()}, **extra)
     assert isinstance(found, Tensor) and found.ndim == _DIMENSIONS.get(answer, 1)
     return found
 

@@ -3,7 +3,7 @@
 A causal language model returns its loss as a sum over tokens here, never as a mean: the step divides by the number
 of targets in the global batch, so that the loss does not depend on how rows fall on ranks and micro batches.
 Position t learns token t + 1; the shift happens here, labels come unshifted, `IGNORED` marks what is not learned.
-What is asked for is an `Answer`: that sum, or the log-probability of each row, or a score.
+The result is an `Answer`: that sum, or the log-probability of each row, or a score.
 
     eager         what transformers does by default: logits of all tokens, upcast to fp32, softmax kept for the backward
     chunked       plain torch: `chunk_tokens` tokens at a time, once in the forward and once more in the backward
@@ -181,7 +181,7 @@ def _loss_of_logits(
 
 @dataclass(frozen=True, slots=True)
 class _HeadForward:
-    """The forward of `lm_head`: logits as before, or with targets what is asked of hidden [B, S, H]."""
+    """The forward of `lm_head`: logits as before, or with targets the answer for hidden [B, S, H]."""
 
     linear: nn.Linear
     head: LossHead

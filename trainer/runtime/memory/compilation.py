@@ -63,12 +63,12 @@ def _graphs_and_breaks() -> tuple[int, int]:
 def _check_compiler() -> None:
     if torch.cuda.is_available():
         if importlib.util.find_spec("triton") is None:
-            raise EnvironmentFaultError("pin.compile: triton is not installed; install it, or leave compile out")
+            raise EnvironmentFaultError("pin.compile: triton is not installed; install it, or set pin.compile=false")
         check_triton_compiler("pin.compile")
         return
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise EnvironmentFaultError(
             f"pin.compile: on a CPU it needs a C++ compiler, and there is no {compiler}: install g++, name another in "
-            "CXX, or leave compile out"
+            "CXX, or set pin.compile=false"
         )

@@ -205,7 +205,7 @@ def lengths(labels: Tensor, position_ids: Tensor | None) -> Tensor:
 
 
 def noise_facts(model: PreTrainedModel) -> dict[str, str]:
-    """How often noise was added, in words; nothing where none is asked for."""
+    """Text of how often noise was added; empty without NEFTune."""
     embedding: Any = model.get_input_embeddings()
     alpha = getattr(embedding, "neftune_alpha", None)
     if alpha is None:
@@ -227,7 +227,7 @@ def _disturb(module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tenso
 
 
 def apply_method(model: PreTrainedModel, plan: Plan) -> None:
-    """Freezes, adapts and hooks the model as the plan's method and job say; before loss head and checkpointing."""
+    """Freezes, adapts and hooks the model by the plan's method and job; before loss head and checkpointing."""
     train = plan.job.train
     if plan.chosen.method.freezes_base:
         from trainer.runtime.models.methods import add_adapters, seed_adapters  # PEFT, which takes seconds to import

@@ -110,9 +110,9 @@ def write_model_code(code: ModelCode | None, folder: Path) -> None:
 
 @contextmanager
 def as_its_user(code: ModelCode | None) -> Iterator[bool]:
-    """transformers as whoever gets an export has it: without the registered classes, its copies in a folder that goes.
+    """transformers as the recipient of an export has it: without the registered classes, copies in a temporary folder.
 
-    Answers what `trust_remote_code` is to be.
+    Yields the value for `trust_remote_code`.
     """
     if code is None:
         yield False

@@ -204,7 +204,7 @@ def pack(weight: Tensor, layer: Any, packing: Packing) -> Any:  # noqa: ANN401  
 def put_empty_layers(model: PreTrainedModel, packing: Packing) -> dict[str, Any]:
     """Puts a 4-bit layer without memory in the place of each linear one but the head; the layers by their names.
 
-    `is_transposed` says of a layer whether the weight to be packed into it is laid out the other way round.
+    `is_transposed` of a layer is True if the weight to be packed into it is stored transposed.
     """
     kept, placed = _left_whole(model), dict[str, Any]()
     for name, module in list(model.named_modules()):

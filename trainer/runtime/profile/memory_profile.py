@@ -246,7 +246,7 @@ def cap_memory(kind: DeviceKind, device: torch.device, cap_bytes: int, *, outsid
 
 
 def lift_cap() -> None:
-    """Takes a data limit away again, so that the end of a run can be told after the limit was met."""
+    """Takes a data limit away again, so that the report can be written after the limit was met."""
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
@@ -374,7 +374,7 @@ def write_memory_state(attempt_dir: Path, *, rank: int, step: int, data_limit: i
     """Leaves the state beside the report of the rank, `data_limit` being the one that was in force."""
     try:
         codec.write(memory_state_path(attempt_dir, rank), memory_state(attempt_dir, rank, step, data_limit))
-    except Exception as error:  # noqa: BLE001  # the end is being told: nothing may keep it from that
+    except Exception as error:  # noqa: BLE001  # nothing may prevent the report
         print(f"what memory held could not be written: {type(error).__name__}: {error}")  # noqa: T201  # into its log
 
 

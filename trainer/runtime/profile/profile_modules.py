@@ -104,7 +104,7 @@ def block_names(model: nn.Module) -> list[str]:
     return [names[block] for block in blocks_of(model)]
 
 
-def in_words(sizes: dict[str, int], blocks: Sequence[str]) -> tuple[KeptBytes, ...]:
+def places_of(sizes: dict[str, int], blocks: Sequence[str]) -> tuple[KeptBytes, ...]:
     """Each by its place in the model: blocks count from 0, as in the names of weights."""
     found = []
     for module, num_bytes in sizes.items():

@@ -39,7 +39,7 @@ class Clock:
     def __init__(self, device: torch.device, on_phase: Callable[[str], None] = lambda phase: None) -> None:
         self._device = device
         self._is_cuda = device.type == "cuda"
-        self._on_phase = on_phase  # told of each phase when it begins
+        self._on_phase = on_phase  # called with each phase when it begins
         self._seconds: dict[str, float] = {}
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self.spans: list[Span] = []
@@ -110,7 +110,7 @@ def best_seconds(work: Callable[[], object], device: torch.device, budget_s: flo
 
 
 def wait_for(device: torch.device) -> None:
-    """Returns when everything that was asked of the device is done."""
+    """Returns when all work of the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -130,7 +130,7 @@ _THROTTLES = {  # NVML's reasons for lower clocks that a person can do something
 
 
 class CardSample(Value, frozen=True, kw_only=True):
-    """One answer of NVML; None where the card does not tell."""
+    """One sample of NVML; None for what the card does not report."""
 
     utilization: float | None = None  # share of the last sampling period in which a kernel ran
     power_w: float | None = None
@@ -188,29 +188,29 @@ def card_samples(uuid: str, stop: threading.Event, *, every_s: float = SAMPLED_E
 
 
 def _sample_of(nvml: Any, handle: Any) -> CardSample:  # noqa: ANN401  # NVML's binding is untyped
-    def asked(name: str, *more: object) -> Any:  # noqa: ANN401  # as above
+    def query(name: str, *more: object) -> Any:  # noqa: ANN401  # as above
         try:
             return getattr(nvml, name)(handle, *more)
         except nvml.NVMLError:  # this card, or this driver, has no such counter
             return None
 
-    utilization = asked("nvmlDeviceGetUtilizationRates")
-    power, memory = asked("nvmlDeviceGetPowerUsage"), asked("nvmlDeviceGetMemoryInfo")
+    utilization = query("nvmlDeviceGetUtilizationRates")
+    power, memory = query("nvmlDeviceGetPowerUsage"), query("nvmlDeviceGetMemoryInfo")
     return CardSample(
         utilization=None if utilization is None else utilization.gpu / 100,
         power_w=None if power is None else power / 1000,
-        temperature_c=asked("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
-        throttle=throttle_words(_first(asked, _REASONS)),
+        temperature_c=query("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+        throttle=throttle_reasons(_first(query, _REASONS)),
         used_bytes=None if memory is None else memory.used,
     )
 
 
-def _first(asked: Callable[[str], Any], names: Sequence[str]) -> Any:  # noqa: ANN401  # as above
-    return next((answer for answer in map(asked, names) if answer is not None), None)
+def _first(query: Callable[[str], Any], names: Sequence[str]) -> Any:  # noqa: ANN401  # as above
+    return next((answer for answer in map(query, names) if answer is not None), None)
 
 
-def throttle_words(reasons: int | None) -> str | None:
-    """Why clocks are held down, from NVML's bits; None where nothing holds them, or nobody says."""
+def throttle_reasons(reasons: int | None) -> str | None:
+    """Why clocks are held down, from NVML's bits; None if nothing holds them, or it is unknown."""
     return ", ".join(words for bit, words in _THROTTLES.items() if (reasons or 0) & bit) or None
 
 
@@ -221,7 +221,7 @@ class Traffic:
         self._last = _disk_bytes()
 
     def since_last(self) -> tuple[int, int] | None:
-        """(read, written); None where the kernel does not say."""
+        """(read, written); None if the kernel does not report them."""
         now, before = _disk_bytes(), self._last
         self._last = now
         if now is None or before is None:

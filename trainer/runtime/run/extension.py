@@ -40,7 +40,7 @@ class Hooks:
 
 
 def load_hooks(extension: Extension | None) -> Hooks | None:
-    """Runs the file once and answers its functions; None without one. InputError where it changed or cannot run."""
+    """Runs the file once and returns its functions; None without one. InputError where it changed or cannot run."""
     if extension is None:
         return None
     path = Path(extension.path)

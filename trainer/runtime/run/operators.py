@@ -34,7 +34,7 @@ PROCESSORS = Path("/proc/cpuinfo")
 
 
 def answer_for_processor() -> None:
-    """From here on, py-cpuinfo answers this process from /proc/cpuinfo where it can, and asks the machine once else."""
+    """From here on, py-cpuinfo answers this process from /proc/cpuinfo if possible, else measures once."""
     import cpuinfo
 
     if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
@@ -111,7 +111,7 @@ def mark_loaded(folder: Path) -> None:
 
 
 def leave_out_debug_symbols() -> None:
-    """Compiles without `-g`, which nobody looks at: two fifths less time."""
+    """Compiles without `-g`, which takes two fifths less time."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     keep = OpBuilder.strip_empty_entries

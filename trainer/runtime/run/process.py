@@ -1,6 +1,6 @@
 """Process set-up of a rank before any heavy import: die with the launcher, note stop requests, register.
 
-It also agrees to be asked where it is (USR2 writes the stacks of its threads into its log, as a crash does), and to be
+It also writes its position on request (USR2 writes the stacks of its threads into its log, as a crash does), and to be
 the first that the kernel ends when the machine runs out of RAM: the supervisor can start it again, not itself.
 
 torchrun gives each rank a session of its own, so a signal to the launcher's group never arrives here and the launcher's
@@ -55,7 +55,7 @@ def rank_of_this_process() -> int:
 
 
 def world_size_of_launch() -> int:
-    """How many ranks the launcher started; 1 where nothing says so."""
+    """How many ranks the launcher started; 1 if the environment has no number."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

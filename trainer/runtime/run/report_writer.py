@@ -1,4 +1,4 @@
-"""Where a rank writes what it has to say: status.json while it runs, report.json at the end.
+"""Status and report files of a rank: status.json while it runs, report.json at the end.
 
     attempts/N/status.json            phase and step, by rank 0, replaced atomically, at most twice a second in a phase
     attempts/N/heartbeats/rank-R      the last sign of life of each rank, overwritten in place
@@ -72,19 +72,19 @@ class ReportWriter:
         self._rank = rank
         self.attempt_dir, self.rank = paths.attempt_dir, rank
         self._num_beats, self._step = 0, 0
-        self._phase, self._told_at = "", 0.0  # what status.json says, and since when
+        self._phase, self._written_at = "", 0.0  # of status.json, and when it was written
         self._heartbeat: int | None = None  # a descriptor, open while the process lives
 
     def write_status(self, phase: str, *, step: int = 0) -> None:
         """Tells a watcher what is going on: rank 0 speaks for all, and each rank gives a sign of life.
 
         A file that is replaced costs more than a short step may: while a phase lasts, it is every half second.
-        A disk that is full is no reason to end: whoever watches sees the last status that could be written.
+        A disk that is full is no reason to end: a watcher sees the last status that could be written.
         """
         self.beat(phase, step=step)
         now = time.monotonic()
-        if self._rank == 0 and (phase != self._phase or now - self._told_at >= STATUS_INTERVAL_S):
-            self._phase, self._told_at = phase, now
+        if self._rank == 0 and (phase != self._phase or now - self._written_at >= STATUS_INTERVAL_S):
+            self._phase, self._written_at = phase, now
             status = {"phase": phase, "step": step}
             with suppress(OSError):
                 codec.write_bytes(self._paths.attempt_dir / "status.json", json.dumps(status).encode())

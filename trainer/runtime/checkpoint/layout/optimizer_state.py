@@ -165,7 +165,7 @@ class Made(NamedTuple):
         """Zeros of the parameter's shape and type, or others; what is kept under `key` already, where it is like that.
 
         An engine may hold on to tensors that are there, and there may be no room for others. They are not zeroed:
-        whoever does not fill all of them does that.
+        a caller that does not fill all of them must do that.
         """
         like = self.parameter
         dtype = dtype or like.dtype
@@ -228,7 +228,7 @@ def _torch_step(made: Made) -> Tensor:
 
 
 def _cpu_adam(made: Made) -> dict[str, Any]:
-    """DeepSpeed's: in fp32 unless told, the count a plain number."""
+    """DeepSpeed's: in fp32 unless configured otherwise, the count a plain number."""
     dtype = torch.float32 if made.optimizer.fp32_optimizer_states else made.parameter.dtype
     moments = {key: made.zeros(key, dtype=dtype) for key in ("exp_avg", "exp_avg_sq")}
     return {"step": made.saved_count(), **moments}
@@ -414,8 +414,8 @@ def count_up(optimizer: Any, step: int) -> None:  # noqa: ANN401  # torch's, or 
     """Takes an optimizer that counts outside of its state to where it was after so many steps.
 
     DeepSpeedCPUAdam keeps the powers of its betas as running products in fp32. After a jump it would take them by pow()
-    instead, so losses after a resume would differ in their last bits; so a number that is nobody's takes the steps
-    (0.19.8, csrc/includes/cpu_adam.h, IncrementStep). Powers that 1 is not told from any more need no steps.
+    instead, so losses after a resume would differ in their last bits; so a number of its own takes the steps
+    (0.19.8, csrc/includes/cpu_adam.h, IncrementStep). Powers below fp32's resolution of 1 need no steps.
     """
     settings = optimizer.param_groups[0]
     if not hasattr(optimizer, "ds_opt_adam") or max(settings["betas"]) ** step < torch.finfo(torch.float32).eps / 4:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.runtime.run.clock import CardSample, CardWatch, Traffic, pinned_bytes, throttle_words
+from trainer.runtime.run.clock import CardSample, CardWatch, Traffic, pinned_bytes, throttle_reasons
 
 UUID = "GPU-5d1a4b2e-0000-1111-2222-333344445555"
 LIBRARY = """
@@ -103,7 +103,7 @@ def test_of_a_cpu_nothing_is_asked():
     [(None, None), (0, None), (0x1, None), (0x4, "power cap"), (0x48, "hardware slowdown, hardware temperature")],
 )
 def test_only_what_holds_clocks_down_is_a_throttle(bits, words):
-    assert throttle_words(bits) == words
+    assert throttle_reasons(bits) == words
 
 
 def test_traffic_is_what_the_disk_was_given_since_the_last_look():
