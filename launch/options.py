@@ -494,7 +494,7 @@ COMMANDS = {
     "chat": Command(ChatOptions, "launch.commands.convert:run_chat", "chat with the model of a run"),
     "workspace": Command(
         WorkspaceOptions,
-        "launch.track.wandb.command:run_workspace",
+        "launch.track.workspace:run_workspace",
         "save charts of memory and throughput in a wandb project",
     ),
     "schema": Command(

@@ -106,14 +106,14 @@ def _status(files: RunFiles, queue: Queue, environment: Mapping[str, str], *, re
 
 
 def _sync(statuses: Sequence[RunStatus], console: Console, environment: Mapping[str, str]) -> ExitCode:
-    from launch.track.wandb.sync import sync_runs  # for --sync alone
+    from launch.track.offline import sync_runs  # for --sync alone
 
     return sync_runs([(Path(status.run_dir), status.state) for status in statuses], console, environment)
 
 
 def _offer_sync(run_dir: Path, console: Console) -> None:
     if (run_dir / "wandb.json").is_file():
-        from launch.track.wandb.files import unsynced_folders
+        from launch.track.offline import unsynced_folders
 
         folders = unsynced_folders(run_dir)
         if folders:

@@ -17,7 +17,7 @@ from launch.plan.asked_nodes import AskedNodes
 from launch.plan.disk_check import check_disk, needed_disk_bytes
 from launch.plan.gather import PlanInputs, plan_inputs, profile_data, read_inputs
 from launch.run.fetch_needs import check_room_of, data_need, data_sources, model_need
-from launch.track.checks import check_sinks
+from launch.track.start import check_trackers
 from trainer.spec.errors import ShardwiseError
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Offload
@@ -43,7 +43,7 @@ def check_job(asked: JobAsked, machine: Machine) -> Iterator[Finding]:
         yield fault_of(str(error), otherwise=f"shardwise plan {asked.path} says more")
         return
     yield from _unreadable(inputs)
-    yield from _asked(lambda: check_sinks(inputs.resolved.job, machine.environment), asked)
+    yield from _asked(lambda: check_trackers(inputs.resolved.job, machine.environment), asked)
     yield from _to_fetch(inputs, asked)
     try:
         plan = plan_inputs(inputs, profile_data(inputs), environment=machine.environment)

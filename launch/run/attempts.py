@@ -42,7 +42,7 @@ from launch.rundir import paths as run_dirs
 from launch.rundir.cancel_flag import is_cancelled
 from launch.show.progress import Progress
 from launch.terminal import Console
-from launch.track.start import SinkProcess, running_sinks
+from launch.track.start import TrackerProcess, running_trackers
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from trainer.spec.hardware import DeviceKind
@@ -70,7 +70,7 @@ class Surroundings(NamedTuple):
     limits: WatchLimits
     cluster: Cluster | None  # the machines, where there are several
     deadline: Deadline | None
-    sinks: SinkProcess
+    trackers: TrackerProcess
 
 
 def run_attempts(
@@ -91,9 +91,9 @@ def run_attempts(
     Ahead of `deadline` the run stops with a checkpoint as if USR1 had come.
     EnvironmentFaultError where an attempt cannot be started at all.
     """
-    with running_sinks(plan, run_dir=run_dir, console=console, environment=environment, stop=stop) as sinks:
+    with running_trackers(plan, run_dir=run_dir, console=console, environment=environment, stop=stop) as trackers:
         around = Surroundings(
-            plan, run_dir, extensions_dir, console, stop, environment, limits, cluster, deadline, sinks
+            plan, run_dir, extensions_dir, console, stop, environment, limits, cluster, deadline, trackers
         )
         return _run_all(around, resume=resume)
 
@@ -164,7 +164,7 @@ def _run_one(around: Surroundings, attempt_dir: Path, course: _Course, spending:
 
     def tick() -> None:
         progress.tick()
-        around.sinks.tick()
+        around.trackers.tick()
         if around.stop.kind is None and is_cancelled(around.run_dir):  # on another machine, perhaps
             around.stop.kind = StopKind.INTERRUPT
         spending.stop_in_time(around.stop, watchdog, around.console)

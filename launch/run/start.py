@@ -34,7 +34,7 @@ from launch.probe.torch_fit import check_torch
 from launch.run.trials import plan_after_trials
 from launch.rundir import paths as run_dirs
 from launch.terminal import Console
-from launch.track.checks import check_sinks
+from launch.track.start import check_trackers
 from slurm.allocation import is_login_node, submit_line
 from trainer.planning.explain.plan_page import explain_plan
 from trainer.planning.planner import take_candidate
@@ -92,7 +92,7 @@ def prepare(options: TrainOptions, console: Console, environment: Mapping[str, s
     # Whatever cannot fit is refused before any work.
     early = plan_inputs(inputs, profile_data(inputs), environment=environment)
     _refuse_login_node(options, inputs.hardware)
-    check_sinks(inputs.resolved.job, environment)
+    check_trackers(inputs.resolved.job, environment)
     inputs = inputs._replace(hardware=check_torch(inputs.hardware, environment))
     inputs = inputs._replace(fp8_gain=fp8_gain_for(early, cache=inputs.cache, console=console))
     inputs = with_weights(inputs)
@@ -158,7 +158,7 @@ def _prepare_kept_plan(
         raise InputError(f"{options.job}: is a plan for other machines: {difference}; give the job file to plan anew")
     expanding = msgspec.structs.replace(plan.hardware, can_expand_segments=hardware.can_expand_segments)
     plan = msgspec.structs.replace(plan, hardware=expanding)
-    check_sinks(plan.job, environment)
+    check_trackers(plan.job, environment)
     cache = folders.cache_home(environment)
     plan = kept_plan_with_new_rows(plan, cache=cache, on_progress=console.line)
     return Prepared(_with_data(plan, console, cache), None, cache)

@@ -23,7 +23,7 @@ from launch.plan.partition_hardware import read_partition_hardware
 from launch.probe import disks
 from launch.run.fetch_needs import missing_for
 from launch.rundir.paths import output_base
-from launch.track.checks import check_sinks
+from launch.track.start import check_trackers
 from slurm.job_limits import share_of_job
 from slurm.job_script import Container, container_of
 from slurm.partition_hardware import PartitionHardware
@@ -106,7 +106,7 @@ def read_target(
             "slurm.chain and --sweep exclude each other; a point that is not done is queued again by itself"
         )
     if needs_slurm and slurm.container is None:  # an image has its own packages
-        check_sinks(first.job, environment, on_node=True)
+        check_trackers(first.job, environment, on_node=True)
     found, hardware = _read_nodes(slurm, spec, environment, needs_slurm=needs_slurm)
     return Target(tuple(_read_point(job, overrides, point, hardware, environment) for point in points), hardware, found)
 

@@ -1,10 +1,9 @@
-"""`log.notify` as a sink: a URL or a command is told how a run ended, that it failed, or that it is queued again.
+"""`log.notify` as a tracker: reports the end of a run to a URL or a command.
 
-A URL can stand in a variable of the environment, which is read here and nowhere before.
-
-It gets one JSON object: a URL as the body of a POST, a command on its standard input. A command is started from its
-words, never by a shell, and ends with the process of the sinks. What is printed names the host or the program alone:
-the rest of a URL is often all that protects it.
+The notification is one JSON object: a URL gets it as the body of a POST, a command on its standard input. No shell runs
+the command, and it ends with the process of the trackers. The URL may be in an environment variable, which is read only
+when the notification is sent. Messages name the host or the program alone, since the rest of a URL is often all that
+protects it.
 """
 
 import json
@@ -25,11 +24,11 @@ COMMAND_TIMEOUT_S = 30.0
 
 
 class NotifyError(Exception):
-    """Nobody was told; the message names no secret."""
+    """The notification was not sent; the message names no secret."""
 
 
-class NotifySink:
-    """Tells once, at the end."""
+class NotifyTracker:
+    """Sends one notification, at the end."""
 
     name = "notify"
 
@@ -40,16 +39,16 @@ class NotifySink:
         self._command_timeout_s = command_timeout_s
 
     def begin(self, run: Run) -> None:
-        """Nobody is told that a run begins."""
+        """Sends nothing."""
 
     def step(self, line: Line) -> None:
-        """Nor of its steps."""
+        """Sends nothing."""
 
     def incident(self, incident: Incident) -> None:
-        """Nor of what the run goes on from."""
+        """Sends nothing."""
 
     def end(self, end: End) -> None:
-        """Tells how it ended; NotifyError where that did not work."""
+        """Sends the notification; NotifyError if that fails."""
         content = json.dumps(message(end, run_dir=self._run_dir, name=self._name)).encode()
         variable = variable_of(self._notify)
         if variable is not None:
@@ -61,21 +60,21 @@ class NotifySink:
 
 
 def url_in(variable: str, environment: Mapping[str, str] = os.environ) -> str:
-    """The URL that a variable of the environment holds; NotifyError, which does not show it, where it holds none."""
+    """The URL in an environment variable; NotifyError, which does not show the value, if it is not a URL."""
     url = environment.get(variable, "").strip()
     if not url:
-        raise NotifyError(f"${variable} is not set in this environment; it should hold the URL that is told")
+        raise NotifyError(f"${variable} is not set in this environment; it should hold the URL to notify")
     try:
         check_url(url)
     except HintError as error:
-        raise NotifyError(f"${variable} holds no URL that can be told: {error}") from None
+        raise NotifyError(f"${variable} does not hold a URL: {error}") from None
     return url
 
 
 def message(end: End, *, run_dir: Path, name: str) -> dict[str, Any]:
-    """What is told."""
+    """The notification."""
     report = end.report
-    told = {
+    tree = {
         "name": name,
         "ending": "failed" if report is None else str(report.ending),
         "step": 0 if report is None else report.step,
@@ -85,12 +84,12 @@ def message(end: End, *, run_dir: Path, name: str) -> dict[str, Any]:
         "run_dir": str(run_dir.absolute()),
         "host": socket.gethostname(),
     }
-    shown: dict[str, Any] = codec.redacted(told)
+    shown: dict[str, Any] = codec.redacted(tree)
     return shown
 
 
 def post(url: str, content: bytes) -> None:
-    """Posts JSON; a user and a password in the URL are sent as a header, as the standard says."""
+    """Posts JSON; a user and a password in the URL are sent as a header (RFC 7617)."""
     from base64 import b64encode
     from http.client import HTTPException
     from urllib.error import HTTPError
@@ -108,15 +107,16 @@ def post(url: str, content: bytes) -> None:
             answer.read(1)
     except HTTPError as error:
         error.close()
-        raise NotifyError(f"{parts.hostname} was not told: it answered {error.code}") from None
+        raise NotifyError(f"{parts.hostname} was not notified: it returned status {error.code}") from None
     except (OSError, HTTPException, ValueError) as error:
-        raise NotifyError(f"{parts.hostname} was not told: {_words(error, url)}") from None
+        reason = redact(str(getattr(error, "reason", error)).replace(url, "the URL"))
+        raise NotifyError(f"{parts.hostname} was not notified: {reason}") from None
 
 
-def run_command(words: Sequence[str], content: bytes, *, timeout_s: float) -> None:
-    """Runs a command with the JSON on its standard input; what it prints goes to the log of the sinks."""
-    program = Path(words[0]).name
-    argv = [str(Path(words[0]).expanduser()), *words[1:]]
+def run_command(command: Sequence[str], content: bytes, *, timeout_s: float) -> None:
+    """Runs a command with the JSON on its standard input."""
+    program = Path(command[0]).name
+    argv = [str(Path(command[0]).expanduser()), *command[1:]]
     try:
         answer = subprocess.run(
             argv,
@@ -133,8 +133,3 @@ def run_command(words: Sequence[str], content: bytes, *, timeout_s: float) -> No
     if answer.returncode != 0:
         lines = redact(answer.stderr.decode(errors="replace")).strip().splitlines()
         raise NotifyError(f"{program} ended with exit code {answer.returncode}" + (f": {lines[-1]}" if lines else ""))
-
-
-def _words(error: Exception, url: str) -> str:
-    reason = getattr(error, "reason", error)
-    return redact(str(reason).replace(url, "the URL"))

@@ -1,156 +1,324 @@
-"""`python -m launch.track.process RUN_DIR`: feeds every sink of one run from its files, until the supervisor is done.
+"""`python -m launch.track.process RUN_DIR`: feeds every tracker of one run from its files, until the run ends.
 
-The first line on the standard input says what to feed (`SinkOrder`), the second that the supervisor is done
-(`LastWord`); its end without that line, that the supervisor died. Each sink has a thread and a reader of its own: one
-that raises is switched off with a line, one that hangs holds up nobody. Requests to stop are the supervisor's to
-follow, so the signals that bring them are let pass here.
+The first line on standard input is a `TrackerOrder`, the second an `EndNotice`; end of file without the second means
+that the supervisor died. Each tracker has a thread and a `RunReader` of its own: one that raises is switched off with a
+line in the log, one that hangs delays no other. The process ignores the signals that stop a run, since the supervisor
+handles those.
 
-Everything that is printed is in RUN/logs/sinks.log, without secrets.
+All output goes to RUN/logs/sinks.log, without secrets.
 """
 
+import json
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-from launch.track.notify import NotifySink
-from launch.track.reader import RunReader
-from launch.track.tracker import End, LastWord, Run, Sink, SinkOrder, say
+from launch.track.notify import NotifyTracker
+from launch.track.tracker import (
+    STEP,
+    End,
+    EndNotice,
+    Incident,
+    Line,
+    Run,
+    Tracker,
+    TrackerOrder,
+    measured_series,
+    predicted_series,
+    show,
+)
 from trainer.spec import codec
+from trainer.spec.errors import InputError
 from trainer.spec.job.sections import WandbMode
+from trainer.spec.messages.heartbeat import STEP_PHASES, Heartbeat, read_heartbeat
+from trainer.spec.plan import Plan
+from trainer.spec.report import Report
 from trainer.spec.secrets import redacted_output
+from trainer.spec.units import format_seconds
 
 POLL_S = 0.5
 _INCIDENTS_EVERY_S = 5.0
-_LONGEST_END_S = 120.0  # the supervisor, where it lives, waits less
+_MAX_END_S = 120.0  # a living supervisor waits less than this
 _SWITCHED_OFF = 1
-_NICENESS = 10  # a core belongs to a rank before it belongs to a chart
-
-
-class Ending:
-    """What the supervisor said last, once it did."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-        self._word: LastWord | None = None
-
-    def set(self, word: LastWord | None) -> None:
-        """None: the supervisor died."""
-        self._word = word
-        self._event.set()
-
-    def wait(self, timeout_s: float) -> bool:
-        return self._event.wait(timeout_s)
-
-    def read_end(self, reader: RunReader) -> End:
-        """How it ended, with the run's report where that tells of it."""
-        if self._word is None:
-            return End(None, "the supervisor of the run died without a word")
-        return End(reader.read_report() if self._word.has_report else None, self._word.error)
-
-
-class Feed(threading.Thread):
-    """The thread of one sink, in which it is loaded as well."""
-
-    def __init__(self, name: str, make: Callable[[], Sink], order: SinkOrder, run_dir: Path, ending: Ending) -> None:
-        super().__init__(name=name, daemon=True)
-        self.has_failed = False
-        self._make, self._order, self._run_dir, self._ending = make, order, run_dir, ending
-        self._reader = RunReader(run_dir, first_attempt=order.first_attempt)
-        self._has_begun = False
-        self._looked_s = 0.0
-
-    def run(self) -> None:
-        """Feeds the sink to the end, or until it fails."""
-        try:
-            sink = self._make()
-            is_over = False
-            while not is_over:
-                is_over = self._ending.wait(POLL_S)
-                self._feed(sink, looks=is_over or time.monotonic() - self._looked_s > _INCIDENTS_EVERY_S)
-            sink.end(self._ending.read_end(self._reader))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a sink does, the others go on
-            self.has_failed = True
-            traceback.print_exc()
-            words = (str(error).splitlines() or [""])[0]
-            say(f"{self.name}: switched off: {type(error).__name__}: {words}")
-
-    def _feed(self, sink: Sink, *, looks: bool) -> None:
-        if not self._has_begun:
-            plan = self._reader.first_plan()
-            if plan is None:
-                return
-            self._has_begun = True
-            sink.begin(Run(self._run_dir, self._order, plan))
-        for line in self._reader.read_lines():
-            sink.step(line)
-            for incident in self._reader.incidents_of(line):
-                sink.incident(incident)
-        if looks:
-            self._looked_s = time.monotonic()
-            for incident in self._reader.read_incidents():
-                sink.incident(incident)
-
-
-def makers_of(order: SinkOrder, run_dir: Path) -> Mapping[str, Callable[[], Sink]]:
-    """What makes each sink that is asked for."""
-    makers: dict[str, Callable[[], Sink]] = {}
-    if order.wandb is not WandbMode.OFF:
-        makers["wandb"] = _make_wandb
-    if order.tensorboard:
-        makers["tensorboard"] = _make_tensorboard
-    if order.notify is not None:
-        makers["notify"] = partial(NotifySink, run_dir, name=order.name, notify=order.notify)
-    return makers
+_NICENESS = 10  # below the ranks, which need the cores
+_MAX_READ_BYTES = 4 * 1024 * 1024
+_MIN_STALL_S = 120.0
+_STALL_STEPS = 10  # usual step durations without a heartbeat
+_NUM_TIMED_STEPS = 50
 
 
 def main(argv: Sequence[str]) -> int:
-    """0, or 1 where a sink failed or did not end; its line in the log says why."""
+    """Returns 0, or 1 if a tracker failed or did not end; the log has the reason."""
     run_dir = Path(argv[1])
     os.nice(_NICENESS)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, _let_pass)
-    order = codec.decode(sys.stdin.buffer.readline(), SinkOrder, origin="standard input")
+        signal.signal(number, _ignore)
+    order = codec.decode(sys.stdin.buffer.readline(), TrackerOrder, origin="standard input")
     ending = Ending()
     feeds = [Feed(name, make, order, run_dir, ending) for name, make in makers_of(order, run_dir).items()]
     for feed in feeds:
         feed.start()
     line = sys.stdin.buffer.readline()  # returns at the end of the run
-    ending.set(codec.decode(line, LastWord, origin="standard input") if line.endswith(b"\n") else None)
-    return _joined(feeds)
+    ending.set(codec.decode(line, EndNotice, origin="standard input") if line.endswith(b"\n") else None)
+    return _join(feeds)
 
 
-def _joined(feeds: Sequence[Feed]) -> int:
-    """Waits for the threads; where one hangs, the process ends without it."""
-    until_s = time.monotonic() + _LONGEST_END_S
+def makers_of(order: TrackerOrder, run_dir: Path) -> Mapping[str, Callable[[], Tracker]]:
+    """The constructor of each tracker that the order names."""
+    makers: dict[str, Callable[[], Tracker]] = {}
+    if order.wandb is not WandbMode.OFF:
+        makers["wandb"] = _make_wandb
+    if order.tensorboard:
+        makers["tensorboard"] = _make_tensorboard
+    if order.notify is not None:
+        makers["notify"] = partial(NotifyTracker, run_dir, name=order.name, notify=order.notify)
+    return makers
+
+
+class Ending:
+    """The notice of the supervisor, once it is there."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._notice: EndNotice | None = None
+
+    def set(self, notice: EndNotice | None) -> None:
+        """None: the supervisor died."""
+        self._notice = notice
+        self._event.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._event.wait(timeout_s)
+
+    def read_end(self, reader: "RunReader") -> End:
+        """The end of the run, with its report if that covers this supervisor."""
+        if self._notice is None:
+            return End(None, "the supervisor of the run died without reporting an end")
+        return End(reader.read_report() if self._notice.has_report else None, self._notice.error)
+
+
+class Feed(threading.Thread):
+    """The thread of one tracker, which also loads it."""
+
+    def __init__(
+        self, name: str, make: Callable[[], Tracker], order: TrackerOrder, run_dir: Path, ending: Ending
+    ) -> None:
+        super().__init__(name=name, daemon=True)
+        self.has_failed = False
+        self._make, self._order, self._run_dir, self._ending = make, order, run_dir, ending
+        self._reader = RunReader(run_dir, first_attempt=order.first_attempt)
+        self._has_begun = False
+        self._incidents_s = 0.0
+
+    def run(self) -> None:
+        """Feeds the tracker to the end of the run, or until it fails."""
+        try:
+            tracker = self._make()
+            is_over = False
+            while not is_over:
+                is_over = self._ending.wait(POLL_S)
+                self._feed(tracker, is_over=is_over)
+            tracker.end(self._ending.read_end(self._reader))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a tracker does, the others go on
+            self.has_failed = True
+            traceback.print_exc()
+            reason = (str(error).splitlines() or [""])[0]
+            show(f"{self.name}: switched off: {type(error).__name__}: {reason}")
+
+    def _feed(self, tracker: Tracker, *, is_over: bool) -> None:
+        if not self._has_begun:
+            plan = self._reader.first_plan()
+            if plan is None:
+                return
+            self._has_begun = True
+            tracker.begin(Run(self._run_dir, self._order, plan))
+        for line in self._reader.read_lines():
+            tracker.step(line)
+            for incident in self._reader.incidents_of(line):
+                tracker.incident(incident)
+        if is_over or time.monotonic() - self._incidents_s > _INCIDENTS_EVERY_S:
+            self._incidents_s = time.monotonic()
+            for incident in self._reader.read_incidents():
+                tracker.incident(incident)
+
+
+class RunReader:
+    """Reads a run directory for one tracker: its first plan, each line of metrics.jsonl once, incidents.
+
+    A line is identified by its place in the file; a tracker uses it to find the lines that it has already received. A
+    line that is half written is read at the next call. A damaged line is passed over and keeps its place.
+    """
+
+    def __init__(self, run_dir: Path, *, first_attempt: int) -> None:
+        self.run_dir = run_dir
+        self.first_attempt = first_attempt
+        self._offset = 0
+        self._num_lines = 0
+        self._predicted: dict[int, dict[str, float]] = {}
+        self._last_failed = first_attempt - 1
+        self._report_ns = 0
+        self._is_finite = True
+        self._stall = StallWatch()
+
+    def first_plan(self) -> Plan | None:
+        """The plan of this supervisor's first attempt; None before it is written."""
+        return self._plan(self.first_attempt)
+
+    def read_lines(self) -> Iterator[Line]:
+        """The complete lines since the last call."""
+        for row in self._new_rows():
+            self._num_lines += 1
+            if row is None or not isinstance(row.get(STEP), int):
+                continue
+            attempt = row["attempt"] if isinstance(row.get("attempt"), int) else self.first_attempt
+            self._stall.note(row.get("step_s"))
+            if attempt not in self._predicted:
+                plan = self._plan(attempt)
+                self._predicted[attempt] = {} if plan is None else predicted_series(plan.chosen)
+            values = {**self._predicted[attempt], **measured_series(row)}
+            yield Line(self._num_lines - 1, row[STEP], attempt, values)
+
+    def incidents_of(self, line: Line) -> Iterator[Incident]:
+        """The incident of a line without a finite loss; of several in a row, that of the first."""
+        is_finite = "train/loss" in line.values and not line.values.get("train/skipped")
+        if line.attempt >= self.first_attempt and not is_finite and self._is_finite:
+            problem = "the loss is not finite" if "train/loss" not in line.values else "the step was skipped"
+            yield Incident("non-finite step", f"step {line.step}: {problem}")
+        self._is_finite = is_finite
+
+    def read_incidents(self) -> Iterator[Incident]:
+        """Attempts that failed since the last call, and a stall."""
+        yield from self._failed_attempts()
+        newest = self._newest_attempt()
+        text = None if newest is None else self._stall.check(read_heartbeat(newest, 0), now_s=time.monotonic())
+        if text is not None:
+            yield Incident("stalled", text)
+
+    def read_report(self) -> Report | None:
+        """The run's report; None if there is none."""
+        try:
+            return codec.read(self.run_dir / "report.json", Report)
+        except InputError:
+            return None
+
+    def _new_rows(self) -> Iterator[dict[str, Any] | None]:
+        path = self.run_dir / "metrics.jsonl"
+        while True:
+            try:
+                with path.open("rb") as stream:
+                    stream.seek(self._offset)
+                    content = stream.read(_MAX_READ_BYTES)
+            except OSError:
+                return
+            whole = content[: content.rfind(b"\n") + 1]
+            if not whole:
+                return
+            self._offset += len(whole)
+            yield from map(_row, whole.split(b"\n")[:-1])
+
+    def _plan(self, attempt: int) -> Plan | None:
+        try:
+            return codec.read(self.run_dir / "attempts" / str(attempt) / "plan.json", Plan)
+        except InputError:
+            return None
+
+    def _failed_attempts(self) -> Iterator[Incident]:
+        with suppress(OSError):
+            changed_ns = (self.run_dir / "report.json").stat().st_mtime_ns
+            if changed_ns == self._report_ns:
+                return
+            self._report_ns = changed_ns
+            report = self.read_report()
+            for record in () if report is None else report.history:
+                if record.number > self._last_failed:
+                    self._last_failed = record.number
+                    if record.fault is not None:
+                        where = f"attempt {record.number} at step {record.step} with {record.strategy}"
+                        yield Incident(record.fault.replace("_", " "), f"{where}: {record.cause or 'unknown cause'}")
+
+    def _newest_attempt(self) -> Path | None:
+        number = self.first_attempt
+        while (self.run_dir / "attempts" / str(number + 1)).is_dir():
+            number += 1
+        folder = self.run_dir / "attempts" / str(number)
+        return folder if folder.is_dir() else None
+
+
+class StallWatch:
+    """Reports once if rank 0 sends no heartbeat within a step for much longer than a step takes.
+
+    The supervisor ends a run that hangs; this reports the stall before that.
+    """
+
+    def __init__(self) -> None:
+        self._steps_s: list[float] = []
+        self._heartbeat: Heartbeat | None = None
+        self._since_s = 0.0
+        self._is_reported = False
+
+    def note(self, step_s: object) -> None:
+        """Adds the duration of a step."""
+        if isinstance(step_s, int | float):
+            self._steps_s = [*self._steps_s[-_NUM_TIMED_STEPS + 1 :], float(step_s)]
+
+    def check(self, heartbeat: Heartbeat | None, *, now_s: float) -> str | None:
+        """The description of a stall, at the first call that finds it; else None."""
+        if heartbeat != self._heartbeat or heartbeat is None or heartbeat.phase not in STEP_PHASES or not self._steps_s:
+            self._heartbeat, self._since_s, self._is_reported = heartbeat, now_s, False
+            return None
+        silent_s, usual_s = now_s - self._since_s, median(self._steps_s)
+        if self._is_reported or silent_s < max(_MIN_STALL_S, _STALL_STEPS * usual_s):
+            return None
+        self._is_reported = True
+        return (
+            f"no heartbeat in {heartbeat.phase} of step {heartbeat.step + 1} for {format_seconds(silent_s)}; "
+            f"a step usually takes {format_seconds(usual_s)}"
+        )
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _join(feeds: Sequence[Feed]) -> int:
+    """Waits for the threads; the process ends without those that hang."""
+    until_s = time.monotonic() + _MAX_END_S
     for feed in feeds:
         feed.join(max(0.0, until_s - time.monotonic()))
     late = [feed.name for feed in feeds if feed.is_alive()]
     if late:
-        say(f"{' and '.join(late)}: did not end")
+        show(f"{' and '.join(late)}: did not end")
         os._exit(_SWITCHED_OFF)
     return _SWITCHED_OFF if any(feed.has_failed for feed in feeds) else 0
 
 
-def _make_wandb() -> Sink:
-    from launch.track.wandb.tracker import WandbSink  # loads wandb
+def _make_wandb() -> Tracker:
+    from launch.track.wandb import WandbTracker  # loads wandb
 
-    return WandbSink()
-
-
-def _make_tensorboard() -> Sink:
-    from launch.track.tensorboard import TensorboardSink  # loads tensorboard and numpy
-
-    return TensorboardSink()
+    return WandbTracker()
 
 
-def _let_pass(_number: int, _frame: object) -> None:
-    """A handler, as a signal that is ignored would be ignored by every process started from here as well."""
+def _make_tensorboard() -> Tracker:
+    from launch.track.tensorboard import TensorboardTracker  # loads tensorboard and numpy
+
+    return TensorboardTracker()
+
+
+def _ignore(_number: int, _frame: object) -> None:
+    """A handler, because child processes would inherit SIG_IGN."""
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""The supervisor's side of the sinks: starts their process, shows what it has to say, ends it within a bounded time.
+"""The launcher's side of the trackers: checks what they need, starts their process, ends it within a bounded time.
 
-Nothing that the process does, or fails to do, reaches the run: it is never waited for before the end, it gets two short
-lines through a pipe that always has room for them, and a process that dies or does not end is a line on the console.
+Nothing that the process does, or fails to do, affects the run. The supervisor does not wait for it before the end, and
+writes two short lines to a pipe that always has room for them. A process that dies or does not end is a line on the
+console.
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,34 +14,100 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from launch.attempt.supervisor import StopKind, StopRequest
+from launch.probe.installed import installed_version
 from launch.rundir import paths as run_dirs
 from launch.rundir.files import point_of
 from launch.terminal import Console
-from launch.track.tracker import SAID, LastWord, SinkOrder
-from launch.track.wandb.mode import wandb_mode
-from trainer.spec.job.sections import WandbMode
+from launch.track.notify import NotifyError, url_in
+from launch.track.tracker import SHOWN, EndNotice, TrackerOrder
+from trainer.spec.errors import InputError, InputProblemsError
+from trainer.spec.job.kinds import is_url, variable_of
+from trainer.spec.job.sections import Job, NodeNetwork, WandbMode
+from trainer.spec.pip_lines import extra_line, pip_line
 from trainer.spec.plan import Plan
 from trainer.spec.secrets import redact
 
-END_S = 60.0  # for what is still to be sent
-REQUEUE_END_S = 10.0  # a scheduler that stops a job gives it half a minute; the next job sends the rest
+if TYPE_CHECKING:
+    from launch.attempt.supervisor import StopRequest  # `submit` checks trackers and supervises nothing
+
+END_S = 60.0  # for the data that is still to be sent
+REQUEUE_END_S = 10.0  # a scheduler gives a job half a minute to stop; the next job sends the rest
 _URGENT_END_S = 2.0
-_QUIET_S = 3.0  # before it is said that something is waited for
+_QUIET_S = 3.0  # before a line says that the trackers are waited for
 _LOOK_EVERY_S = 1.0
-_LONGEST_ERROR = 2000  # characters: the pipe holds 64 KiB
-_LONGEST_LINE = 300
+_MAX_ERROR_CHARS = 2000  # the pipe holds 64 KiB
+_MAX_LINE_CHARS = 300
+_LOGIN_TIMEOUT_S = 60.0  # to import wandb from a slow file system
+_WANDB_MODES = {
+    "online": WandbMode.ONLINE,
+    "run": WandbMode.ONLINE,
+    "offline": WandbMode.OFFLINE,
+    "dryrun": WandbMode.OFFLINE,
+    "disabled": WandbMode.OFF,
+}
 
 
-def sink_order(plan: Plan, run_dir: Path, environment: Mapping[str, str]) -> SinkOrder:
-    """What this plan's sinks are told to do; a trial has none."""
-    group = run_dir.absolute().parent.name if point_of(run_dir) is not None else None
+def check_trackers(job: Job, environment: Mapping[str, str] = os.environ, *, on_node: bool | None = None) -> None:
+    """Raises InputProblemsError with everything that the trackers of this job lack: packages, a login, a command."""
+    problems = tuple(_problems(job, environment, on_node=on_node))
+    if problems:
+        raise InputProblemsError(problems)
+
+
+def wandb_mode(job: Job, environment: Mapping[str, str], *, on_node: bool | None = None) -> WandbMode:
+    """The mode of wandb: that of the job, unless WANDB_MODE names another or the compute nodes have no network.
+
+    WANDB_MODE enables nothing that the job leaves off; InputError if it is not a mode. `on_node` tells whether the run
+    is on a compute node, by default whether Slurm started this process.
+    """
+    if job.log.wandb is WandbMode.OFF:
+        return WandbMode.OFF
+    named = environment.get("WANDB_MODE", "").strip()
+    mode = _WANDB_MODES.get(named) if named else job.log.wandb
+    if mode is None:
+        raise InputError(f"WANDB_MODE is {named!r}; expected online, offline or disabled")
+    is_on_node = "SLURM_JOB_ID" in environment if on_node is None else on_node
+    if mode is WandbMode.ONLINE and is_on_node and job.slurm.network is NodeNetwork.NONE:
+        return WandbMode.OFFLINE
+    return mode
+
+
+def login_problem(environment: Mapping[str, str]) -> str | None:
+    """The reason why wandb cannot be online, with the remedy; None if it can. Reads no key.
+
+    A process of its own imports wandb.
+    """
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-P", "-m", "launch.track.wandb", "login"],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_LOGIN_TIMEOUT_S,
+            start_new_session=True,  # without a terminal, wandb does not prompt
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"wandb did not report within {_LOGIN_TIMEOUT_S:.0f} s whether there is a login"
+    if answer.returncode == 0:
+        return None
+    lines = answer.stdout.splitlines() or answer.stderr.splitlines() or ["wandb did not report its login"]
+    return f"{lines[-1]}; run wandb login, or set WANDB_API_KEY"
+
+
+def tracker_order(plan: Plan, run_dir: Path, environment: Mapping[str, str]) -> TrackerOrder:
+    """The trackers of a plan; a trial has none. The points of a sweep are one group, named after its directory."""
+    is_point = point_of(run_dir) is not None
+    group = run_dir.absolute().parent.name if is_point else None
     name = plan.job.log.name or group or run_dir.name
-    plain = SinkOrder(
-        name=name if group is None else f"{name} {run_dir.name}",
+    plain = TrackerOrder(
+        name=f"{name} {run_dir.name}" if is_point else name,
         project=plan.job.log.project,
         group=group,
         first_attempt=run_dirs.next_attempt(run_dir),
@@ -54,10 +122,25 @@ def sink_order(plan: Plan, run_dir: Path, environment: Mapping[str, str]) -> Sin
     )
 
 
-class SinkProcess:
-    """The process of a run's sinks; none where the job asks for no sink."""
+@contextmanager
+def running_trackers(
+    plan: Plan, *, run_dir: Path, console: Console, environment: Mapping[str, str], stop: "StopRequest"
+) -> Iterator["TrackerProcess"]:
+    """The trackers of a run while its attempts run; they also receive an error that ends the run."""
+    trackers = TrackerProcess(tracker_order(plan, run_dir, environment), run_dir, console, environment)
+    try:
+        yield trackers
+    except BaseException as error:
+        reason = redact(str(error) or type(error).__name__)[:_MAX_ERROR_CHARS]
+        trackers.end(EndNotice(has_report=False, error=reason), stop)
+        raise
+    trackers.end(EndNotice(has_report=True), stop)
 
-    def __init__(self, order: SinkOrder, run_dir: Path, console: Console, environment: Mapping[str, str]) -> None:
+
+class TrackerProcess:
+    """The process of a run's trackers; there is none if the job has no tracker."""
+
+    def __init__(self, order: TrackerOrder, run_dir: Path, console: Console, environment: Mapping[str, str]) -> None:
         self._order, self._run_dir, self._console, self._environment = order, run_dir, console, environment
         self._log = run_dir / "logs" / "sinks.log"
         self._offset = 0
@@ -67,7 +150,7 @@ class SinkProcess:
             self._start(order)
 
     def tick(self) -> None:
-        """Shows what the process has to say, and that it died; costs nothing most of the time."""
+        """Shows new lines of the process, and its death; costs nothing most of the time."""
         now_s = time.monotonic()
         if self._process is None or now_s - self._looked_s < _LOOK_EVERY_S:
             return
@@ -75,23 +158,26 @@ class SinkProcess:
         is_over = self._process.poll() is not None  # before its lines are shown: none comes after its end
         self._show_lines()
         if is_over:
-            words = f"{_end_words(self._process.returncode)}, {self._last_line()}"
-            self._console.line(f"{self._names()}: the process of the sinks died ({words}); training goes on")
+            code = self._process.returncode
+            end = signal.Signals(-code).name if -code in set(signal.Signals) else f"exit code {code}"
+            self._console.line(
+                f"{self._names()}: the process of the trackers died ({end}, {self._last_line()}); training goes on"
+            )
             self._forget()
 
-    def end(self, word: LastWord, stop: StopRequest) -> None:
-        """Lets the sinks finish, for as long as there is time, and ends what does not."""
+    def end(self, notice: EndNotice, stop: "StopRequest") -> None:
+        """Lets the trackers finish for a bounded time, then kills their process."""
         self.tick()
-        if self._process is None and self._order.notify is not None:  # it died; whoever is to be told still is
+        if self._process is None and self._order.notify is not None:  # it died; the notification is sent all the same
             self._start(msgspec.structs.replace(self._order, wandb=WandbMode.OFF, tensorboard=False))
         if self._process is None:
             return
-        _write(self._process, word)
+        _write(self._process, notice)
         self._wait(self._process, stop)
         self._show_lines()
         self._forget()
 
-    def _start(self, order: SinkOrder) -> None:
+    def _start(self, order: TrackerOrder) -> None:
         try:
             self._log.parent.mkdir(exist_ok=True)
             with self._log.open("ab") as output:
@@ -102,41 +188,39 @@ class SinkProcess:
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=output,
-                    start_new_session=True,  # Ctrl-C is for the run, and there is no terminal to ask at
+                    start_new_session=True,  # Ctrl-C is for the run; and without a terminal, wandb does not prompt
                 )
         except OSError as error:
             self._console.line(f"{self._names()}: cannot be started: {error.strerror}; training goes on without")
             return
         _write(self._process, order)
 
-    def _wait(self, process: subprocess.Popen[bytes], stop: StopRequest) -> None:
-        began_s, interrupts, is_told = time.monotonic(), stop.num_interrupts, False
-        most_s = _URGENT_END_S if stop.is_urgent else REQUEUE_END_S if stop.kind is StopKind.REQUEUE else END_S
+    def _wait(self, process: subprocess.Popen[bytes], stop: "StopRequest") -> None:
+        from launch.attempt.supervisor import StopKind
+
+        began_s, interrupts, is_shown = time.monotonic(), stop.num_interrupts, False
+        limit_s = _URGENT_END_S if stop.is_urgent else REQUEUE_END_S if stop.kind is StopKind.REQUEUE else END_S
         while process.poll() is None:
             waited_s = time.monotonic() - began_s
-            if waited_s > most_s or stop.num_interrupts > interrupts:
+            if waited_s > limit_s or stop.num_interrupts > interrupts:
                 self._kill(process, waited_s)
                 return
-            if waited_s > _QUIET_S and not is_told:
-                is_told = True
-                self._console.line(f"waiting for {self._names()}, {most_s:.0f} s at most (Ctrl-C: no longer)")
+            if waited_s > _QUIET_S and not is_shown:
+                is_shown = True
+                self._console.line(f"waiting for {self._names()}, at most {limit_s:.0f} s (Ctrl-C: no longer)")
             time.sleep(0.05)
 
     def _kill(self, process: subprocess.Popen[bytes], waited_s: float) -> None:
         with suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)  # with a command that it runs
+            os.killpg(process.pid, signal.SIGKILL)  # with the command of log.notify
         process.wait()
-        self._console.line(
-            f"{self._names()}: not done after {waited_s:.0f} s, and ended; {self._advice()}\n  log: {self._log}"
-        )
-
-    def _advice(self) -> str:
-        if self._order.wandb is WandbMode.OFF:
-            return "metrics.jsonl has everything"
-        return (
-            "metrics.jsonl has everything, and --resume sends wandb what is missing; "
-            f"what was written offline: shardwise status {self._run_dir} --sync"
-        )
+        advice = "metrics.jsonl has everything"
+        if self._order.wandb is not WandbMode.OFF:
+            advice += (
+                ", and --resume sends wandb what is missing; "
+                f"what was written offline: shardwise status {self._run_dir} --sync"
+            )
+        self._console.line(f"{self._names()}: not done after {waited_s:.0f} s, killed; {advice}\n  log: {self._log}")
 
     def _forget(self) -> None:
         assert self._process is not None and self._process.stdin is not None
@@ -151,10 +235,10 @@ class SinkProcess:
             ("tensorboard", order.tensorboard),
             ("notify", order.notify is not None),
         )
-        return ", ".join(name for name, is_asked in named if is_asked)
+        return ", ".join(name for name, is_used in named if is_used)
 
     def _show_lines(self) -> None:
-        """Lines of the log that are meant for a person."""
+        """Shows the lines of the log that are for a person."""
         try:
             with self._log.open("rb") as stream:
                 stream.seek(self._offset)
@@ -164,45 +248,47 @@ class SinkProcess:
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.decode(errors="replace").split("\n"):
-            if line.startswith(SAID):
-                self._console.line(_shown(line.removeprefix(SAID)))
+            if line.startswith(SHOWN):
+                self._console.line(_printable(line.removeprefix(SHOWN)))
 
     def _last_line(self) -> str:
         try:
             lines = self._log.read_text(errors="replace").strip().splitlines()
         except OSError:
-            return f"{self._log} is gone"
-        return _shown(lines[-1]) if lines else "it said nothing"
+            return f"{self._log} is missing"
+        return _printable(lines[-1]) if lines else "no output"
 
 
-def _end_words(code: int) -> str:
-    """`SIGKILL`, `exit code 7`."""
-    return signal.Signals(-code).name if -code in set(signal.Signals) else f"exit code {code}"
+def _problems(job: Job, environment: Mapping[str, str], *, on_node: bool | None) -> Iterator[str]:
+    mode = wandb_mode(job, environment, on_node=on_node)
+    if mode is not WandbMode.OFF and installed_version("wandb") is None:
+        yield f"log.wandb: {mode}: wandb is not installed; set log.wandb=off, or {pip_line('wandb')}"
+    elif mode is WandbMode.ONLINE:
+        problem = login_problem(environment)
+        if problem is not None:
+            yield f"log.wandb: online: {problem}, or set log.wandb=offline"
+    if job.log.tensorboard and installed_version("tensorboard") is None:
+        yield f"log.tensorboard: tensorboard is not installed; {extra_line('tensorboard')}"
+    notify = job.log.notify
+    if notify is None or is_url(notify):
+        return
+    variable = variable_of(notify)
+    if variable is not None:
+        try:
+            url_in(variable, environment)
+        except NotifyError as error:
+            yield f"log.notify: {error}"
+    elif shutil.which(str(Path(notify[0]).expanduser()), path=environment.get("PATH")) is None:
+        yield f"log.notify: there is no program {notify[0]}; give its path, or a URL"
 
 
-@contextmanager
-def running_sinks(
-    plan: Plan, *, run_dir: Path, console: Console, environment: Mapping[str, str], stop: StopRequest
-) -> Iterator[SinkProcess]:
-    """The sinks of a run while its attempts run; they are told of an error that ends those, too."""
-    order = sink_order(plan, run_dir, environment)
-    sinks = SinkProcess(order, run_dir, console, environment)
-    try:
-        yield sinks
-    except BaseException as error:
-        words = redact(str(error) or type(error).__name__)[:_LONGEST_ERROR]
-        sinks.end(LastWord(has_report=False, error=words), stop)
-        raise
-    sinks.end(LastWord(has_report=True), stop)
-
-
-def _write(process: subprocess.Popen[bytes], value: SinkOrder | LastWord) -> None:
-    """One line; a process that died is noticed elsewhere."""
+def _write(process: subprocess.Popen[bytes], value: TrackerOrder | EndNotice) -> None:
+    """Writes one line; `tick` notices a process that died."""
     assert process.stdin is not None
     with suppress(OSError):
         process.stdin.write(msgspec.json.encode(value) + b"\n")
         process.stdin.flush()
 
 
-def _shown(line: str) -> str:
-    return redact("".join(letter if letter.isprintable() else " " for letter in line)[:_LONGEST_LINE])
+def _printable(line: str) -> str:
+    return redact("".join(letter if letter.isprintable() else " " for letter in line)[:_MAX_LINE_CHARS])

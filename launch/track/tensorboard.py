@@ -1,10 +1,10 @@
-"""TensorBoard as a sink: event files in RUN/tensorboard, one for each supervisor of the run.
+"""TensorBoard as a tracker: event files in RUN/tensorboard, one for each supervisor of the run.
 
-Every line of metrics.jsonl is one event over the optimizer's step. `lines.json` counts those that are on the disk, so
-that a run that goes on writes none twice. An attempt that went back to a checkpoint repeats steps: a session that
-starts at such a step makes TensorBoard forget what it had read from there on, so the later values stand.
+Every line of metrics.jsonl is one event over the optimizer's step. `lines.json` counts the lines that are on the disk,
+so that a resumed run writes none twice. An attempt that went back to a checkpoint repeats steps: a session that starts
+at such a step makes TensorBoard discard what it had read from that step on, so the later values count.
 
-Only tensorboard itself is needed, neither TensorFlow nor torch.
+Needs only tensorboard, neither TensorFlow nor torch.
 """
 
 import json
@@ -15,8 +15,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from launch.track.metrics import STEP
-from launch.track.tracker import End, Incident, Line, Run
+from launch.track.tracker import STEP, End, Incident, Line, Run
 from trainer.spec import codec
 
 FOLDER = "tensorboard"
@@ -24,7 +23,7 @@ _COUNT_FILE = "lines.json"
 _FLUSH_EVERY_S = 2.0
 
 
-class TensorboardSink:
+class TensorboardTracker:
     """Writes one event file."""
 
     name = "tensorboard"
@@ -33,7 +32,7 @@ class TensorboardSink:
         self._writer: EventFileWriter | None = None
         self._folder = Path()
         self._first_line = self._num_lines = 0
-        self._step: int | None = None  # of the last event; None: the session has to be begun
+        self._step: int | None = None  # of the last event; None before the session starts
         self._flushed_s = 0.0
 
     def begin(self, run: Run) -> None:
@@ -58,10 +57,10 @@ class TensorboardSink:
             self._flush()
 
     def incident(self, incident: Incident) -> None:
-        """TensorBoard has no place for it."""
+        """Ignored: TensorBoard has no incidents."""
 
     def end(self, end: End) -> None:
-        """Writes what is still on its way."""
+        """Writes the rest."""
         if self._writer is not None:
             self._flush()
             self._writer.close()
@@ -74,7 +73,7 @@ class TensorboardSink:
 
 
 def _read_count(folder: Path) -> int:
-    """Lines of metrics.jsonl that are in event files; 0 where nobody counted."""
+    """Lines of metrics.jsonl in the event files; 0 without a count."""
     try:
         count = json.loads((folder / _COUNT_FILE).read_bytes())["lines"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Real runs with their sinks: what wandb wrote is read back, a stopped run goes on, and no sink disturbs training."""
+"""Real runs with trackers: what wandb wrote is read back, a stopped run goes on, no tracker disturbs training."""
 
 import json
 import signal
@@ -6,14 +6,14 @@ import time
 from pathlib import Path
 
 import pytest
-from sink_factory import write_program
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tracker_factory import write_program
 from wandb_log import LoggedRun
 from wandb_stand_in import write_stand_in
 from workplace_factory import LIMIT_S, Workplace, make_workplace, read_metrics
 
-from launch.track.metrics import measured_series, predicted_series
-from launch.track.wandb.files import offline_logs, read_wandb_run
+from launch.track.offline import offline_logs, read_wandb_run
+from launch.track.tracker import measured_series, predicted_series
 from trainer.spec import codec
 from trainer.spec.plan import Plan
 
@@ -47,7 +47,7 @@ def stop_in_the_middle(place: Workplace) -> str:
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory):
-    """A run with every sink, that was stopped, queued again and finished."""
+    """A run with every tracker, that was stopped, queued again and finished."""
     place = make_workplace(tmp_path_factory.mktemp("logged") / "work place")
     program = write_program(place.folder, KEEP.format(path=str(place.folder / "told")))
     log = {"wandb": "offline", "tensorboard": True, "notify": [str(program), "$HOME;"], "project": "mine"}
@@ -122,7 +122,7 @@ def test_a_server_that_refuses_stops_nothing_and_no_key_is_in_any_file(workplace
     assert not [path for path in files if KEY.encode() in path.read_bytes()]
 
 
-def test_a_sink_that_hangs_delays_neither_training_nor_the_requeue(workplace: Workplace):
+def test_a_tracker_that_hangs_delays_neither_training_nor_the_requeue(workplace: Workplace):
     path = write_stand_in(workplace.folder / "stand in", "hangs when a run begins")
     place = Workplace(workplace.folder, workplace.environment | {"PYTHONPATH": str(path)})
     place.write_job(log={"wandb": "offline"}, train={"steps": 40})
@@ -146,6 +146,6 @@ def test_a_run_that_fails_before_its_first_step_is_told_of_while_wandb_raises(wo
     assert "a fault of mine" in message["error"]
 
 
-def test_no_file_of_the_sinks_is_there_where_nobody_asked(trained) -> None:
+def test_no_file_of_the_trackers_is_there_where_nobody_asked(trained) -> None:
     _, run_dir, _ = trained()
     assert not {"wandb", "wandb.json", "tensorboard", "logs"} & {path.name for path in Path(run_dir).iterdir()}

@@ -1,4 +1,4 @@
-"""What sinks lack is said before anything starts, with what would do; keys are shown nowhere."""
+"""What trackers lack is said before anything starts, with what would do; keys are shown nowhere."""
 
 import subprocess
 import sys
@@ -6,11 +6,10 @@ import sys
 import pytest
 from msgspec.structs import replace
 from pasted_pip import requirements_in
-from sink_factory import sink_environment
+from tracker_factory import tracker_environment
 
-from launch.track import checks as sink_checks
-from launch.track.checks import check_sinks
-from launch.track.wandb.mode import wandb_mode
+from launch.track import start as track_start
+from launch.track.start import check_trackers, wandb_mode
 from trainer.spec.errors import InputError, InputProblemsError
 from trainer.spec.job.sections import Job, LogJob, NodeNetwork, SlurmJob, WandbMode
 
@@ -23,7 +22,7 @@ def job(**log):
 
 def problems(tmp_path, checked, **environment):
     with pytest.raises(InputProblemsError) as caught:
-        check_sinks(checked, sink_environment(tmp_path, **environment))
+        check_trackers(checked, tracker_environment(tmp_path, **environment))
     return caught.value.problems
 
 
@@ -67,18 +66,18 @@ def test_a_key_that_is_none_is_refused_without_showing_it(tmp_path):
 
 
 def test_online_with_a_login_is_taken_wherever_it_stands(tmp_path):
-    environment = sink_environment(tmp_path)
-    check_sinks(job(wandb=WandbMode.ONLINE), {**environment, "WANDB_API_KEY": KEY})
+    environment = tracker_environment(tmp_path)
+    check_trackers(job(wandb=WandbMode.ONLINE), {**environment, "WANDB_API_KEY": KEY})
     (tmp_path / ".netrc").write_text(f"machine wandb.example.org\n  login user\n  password {KEY}\n")
-    check_sinks(job(wandb=WandbMode.ONLINE), {**environment, "WANDB_BASE_URL": "https://wandb.example.org"})
+    check_trackers(job(wandb=WandbMode.ONLINE), {**environment, "WANDB_BASE_URL": "https://wandb.example.org"})
 
 
 def test_offline_asks_for_no_login(tmp_path):
-    check_sinks(job(wandb=WandbMode.OFFLINE), sink_environment(tmp_path, PATH="/nonexistent"))
+    check_trackers(job(wandb=WandbMode.OFFLINE), tracker_environment(tmp_path, PATH="/nonexistent"))
 
 
 def test_packages_that_are_missing_are_named_with_their_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(sink_checks, "installed_version", lambda _name: None)
+    monkeypatch.setattr(track_start, "installed_version", lambda _name: None)
     wandb, tensorboard = problems(tmp_path, job(wandb=WandbMode.OFFLINE, tensorboard=True))
     assert wandb.startswith("log.wandb: ") and set(requirements_in(wandb, tmp_path)) == {"wandb"}
     assert tensorboard.startswith("log.tensorboard: ")
@@ -88,8 +87,8 @@ def test_packages_that_are_missing_are_named_with_their_line(tmp_path, monkeypat
 def test_a_command_that_is_not_there_is_refused_and_a_url_is_not_tried(tmp_path):
     (line,) = problems(tmp_path, job(notify=("no-such-program", "--to", "me")))
     assert line.startswith("log.notify: ") and "no-such-program" in line
-    check_sinks(job(notify=("http://127.0.0.1:9/",)), sink_environment(tmp_path))
-    check_sinks(job(notify=("sh", "-c", "true")), sink_environment(tmp_path))
+    check_trackers(job(notify=("http://127.0.0.1:9/",)), tracker_environment(tmp_path))
+    check_trackers(job(notify=("sh", "-c", "true")), tracker_environment(tmp_path))
 
 
 @pytest.mark.parametrize("held", [{}, {"TEAM_WEBHOOK": "ftp://hidden"}, {"TEAM_WEBHOOK": "https:///hidden"}])
@@ -99,18 +98,18 @@ def test_a_variable_without_a_url_is_refused_without_showing_what_it_holds(held,
 
 
 def test_a_variable_with_a_url_is_taken(tmp_path):
-    check_sinks(job(notify=("$HOOK",)), {**sink_environment(tmp_path), "HOOK": "https://example.org/hook"})
+    check_trackers(job(notify=("$HOOK",)), {**tracker_environment(tmp_path), "HOOK": "https://example.org/hook"})
 
 
 LOGIN = {
     "public": "import wandb; print('login:', wandb.login(prompt=False, verify=False))",
-    "ours": "from launch.track.wandb.library import login_problem; print('login:', login_problem() is None)",
+    "ours": "from launch.track.wandb import login_problem; print('login:', login_problem() is None)",
 }
 
 
 @pytest.mark.parametrize("way", LOGIN)
 def test_w54_only_the_public_login_starts_the_service_of_wandb(way, tmp_path):
-    environment = {**sink_environment(tmp_path), "WANDB_API_KEY": KEY}
+    environment = {**tracker_environment(tmp_path), "WANDB_API_KEY": KEY}
     done = subprocess.run(
         [sys.executable, "-c", LOGIN[way]], env=environment, stdin=subprocess.DEVNULL,
         capture_output=True, text=True, timeout=120, check=True,

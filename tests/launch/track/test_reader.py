@@ -1,4 +1,4 @@
-"""What sinks are told of a run directory: each line once, in its place, and what a person wants to hear of."""
+"""What trackers are told of a run directory: each line once, in its place, and what a person wants to hear of."""
 
 import json
 from typing import Any
@@ -7,9 +7,9 @@ import pytest
 from msgspec.structs import replace
 from report_factory import make_report
 from run_factory import attempt_record, run_plan
-from sink_factory import append_steps, write_plan
+from tracker_factory import append_steps, write_plan
 
-from launch.track.reader import RunReader, StallWatch
+from launch.track.process import RunReader, StallWatch
 from trainer.spec import codec
 from trainer.spec.messages.heartbeat import Heartbeat
 from trainer.spec.report import Fault
@@ -96,21 +96,21 @@ def test_an_attempt_that_failed_is_told_once(run_dir):
 def test_a_silence_much_longer_than_a_step_is_told_once():
     watch = StallWatch()
     sign = Heartbeat(step=7, count=1, phase="backward")
-    assert watch.look(sign, now_s=0) is None
+    assert watch.check(sign, now_s=0) is None
     for _ in range(3):
         watch.note(30.0)
-    assert watch.look(sign, now_s=1) is None
-    assert watch.look(sign, now_s=299) is None
-    words = watch.look(sign, now_s=302)
+    assert watch.check(sign, now_s=1) is None
+    assert watch.check(sign, now_s=299) is None
+    words = watch.check(sign, now_s=302)
     assert words is not None and all(fact in words for fact in ("backward", "step 8", " 5 min"))
-    assert watch.look(sign, now_s=900) is None
-    assert watch.look(Heartbeat(step=7, count=2, phase="optimizer"), now_s=901) is None
-    assert watch.look(Heartbeat(step=7, count=2, phase="optimizer"), now_s=1300) is not None
+    assert watch.check(sign, now_s=900) is None
+    assert watch.check(Heartbeat(step=7, count=2, phase="optimizer"), now_s=901) is None
+    assert watch.check(Heartbeat(step=7, count=2, phase="optimizer"), now_s=1300) is not None
 
 
 @pytest.mark.parametrize("phase", ["saving a checkpoint", "evaluating", "finished"])
 def test_what_takes_as_long_as_it_takes_is_no_stall(phase):
     watch = StallWatch()
     watch.note(1.0)
-    assert watch.look(Heartbeat(step=7, count=1, phase=phase), now_s=0) is None
-    assert watch.look(Heartbeat(step=7, count=1, phase=phase), now_s=10_000) is None
+    assert watch.check(Heartbeat(step=7, count=1, phase=phase), now_s=0) is None
+    assert watch.check(Heartbeat(step=7, count=1, phase=phase), now_s=10_000) is None

@@ -1,17 +1,28 @@
-"""The workspace "shardwise: memory and throughput", as wandb saves one: which charts, of which series. Pure.
+"""`shardwise workspace`: saves the view "shardwise: memory and throughput" in a wandb project.
 
-To change what the workspace shows, change `SECTIONS`; `shardwise workspace` saves it in a project, `--json` prints it.
-A saved view of a project is one JSON text, whose form is that of the public package wandb-workspaces; only what differs
-from an empty workspace is said here.
+To change the view, edit `SECTIONS`; `--json` prints it. A saved view is one JSON text in the format of the package
+wandb-workspaces. That package is not used: its public `save` makes another view each time, while this command replaces
+the view of the same name. Only the settings that differ from those of an empty workspace are here.
 """
 
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from launch.track.metrics import PREDICTED, STEP, series_name
+from launch.options import WorkspaceOptions
+from launch.terminal import Console
+from launch.track.start import login_problem
+from launch.track.tracker import PREDICTED, STEP, series_name
+from trainer.spec.errors import EnvironmentFaultError, ExitCode
+from trainer.spec.job.sections import LogJob
 
 NAME = "shardwise: memory and throughput"
-IDENTITY = "shardwisememory"  # of the view in every project, so that the command changes the one that is there
+IDENTITY = "shardwisememory"  # of the view in every project
 VIEW_NAME = f"nw-{IDENTITY}-v"
+_TIMEOUT_S = 120.0
 _COLUMNS = 2
 _WIDTH, _HEIGHT = 12, 8  # of a chart, in wandb's grid
 
@@ -21,7 +32,7 @@ class Chart(NamedTuple):
 
     title: str
     fields: tuple[str, ...]
-    predicted: tuple[str, ...] = ()  # fields that are drawn beside what the plan says
+    predicted: tuple[str, ...] = ()  # fields that are drawn beside their predictions
 
 
 class Section(NamedTuple):
@@ -77,8 +88,57 @@ def series_of(chart: Chart) -> list[str]:
     return [*map(series_name, chart.fields), *(f"{series_name(field)}{PREDICTED}" for field in chart.predicted)]
 
 
+def run_workspace(
+    options: WorkspaceOptions, console: Console, *, environment: Mapping[str, str] = os.environ
+) -> ExitCode:
+    """Saves the view and prints its URL; EnvironmentFaultError if wandb does not accept it."""
+    if options.as_json:
+        console.line(json.dumps(workspace(), indent=1))
+        return ExitCode.DONE
+    problem = login_problem(environment)
+    if problem is not None:
+        raise EnvironmentFaultError(f"shardwise workspace: {problem}")
+    answer = _save(options, environment)
+    if "url" not in answer:
+        raise EnvironmentFaultError(
+            f"shardwise workspace: {answer.get('problem', 'wandb returned nothing')};\n"
+            "a project exists once a run was sent to it; name another with --project and --entity"
+        )
+    console.line(f"saved as {NAME!r}: {answer['url']}")
+    return ExitCode.DONE
+
+
+def _save(options: WorkspaceOptions, environment: Mapping[str, str]) -> dict[str, Any]:
+    request = {
+        "entity": options.entity or environment.get("WANDB_ENTITY"),
+        "project": options.project or LogJob().project,
+        "identity": IDENTITY,
+        "view_name": VIEW_NAME,
+        "title": NAME,
+        "view": workspace(),
+    }
+    try:
+        finished = subprocess.run(
+            [sys.executable, "-P", "-m", "launch.track.wandb", "save-view"],
+            input=json.dumps(request),
+            env=dict(environment),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT_S,
+            start_new_session=True,  # without a terminal, wandb does not prompt
+            check=False,
+        )
+        answer = json.loads(finished.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return {"problem": f"wandb did not respond within {_TIMEOUT_S:.0f} s"}
+    except (ValueError, IndexError):
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
 def workspace() -> dict[str, Any]:
-    """The saved view, as wandb keeps it."""
+    """The saved view, in wandb's format."""
     return {
         "section": {
             "name": "",
@@ -90,7 +150,13 @@ def workspace() -> dict[str, Any]:
             "panelBankConfig": {
                 "state": 0,
                 "settings": {"autoOrganizePrefix": 1, "showEmptySections": False, "sortAlphabetically": False},
-                "sections": [*map(_section, SECTIONS), _hidden()],
+                "sections": [
+                    *(
+                        _section(each.name, [_panel(each, chart, place) for place, chart in enumerate(each.charts)])
+                        for each in SECTIONS
+                    ),
+                    _section("Hidden Panels", [], is_open=False),
+                ],
             },
             "panelBankSectionConfig": {
                 "name": "Report Panels",
@@ -142,28 +208,15 @@ def _run_set() -> dict[str, Any]:
     }
 
 
-def _section(section: Section) -> dict[str, Any]:
-    panels = [_panel(section, chart, number) for number, chart in enumerate(section.charts)]
+def _section(name: str, panels: list[dict[str, Any]], *, is_open: bool = True) -> dict[str, Any]:
     return {
-        "name": section.name,
-        "isOpen": True,
+        "name": name,
+        "isOpen": is_open,
         "type": "flow",
         "flowConfig": _flow(),
         "sorted": 0,
         "localPanelSettings": _panel_settings(),
         "panels": panels,
-    }
-
-
-def _hidden() -> dict[str, Any]:
-    return {
-        "name": "Hidden Panels",
-        "isOpen": False,
-        "type": "flow",
-        "flowConfig": _flow(),
-        "sorted": 0,
-        "localPanelSettings": _panel_settings(),
-        "panels": [],
     }
 
 

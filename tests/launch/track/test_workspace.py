@@ -5,14 +5,13 @@ import json
 import pytest
 from msgspec.structs import replace
 from run_factory import run_plan
-from sink_factory import sink_environment
+from tracker_factory import tracker_environment
 from wandb_server import ENTITY, wandb_server
 
 from launch.options import WorkspaceOptions
 from launch.terminal import Console
-from launch.track.metrics import STEP, predicted_series, series_name
-from launch.track.wandb.command import run_workspace
-from launch.track.wandb.workspace import NAME, SECTIONS, VIEW_NAME, series_of, workspace
+from launch.track.tracker import STEP, predicted_series, series_name
+from launch.track.workspace import NAME, SECTIONS, VIEW_NAME, run_workspace, series_of, workspace
 from trainer.runtime.loop.metrics import StepMetrics
 from trainer.spec.errors import EnvironmentFaultError
 
@@ -52,7 +51,7 @@ def test_json_prints_the_view_and_asks_nobody(capsys, tmp_path):
 def test_it_is_saved_once_and_changed_the_next_time(capsys, tmp_path):
     with wandb_server() as server:
         server.projects.add("mine")
-        environment = sink_environment(tmp_path, WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY)
+        environment = tracker_environment(tmp_path, WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY)
         for _ in range(2):
             run_workspace(WorkspaceOptions(project="mine"), Console(), environment=environment)
     first, second = server.views
@@ -64,11 +63,11 @@ def test_it_is_saved_once_and_changed_the_next_time(capsys, tmp_path):
 
 def test_a_project_that_is_not_there_is_said_with_what_would_do(tmp_path):
     with wandb_server() as server, pytest.raises(EnvironmentFaultError) as caught:
-        environment = sink_environment(tmp_path, WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY)
+        environment = tracker_environment(tmp_path, WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY)
         run_workspace(WorkspaceOptions(project="other", entity="team"), Console(), environment=environment)
     assert "team/other" in str(caught.value) and "--project" in str(caught.value)
 
 
 def test_without_a_login_it_says_how_to_log_in(tmp_path):
     with pytest.raises(EnvironmentFaultError, match="wandb login"):
-        run_workspace(WorkspaceOptions(), Console(), environment=sink_environment(tmp_path))
+        run_workspace(WorkspaceOptions(), Console(), environment=tracker_environment(tmp_path))

@@ -1,6 +1,6 @@
 """One run of wandb for one run directory: offline, online, killed, stopped, gone on with, sent later.
 
-wandb is the real one, in the process of the sinks; its server is a stand-in on this machine.
+wandb is the real one, in the process of the trackers; its server is a stand-in on this machine.
 """
 
 import os
@@ -12,20 +12,19 @@ import pytest
 from msgspec.structs import replace
 from report_factory import make_report
 from run_factory import attempt_record, run_plan
-from sink_factory import LastWord, Sinks, WandbMode, append_steps, sink_environment, sink_order, write_plan
+from tracker_factory import EndNotice, Trackers, WandbMode, append_steps, tracker_environment, tracker_order, write_plan
 from wandb_log import LoggedRun
 from wandb_server import wandb_server
 
 from launch.rundir.state import RunState
 from launch.terminal import Console
-from launch.track.wandb.files import WandbRun, offline_logs, read_wandb_run, unsynced_folders, write_wandb_run
-from launch.track.wandb.sync import sync_runs
+from launch.track.offline import WandbRun, offline_logs, read_wandb_run, sync_runs, unsynced_folders, write_wandb_run
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.report import Ending, Fault
 
 KEY = "canary" + "0123456789" * 4
-pytestmark = pytest.mark.cold  # they kill the process of the sinks by its pid
+pytestmark = pytest.mark.cold  # they kill the process of the trackers by its pid
 FLUSH = "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL"
 
 
@@ -44,13 +43,13 @@ def server():
 
 
 def online(tmp_path, server, **more):
-    return sink_environment(tmp_path, WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY, **more)
+    return tracker_environment(tmp_path, WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY, **more)
 
 
 def supervise(run_dir, environment, *, mode=WandbMode.OFFLINE, attempt=1, has_report=False):
     """One supervisor's part of the run; what its console showed."""
-    sinks = Sinks(run_dir, sink_order(wandb=mode, first_attempt=attempt), environment)
-    return sinks.end(LastWord(has_report=has_report))
+    trackers = Trackers(run_dir, tracker_order(wandb=mode, first_attempt=attempt), environment)
+    return trackers.end(EndNotice(has_report=has_report))
 
 
 def files_with_the_key(folder):
@@ -61,10 +60,10 @@ def rows(history):
     return [(row["_step"], row["step"], row["train/loss"]) for row in history]
 
 
-def kill_sinks(run_dir, environment, *, mode=WandbMode.OFFLINE, attempt=1):
+def kill_trackers(run_dir, environment, *, mode=WandbMode.OFFLINE, attempt=1):
     """The machine of a supervisor is gone, once wandb has a folder, and all lines where it writes them at once."""
     before = len(list(run_dir.glob("wandb/*run-*/*.wandb")))
-    sinks = Sinks(run_dir, sink_order(wandb=mode, first_attempt=attempt), environment)
+    trackers = Trackers(run_dir, tracker_order(wandb=mode, first_attempt=attempt), environment)
     until = time.monotonic() + 60
     while len(logs := sorted(run_dir.glob("wandb/*run-*/*.wandb"), key=os.path.getmtime)) == before:
         assert time.monotonic() < until
@@ -73,18 +72,18 @@ def kill_sinks(run_dir, environment, *, mode=WandbMode.OFFLINE, attempt=1):
     while environment.get(FLUSH) == "0.1" and len(LoggedRun(logs[-1]).history) < 3:
         assert time.monotonic() < until
         time.sleep(0.2)
-    process = sinks.process._process
+    process = trackers.process._process
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     process.stdin.close()
 
 
 def test_every_line_is_sent_once_under_one_identity(run_dir, tmp_path):
-    supervise(run_dir, sink_environment(tmp_path))
+    supervise(run_dir, tracker_environment(tmp_path))
     write_plan(run_dir, 2)
     append_steps(run_dir, [3], attempt=2, loss=1.5)  # it went back to step 2
     append_steps(run_dir, [4], attempt=2, loss=1.5, tokens_per_s=0.0)
-    supervise(run_dir, sink_environment(tmp_path), attempt=2)
+    supervise(run_dir, tracker_environment(tmp_path), attempt=2)
     first, second = (LoggedRun(log) for log in offline_logs(run_dir))
     assert first.identity == second.identity == read_wandb_run(run_dir).id
     assert rows(first.history) == [(0, 1, 4.99), (1, 2, 4.98), (2, 3, 4.97)]
@@ -101,7 +100,9 @@ def test_the_config_has_job_plan_machine_and_prediction_and_no_secret(tmp_path):
     job = replace(plan.job, log=replace(plan.job.log, notify=hook, project=f"of {KEY}"))
     write_plan(tmp_path, plan=replace(plan, job=job))
     append_steps(tmp_path, [1])
-    supervise(tmp_path, sink_environment(tmp_path, WANDB_API_KEY=KEY, WANDB_SWEEP_ID="s", WANDB_RUN_ID="of-an-agent"))
+    supervise(
+        tmp_path, tracker_environment(tmp_path, WANDB_API_KEY=KEY, WANDB_SWEEP_ID="s", WANDB_RUN_ID="of-an-agent")
+    )
     assert read_wandb_run(tmp_path).id == "of-an-agent"
     log = LoggedRun(offline_logs(tmp_path)[0])
     chosen = plan.chosen
@@ -122,7 +123,7 @@ def test_what_goes_wrong_is_an_alert_and_the_ending_in_the_summary(run_dir, tmp_
         1, step=4, ending=Ending.OUT_OF_MEMORY, fault=Fault.OUT_OF_MEMORY, cause="CUDA out of memory"
     )
     codec.write(run_dir / "report.json", make_report(ending=Ending.OUT_OF_MEMORY, exit_code=5, history=(record,)))
-    supervise(run_dir, sink_environment(tmp_path), has_report=True)
+    supervise(run_dir, tracker_environment(tmp_path), has_report=True)
     log = LoggedRun(offline_logs(run_dir)[0])
     (first, loss), (second, memory) = log.alerts
     assert (first, second) == ("non-finite step", "out of memory") and "step 4" in loss
@@ -135,10 +136,10 @@ def test_what_goes_wrong_is_an_alert_and_the_ending_in_the_summary(run_dir, tmp_
 @pytest.mark.parametrize("flush_s", ["0.1", "600"])
 def test_a_killed_process_loses_and_doubles_no_line(flush_s, run_dir, tmp_path):
     """Whether what was sent had come to the disk, or had not."""
-    kill_sinks(run_dir, sink_environment(tmp_path, **{FLUSH: flush_s}))
+    kill_trackers(run_dir, tracker_environment(tmp_path, **{FLUSH: flush_s}))
     assert len(LoggedRun(offline_logs(run_dir)[0]).history) == (3 if flush_s == "0.1" else 0)
     append_steps(run_dir, [4, 5])
-    supervise(run_dir, sink_environment(tmp_path))
+    supervise(run_dir, tracker_environment(tmp_path))
     logged = [row["_step"] for log in offline_logs(run_dir) for row in LoggedRun(log).history]
     assert logged == [0, 1, 2, 3, 4]
 
@@ -159,7 +160,7 @@ def test_online_a_run_goes_on_where_the_server_has_it(run_dir, tmp_path, server)
 
 def test_online_a_killed_process_loses_no_line(run_dir, tmp_path, server):
     environment = online(tmp_path, server)
-    kill_sinks(run_dir, environment, mode=WandbMode.ONLINE)
+    kill_trackers(run_dir, environment, mode=WandbMode.ONLINE)
     append_steps(run_dir, [4])
     supervise(run_dir, environment, mode=WandbMode.ONLINE)
     ((_, run),) = server.runs.items()
@@ -167,7 +168,7 @@ def test_online_a_killed_process_loses_no_line(run_dir, tmp_path, server):
 
 
 def test_a_server_that_refuses_makes_the_run_offline_with_what_to_do(run_dir, tmp_path):
-    environment = sink_environment(
+    environment = tracker_environment(
         tmp_path, WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY=KEY, WANDB_INIT_TIMEOUT="1"
     )
     shown = supervise(run_dir, environment, mode=WandbMode.ONLINE)
@@ -180,9 +181,9 @@ def test_a_server_that_refuses_makes_the_run_offline_with_what_to_do(run_dir, tm
 
 def test_what_was_written_offline_is_sent_in_order_and_once(run_dir, tmp_path, server, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    supervise(run_dir, sink_environment(tmp_path))
+    supervise(run_dir, tracker_environment(tmp_path))
     append_steps(run_dir, [4, 5])
-    supervise(run_dir, sink_environment(tmp_path))
+    supervise(run_dir, tracker_environment(tmp_path))
     environment = online(tmp_path, server, WANDB_MODE="offline")
     for _ in range(2):
         sync_runs([(run_dir, RunState.FINISHED)], Console(), environment)
@@ -196,7 +197,7 @@ def test_what_was_written_offline_is_sent_in_order_and_once(run_dir, tmp_path, s
 
 
 def test_what_is_online_again_needs_not_be_sent(run_dir, tmp_path, server):
-    supervise(run_dir, sink_environment(tmp_path))
+    supervise(run_dir, tracker_environment(tmp_path))
     append_steps(run_dir, [4])
     supervise(run_dir, online(tmp_path, server), mode=WandbMode.ONLINE)
     ((_, run),) = server.runs.items()
@@ -223,11 +224,11 @@ def test_a_folder_that_may_still_be_written_to_waits(run_dir, folder, capsys):
 @pytest.mark.usefixtures("folder")
 def test_sending_without_a_login_says_how_to_log_in(run_dir, tmp_path):
     with pytest.raises(EnvironmentFaultError, match=r"http.*wandb login"):
-        sync_runs([(run_dir, RunState.FINISHED)], Console(), sink_environment(tmp_path))
+        sync_runs([(run_dir, RunState.FINISHED)], Console(), tracker_environment(tmp_path))
 
 
 def test_sending_that_fails_names_the_run(run_dir, tmp_path, folder):
-    environment = sink_environment(tmp_path, WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY=KEY)
+    environment = tracker_environment(tmp_path, WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY=KEY)
     with pytest.raises(EnvironmentFaultError, match=re.escape(str(run_dir))):
         sync_runs([(run_dir, RunState.FINISHED)], Console(), environment)
     assert unsynced_folders(run_dir) == [folder]

@@ -1,4 +1,4 @@
-"""Run directories, and the process of their sinks, as the supervisor starts it."""
+"""Run directories, and the process of their trackers, as the supervisor starts it."""
 
 import io
 import json
@@ -13,8 +13,8 @@ from run_factory import metrics_row, run_plan
 
 from launch.attempt.supervisor import StopRequest
 from launch.terminal import Console
-from launch.track.start import SinkProcess
-from launch.track.tracker import LastWord, SinkOrder
+from launch.track.start import TrackerProcess
+from launch.track.tracker import EndNotice, TrackerOrder
 from trainer.spec import codec
 from trainer.spec.job.sections import LogJob, WandbMode
 from trainer.spec.plan import Plan
@@ -37,25 +37,25 @@ def append_steps(run_dir: Path, steps: Sequence[int], *, attempt: int = 1, **fie
             stream.write(json.dumps({**metrics_row(step, attempt), **fields}) + "\n")
 
 
-def sink_order(**changes: Any) -> SinkOrder:
-    return SinkOrder(**{"name": "bot-1", "project": "shardwise", "first_attempt": 1, **changes})
+def tracker_order(**changes: Any) -> TrackerOrder:
+    return TrackerOrder(**{"name": "bot-1", "project": "shardwise", "first_attempt": 1, **changes})
 
 
-def sink_environment(home: Path, **more: str) -> dict[str, str]:
+def tracker_environment(home: Path, **more: str) -> dict[str, str]:
     """With a home of its own, in which nobody is logged in."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "SLURM"))}
     return {**kept, "HOME": str(home), **more}
 
 
-class Sinks:
-    """The sinks of a run directory, and what their supervisor's console shows."""
+class Trackers:
+    """The trackers of a run directory, and what their supervisor's console shows."""
 
-    def __init__(self, run_dir: Path, order: SinkOrder, environment: dict[str, str]) -> None:
+    def __init__(self, run_dir: Path, order: TrackerOrder, environment: dict[str, str]) -> None:
         self.stream = io.StringIO()
         self.stop = StopRequest()
-        self.process = SinkProcess(order, run_dir, Console(self.stream), environment)
+        self.process = TrackerProcess(order, run_dir, Console(self.stream), environment)
 
-    def end(self, word: LastWord = LastWord(has_report=False)) -> str:  # noqa: B008  # it never changes
+    def end(self, word: EndNotice = EndNotice(has_report=False)) -> str:  # noqa: B008  # it never changes
         self.process.end(word, self.stop)
         return self.stream.getvalue()
 
@@ -69,13 +69,13 @@ def write_program(folder: Path, text: str) -> Path:
 
 
 __all__ = [
-    "LastWord",
-    "Sinks",
+    "EndNotice",
+    "Trackers",
     "WandbMode",
     "append_steps",
     "logged_plan",
-    "sink_environment",
-    "sink_order",
+    "tracker_environment",
+    "tracker_order",
     "write_plan",
     "write_program",
 ]

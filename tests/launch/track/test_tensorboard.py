@@ -1,9 +1,9 @@
 """Event files that TensorBoard itself reads: every line once, and of a step that was repeated the later value."""
 
 import pytest
-from sink_factory import LastWord, Sinks, append_steps, sink_environment, sink_order, write_plan
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tracker_factory import EndNotice, Trackers, append_steps, tracker_environment, tracker_order, write_plan
 
 
 @pytest.fixture
@@ -14,8 +14,8 @@ def run_dir(tmp_path):
 
 
 def supervise(run_dir, attempt=1):
-    sinks = Sinks(run_dir, sink_order(tensorboard=True, first_attempt=attempt), sink_environment(run_dir))
-    assert sinks.end(LastWord(has_report=False)) == ""
+    trackers = Trackers(run_dir, tracker_order(tensorboard=True, first_attempt=attempt), tracker_environment(run_dir))
+    assert trackers.end(EndNotice(has_report=False)) == ""
 
 
 def shown(run_dir, name):

@@ -7,9 +7,9 @@ from threading import Thread
 
 import pytest
 from report_factory import make_report
-from sink_factory import write_program
+from tracker_factory import write_program
 
-from launch.track.notify import NotifyError, NotifySink, message
+from launch.track.notify import NotifyError, NotifyTracker, message
 from launch.track.tracker import End
 from trainer.spec.report import Ending
 
@@ -46,7 +46,7 @@ def listening(status=200):
 
 
 def tell(run_dir, *notify, end=FINISHED):
-    NotifySink(run_dir, name="bot-1", notify=notify).end(end)
+    NotifyTracker(run_dir, name="bot-1", notify=notify).end(end)
 
 
 def test_the_message_says_who_how_far_and_where(tmp_path):
@@ -127,7 +127,7 @@ def test_a_command_that_fails_is_its_exit_code_and_its_last_line(tmp_path):
 def test_a_command_that_hangs_is_ended(tmp_path):
     program = str(write_program(tmp_path, "import time\ntime.sleep(600)"))
     with pytest.raises(NotifyError, match=r"program .* 0\.3 s"):
-        NotifySink(tmp_path, name="bot-1", notify=(program,), command_timeout_s=0.3).end(FINISHED)
+        NotifyTracker(tmp_path, name="bot-1", notify=(program,), command_timeout_s=0.3).end(FINISHED)
 
 
 def test_a_command_that_cannot_be_started_is_a_sentence(tmp_path):

@@ -1,4 +1,4 @@
-"""Sinks that hang, raise, exit or lose their folder: the supervisor goes on, the other sinks too, and a line says so.
+"""A tracker that hangs, raises, exits or loses its folder: the supervisor and the other trackers go on, with a line.
 
 Every process here is real; the package named wandb is a stand-in that misbehaves.
 """
@@ -14,14 +14,14 @@ import pytest
 from msgspec.structs import replace
 from report_factory import make_report
 from run_factory import write_submission
-from sink_factory import (
-    LastWord,
-    Sinks,
+from tracker_factory import (
+    EndNotice,
+    Trackers,
     WandbMode,
     append_steps,
     logged_plan,
-    sink_environment,
-    sink_order,
+    tracker_environment,
+    tracker_order,
     write_plan,
     write_program,
 )
@@ -29,9 +29,9 @@ from wandb_stand_in import WAYS, write_stand_in
 
 from launch.attempt.supervisor import StopKind, StopRequest
 from launch.rundir.process_record import read_state
-from launch.track import start as sink_start
-from launch.track.start import running_sinks
-from launch.track.start import sink_order as order_of
+from launch.track import start as track_start
+from launch.track.start import running_trackers
+from launch.track.start import tracker_order as order_of
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.report import Ending
@@ -71,38 +71,38 @@ def catches(pid, number):
     return bool(int(rest.split()[0], 16) >> (number - 1) & 1)
 
 
-def test_a_job_without_sinks_starts_no_process(run_dir, tmp_path):
-    sinks = Sinks(run_dir, sink_order(), sink_environment(tmp_path))
-    sinks.process.tick()
-    assert sinks.end() == ""
+def test_a_job_without_trackers_starts_no_process(run_dir, tmp_path):
+    trackers = Trackers(run_dir, tracker_order(), tracker_environment(tmp_path))
+    trackers.process.tick()
+    assert trackers.end() == ""
     assert not (run_dir / "logs").exists()
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if "hangs" not in way])
-def test_a_sink_that_fails_is_a_line_and_the_others_go_on(way, run_dir, tmp_path, told):
+def test_a_tracker_that_fails_is_a_line_and_the_others_go_on(way, run_dir, tmp_path, told):
     path = write_stand_in(tmp_path / "stand in", way)
-    order = sink_order(wandb=WandbMode.OFFLINE, notify=notify(tmp_path, told))
-    sinks = Sinks(run_dir, order, sink_environment(tmp_path, PYTHONPATH=str(path)))
+    order = tracker_order(wandb=WandbMode.OFFLINE, notify=notify(tmp_path, told))
+    trackers = Trackers(run_dir, order, tracker_environment(tmp_path, PYTHONPATH=str(path)))
 
     def has_failed():
-        sinks.process.tick()
-        return sinks.stream.getvalue() != ""
+        trackers.process.tick()
+        return trackers.stream.getvalue() != ""
 
     wait_until(has_failed)
     codec.write(run_dir / "report.json", make_report())
-    shown = sinks.end(LastWord(has_report=True))
+    shown = trackers.end(EndNotice(has_report=True))
     assert "wandb" in shown and ("switched off" in shown or "exit code 7, fatal: wandb" in shown)
     assert json.loads(told.read_text())["ending"] == "finished"
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if "hangs" in way])
 @pytest.mark.cold
-def test_a_sink_that_hangs_is_ended_and_the_others_were_told(way, run_dir, tmp_path, told, monkeypatch):
-    monkeypatch.setattr(sink_start, "END_S", 4.0)
+def test_a_tracker_that_hangs_is_ended_and_the_others_were_told(way, run_dir, tmp_path, told, monkeypatch):
+    monkeypatch.setattr(track_start, "END_S", 4.0)
     path = write_stand_in(tmp_path / "stand in", way)
-    order = sink_order(wandb=WandbMode.ONLINE, notify=notify(tmp_path, told))
-    sinks = Sinks(run_dir, order, sink_environment(tmp_path, PYTHONPATH=str(path)))
-    shown = sinks.end()
+    order = tracker_order(wandb=WandbMode.ONLINE, notify=notify(tmp_path, told))
+    trackers = Trackers(run_dir, order, tracker_environment(tmp_path, PYTHONPATH=str(path)))
+    shown = trackers.end()
     assert all(
         fact in shown for fact in ("wandb, notify", " 4 s", "metrics.jsonl", str(run_dir / "logs" / "sinks.log"))
     )
@@ -110,93 +110,95 @@ def test_a_sink_that_hangs_is_ended_and_the_others_were_told(way, run_dir, tmp_p
 
 
 def test_a_job_that_goes_back_to_its_scheduler_waits_less(run_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(sink_start, "END_S", 600.0)
-    monkeypatch.setattr(sink_start, "REQUEUE_END_S", 1.0)
+    monkeypatch.setattr(track_start, "END_S", 600.0)
+    monkeypatch.setattr(track_start, "REQUEUE_END_S", 1.0)
     path = write_stand_in(tmp_path / "stand in", "hangs when a run begins")
-    order = sink_order(wandb=WandbMode.OFFLINE)
-    sinks = Sinks(run_dir, order, sink_environment(tmp_path, PYTHONPATH=str(path)))
-    sinks.stop.kind = StopKind.REQUEUE
-    assert " 1 s" in sinks.end()
+    order = tracker_order(wandb=WandbMode.OFFLINE)
+    trackers = Trackers(run_dir, order, tracker_environment(tmp_path, PYTHONPATH=str(path)))
+    trackers.stop.kind = StopKind.REQUEUE
+    assert " 1 s" in trackers.end()
 
 
 @pytest.mark.cold
 def test_what_was_ended_leaves_no_process(run_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(sink_start, "END_S", 2.0)
+    monkeypatch.setattr(track_start, "END_S", 2.0)
     pids = f"open({str(tmp_path / 'pids')!r}, 'w').write(f'{{os.getpid()}} {{os.getppid()}}')"
     text = f"import os, time\n{pids}\ntime.sleep(60)"
-    sinks = Sinks(run_dir, sink_order(notify=(str(write_program(tmp_path, text)),)), sink_environment(tmp_path))
-    assert os.getsid(sinks.process._process.pid) == sinks.process._process.pid
-    assert "not done" in sinks.end()
+    trackers = Trackers(
+        run_dir, tracker_order(notify=(str(write_program(tmp_path, text)),)), tracker_environment(tmp_path)
+    )
+    assert os.getsid(trackers.process._process.pid) == trackers.process._process.pid
+    assert "not done" in trackers.end()
     command, parent = map(int, (tmp_path / "pids").read_text().split())
     wait_until(lambda: (read_state(command) or "Z")[0] == "Z")
     assert read_state(parent) is None
 
 
 def test_a_process_that_is_killed_is_noticed_while_training_goes_on(run_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(sink_start, "_LOOK_EVERY_S", 0.0)
-    sinks = Sinks(run_dir, sink_order(tensorboard=True), sink_environment(tmp_path))
-    os.kill(sinks.process._process.pid, signal.SIGKILL)
+    monkeypatch.setattr(track_start, "_LOOK_EVERY_S", 0.0)
+    trackers = Trackers(run_dir, tracker_order(tensorboard=True), tracker_environment(tmp_path))
+    os.kill(trackers.process._process.pid, signal.SIGKILL)
 
     def is_noticed() -> bool:
-        sinks.process.tick()
-        return bool(sinks.stream.getvalue())
+        trackers.process.tick()
+        return bool(trackers.stream.getvalue())
 
     wait_until(is_noticed)
-    assert sinks.stream.getvalue().startswith("tensorboard: ")
-    assert sinks.stream.getvalue().count("\n") == 1
-    assert sinks.end().count("\n") == 1
+    assert trackers.stream.getvalue().startswith("tensorboard: ")
+    assert trackers.stream.getvalue().count("\n") == 1
+    assert trackers.end().count("\n") == 1
 
 
 def test_a_log_folder_that_cannot_be_made_is_a_line(run_dir, tmp_path):
     (run_dir / "logs").write_text("a file of that name")
-    sinks = Sinks(run_dir, sink_order(tensorboard=True), sink_environment(tmp_path))
-    (line,) = sinks.end().splitlines()
+    trackers = Trackers(run_dir, tracker_order(tensorboard=True), tracker_environment(tmp_path))
+    (line,) = trackers.end().splitlines()
     assert line.startswith("tensorboard: ") and "File exists" in line
 
 
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
 def test_a_folder_that_vanishes_disturbs_nobody(kind, run_dir, tmp_path, told):
-    order = sink_order(
+    order = tracker_order(
         notify=notify(tmp_path, told),
         tensorboard=kind == "tensorboard",
         wandb=WandbMode.OFFLINE if kind == "wandb" else WandbMode.OFF,
     )
-    sinks = Sinks(run_dir, order, sink_environment(tmp_path))
+    trackers = Trackers(run_dir, order, tracker_environment(tmp_path))
     wait_until((run_dir / kind).is_dir)
     time.sleep(1.0)  # for its files
     shutil.rmtree(run_dir / kind, ignore_errors=True)
     append_steps(run_dir, range(4, 30))
-    shown = sinks.end(LastWord(has_report=False, error="why"))
+    shown = trackers.end(EndNotice(has_report=False, error="why"))
     assert "not done" not in shown
     assert json.loads(told.read_text())["error"] == "why"
 
 
-def test_stop_requests_are_not_for_the_sinks(run_dir, tmp_path, told):
-    sinks = Sinks(run_dir, sink_order(notify=notify(tmp_path, told)), sink_environment(tmp_path))
+def test_stop_requests_are_not_for_the_trackers(run_dir, tmp_path, told):
+    trackers = Trackers(run_dir, tracker_order(notify=notify(tmp_path, told)), tracker_environment(tmp_path))
     log = run_dir / "logs" / "sinks.log"
-    process, numbers = sinks.process._process, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    process, numbers = trackers.process._process, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     wait_until(lambda: all(catches(process.pid, number) for number in numbers))
     for number in numbers:
         os.kill(process.pid, number)
-    sinks.end()
+    trackers.end()
     assert process.returncode == 0 and log.read_text() == "" and told.exists()
 
 
-def test_a_supervisor_that_dies_leaves_sinks_that_end_by_themselves(run_dir, tmp_path, told):
-    sinks = Sinks(run_dir, sink_order(notify=notify(tmp_path, told)), sink_environment(tmp_path))
-    process = sinks.process._process
+def test_a_supervisor_that_dies_leaves_trackers_that_end_by_themselves(run_dir, tmp_path, told):
+    trackers = Trackers(run_dir, tracker_order(notify=notify(tmp_path, told)), tracker_environment(tmp_path))
+    process = trackers.process._process
     process.stdin.close()
     assert process.wait(30) == 0
-    sinks.process._process = None
+    trackers.process._process = None
     assert json.loads(told.read_text())["error"].startswith("the supervisor")
 
 
 def test_a_run_that_cannot_even_start_is_told_of(tmp_path, told):
     run_dir, plan, stop = tmp_path, logged_plan(notify=notify(tmp_path, told)), StopRequest()
-    console = Sinks(run_dir, sink_order(), {}).process._console
+    console = Trackers(run_dir, tracker_order(), {}).process._console
     with (
         pytest.raises(EnvironmentFaultError),
-        running_sinks(plan, run_dir=run_dir, console=console, environment=sink_environment(tmp_path), stop=stop),
+        running_trackers(plan, run_dir=run_dir, console=console, environment=tracker_environment(tmp_path), stop=stop),
     ):
         raise EnvironmentFaultError("attempts/1: no space")
     message = json.loads(told.read_text())
@@ -205,15 +207,17 @@ def test_a_run_that_cannot_even_start_is_told_of(tmp_path, told):
 
 def test_an_earlier_report_is_not_taken_for_this_one(run_dir, tmp_path, told):
     codec.write(run_dir / "report.json", make_report(ending=Ending.PREEMPTED))
-    sinks = Sinks(run_dir, sink_order(notify=notify(tmp_path, told), first_attempt=2), sink_environment(tmp_path))
-    sinks.end(LastWord(has_report=False, error="no disk"))
+    trackers = Trackers(
+        run_dir, tracker_order(notify=notify(tmp_path, told), first_attempt=2), tracker_environment(tmp_path)
+    )
+    trackers.end(EndNotice(has_report=False, error="no disk"))
     assert json.loads(told.read_text())["ending"] == "failed"
 
 
-def test_what_is_asked_of_the_sinks_is_what_the_job_says(tmp_path):
+def test_what_is_asked_of_the_trackers_is_what_the_job_says(tmp_path):
     plan = logged_plan(wandb=WandbMode.ONLINE, project="mine", name="first", tensorboard=True, notify=("tell",))
     order = order_of(plan, tmp_path / "bot-1", {})
-    assert order == sink_order(
+    assert order == tracker_order(
         name="first", project="mine", wandb=WandbMode.ONLINE, tensorboard=True, notify=("tell",), group=None
     )
 
@@ -226,7 +230,7 @@ def test_without_a_name_it_is_the_run_directory_and_a_point_says_its_sweep(tmp_p
     assert order_of(logged_plan(name="mine"), tmp_path / "sweep-1" / "point-3", {}).name == "mine point-3"
 
 
-def test_a_trial_has_no_sinks(tmp_path):
+def test_a_trial_has_no_trackers(tmp_path):
     plan = replace(logged_plan(wandb=WandbMode.OFFLINE, tensorboard=True, notify=("tell",)), is_trial=True)
     assert order_of(plan, tmp_path, {}).is_empty
 
@@ -236,7 +240,7 @@ def test_no_secret_of_the_environment_is_in_the_log(run_dir, tmp_path):
     path = write_stand_in(tmp_path / "stand in", "raises when a run begins")
     stand_in = path / "wandb" / "__init__.py"
     stand_in.write_text(stand_in.read_text().replace("cannot allocate a run", f"401 for {key}"))
-    environment = sink_environment(tmp_path, PYTHONPATH=str(path), WANDB_API_KEY=key)
-    shown = Sinks(run_dir, sink_order(wandb=WandbMode.OFFLINE), environment).end()
+    environment = tracker_environment(tmp_path, PYTHONPATH=str(path), WANDB_API_KEY=key)
+    shown = Trackers(run_dir, tracker_order(wandb=WandbMode.OFFLINE), environment).end()
     assert "401 for [redacted]" in shown
     assert key not in (run_dir / "logs" / "sinks.log").read_text()

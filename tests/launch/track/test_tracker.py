@@ -1,9 +1,9 @@
-"""Names, groups and summaries of what sinks are sent."""
+"""Names, groups and summaries of what trackers are sent."""
 
 import pytest
 from run_factory import run_plan
 
-from launch.track.metrics import Summaries, measured_series, predicted_series, series_name, summary_of
+from launch.track.tracker import Summaries, measured_series, predicted_series, series_name, summary_of
 from trainer.runtime.loop.metrics import StepMetrics
 
 GROUPS = {"train", "eval", "speed", "time", "memory", "gpu"}

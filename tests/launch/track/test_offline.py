@@ -5,7 +5,7 @@ import zlib
 
 import pytest
 
-from launch.track.wandb.files import (
+from launch.track.offline import (
     WandbRun,
     new_identity,
     offline_folders,

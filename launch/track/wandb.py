@@ -1,0 +1,309 @@
+"""wandb as a tracker: one wandb run for one run directory, however often that is stopped, killed or queued again.
+
+Only this module imports wandb, and only processes of their own load it: that of the trackers, and `python -m
+launch.track.wandb login` and `save-view`, which answer for `start` and `workspace`. wandb's own service process
+(wandb-core) does not protect the caller: with a wandb-core that hangs, `run.log` of wandb 0.31 blocks after 276 rows
+and `run.finish` does not return. No process here has a terminal, so wandb never prompts for a key.
+
+Each line of metrics.jsonl is logged with its place in the file as wandb's own step, which must increase: wandb drops a
+row with a lower step. So every line is sent once, including steps that an attempt repeats after going back to a
+checkpoint. The x axis of charts is `step`, the optimizer's. The number of lines that are already there comes from
+wandb's server if the run is online, else from the logs in the run directory (`offline`).
+"""
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import wandb
+from launch.track.offline import (
+    WandbRun,
+    new_identity,
+    offline_folders,
+    offline_logs,
+    read_records,
+    read_wandb_run,
+    write_wandb_run,
+)
+from launch.track.tracker import STEP, End, Incident, Line, Run, Summaries, predicted_series, show, summary_of
+from trainer.spec import codec
+from trainer.spec.errors import InputError
+from trainer.spec.job.fields import job_tree
+from trainer.spec.job.sections import WandbMode
+from trainer.spec.plan import Plan
+from trainer.spec.report import Ending, Report
+from trainer.spec.secrets import REDACTED, redact, redacted_output
+
+_ALERT_WAIT_S = 600  # between two alerts with one title
+_INIT_TIMEOUT_S = 30  # then the run is written offline; WANDB_INIT_TIMEOUT overrides it
+# These would select another run than the one of the run directory, or need another process.
+_OVERRIDDEN = ("WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM", "WANDB_SERVICE", "WANDB_DIR")
+
+
+class WandbTracker:
+    """Feeds one wandb run."""
+
+    name = "wandb"
+
+    def __init__(self) -> None:
+        self._run: wandb.Run | None = None
+        self._is_online = False
+        self._run_dir = Path()
+        self._record: WandbRun | None = None
+        self._first_line = self._num_lines = 0
+        self._summaries = Summaries()
+        self._defined: set[str] = set()
+
+    def begin(self, run: Run) -> None:
+        """Opens the wandb run; writes it offline if wandb's server does not respond."""
+        record = _wandb_run(run)
+        write_wandb_run(run.run_dir, record)
+        self._run, self._is_online = _open(run, record)
+        if self._is_online:
+            self._first_line = int(self._run.starting_step)
+            url = None if self._run.url is None else str(self._run.url)
+            record = msgspec.structs.replace(record, url=url, sent_lines=self._first_line)
+            show(f"wandb: {url}")
+        else:
+            self._first_line = max(record.sent_lines, num_logged(run.run_dir))
+        folder = Path(self._run.settings.sync_dir).name
+        self._run_dir, self._record = run.run_dir, msgspec.structs.replace(record, writing=folder)
+        write_wandb_run(run.run_dir, self._record)
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
+
+    def step(self, line: Line) -> None:
+        """Sends a line that is not there yet."""
+        assert self._run is not None
+        self._summaries.add(line.values)
+        self._num_lines = line.place + 1
+        for name in sorted(line.values.keys() - self._defined - {STEP}):
+            self._run.define_metric(name, step_metric=STEP, summary=",".join(summary_of(name)))
+            self._defined.add(name)
+        if line.place >= self._first_line:
+            self._run.log({**line.values, STEP: line.step}, step=line.place, commit=True)
+
+    def incident(self, incident: Incident) -> None:
+        """Sends an alert."""
+        assert self._run is not None
+        self._run.alert(incident.title, incident.text, level="WARN", wait_duration=_ALERT_WAIT_S)
+
+    def end(self, end: End) -> None:
+        """Writes the summary over all lines, the figures of the report and the exit code; waits until they are sent."""
+        if self._run is None:
+            return
+        report = end.report
+        summary: dict[str, Any] = dict(self._summaries.all())
+        if report is not None:
+            summary |= {f"report/{name}": value for name, value in _report_figures(report).items()}
+        self._run.summary.update(summary)
+        is_finished = report is not None and report.ending is Ending.FINISHED
+        if report is not None and report.ending is Ending.PREEMPTED:
+            self._run.mark_preempting()
+        self._run.finish(exit_code=0 if is_finished else 1 if report is None else report.exit_code)
+        assert self._record is not None
+        record = msgspec.structs.replace(self._record, writing=None)
+        if self._is_online:  # the server now has every line, including those of the offline folders
+            folders = tuple(path.name for path in offline_folders(self._run_dir))
+            record = msgspec.structs.replace(record, sent_lines=self._num_lines, synced=folders)
+        write_wandb_run(self._run_dir, record)
+
+
+def run_config(plan: Plan) -> dict[str, Any]:
+    """The config of the wandb run: job, plan, predictions, hardware, model, data, versions; without secrets."""
+    job = job_tree(plan.job)
+    if plan.job.log.notify is not None:  # the path of a URL may be its only protection
+        job["log"]["notify"] = REDACTED
+    chosen = msgspec.to_builtins(plan.chosen)
+    tree: dict[str, Any] = {
+        "job": job,
+        "plan": {
+            "strategy": plan.chosen.strategy.name,
+            **{name: value for name, value in chosen.items() if name not in ("memory", "speed", "strategy")},
+            "row": chosen["strategy"],
+            "schedule": msgspec.to_builtins(plan.schedule),
+            "num_fallbacks": len(plan.fallbacks),
+        },
+        "predicted": {
+            "memory": chosen["memory"],
+            "speed": chosen["speed"],
+            **predicted_series(plan.chosen),
+        },
+        "hardware": msgspec.to_builtins(plan.hardware),
+        "model": {**msgspec.to_builtins(plan.model_shape), "num_parameters": plan.model_shape.num_parameters},
+        "data": {"fingerprint": plan.data.fingerprint, "source": plan.data.source},
+        "versions": plan.versions,
+    }
+    shown: dict[str, Any] = codec.redacted(tree)
+    return shown
+
+
+def num_logged(run_dir: Path) -> int:
+    """The number of lines in the offline folders: one more than the highest wandb step."""
+    records = (record for path in offline_logs(run_dir) for record in read_records(path))
+    return max((step + 1 for record in records if (step := _logged_step(record)) is not None), default=0)
+
+
+def _logged_step(record: bytes) -> int | None:
+    """The step of a serialized record if it is a row of the history."""
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined] # protobuf makes it at run time
+
+    parsed = Record()
+    parsed.ParseFromString(record)
+    return int(parsed.history.step.num) if parsed.WhichOneof("record_type") == "history" else None
+
+
+def _wandb_run(run: Run) -> WandbRun:
+    """The wandb run of the run directory; a new one takes the id that the agent of a wandb sweep gave."""
+    try:
+        record = read_wandb_run(run.run_dir)
+    except InputError as error:
+        show(f"wandb: {error}; starting a new run")
+        record = None
+    if record is not None:
+        return record
+    identity = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+    return WandbRun(id=identity or new_identity(), project=run.order.project)
+
+
+def _open(run: Run, record: WandbRun) -> "tuple[wandb.Run, bool]":
+    """The wandb run, and whether it is online."""
+    config = run_config(run.plan)
+    if run.order.wandb is WandbMode.ONLINE:
+        try:
+            return _init(run, record, config, mode="online"), True
+        except Exception as error:  # noqa: BLE001 - whatever it is, the run can still be written offline
+            reason = (str(error).splitlines() or [""])[0]
+            show(f"wandb: cannot be reached ({type(error).__name__}: {reason}); the run is written offline")
+            show(f"wandb: to send it later: shardwise status {run.run_dir} --sync")
+            wandb.teardown(exit_code=1)
+    return _init(run, record, config, mode="offline"), False
+
+
+def _init(run: Run, record: WandbRun, config: Mapping[str, Any], *, mode: str) -> "wandb.Run":
+    for variable in _OVERRIDDEN:
+        os.environ.pop(variable, None)
+    os.environ.setdefault("WANDB_INIT_TIMEOUT", str(_INIT_TIMEOUT_S))
+    os.environ.setdefault("WANDB_DISABLE_GIT", "true")  # the job and the plan describe the run, not this folder
+    os.environ.setdefault("WANDB_DISABLE_CODE", "true")
+    return wandb.init(
+        project=record.project,
+        id=record.id,
+        name=run.order.name,
+        group=run.order.group,
+        config=dict(config),
+        dir=str(run.run_dir),
+        mode="online" if mode == "online" else "offline",
+        resume="allow",
+        settings=wandb.Settings(console="off", force=mode == "online"),
+    )
+
+
+def _report_figures(report: Report) -> dict[str, Any]:
+    memory, speed = report.measured.memory, report.measured.speed
+    figures = {
+        "ending": str(report.ending),
+        "steps": report.step,
+        "tokens": report.tokens,
+        "attempts": report.attempts,
+        "final_loss": report.final_loss,
+        "eval_loss": report.evaluations[-1].loss if report.evaluations else None,
+        "memory_peak_bytes": memory.peak_allocated_bytes,
+        "memory_peak_bytes_predicted": report.predicted.memory.peak_allocated_bytes,
+        "tokens_per_s_per_gpu": speed.tokens_per_s_per_gpu,
+        "tokens_per_s_per_gpu_predicted": report.predicted.speed.tokens_per_s_per_gpu,
+        "incidents": len(report.incidents),
+    }
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+# The two commands below run in processes of their own, since wandb takes a second to import.
+
+
+def login_problem() -> str | None:
+    """The problem with wandb's login; None if it has a key or an identity. Sends nothing and never prompts."""
+    from wandb.sdk import wandb_setup
+    from wandb.sdk.lib import wbauth
+
+    settings = wandb_setup.singleton().settings  # wandb.setup() would start its service
+    try:
+        found = wbauth.authenticate_session(host=settings.base_url, source="shardwise", prompt=False)
+    except wandb.Error as error:
+        return str(error).partition("\n")[0]
+    return None if found is not None else f"there is no login for {settings.base_url}"
+
+
+_ENTITY = "query OwnEntity { viewer { entity } }"
+_FIND = """
+query FindView($entityName: String, $name: String, $viewType: String, $viewName: String) {
+  project(name: $name, entityName: $entityName) {
+    allViews(viewType: $viewType, viewName: $viewName) { edges { node { id } } }
+  }
+}
+"""
+_SAVE = """
+mutation UpsertView(
+  $id: ID, $entityName: String, $projectName: String, $type: String, $name: String, $displayName: String, $spec: String
+) {
+  upsertView(input: {
+    id: $id, entityName: $entityName, projectName: $projectName, type: $type, name: $name, displayName: $displayName,
+    spec: $spec, createdUsing: WANDB_SDK
+  }) { view { id name } inserted }
+}
+"""
+
+
+def save_view(request: dict[str, Any]) -> dict[str, Any]:
+    """Creates the view of a project, or replaces the view that has its name; returns its URL, or the problem.
+
+    The request has `entity` (None: that of the login), `project`, `identity`, `view_name`, `title` and `view`.
+    """
+    api = wandb.Api()
+
+    def ask(query: str, variables: dict[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = api._service_api.execute_graphql(query, variables=variables)
+        return answer
+
+    entity, project = request["entity"] or (ask(_ENTITY, {}).get("viewer") or {}).get("entity"), request["project"]
+    kind = "project-view"
+    found = ask(_FIND, {"entityName": entity, "name": project, "viewType": kind, "viewName": request["view_name"]})
+    if found.get("project") is None:
+        return {"problem": f"there is no project {entity}/{project} that this login can see"}
+    edges = (found["project"].get("allViews") or {}).get("edges") or []
+    variables = {
+        "entityName": entity,
+        "projectName": project,
+        "type": kind,
+        "name": request["view_name"],
+        "displayName": request["title"],
+        "spec": json.dumps(request["view"]),
+    }
+    saved = ask(_SAVE, variables | ({"id": edges[0]["node"]["id"]} if edges else {}))
+    if (saved.get("upsertView") or {}).get("view") is None:
+        return {"problem": f"{entity}/{project}: the view was not saved; does this login have write access?"}
+    return {"url": f"{str(wandb.setup().settings.app_url).rstrip('/')}/{entity}/{project}?nw={request['identity']}"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """`login`: exit code 0, or 1 and a line with the problem. `save-view`: JSON on standard input and output."""
+    if argv[1] == "login":
+        problem = login_problem()
+        if problem is not None:
+            sys.stdout.write(f"{problem}\n")
+        return 0 if problem is None else 1
+    try:
+        answer = save_view(json.load(sys.stdin))
+    except Exception as error:  # noqa: BLE001 - wandb raises many types; the first line of the message is shown
+        answer = {"problem": redact(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")}
+    sys.stdout.write(json.dumps(answer) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    with redacted_output():
+        sys.exit(main(sys.argv))

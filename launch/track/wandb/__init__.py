@@ -1,1 +1,0 @@
-"""wandb as a tracker."""
