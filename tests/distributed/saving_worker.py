@@ -21,9 +21,8 @@ from accelerate.state import AcceleratorState, GradientState
 from msgspec.structs import replace
 
 from trainer.runtime.checkpoint import Save, find_checkpoint, import_state
-from trainer.runtime.loop.checkpoint_facts import facts_of
 from trainer.runtime.loop.course import train
-from trainer.runtime.loop.session import build_session
+from trainer.runtime.loop.session import build_session, facts_of
 from trainer.runtime.profile.memory_profile import anonymous_bytes
 from trainer.runtime.run.report_writer import ReportWriter, run_paths
 from trainer.runtime.run.state import RunState

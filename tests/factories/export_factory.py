@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.runtime.checkpoint import Ranks, Save
 from trainer.runtime.export.run import plan_on
-from trainer.runtime.loop.checkpoint_facts import facts_of
+from trainer.runtime.loop.session import facts_of
 from trainer.runtime.models.build import build_model
 from trainer.runtime.run.state import RunState
 from trainer.spec.hardware import DeviceKind

@@ -14,8 +14,7 @@ from rank_factory import rank_plan, write_attempt, write_rows
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.runtime.checkpoint import CheckpointFolder, find_checkpoint, read_weights
-from trainer.runtime.loop.checkpoint_facts import base_fingerprint
+from trainer.runtime.checkpoint import CheckpointFolder, base_fingerprint, find_checkpoint, read_weights
 from trainer.runtime.loop.course import train
 from trainer.runtime.run.report_writer import ReportWriter, run_paths
 from trainer.runtime.run.state import RunState

@@ -31,6 +31,7 @@ from trainer.runtime.checkpoint.manifest import (
     CheckpointFolder,
     LossScaler,
     Manifest,
+    base_fingerprint,
     config_sha256,
     folder_name,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "NonFiniteStateError",
     "Ranks",
     "Save",
+    "base_fingerprint",
     "canonical_name",
     "check_compatible",
     "checkpoint_digest",

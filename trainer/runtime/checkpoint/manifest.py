@@ -11,6 +11,7 @@ signs, types); what only the whole manifest can tell (holes, overlaps, files tha
 
 import hashlib
 import math
+import os
 import re
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
@@ -23,6 +24,7 @@ from msgspec import Meta
 from trainer.runtime.run.state import SpikeRecord
 from trainer.spec.errors import InputError
 from trainer.spec.job.sections import GaloreJob, LoraJob
+from trainer.spec.plan import Plan
 from trainer.spec.report import Evaluation
 from trainer.spec.strategy import Optimizer, Precision, Sharding
 from trainer.spec.value import Value
@@ -127,6 +129,8 @@ CHECKPOINT_FORMAT = 1
 MANIFEST_NAME = "MANIFEST.json"
 MANIFEST_MAX_BYTES = 1 << 28  # a model of 100k tensors on 1,000 ranks needs less
 FOLDER_PATTERN = re.compile(r"step-(\d{8,12})")
+
+_NUM_SAMPLES, _SAMPLE_BYTES = 64, 64 << 10  # of each file, spread evenly; the first holds the header's beginning
 
 Count = Annotated[int, Meta(ge=0)]
 ShardName = Annotated[str, Meta(pattern=r"^shard-[0-9]{5}\.safetensors\Z")]  # a plain name: no folder, no `..`
@@ -273,6 +277,26 @@ def folder_name(step: int) -> str:
 def config_sha256(config: dict[str, Any]) -> str:
     """Hash of a config.json dict, whatever the order of its keys."""
     return hashlib.sha256(msgspec.json.encode(config, order="sorted")).hexdigest()
+
+
+def base_fingerprint(plan: Plan) -> str:
+    """Identity of a frozen base, independent of the location of its files.
+
+    It is a hash of the names, sizes, headers and a sample of the bytes of its safetensors files, as hashing all of them
+    would take minutes; for a base that was drawn, of its config and the seed.
+    """
+    digest = hashlib.sha256()
+    if plan.model_path is None:
+        digest.update(msgspec.json.encode([plan.model_config, plan.job.train.seed], order="sorted"))
+        return digest.hexdigest()[:32]
+    for path in sorted(Path(plan.model_path).glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for sample in range(_NUM_SAMPLES):
+                file.seek(sample * max(size - _SAMPLE_BYTES, 0) // (_NUM_SAMPLES - 1), os.SEEK_SET)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:32]
 
 
 def check_manifest(manifest: Manifest, *, origin: str) -> None:

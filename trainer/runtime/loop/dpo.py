@@ -35,10 +35,9 @@ from safetensors.numpy import load, save
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainer.runtime.checkpoint import Ranks
+from trainer.runtime.checkpoint import Ranks, base_fingerprint
 from trainer.runtime.checkpoint.ranks import on_first
 from trainer.runtime.data.batches import MicroBatch
-from trainer.runtime.loop.checkpoint_facts import base_fingerprint
 from trainer.runtime.loop.step import Terms, forward
 from trainer.runtime.loss.head import IGNORED, Answer
 from trainer.runtime.models.methods import adapters_off

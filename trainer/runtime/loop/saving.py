@@ -19,14 +19,15 @@ from pathlib import Path
 
 from trainer.runtime.checkpoint import NonFiniteStateError, Ranks, folder_name, load_weights
 from trainer.runtime.checkpoint.folders import is_complete, open_checkpoint, verified
+from trainer.runtime.checkpoint.layout.optimizer_state import check_supported
 from trainer.runtime.checkpoint.ranks import on_first, together
 from trainer.runtime.checkpoint.save import BackgroundSave, Save
 from trainer.runtime.checkpoint.verify import check_read_back
 from trainer.runtime.export.folder import write_adapter_folder, write_model_folder
 from trainer.runtime.export.weights import gathered_weights
-from trainer.runtime.loop.checkpoint_facts import facts_of, obstacle_to_checkpoints
-from trainer.runtime.loop.session import Session
+from trainer.runtime.loop.session import Session, facts_of
 from trainer.runtime.models.build import plain_model
+from trainer.runtime.optimizers import unwrapped
 from trainer.runtime.run.state import IncidentKind
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.messages.heartbeat import SAVING_PHASE
@@ -79,7 +80,7 @@ def save_state(session: Session, occasion: str, *, in_background: bool = False) 
     """
     settle_save(session)
     plan, state = session.plan, session.state
-    obstacle = obstacle_to_checkpoints(session.optimizer)
+    obstacle = _obstacle_to_checkpoints(session.optimizer)
     if obstacle is not None:
         if not state.log.count(IncidentKind.NO_CHECKPOINTS):
             state.log.note(f"no checkpoint: {obstacle}", IncidentKind.NO_CHECKPOINTS)
@@ -103,6 +104,15 @@ def save_state(session: Session, occasion: str, *, in_background: bool = False) 
         else:
             save.run()
             state.checkpoint = f"checkpoints/{folder_name(state.step)}"
+
+
+def _obstacle_to_checkpoints(optimizer: object) -> str | None:
+    """Why a run of this (wrapped) optimizer saves no checkpoint, in a sentence; None where it does."""
+    try:
+        check_supported(unwrapped(optimizer))
+    except InputError as error:
+        return str(error)
+    return None
 
 
 def poll_save(session: Session) -> bool:

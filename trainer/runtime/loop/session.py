@@ -17,10 +17,14 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trainer.runtime.checkpoint import (
+    CheckpointFacts,
     CheckpointFolder,
     Ranks,
+    base_fingerprint,
     check_compatible,
+    config_sha256,
 )
+from trainer.runtime.checkpoint import LossScaler as SavedScaler
 from trainer.runtime.checkpoint.layout.optimizer_state import BLOCK_ELEMENTS
 from trainer.runtime.checkpoint.load import Resumption, begin_resumption
 from trainer.runtime.checkpoint.save import BackgroundSave
@@ -29,7 +33,6 @@ from trainer.runtime.data.stream.rows import StreamRows
 from trainer.runtime.data.token_rows import TokenRows
 from trainer.runtime.engines.accelerator import build_accelerator, read_ds_config
 from trainer.runtime.engines.verification import check_engagement
-from trainer.runtime.loop.checkpoint_facts import facts_of
 from trainer.runtime.models.build import Installed, build_skeleton, build_trainable
 from trainer.runtime.models.sharded_loading import load_into_fsdp, load_into_zero3, loads_sharded, prepare_loaded
 from trainer.runtime.models.skeleton import Skeleton, blank
@@ -37,7 +40,7 @@ from trainer.runtime.optimizers import build_optimizer, check_in_backward
 from trainer.runtime.precision.mixed_precision import LossScaler, install_precision, loss_scaler
 from trainer.runtime.profile.memory_profile import cap_memory
 from trainer.runtime.run.extension import Hooks, load_hooks
-from trainer.runtime.run.report_writer import ReportWriter, RunPaths
+from trainer.runtime.run.report_writer import ReportWriter, RunPaths, installed_versions
 from trainer.runtime.run.state import RunState
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.plan import Plan
@@ -86,10 +89,7 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
     accelerator = build_accelerator(plan, ds_config=read_ds_config(paths.plan_dir, sharding))
     ranks = Ranks.distributed() if dist.is_initialized() and dist.get_world_size() > 1 else Ranks.alone()
     writer.write_status("loading the data")
-    assert plan.data.cache_dir is not None, "a plan that is run has prepared data"
-    cache_dir = Path(plan.place_of(plan.data.cache_dir))
-    train_rows = TokenRows.open(cache_dir, "train")
-    eval_rows = TokenRows.open(cache_dir, "eval") if plan.data.num_eval_rows else None
+    train_rows, eval_rows = _open_rows(plan)
     if plan.hardware.vram_cap_bytes is not None:
         cap, outside = plan.hardware.vram_cap_bytes, plan.chosen.memory.outside_bytes
         cap_memory(plan.device_kind, accelerator.device, cap, outside_bytes=outside)
@@ -109,14 +109,7 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
     check_in_backward(chosen, is_layerwise=plan.job.train.galore.layerwise)
     if skeleton is not None and sharding.uses_fsdp:
         load_into_fsdp(skeleton, accelerator)
-    optimizer = build_optimizer(
-        chosen.strategy.optimizer,
-        model,
-        lr=plan.schedule.lr,
-        weight_decay=plan.job.train.weight_decay,
-        galore=plan.job.train.galore if chosen.method is Method.GALORE else None,
-        in_backward=chosen.optimizer_in_backward,
-    )
+    optimizer = _build_optimizer(plan, model)
     if skeleton is not None and sharding.uses_deepspeed:
         load_into_zero3(skeleton, accelerator, chosen.strategy.precision)
     writer.write_status("preparing the engine")
@@ -146,6 +139,55 @@ def build_session(plan: Plan, paths: RunPaths, writer: ReportWriter, state: RunS
         tokenizer=_tokenizer(plan),
         hooks=hooks,
         stream=_stream(plan, paths, writer, state, is_first=bool(accelerator.process_index == 0)),
+    )
+
+
+def _open_rows(plan: Plan) -> tuple[TokenRows, TokenRows | None]:
+    """The prepared rows of training, and those of evaluation if there are any."""
+    assert plan.data.cache_dir is not None, "a plan that is run has prepared data"
+    cache_dir = Path(plan.place_of(plan.data.cache_dir))
+    return TokenRows.open(cache_dir, "train"), TokenRows.open(cache_dir, "eval") if plan.data.num_eval_rows else None
+
+
+def _build_optimizer(plan: Plan, model: nn.Module) -> Any:  # noqa: ANN401  # torch's or a library's
+    chosen = plan.chosen
+    return build_optimizer(
+        chosen.strategy.optimizer,
+        model,
+        lr=plan.schedule.lr,
+        weight_decay=plan.job.train.weight_decay,
+        galore=plan.job.train.galore if chosen.method is Method.GALORE else None,
+        in_backward=chosen.optimizer_in_backward,
+    )
+
+
+def facts_of(plan: Plan, state: RunState, scaler: LossScaler | None = None) -> CheckpointFacts:
+    """Facts of the run at this moment; `scaler` is that of an fp16 run."""
+    method = plan.chosen.method
+    return CheckpointFacts(
+        run_name=plan.name,
+        step=state.step,
+        tokens_seen=state.tokens_seen,
+        seed=plan.job.train.seed,
+        sequences_per_step=plan.schedule.sequences_per_step,
+        tokens_per_step=plan.schedule.tokens_per_step,
+        model_config_sha256=config_sha256(plan.model_config),
+        data_fingerprint=plan.data.fingerprint,
+        optimizer=plan.chosen.strategy.optimizer,
+        lora=plan.job.train.lora if method.freezes_base else None,
+        galore=plan.job.train.galore if method is Method.GALORE else None,
+        is_quantised=method is Method.QLORA,
+        base_fingerprint=base_fingerprint(plan) if method.freezes_base else None,
+        sharding=plan.chosen.strategy.sharding,
+        world_size=plan.chosen.num_ranks,
+        precision=plan.chosen.strategy.precision,
+        versions=installed_versions(),
+        spikes=state.spikes,
+        evaluations=tuple(state.evaluations),
+        best_step=state.best_step,
+        loss_scaler=None
+        if scaler is None
+        else SavedScaler(scale=scaler.loss_scale, growth_tracker=scaler.growth_tracker),
     )
 
 
