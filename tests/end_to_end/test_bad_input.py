@@ -1,4 +1,4 @@
-"""Whatever is wrong with the input: one to three lines, the documented exit code, and nothing lost or left behind."""
+"""Faults of the input: one to three lines, the documented exit code, and no file lost or left behind."""
 
 import json
 import os
@@ -17,7 +17,7 @@ Damage = Callable[[Workplace], object]
 
 
 class Case(NamedTuple):
-    """What is done to a good workplace, the command that meets it, and what it must answer."""
+    """A change to a good workplace, a command, and the exit code and facts that it must report."""
 
     name: str
     prepare: Damage
@@ -278,10 +278,6 @@ def test_each_case_has_its_lines_and_its_code(case, workplace, monkeypatch, caps
         assert words in told
     assert "Traceback" not in told and "internal error" not in told
     assert everything_in(workplace.folder) == before
-
-
-def test_there_are_at_least_25_cases_with_different_names():
-    assert len({case.name for case in CASES}) == len(CASES) >= 25
 
 
 def test_debug_shows_the_traceback(workplace, monkeypatch, capsys):

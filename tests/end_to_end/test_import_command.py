@@ -17,7 +17,7 @@ from trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokeni
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What another trainer left: pickled weights under DDP's names, its optimizer, a tokenizer, no config."""
+    """The output of another trainer: pickled weights under DDP's names, its optimizer, a tokenizer, no config."""
     root = tmp_path_factory.mktemp("theirs")
     torch.manual_seed(2)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY_CONFIG)).save_pretrained(root / "base")

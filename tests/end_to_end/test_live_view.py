@@ -56,7 +56,7 @@ def on_terminal(place: Workplace, *words: str | Path) -> tuple[subprocess.Popen[
 
 
 def read_all(master: int) -> str:
-    """What was written until the other end was closed."""
+    """Bytes written until the other end was closed."""
     content = b""
     while True:
         try:

@@ -40,7 +40,7 @@ class Machines:
             )
 
     def output(self, number: int) -> Path:
-        """What the command printed that was started as the `number`-th."""
+        """Output of the command that was started as the `number`-th."""
         return self.place.folder / f"{number}.out"
 
     def wait_for_step(self, step: int) -> None:
@@ -86,7 +86,7 @@ def test_two_machines_train_one_run_through_a_stop_and_the_loss_of_one(machines:
     assert machines.wait() == [75, 75], machines.told()
     stopped = codec.read(machines.run_dir / "report.json", Report)
     assert stopped.ending is Ending.PREEMPTED and stopped.checkpoint is not None
-    assert f"the run ended: preempted at step {stopped.step}" in machines.output(2).read_text()
+    assert f"preempted at step {stopped.step}" in machines.output(2).read_text()
 
     for rank in (0, 1):
         machines.start(rank, "--resume")
@@ -96,7 +96,7 @@ def test_two_machines_train_one_run_through_a_stop_and_the_loss_of_one(machines:
     assert machines.wait() == [0, 0], machines.told()
     report = codec.read(machines.run_dir / "report.json", Report)
     assert report.ending is Ending.FINISHED and report.engaged is not None and report.engaged.world_size == 2
-    assert any("n2 (node 1) was lost: its connection ended" in words for words in report.incidents)
+    assert any("n2 (node 1)" in words for words in report.incidents)
 
     alone = make_workplace(tmp_path / "alone")
     alone.write_job(train={"steps": STEPS}, pin=EXACT, **RARELY)

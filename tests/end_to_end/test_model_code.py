@@ -25,7 +25,7 @@ def write_job(workplace: Workplace, **model: str) -> None:
 
 
 def check_run(run_dir: Path) -> Plan:
-    """What ran is the planned code, kept by the run; its memory is what the dry run of it said."""
+    """The run keeps and runs the planned code; its memory is that of the dry run."""
     report, plan = codec.read(run_dir / "report.json", Report), codec.read(run_dir / "plan.json", Plan)
     assert report.ending is Ending.FINISHED
     assert report.engaged is not None and report.engaged.engine_class == "TinyForCausalLM"

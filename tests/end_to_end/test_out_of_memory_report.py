@@ -38,7 +38,7 @@ def test_memory_that_runs_out_on_a_cpu_is_told_with_its_limit_and_what_would_fit
     assert (state.step, state.phase) in [(1, "forward"), (1, "backward")]
     assert state.tensors["weights"] > 50_000 and state.data_limit_bytes and state.host_bytes
     text = words_of(path)
-    assert f"Rank 0 could not allocate in {state.phase} of step 1." in text
+    assert f"{state.phase} of step 1" in text
     assert "data limit" in text and "micro batch 128 x 4" in text, "what would need less"
 
 
@@ -49,6 +49,6 @@ def test_the_report_names_the_fallback_that_comes_next(tmp_path):
     outcome, printed = run_plan(plan, tmp_path / "run")
     assert outcome.exit_code is ExitCode.DONE, printed
     text = words_of(tmp_path / "run" / "attempts" / "1" / "out-of-memory.txt")
-    assert "Rank 0 could not allocate in backward of step 1." in text
+    assert "backward of step 1" in text
     assert "OutOfMemoryError" in text and "micro batch 4 x 2" in text
     assert not (tmp_path / "run" / "attempts" / "2" / "out-of-memory.txt").exists()

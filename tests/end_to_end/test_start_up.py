@@ -1,4 +1,4 @@
-"""What answers questions never loads what trains."""
+"""Commands that only report never load the libraries that train."""
 
 import subprocess
 import sys
