@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
 import wandb
+
 from launch.track.offline import (
     WandbRun,
     new_identity,
