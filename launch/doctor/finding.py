@@ -1,9 +1,26 @@
-"""What a check of `shardwise doctor` found: how bad it is, one sentence with the values seen, and what mends it."""
+"""The values of `shardwise doctor`: findings, their text, and the machine that every check looks at.
 
-from collections.abc import Iterable
+A finding is a level, one sentence with the values that were seen, and the remedy. torch is loaded in a process of its
+own with a time limit, because a GPU in a bad state can block forever; this also brings torch's files into memory, so
+that later processes start fast.
+"""
+
+import os
+import socket
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
+from pathlib import Path
 
-from trainer.spec.errors import ExitCode
+from msgspec.structs import replace
+
+from launch.inputs.hub import hub_cache
+from launch.job import folders
+from launch.probe.machine import read_hardware
+from launch.probe.torch_fit import TorchAnswer, ask_torch
+from trainer.spec.errors import EnvironmentFaultError, ExitCode
+from trainer.spec.hardware import Hardware
+from trainer.spec.units import format_seconds
 from trainer.spec.value import Value
 
 
@@ -76,3 +93,113 @@ def explained(level: Level, message: str, *, otherwise: str) -> Finding:
 def fault_of(message: str, *, otherwise: str) -> Finding:
     """A fault from the words of one of our errors."""
     return explained(Level.FAULT, message, otherwise=otherwise)
+
+
+_HEADS = {Level.FAULT: "faults: training would fail", Level.WARNING: "warnings", Level.FINE: "fine"}
+
+
+def render_diagnosis(diagnosis: Diagnosis, *, seconds: float | None = None) -> str:
+    """All of it."""
+    lines: list[str] = []
+    for level, head in _HEADS.items():
+        found = [finding for finding in diagnosis.findings if finding.level is level]
+        if found:
+            lines += [head, *_section(found), ""]
+    took = f" ({format_seconds(seconds)})" if seconds is not None else ""
+    return "\n".join([*lines, f"{summary(diagnosis)}{took}"])
+
+
+def summary(diagnosis: Diagnosis) -> str:
+    """`2 faults, 1 warning`."""
+    return f"{_counted(diagnosis.num_faults, 'fault')}, {_counted(diagnosis.num_warnings, 'warning')}"
+
+
+def _section(found: Sequence[Finding]) -> list[str]:
+    width = max(len(finding.check) for finding in found)
+    lines = []
+    for finding in found:
+        lines.append(f"  {finding.check:<{width}}  {finding.sentence}")
+        lines += [f"  {'':<{width}}  -> {finding.fix}"] if finding.fix else []
+    return lines
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
+
+
+TORCH_TIMEOUT_S = 20.0
+SMI_TIMEOUT_S = 8.0
+SERVER_TIMEOUT_S = 4.0
+SLURM_TIMEOUT_S = 6.0
+
+
+class Place(Value, frozen=True, kw_only=True):
+    """Where to look, and as whom; a test lays out a machine of its own below `root`."""
+
+    environment: dict[str, str]
+    root: Path = Path("/")
+    working: Path = Path()  # where the command was given
+    python: str = sys.executable
+    hostname: str = ""
+    cache: Path
+    hub: Path  # the hub's cache
+    output: Path  # below which runs write
+    is_quick: bool = False
+    server_timeout_s: float = SERVER_TIMEOUT_S  # for each answer of the hub, of wandb and of a proxy
+    slurm_timeout_s: float = SLURM_TIMEOUT_S  # for each answer of the controller and of munge
+
+
+class Machine(Value, frozen=True, kw_only=True):
+    """A place with what was found there."""
+
+    place: Place
+    hardware: Hardware | None  # None: the driver of a GPU that is here fails
+    obstacle: str | None = None  # its sentence and remedy
+    torch: TorchAnswer = TorchAnswer()
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        return self.place.environment
+
+    @property
+    def has_gpus(self) -> bool:
+        return self.hardware is not None and bool(self.hardware.gpus)
+
+    @property
+    def num_gpus(self) -> int:
+        return len(self.hardware.gpus) if self.hardware is not None else 0
+
+
+def place_of(
+    environment: Mapping[str, str] = os.environ,
+    *,
+    named: Mapping[str, str] = {},
+    output: Path | None = None,
+    is_quick: bool = False,
+    **changes: object,
+) -> Place:
+    """This machine as it stands in the environment; `named` are the folders that a config.yaml names."""
+    hub_home = named.get("huggingface")
+    place = Place(
+        environment=dict(environment),
+        working=Path.cwd(),
+        hostname=socket.gethostname(),
+        cache=folders.cache_home(environment, configured=named.get("cache")),
+        hub=hub_cache(Path(hub_home) if hub_home else None, environment),
+        output=output or Path.cwd(),
+        is_quick=is_quick,
+    )
+    return replace(place, **changes)
+
+
+def read_machine(place: Place, *, timeout_s: float = TORCH_TIMEOUT_S, smi_timeout_s: float = SMI_TIMEOUT_S) -> Machine:
+    """Looks at the hardware, and, unless it has to be quick, asks torch."""
+    hardware, obstacle = None, None
+    try:
+        hardware = read_hardware(root=place.root, environment=place.environment, smi_timeout_s=smi_timeout_s)
+    except EnvironmentFaultError as error:
+        obstacle = str(error)
+    torch = TorchAnswer()
+    if not place.is_quick:
+        torch = ask_torch(hardware, place.environment, python=place.python, timeout_s=timeout_s)
+    return Machine(place=place, hardware=hardware, obstacle=obstacle, torch=torch)

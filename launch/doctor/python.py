@@ -11,9 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch.doctor.disks import obstacle_in
-from launch.doctor.finding import Finding, fault, fine, warning
-from launch.doctor.machine import Machine
+from launch.doctor.finding import Finding, Machine, fault, fine, warning
+from launch.doctor.system import obstacle_in
 from launch.probe.gpu_selection import name_gpus
 from launch.probe.gpus import read_gpus
 from launch.probe.installed import installed_version, unfit_version

@@ -1,15 +1,28 @@
-"""`doctor`: the driver, torch and what was compiled against it, and whether the devices reach each other.
+"""`doctor`: driver, torch and what was compiled for it, collectives between devices, the tools that build operators.
 
-Whether torch can use a GPU is decided in torch's own process by the function that every run asks (`torch_check`).
+A process of torch decides whether torch can use a GPU, with the function that every run calls
+(`launch.probe.torch_fit`). The compiler checks are those of `operators.check_toolchain` before a build, and the CUDA
+toolkit is the one that DeepSpeed would find.
 """
 
 import re
+import shlex
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 
-from launch.doctor.finding import Finding, Level, explained, fault, fault_of, fine, warning
-from launch.doctor.machine import Machine, Place
+from launch.doctor.finding import Finding, Level, Machine, Place, explained, fault, fault_of, fine, warning
+from launch.engine.operators import (
+    ASYNC_IO,
+    CPU_ADAM,
+    INSTALL_CUDA,
+    Toolkit,
+    check_toolchain,
+    find_stale_locks,
+    read_toolkit,
+)
 from launch.probe.gpu_selection import held_bytes, name_holders
 from launch.probe.gpus import find_nvidia_smi
 from launch.probe.installed import installed_version
@@ -17,6 +30,7 @@ from launch.probe.measure import measure_gather
 from launch.probe.program import Answer, ask
 from launch.probe.torch_fit import BUILT_FOR_CUDA, find_fault
 from launch.worker import python_environment
+from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.hardware import Gpu, Hardware
 from trainer.spec.pip_lines import pip_line
 from trainer.spec.units import format_bytes
@@ -181,3 +195,86 @@ def _of_two(hardware: Hardware) -> Hardware:
 def _first_gpu(machine: Machine) -> Gpu:
     assert machine.hardware is not None
     return machine.hardware.gpus[0]
+
+
+def check_compiler(_machine: Machine) -> Iterator[Finding]:
+    """A C++ compiler and Python's headers."""
+    try:
+        check_toolchain((CPU_ADAM,))
+    except EnvironmentFaultError as error:
+        yield explained(Level.WARNING, str(error), otherwise="install a C++ compiler")
+        return
+    yield fine("the C++ compiler finds Python's headers")
+
+
+def check_libaio(_machine: Machine) -> Iterator[Finding]:
+    """What offload to NVMe is compiled with; said only where a compiler is there."""
+    try:
+        check_toolchain((CPU_ADAM,))
+    except EnvironmentFaultError:
+        return
+    try:
+        check_toolchain((CPU_ADAM, ASYNC_IO))
+    except EnvironmentFaultError as error:
+        yield explained(Level.WARNING, f"{error}; offload_nvme needs it", otherwise="install libaio-dev")
+        return
+    yield fine("libaio is here, for offload to NVMe")
+
+
+def check_ninja(machine: Machine) -> Iterator[Finding]:
+    """The program that runs the compiler."""
+    beside = Path(machine.place.python).parent / "ninja"
+    found = str(beside) if beside.is_file() else shutil.which("ninja", path=machine.environment.get("PATH"))
+    if found is None:
+        yield warning(
+            "ninja is neither beside Python nor on PATH: no operator can be built",
+            pip_line("ninja", python=machine.place.python),
+        )
+    else:
+        yield fine(f"ninja: {found}")
+
+
+def check_toolkit(machine: Machine) -> Iterator[Finding]:
+    """The CUDA toolkit, on a machine with GPUs; only offload to NVMe is compiled with it."""
+    facts = machine.torch.facts
+    if machine.has_gpus and facts is not None and facts.cuda is not None:
+        yield from judge_toolkit(read_toolkit(machine.environment, machine.place.root), cuda=facts.cuda)
+
+
+def judge_toolkit(found: Toolkit, *, cuda: str) -> Iterator[Finding]:
+    """Another major version's libcudart would be linked beside the one that torch brings."""
+    if found.release is None:
+        yield warning(
+            f"{found.problem}: offload to NVMe cannot be built (everything else needs no CUDA toolkit)", INSTALL_CUDA
+        )
+    elif found.release.partition(".")[0] != cuda.partition(".")[0]:
+        yield warning(
+            f"{found.home} is of CUDA {found.release}, torch is built for CUDA {cuda}: "
+            "offload to NVMe would be built for another libcudart",
+            INSTALL_CUDA,
+        )
+    else:
+        yield fine(f"{found.home} is of CUDA {found.release}, for offload to NVMe")
+
+
+def check_build_locks(machine: Machine) -> Iterator[Finding]:
+    """Locks of builds that were killed: whoever comes next would wait for them for ever."""
+    folders = list(_extension_folders(machine.place))
+    stale = [lock for folder in folders for lock in find_stale_locks(folder)]
+    for lock in stale:
+        yield warning(
+            f"{lock} was left by a build that was killed; another program that uses {lock.parent.name} waits for it "
+            "for ever (shardwise removes its own)",
+            f"rm {shlex.quote(str(lock))}",
+        )
+    if folders and not stale:
+        yield fine("no build of an operator left a lock behind")
+
+
+def _extension_folders(place: Place) -> Iterator[Path]:
+    """Ours, and those that torch uses outside of runs: $TORCH_EXTENSIONS_DIR, else ~/.cache/torch_extensions."""
+    yield from (path for path in sorted(place.cache.glob("operators/*")) if path.is_dir())
+    named = place.environment.get("TORCH_EXTENSIONS_DIR")
+    base = place.environment.get("XDG_CACHE_HOME") or str(Path(place.environment.get("HOME", "/"), ".cache"))
+    others = [Path(named)] if named else Path(base, "torch_extensions").glob("*")
+    yield from (path for path in others if path.is_dir())

@@ -9,9 +9,8 @@ from gpu_machines import machine_with
 from msgspec.structs import replace
 from warm_python import SWITCH
 
-from launch.doctor.checks import CHECKS, run_checks
-from launch.doctor.finding import Diagnosis, Level, diagnosis_of
-from launch.doctor.machine import Place, place_of, read_machine
+from launch.doctor.command import CHECKS, run_checks
+from launch.doctor.finding import Diagnosis, Level, Place, diagnosis_of, place_of, read_machine
 from launch.probe.torch_fit import TorchAnswer
 from trainer.spec.messages.torch_facts import DeviceTrial, TorchFacts
 

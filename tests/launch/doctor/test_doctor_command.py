@@ -15,11 +15,18 @@ from hanging_programs import pids_in, under_a_limit, wait_until_gone
 from hub_server import Hub, serving
 from workplace_factory import make_workplace
 
-from launch.doctor.checks import CHECKS, JOB_CHECK, Check, run_checks
-from launch.doctor.command import run_doctor
-from launch.doctor.finding import Finding, Level, diagnosis_of, explained, fault, fine, warning
-from launch.doctor.machine import read_machine
-from launch.doctor.text import render_diagnosis
+from launch.doctor.command import CHECKS, JOB_CHECK, Check, run_checks, run_doctor
+from launch.doctor.finding import (
+    Finding,
+    Level,
+    diagnosis_of,
+    explained,
+    fault,
+    fine,
+    read_machine,
+    render_diagnosis,
+    warning,
+)
 from launch.options import DoctorOptions
 from launch.probe.program import ask
 from launch.terminal import Console

@@ -9,8 +9,7 @@ from gpu_machines import AMD
 from hanging_programs import pids_in, under_a_limit, wait_until_gone
 from msgspec.structs import replace
 
-from launch.doctor.finding import Level, diagnosis_of
-from launch.doctor.machine import Machine, read_machine
+from launch.doctor.finding import Level, Machine, diagnosis_of, read_machine
 from launch.doctor.torch import check_collective, check_compiled
 from launch.probe.torch_fit import TorchAnswer
 from trainer.spec.hardware import Hardware, Host

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from small_disk import mounted_disk
 
 from launch.doctor.finding import Level, diagnosis_of
-from launch.doctor.limits import SharedMemory, judge_shared_memory
 from launch.doctor.python import judge_python
+from launch.doctor.system import SharedMemory, judge_shared_memory
 from trainer.spec.units import GIB, MIB
 
 LIMITS = """\
