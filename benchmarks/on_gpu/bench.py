@@ -22,8 +22,8 @@ from launch.job import folders
 from launch.plan.gather import PlanInputs, plan_inputs, read_inputs, read_machine, recorded_versions
 from launch.run.ladder import plan_regardless, without_limits
 from launch.run.trials import ShortRun, run_short, short_plan
-from launch.show.report.steps import Step as StepLine
-from launch.show.report.steps import last_of_each, read_steps
+from launch.show.report.runs import Step as StepLine
+from launch.show.report.runs import last_of_each, read_steps
 from launch.terminal import Console
 from on_gpu.case import Case, CaseResult, Outcome, RowKind
 from on_gpu.models import model_config, model_folder

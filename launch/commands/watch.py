@@ -15,7 +15,7 @@ from launch.options import WatchOptions
 from launch.rundir.files import is_run_dir
 from launch.rundir.find import find_runs, one_run
 from launch.rundir.state import RunState
-from launch.show.live.output import ViewOutput
+from launch.show.live.screen import ViewOutput
 from launch.show.status_text import NUM_INCIDENTS, shown_path
 from launch.show.watch_run import ASK_S, SETTLE_S, Look, WatchedRun
 from launch.terminal import Console

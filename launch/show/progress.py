@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from launch.show.live.output import ViewOutput
-from launch.show.live.tail import MetricsTail, read_phase
-from launch.show.live.view import LiveView, StepLog, view_of
+from launch.show.live.screen import ViewOutput
+from launch.show.live.view import LiveView, MetricsTail, StepLog, read_phase, view_of
 from launch.terminal import Console
 from trainer.spec.plan import Plan
 

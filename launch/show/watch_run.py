@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from launch.rundir.files import RunFiles, read_run
 from launch.rundir.lock import recorded_owner
 from launch.rundir.state import Judged, Queue, RunState, judge, read_liveness
-from launch.show.live.tail import MetricsTail
-from launch.show.live.view import LiveView, StepLog, view_of
+from launch.show.live.view import LiveView, MetricsTail, StepLog, view_of
 from trainer.spec.report import Ending
 from trainer.spec.units import format_seconds
 

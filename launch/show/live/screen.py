@@ -1,19 +1,114 @@
-"""Where a view is drawn: a block that is redrawn at the bottom of a terminal, or lines in a log.
+"""The place where a view is drawn: a block that is redrawn at the bottom of a terminal, or lines in a log.
 
-The cursor stays at the end of the block's last line. To redraw it goes up as many lines as were drawn, never more: of a
-terminal that became narrower an old line may stay, but nothing that was printed above is lost.
+The cursor stays at the end of the block's last line. To redraw, it moves up by as many lines as were drawn, never more:
+if the terminal became narrower, an old line may stay, but nothing that was printed above is lost.
 
-Nothing here may hold up the run or end it (`live_outlet`): a frame is left out where nobody reads, and a terminal that
-is gone is written to no more.
+Nothing here may delay the run or end it. A terminal that was stopped (Ctrl-S), or whose reader hangs, takes a few
+kilobytes and then blocks a writer. So a terminal is opened once more, as a descriptor that does not block: the rest of
+a text that it did not take is written first at the next call, and a text for which there is no room is left out. A pipe
+is polled for room. A terminal that is closed gets no more output.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import select
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import TextIO
 
-from launch.show.live.outlet import Outlet
-from launch.show.live.text import ASCII, UNICODE, Glyphs
+from launch.show.live.text import ASCII, UNICODE, Glyphs, block_lines, log_line
+from launch.show.live.view import LiveView
 from launch.terminal import Console
+from trainer.spec.secrets import redact
+
+_SETTLE_S = 1.0
+
+
+class Outlet:
+    """What the view writes through."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._own: int | None = None
+        self._is_open = False
+        self._rest = b""
+        self.is_gone = False  # nobody can read any more
+
+    def write(self, text: str) -> bool:
+        """False where the text was left out, as nobody reads or nobody can."""
+        if self.is_gone:
+            return False
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        content = redact(text).encode(encoding, "replace")
+        try:
+            own = self._descriptor()
+            if own is not None:
+                return self._write_own(own, content)
+            return self._has_room() and self._write_stream(content.decode(encoding))
+        except BlockingIOError:
+            return False
+        except (OSError, ValueError):  # the terminal, or the stream, was closed
+            self.is_gone = True
+            return False
+
+    def settle(self) -> None:
+        """Writes what is left of a text that was begun, so that others can write; not for longer than a second."""
+        until = time.monotonic() + _SETTLE_S
+        while self._rest and not self.is_gone and time.monotonic() < until:
+            if not self.write(""):
+                time.sleep(0.02)
+        self._rest = b""
+
+    def close(self) -> None:
+        """Gives the descriptor back; the stream stays open."""
+        if self._own is not None:
+            with suppress(OSError):
+                os.close(self._own)
+        self._own, self._is_open = None, False
+
+    def _descriptor(self) -> int | None:
+        """Of a terminal, one that does not wait; None where there is none."""
+        if not self._is_open:
+            self._is_open = True
+            with suppress(OSError, ValueError):  # no file behind the stream, or one that cannot be opened again
+                number = self._stream.fileno()
+                if os.isatty(number) and stat.S_ISCHR(os.fstat(number).st_mode):
+                    flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+                    self._own = os.open(f"/proc/self/fd/{number}", flags)
+        return self._own
+
+    def _write_own(self, own: int, content: bytes) -> bool:
+        self._stream.flush()
+        self._rest = _rest_after(own, self._rest)
+        if self._rest:
+            return False
+        rest = _rest_after(own, content)
+        self._rest = b"" if rest == content else rest  # of a text that was not begun, nothing
+        return rest != content or not content
+
+    def _write_stream(self, text: str) -> bool:
+        self._stream.write(text)
+        self._stream.flush()
+        return True
+
+    def _has_room(self) -> bool:
+        """Of a pipe, whether it takes a line; what has no descriptor always does."""
+        asked = select.poll()
+        try:
+            asked.register(self._stream.fileno(), select.POLLOUT)
+        except (OSError, ValueError):
+            return True
+        return bool(asked.poll(0))
+
+
+def _rest_after(descriptor: int, content: bytes) -> bytes:
+    """What there was no room for."""
+    with suppress(BlockingIOError):
+        while content:
+            content = content[os.write(descriptor, content) :]
+    return content
+
 
 _USUAL_SIZE = os.terminal_size((80, 24))
 _UNSAID = ("", "0", "false", "no", "off")
@@ -113,3 +208,36 @@ class Screen:
     def _erasing(self) -> str:
         up = f"\x1b[{self._num_drawn - 1}A" if self._num_drawn > 1 else ""
         return f"\r{up}\x1b[J" if self._num_drawn else ""
+
+
+LOG_EVERY_S = 10.0  # between two lines
+DRAW_EVERY_S = 0.25  # between two frames
+
+
+class ViewOutput:
+    """Decides how and how often; draws nothing by itself."""
+
+    def __init__(
+        self, console: Console, environment: Mapping[str, str], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.screen = Screen(console, environment)
+        self._clock = clock
+        self._shown_at = float("-inf")
+        self._shown_step: int | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for the next view."""
+        return self._clock() - self._shown_at >= (DRAW_EVERY_S if self.screen.is_block else LOG_EVERY_S)
+
+    def show(self, view: LiveView) -> None:
+        """Draws the view; in a log, each step once."""
+        screen = self.screen
+        if screen.is_block:
+            width = screen.size.columns - 1  # a character in the last column would make some terminals wrap
+            screen.draw(block_lines(view, width=width, glyphs=screen.glyphs, has_color=screen.has_color))
+        elif view.step == self._shown_step:
+            return
+        else:
+            screen.print_line(log_line(view))
+        self._shown_at, self._shown_step = self._clock(), view.step

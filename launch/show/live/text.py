@@ -14,8 +14,7 @@ import unicodedata
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from launch.show.live.curve import sparkline
-from launch.show.live.view import LiveView, MemoryGauge
+from launch.show.live.view import LiveView, MemoryGauge, sparkline
 from trainer.spec.units import format_bytes, format_count, format_seconds
 
 

@@ -1,16 +1,136 @@
-"""What a view of a run shows, as a value, and how it follows from the plan and the steps that were done. Pure.
+"""The state of a run as a value, and how it follows from the plan and from the files that the ranks write.
 
-`shardwise train` makes one for its own attempt, `shardwise watch` one from a run directory; `live_text` draws both.
-Memory and phases are those of rank 0, speed is that of all ranks.
+`shardwise train` makes a view of its own attempt, `shardwise watch` one of a run directory; `live.text` draws both.
+Memory and phases are those of rank 0, speed is that of all ranks. Of metrics.jsonl only complete lines are read; a line
+that is half written is read at the next call.
 """
 
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch.show.live.curve import Curve, Point
+import msgspec
+
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.plan import Plan
+
+_CHUNK_BYTES = 8 << 20
+
+
+class MetricsTail:
+    """New whole lines of a metrics file since the last look; what is damaged is left out."""
+
+    def __init__(self, path: Path, *, from_end: bool = False) -> None:
+        self.path = path
+        self._offset = path.stat().st_size if from_end and path.is_file() else 0
+        self._rest = b""
+
+    def read_new(self) -> list[dict[str, Any]]:
+        """Rows in the order of the file; none while it cannot be read. A file that became shorter is read anew."""
+        rows: list[dict[str, Any]] = []
+        try:
+            with self.path.open("rb") as stream:
+                if stream.seek(0, 2) < self._offset:
+                    self._offset, self._rest = 0, b""
+                stream.seek(self._offset)
+                while content := stream.read(_CHUNK_BYTES):
+                    self._offset += len(content)
+                    *lines, self._rest = (self._rest + content).split(b"\n")
+                    rows += [row for line in lines if (row := parse_row(line)) is not None]
+        except OSError:  # not there yet, or out of sight for a while
+            return rows
+        return rows
+
+
+def parse_row(line: bytes) -> dict[str, Any] | None:
+    """The step's figures in a line; None where that is no object with a step."""
+    try:
+        row = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def read_phase(attempt_dir: Path) -> str | None:
+    """What the ranks of an attempt do; None where they have not said, or are saying it now."""
+    try:
+        status = msgspec.json.decode((attempt_dir / "status.json").read_bytes())
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    phase = status.get("phase") if isinstance(status, dict) else None
+    return phase if isinstance(phase, str) else None
+
+
+_MOST_POINTS = 512
+
+
+class Point(NamedTuple):
+    """A value at a step; of several steps, their mean at the last of them."""
+
+    step: int
+    value: float
+    num_steps: int = 1
+
+
+class Curve:
+    """Points in the order of their steps; neighbours are joined where there are too many."""
+
+    def __init__(self) -> None:
+        self._points: list[Point] = []
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        return tuple(self._points)
+
+    def add(self, step: int, value: float) -> None:
+        """A step that comes again, after a run has gone back, takes the place of what came from it on."""
+        while self._points and self._points[-1].step >= step:
+            self._points.pop()
+        self._points.append(Point(step, value))
+        if len(self._points) > _MOST_POINTS:
+            self._points = _halved(self._points)
+
+
+def sparkline(points: Sequence[Point], *, width: int, levels: str) -> str:
+    """The curve in `width` characters, the lowest value as the first of `levels`, the highest as the last.
+
+    Each character is the mean of a stretch of steps; a short curve takes a character a point.
+    """
+    means = _columns(points, width)
+    if not means:
+        return ""
+    low, high = min(means), max(means)
+    if high == low:
+        return levels[0] * len(means)
+    return "".join(levels[round((mean - low) / (high - low) * (len(levels) - 1))] for mean in means)
+
+
+def _halved(points: Sequence[Point]) -> list[Point]:
+    """The older half is thinned out by two: what is new is shown as it came."""
+    old, new = points[: len(points) // 2], points[len(points) // 2 :]
+    pairs = [old[place : place + 2] for place in range(0, len(old), 2)]
+    return [_joined(pair) for pair in pairs] + list(new)
+
+
+def _joined(points: Sequence[Point]) -> Point:
+    num_steps = sum(point.num_steps for point in points)
+    return Point(points[-1].step, sum(point.value * point.num_steps for point in points) / num_steps, num_steps)
+
+
+def _columns(points: Sequence[Point], width: int) -> list[float]:
+    """Means of equal stretches of steps; one without a point repeats the one before."""
+    if len(points) <= width:
+        return [point.value for point in points]
+    first, last = points[0].step, points[-1].step
+    stretches: list[list[Point]] = [[] for _ in range(width)]
+    for point in points:
+        stretches[(point.step - first) * width // (last - first + 1)].append(point)
+    means: list[float] = []
+    for stretch in stretches:
+        means.append(_joined(stretch).value if stretch else means[-1])
+    return means
+
 
 _NUM_RECENT = 50
 _LEAST_SEEN_S = 2.0  # of steps that were seen to come, before their pace is believed

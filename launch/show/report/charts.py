@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, pairwise
 
-from launch.show.report.runs import ENDINGS, RecordedRun
-from launch.show.report.steps import Step
+from launch.show.report.runs import ENDINGS, RecordedRun, Step
 from launch.show.report.text import FAULTS
 from trainer.planning.page.charts import averaged, thinned
 from trainer.planning.page.content import LineChart, Mark, Points, Series, Span, Spans, Unit

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from launch.show.report.charts import points_of
-from launch.show.report.runs import RecordedRun, ending_words, labels_of, state_line
-from launch.show.report.steps import Step
+from launch.show.report.runs import RecordedRun, Step, ending_words, labels_of, state_line
 from trainer.planning.page.content import Block, LineChart, Page, Points, Section, Sentence, Series, Table, Unit
 from trainer.spec.report import Ending
 from trainer.spec.units import format_bytes, format_count, format_seconds

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from reported_run import step_rows
 
-from launch.show.report.steps import Step, figures_of, last_of_each, observed, read_steps, steady_steps
+from launch.show.report.runs import Step, figures_of, last_of_each, observed, read_steps, steady_steps
 from trainer.planning.recommend import Observed
 
 
