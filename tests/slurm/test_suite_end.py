@@ -42,7 +42,8 @@ def slow_to_leave():
 def test_that_catches_everything(slow_to_leave):
     Path(os.environ["READY"]).touch()
     try:
-        time.sleep(1000)
+        while True:  # a signal just before a long sleep would be handled after it
+            time.sleep(0.1)
     except BaseException:
         pass
 
@@ -210,7 +211,12 @@ def test_a_signal_tears_down_fixtures_and_gives_the_exit_code(tmp_path: Path, nu
 def test_a_suite_under_nohup_goes_on_after_hup(tmp_path: Path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        suite = start_suite(tmp_path, HOLDS_A_FIXTURE.replace("time.sleep(1000)", "os.kill(os.getpid(), 1)"))
+        suite = start_suite(
+            tmp_path,
+            HOLDS_A_FIXTURE.replace("while True:", "for _ in range(3):").replace(
+                "time.sleep(0.1)", "os.kill(os.getpid(), 1)"
+            ),
+        )
     finally:
         signal.signal(signal.SIGHUP, before)
     assert suite.process.wait(300) == 0 and (tmp_path / "reached").exists()
