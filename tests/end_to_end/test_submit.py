@@ -148,7 +148,7 @@ def test_a_limit_that_only_the_real_submission_meets_leaves_nothing(login: Workp
         (("slurm.extra=[--array=1-9]",), "sets --array itself"),
         (("slurm.container=/nowhere/image.sif",), "is no file here"),
         (("slurm.container=org/image",), "no --container-image on this cluster"),
-        (("log.notify=no-such-program",), "no program that is found here"),
+        (("log.notify=no-such-program",), "log.notify: there is no program"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(login: Workplace, words, says):
