@@ -210,7 +210,7 @@ NUM_FILES = 1000  # of the data, that are opened
 
 
 def check_job(asked: RequestedJob, machine: Machine) -> Iterator[Finding]:
-    """What stands between this machine and the job."""
+    """Findings that keep the job from running on this machine."""
     try:
         inputs = read_inputs(
             asked.path, asked.overrides, nodes=AskedNodes(), describes_models=True, environment=machine.environment

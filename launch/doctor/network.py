@@ -29,7 +29,7 @@ _PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY
 
 
 class Reply(NamedTuple):
-    """What a server answered, or why it did not."""
+    """The reply of a server, or the reason why there is none."""
 
     status: int | None = None
     body: bytes = b""

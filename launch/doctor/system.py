@@ -37,7 +37,7 @@ SHM = "/dev/shm"  # noqa: S108  # looked at, nothing is written
 
 
 class Limits(Value, frozen=True, kw_only=True):
-    """What this process may use; None: without limit, or not known."""
+    """Limits of this process; None if unlimited or unknown."""
 
     open_files: int | None = None
     open_files_hard: int | None = None
@@ -180,7 +180,7 @@ def check_processes(machine: Machine) -> Iterator[Finding]:
 
 
 def check_locked_memory(machine: Machine) -> Iterator[Finding]:
-    """What may be locked in RAM: for InfiniBand, and for state that is offloaded to NVMe."""
+    """The limit of locked memory, for InfiniBand and for state that is offloaded to NVMe."""
     limits = read_limits(machine.place)
     if limits.locked_bytes is None or limits.locks_without_limit:
         yield fine("locked memory: no limit")
@@ -254,7 +254,7 @@ _SLOW = frozenset({"cifs", "smb3", "9p", "fuse.sshfs", "fuse.rclone", "fuse.s3fs
 
 
 def folders_of(place: Place) -> dict[str, Path]:
-    """What is written, by what it is to us."""
+    """Folders that shardwise writes to, by purpose."""
     environment, root = place.environment, place.root
     return {
         "the output": place.output,
@@ -419,7 +419,7 @@ _MEMORY = re.compile(r"^\s*memory\s*=\s*(\S+)", re.MULTILINE | re.IGNORECASE)
 
 
 class Wsl(Value, frozen=True, kw_only=True):
-    """What is known of it from inside."""
+    """Facts about WSL that can be read inside it."""
 
     ram_bytes: int | None
     stated_memory: str | None  # of .wslconfig

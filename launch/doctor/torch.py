@@ -208,7 +208,7 @@ def check_compiler(_machine: Machine) -> Iterator[Finding]:
 
 
 def check_libaio(_machine: Machine) -> Iterator[Finding]:
-    """What offload to NVMe is compiled with; said only where a compiler is there."""
+    """The library that NVMe offload is compiled with; checked only if there is a compiler."""
     try:
         check_toolchain((CPU_ADAM,))
     except EnvironmentFaultError:

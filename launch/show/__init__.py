@@ -1,1 +1,1 @@
-"""What a person sees of a run: live view, status, reports, pages."""
+"""The view of a run for a person: live view, status, reports, pages."""

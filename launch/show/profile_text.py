@@ -1,4 +1,4 @@
-"""What a profile tells, as a page for a terminal and as JSON. Pure."""
+"""A profile as text for a terminal and as JSON. Pure."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from trainer.spec.units import format_bytes, format_count, format_seconds
 
 
 class Forecast(NamedTuple):
-    """What a step comes to over the whole job."""
+    """Time and cost of a step, extrapolated to the whole job."""
 
     step_s: float
     num_steps: int

@@ -58,7 +58,7 @@ def _steps(status: RunStatus) -> str:
 
 
 def _figures(status: RunStatus) -> str:
-    """What of a run is worth a place in its line."""
+    """Figures for the status line of a run."""
     parts = [f"loss {status.loss:.4f}"] if status.loss is not None else []
     if status.state is RunState.RUNNING:
         parts += [f"{format_count(status.tokens_per_s)} tokens/s"] if status.tokens_per_s else []

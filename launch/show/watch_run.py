@@ -25,7 +25,7 @@ _OVER = (RunState.FINISHED, RunState.STOPPED)  # nothing comes after these witho
 
 
 class Look(NamedTuple):
-    """What one look at a run showed."""
+    """The state of a run at one moment."""
 
     view: LiveView
     judged: Judged
@@ -73,7 +73,7 @@ class WatchedRun:
         return judge(files, liveness, now_s=time.time())
 
     def _has_ended(self, files: RunFiles, judged: Judged, now: float) -> bool:
-        """Whether it has; what may be followed by another attempt, only when nothing has come for a while."""
+        """True if the run has ended; where another attempt may follow, only after a pause without news."""
         state = judged.state
         if state.is_alive or state is RunState.UNKNOWN:
             self._ended = None

@@ -26,7 +26,7 @@ _SETTLE_S = 1.0
 
 
 class Outlet:
-    """What the view writes through."""
+    """The stream that the view writes to."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -103,7 +103,7 @@ class Outlet:
 
 
 def _rest_after(descriptor: int, content: bytes) -> bytes:
-    """What there was no room for."""
+    """The rest of `content` that the terminal did not accept."""
     with suppress(BlockingIOError):
         while content:
             content = content[os.write(descriptor, content) :]
@@ -116,7 +116,7 @@ _PLAIN_LOCALES = ("C", "POSIX")
 
 
 def draws_block(console: Console, environment: Mapping[str, str]) -> bool:
-    """Whether there is a terminal to redraw; a CI system and Slurm keep what is written, redrawn lines too."""
+    """True on a terminal that can redraw lines; logs of CI systems and of Slurm keep redrawn lines as well."""
     is_capable = environment.get("TERM", "dumb") not in ("dumb", "unknown", "")
     is_kept = environment.get("CI", "").lower() not in _UNSAID or bool(environment.get("SLURM_JOB_ID"))
     return is_capable and not is_kept and console.is_terminal
@@ -151,7 +151,7 @@ class Screen:
 
     @property
     def is_gone(self) -> bool:
-        """Whether nobody can read any more."""
+        """True if the reader has closed the stream."""
         return self._outlet.is_gone
 
     @contextmanager
@@ -227,7 +227,7 @@ class ViewOutput:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time for the next view."""
+        """True if the next view is due."""
         return self._clock() - self._shown_at >= (DRAW_EVERY_S if self.screen.is_block else LOG_EVERY_S)
 
     def show(self, view: LiveView) -> None:

@@ -19,7 +19,7 @@ from trainer.spec.units import format_bytes, format_count, format_seconds
 
 
 class Glyphs(NamedTuple):
-    """What bars and curves are drawn with."""
+    """Characters for bars and curves."""
 
     full: str
     empty: str

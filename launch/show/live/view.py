@@ -53,7 +53,7 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 def read_phase(attempt_dir: Path) -> str | None:
-    """What the ranks of an attempt do; None where they have not said, or are saying it now."""
+    """The phase that the ranks of an attempt report; None before the first report or while it is written."""
     try:
         status = msgspec.json.decode((attempt_dir / "status.json").read_bytes())
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
@@ -148,7 +148,7 @@ class MemoryGauge(NamedTuple):
 
 
 class CardFigures(NamedTuple):
-    """What the driver last said of rank 0's card."""
+    """The driver's last readings of the GPU of rank 0."""
 
     utilization: float | None = None
     power_w: float | None = None

@@ -55,7 +55,7 @@ def throughput_chart(run: RecordedRun) -> LineChart:
 
 
 def step_parts_chart(run: RecordedRun) -> LineChart:
-    """What each step's seconds went to."""
+    """Seconds of each step by phase."""
     steps = run.curve
     series = [
         Series(name=name, points=averaged((float(step.step), part_of(step)) for step in steps))

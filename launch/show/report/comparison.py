@@ -91,7 +91,7 @@ def _has_same_data(runs: Iterable[RecordedRun]) -> bool:
 
 
 def _has_same_steps(runs: Iterable[RecordedRun]) -> bool:
-    """Whether a step is as many tokens in each, and each has as many steps."""
+    """True if all runs have the same number of steps and of tokens per step."""
     schedules = [run.plan.schedule for run in runs if run.plan is not None]
     return len({(schedule.num_steps, schedule.tokens_per_step) for schedule in schedules}) <= 1
 

@@ -95,7 +95,7 @@ def _float(value: int | None) -> float | None:
 
 
 def _step_time(run: RecordedRun) -> list[Block]:
-    """What the seconds went to: measured by phase, predicted by cause."""
+    """Seconds of a step: measured by phase, predicted by cause."""
     measured, predicted = run.measured.speed, run.predicted.speed
     blocks: list[Block] = []
     for name, figures in (("measured", measured), ("predicted", predicted)):

@@ -57,7 +57,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def other_s(self) -> float | None:
-        """What no part of the step was measured for."""
+        """Seconds of a step outside every measured phase."""
         parts = (self.data_s, self.forward_s, self.backward_s, self.optimizer_s, self.wait_s)
         return None if self.step_s is None else max(0.0, self.step_s - sum(part or 0.0 for part in parts))
 
@@ -85,7 +85,7 @@ def last_of_each(steps: Iterable[Step]) -> tuple[Step, ...]:
 
 
 def observed(steps: Sequence[Step]) -> Observed:
-    """What the steps say together."""
+    """Summary of the steps."""
     steady = steady_steps(steps)
     throttled = [step for step in steady if step.gpu_throttle]
     saves = [step.checkpoint_s for step in steps if (step.checkpoint_s or 0.0) >= _LEAST_SAVE_S]
@@ -116,7 +116,7 @@ def steady_steps(steps: Sequence[Step]) -> list[Step]:
 
 
 def figures_of(steps: Sequence[Step]) -> Figures:
-    """What was measured so far, of a run without a report."""
+    """Figures measured so far, for a run without a report."""
     steady = steady_steps(steps)
     return Figures(
         memory=MemoryFigures(
@@ -198,7 +198,7 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def candidate(self) -> Candidate | None:
-        """What ran: of a run without a report, what was planned."""
+        """The configuration that ran; the planned one if there is no report."""
         if self.report is not None:
             return self.report.plan
         return None if self.plan is None else self.plan.chosen

@@ -20,7 +20,7 @@ FAULTS = {
 
 
 def render_run(run: RecordedRun) -> str:
-    """What there is to say of one run, for a terminal; of one without a report, as far as it got."""
+    """The report of one run for a terminal; without report.json, as far as the run got."""
     if run.report is not None:
         return render_report(run.report, run_dir=run.run_dir, recommended=run.recommended)
     lines = [f"{run.run_dir}: {state_line(run)}", f"  see how it stands: shardwise status {run.run_dir}"]
@@ -146,7 +146,7 @@ def _engaged_lines(report: Report) -> list[str]:
 
 
 def engaged_lines(report: Report) -> list[str]:
-    """What was seen to run; nothing where no attempt got that far."""
+    """Lines about the verified engine; empty if no attempt got that far."""
     engaged = report.engaged
     if engaged is None:
         return []

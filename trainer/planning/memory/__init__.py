@@ -73,7 +73,7 @@ def needed_bytes(shape: ModelShape, setting: Setting, device: Device) -> int:
 
 
 def least_bytes(shape: ModelShape, start: Setting, device: Device) -> Callable[[int, int], int]:
-    """What `needed_bytes` is never below, of `start` with another micro batch and accumulation.
+    """A lower bound of `needed_bytes` for `start` with another micro batch and accumulation.
 
     What is alive when the last block runs backwards: states, earlier gradients, all activations, gathered parameters.
     In our runtime it is the same for every loss head.
@@ -108,7 +108,7 @@ def _held(states: States) -> int:
 
 
 def step_memory(shape: ModelShape, setting: Setting, device: Device) -> StepMemory:
-    """What the events of a step are put together from; `step_events` names every byte of every event."""
+    """The parts from which `step_events` computes every byte of every event of a step."""
     dims = dims_of(shape)
     recipe = recipe_of(setting, device, dims)
     return StepMemory(

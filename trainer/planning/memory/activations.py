@@ -1,4 +1,4 @@
-"""What the blocks keep between forward and backward, and what the backward of one needs besides.
+"""Activations: bytes the blocks keep between forward and backward, and bytes the backward of one needs besides.
 
 Every block saves what `saved_tensors` counts; checkpointing keeps less and makes the rest again. Autocast keeps a
 16-bit copy of each weight besides. The input of a block is the fp32 residual that its first norm saves anyway, or a
@@ -61,7 +61,7 @@ class BlockActivations(Value, frozen=True, kw_only=True):
 
 
 def block_activations(setting: Setting, recipe: Recipe, dims: Dims) -> BlockActivations:
-    """What the blocks of the model keep and need in a setting."""
+    """Bytes that the blocks of the model keep and need."""
     tokens = recipe.tokens
     boundary = recipe.residual_bytes * dims.hidden * tokens
     cast_weights = _cast_weights(setting, recipe, dims)
@@ -133,7 +133,7 @@ def _in_attention(setting: Setting, recipe: Recipe, dims: Dims) -> int:
 
 
 class _Part(Value, frozen=True, kw_only=True):
-    """What a block that recomputes keeps, and what of it no backward reads."""
+    """Bytes that a recomputing block keeps, and the part of them that no backward reads."""
 
     kept: int
     unused: int = 0
@@ -249,7 +249,7 @@ def _score_gradients(recipe: Recipe, dims: Dims) -> int:
 
 
 def _gone_before_attention(recipe: Recipe, dims: Dims, saved: SavedTensors) -> int:
-    """What the backward of the feed-forward half and of the output projection has freed."""
+    """Bytes freed by the backward of the feed-forward half and of the output projection."""
     c = recipe.compute_bytes
     return saved.mlp + saved.norms // 2 + c * dims.query + 2 * c * dims.hidden
 

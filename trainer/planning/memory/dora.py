@@ -1,4 +1,4 @@
-"""What DoRA (arXiv:2402.09353) holds beyond low-rank adapters: the lengths of the weights' rows, measured each time.
+"""DoRA (arXiv:2402.09353): bytes beyond low-rank adapters, for row norms of the weights that every forward computes.
 
 PEFT's `DoraLinearLayer` multiplies the adapter's two matrices with an identity matrix of the layer's inputs, so that
 engines see their forward, adds the product to the whole weight (under QLoRA made from 4 bit) and takes the length of
@@ -43,7 +43,7 @@ _NOTHING = NormMoment(forward=0, again=0, alone=0)
 
 
 def uses_dora(setting: Setting) -> bool:
-    """Whether a setting trains magnitudes."""
+    """True if magnitudes are trained (DoRA)."""
     return setting.lora.dora and setting.method.freezes_base
 
 

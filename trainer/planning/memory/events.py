@@ -62,7 +62,7 @@ def step_events(step: StepMemory, resident: Event) -> dict[str, Event]:
 
 
 def resident_bytes(step: StepMemory) -> Event:
-    """What is on the device between steps."""
+    """Bytes on the device between steps."""
     states, sharding, recipe = step.states, step.sharding, step.recipe
     event = {
         "weights": states.weights,
@@ -124,13 +124,13 @@ def _load(step: StepMemory, resident: Event) -> Event:
 
 
 def _is_cut_first(step: StepMemory) -> bool:
-    """Whether a rank fills its shards alone (runtime/sharded_loading.py); FP8 and QLoRA may build the whole model."""
+    """True if a rank loads its shards alone (runtime/models); FP8 and QLoRA may build the whole model."""
     setting = step.setting
     return step.recipe.stack.name == OUR_STACK and not step.recipe.is_fp8 and setting.method is not Method.QLORA
 
 
 def _kept(step: StepMemory, running: Event, gathered: int) -> Event:
-    """What is alive between the forward and the backward."""
+    """Bytes alive between the forward and the backward."""
     event = {**running, "activations": step.blocks.kept, "head_activations": step.head.kept}
     return with_gathered(event, gathered)
 
@@ -260,7 +260,7 @@ def _total(event: Event) -> int:
 
 
 def _retained(step: StepMemory) -> Event:
-    """What frozen blocks under FSDP1 hold until the backward ends: their inputs, and the gradients of those."""
+    """Inputs of frozen blocks and their gradients, which FSDP1 holds until the backward ends."""
     recipe, blocks = step.recipe, step.blocks
     retains = recipe.stack.retains_frozen_inputs and recipe.uses_fsdp and recipe.is_frozen and recipe.is_checkpointed
     if not retains:

@@ -26,7 +26,7 @@ class HostMemory(Value, frozen=True, kw_only=True):
 
 
 def host_memory(setting: Setting, recipe: Recipe, dims: Dims, states: States, *, activations: int) -> HostMemory:
-    """What the ranks of one node take of its RAM and of its NVMe disk."""
+    """Bytes of RAM and NVMe that the ranks of one node need."""
     num_ranks = min(setting.ranks_per_node, setting.num_ranks)
     pinned = states.pinned + activations
     if not recipe.is_cuda:

@@ -43,7 +43,7 @@ class HeadMemory(Value, frozen=True, kw_only=True):
 
 
 def head_memory(setting: Setting, recipe: Recipe, dims: Dims) -> HeadMemory:
-    """What the loss head of a setting needs."""
+    """Bytes of the loss head."""
     tokens, c = recipe.tokens, recipe.compute_bytes
     logits, hidden = dims.vocab * tokens, c * dims.hidden * tokens
     cast_head = c * dims.embedding if recipe.is_autocast and not recipe.is_frozen else 0
@@ -115,7 +115,7 @@ def head_memory(setting: Setting, recipe: Recipe, dims: Dims) -> HeadMemory:
 
 
 def _final_norm_bytes(recipe: Recipe, dims: Dims) -> int:
-    """What the last norm and the head's input keep, a token."""
+    """Bytes per token kept by the last norm and the input of the head."""
     c, h = recipe.compute_bytes, dims.hidden
     if dims.norm is Norm.LAYER and not recipe.is_autocast:
         return 2 * c * h + 8

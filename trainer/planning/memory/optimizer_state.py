@@ -136,7 +136,7 @@ def _muon_temporaries(recipe: Recipe, dims: Dims, num_others: int) -> int:
 
 
 def _projection_bytes(dims: Dims) -> int:
-    """What a new projector takes: a gradient in fp32, as the decomposition works on it, and its two sets of vectors."""
+    """Bytes of a new projector: the gradient in fp32, on which the decomposition works, and two sets of vectors."""
     return max(4 * (2 * i * o + min(i, o) * (min(i, o) + max(i, o))) for i, o, _ in dims.matrices)
 
 

@@ -71,7 +71,7 @@ _BLOCKS = ("block_backward_top", "block_backward_middle", "block_backward_bottom
 
 
 class StepBytes(Value, frozen=True, kw_only=True):
-    """What one of `num_ranks` devices holds at each event of a step, and in all (`totals`)."""
+    """Bytes on one of `num_ranks` devices at each event of a step, by part and in total (`totals`)."""
 
     recipe: Recipe
     device: Device
@@ -92,7 +92,7 @@ class Overheads(Value, frozen=True, kw_only=True):
 
 
 def overheads(held: StepBytes, table: OverheadTable) -> Overheads:
-    """What surrounds the largest of the totals."""
+    """Overheads around the largest total."""
     recipe, peak = held.recipe, max(held.totals.values())
     need = needed(held, table)
     if not recipe.is_cuda:
@@ -122,7 +122,7 @@ def needed(held: StepBytes, table: OverheadTable) -> int:
 
 
 def least_needed(num_bytes: int, recipe: Recipe, device: Device, num_ranks: int, table: OverheadTable) -> int:
-    """What `needed` is never below where so many bytes are alive in a forward or a backward."""
+    """A lower bound of `needed` when `num_bytes` are alive in a forward or a backward."""
     if not recipe.is_cuda:
         return num_bytes + round(table.cpu_margin.likely * num_bytes) + _context_bytes(device, table)
     return int((1 + table.margin.likely) * num_bytes) + _outside_bytes(device, num_ranks, table)
@@ -133,7 +133,7 @@ def _context_bytes(device: Device, table: OverheadTable) -> int:
 
 
 def _outside_bytes(device: Device, num_ranks: int, table: OverheadTable) -> int:
-    """What the process holds beside PyTorch's allocator."""
+    """Bytes of the process outside PyTorch's allocator."""
     communicators = round(table.communicator_bytes.likely) if num_ranks > 1 else 0
     return _context_bytes(device, table) + communicators
 
@@ -150,12 +150,12 @@ def _on_cpu(peak: int, need: int, context: int, table: OverheadTable) -> Overhea
 
 
 def _block_bytes(held: StepBytes) -> int:
-    """What the backward of a block adds to what is there all the time, gathered parameters outside blocks included."""
+    """Bytes that the backward of a block adds to the constant ones, including gathered parameters outside blocks."""
     return max(0, max(held.totals.get(name, 0) for name in _BLOCKS) - held.steady)
 
 
 def _needed(held: StepBytes, name: str, event: Event, table: OverheadTable) -> float:
-    """What an event needs after the allocator has given back what it can."""
+    """Bytes that an event needs after the allocator has returned its free segments."""
     total = held.totals[name]
     if name == "optimizer_step":
         return (1 + table.step_margin.likely) * total

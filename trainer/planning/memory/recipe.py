@@ -1,4 +1,4 @@
-"""What a runtime does that decides bytes: the type of every kind of tensor, the attention kernel, who casts what.
+"""Precision policy: the dtype of every kind of tensor, the attention kernel and the casts, all of which decide bytes.
 
 Ours, unless the setting names another stack (`stacks`) or says a value itself:
 
@@ -135,7 +135,7 @@ def _updates_in_backward(setting: Setting) -> bool:
 
 
 def _casts_adapter_inputs(setting: Setting, device: Device, *, has_fp32_products: bool) -> bool:
-    """Whether PEFT takes an adapter's input to the type of the adapter, so that autocast makes a copy for each.
+    """True if PEFT casts the input of an adapter to the adapter's dtype, so that autocast makes a copy for each.
 
     A 4-bit layer does so unless it sees autocast, and it looks for that of CUDA alone.
     """

@@ -1,4 +1,4 @@
-"""What autograd saves in one block, operation by operation: bytes of one token.
+"""Bytes per token that autograd saves in one block, operation by operation.
 
 An operation saves what its backward reads. Counted from the modelling files of transformers 5 by hooks on saved
 tensors; h hidden, q = heads x head_dim, k = kv_heads x head_dim, f width of the MLP, c bytes of the computing type, r
@@ -38,7 +38,7 @@ _EXPERT_INDICES = 4 * 8  # order of the tokens, its inverse, the tokens' weights
 
 
 def keeps_input(recipe: Recipe, dims: Dims) -> bool:
-    """Whether the first norm keeps the block's input itself, rather than a copy in another type."""
+    """True if the first norm saves the block's input itself, not a copy in another dtype."""
     if dims.norm is Norm.LAYER:
         return recipe.residual_bytes == 4 or not recipe.is_autocast
     return recipe.residual_bytes == 4 or recipe.is_fused
@@ -59,7 +59,7 @@ class SavedTensors(Value, frozen=True, kw_only=True):
 
 
 def saved_tensors(setting: Setting, recipe: Recipe, dims: Dims) -> SavedTensors:
-    """What one block saves when nothing is recomputed, its input included where the first norm keeps that."""
+    """Bytes that one block saves without recomputation, including its input if the first norm saves it."""
     hidden_masks = 2 * dims.hidden if dims.has_hidden_dropout and setting.has_dropout else 0
     return SavedTensors(
         norms=_norm_bytes(recipe, dims) + _head_norm_bytes(recipe, dims),
@@ -127,7 +127,7 @@ def copied_inputs(recipe: Recipe, dims: Dims, adapted: Iterable[tuple[str, int, 
 
 
 def shares_product(setting: Setting, dims: Dims) -> bool:
-    """Whether an adapter reads the input of the MLP's last layer."""
+    """True if an adapter reads the input of the last layer of the MLP."""
     return any(name in _MLP_OUTPUTS for name, _, _ in adapted_linears(setting, dims))
 
 
@@ -170,7 +170,7 @@ def attention_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
 
 
 def _reads_attention(setting: Setting, recipe: Recipe, dims: Dims) -> bool:
-    """Whether the layer after attention, or its adapter, keeps attention's output as it is."""
+    """True if the layer after attention, or its adapter, saves the output of attention unchanged."""
     if not recipe.is_frozen:
         return True
     adapted = {name for name, _, _ in adapted_linears(setting, dims)}
@@ -178,7 +178,7 @@ def _reads_attention(setting: Setting, recipe: Recipe, dims: Dims) -> bool:
 
 
 def attention_module_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
-    """What recomputing the attention module frees: all it saves, but for its input, which is kept for it."""
+    """Bytes freed by recomputing the attention module: all it saves except its input."""
     inside = attention_bytes(setting, recipe, dims) + _head_norm_bytes(recipe, dims)
     c, h = recipe.compute_bytes, dims.hidden
     if recipe.is_frozen:
@@ -192,7 +192,7 @@ def attention_module_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
 
 
 def _attention_adapter_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
-    """What the adapters of the attention module keep, but for an input that they share."""
+    """Bytes that the adapters of the attention module save, without an input that they share."""
     if recipe.adapter_inputs not in (AdapterInputs.AUTOCAST, AdapterInputs.SHARED):
         return 0
     c, adapted = recipe.compute_bytes, adapted_linears(setting, dims)
@@ -245,7 +245,7 @@ def mlp_bytes(recipe: Recipe, dims: Dims) -> int:
 
 
 def _activation_bytes(recipe: Recipe, dims: Dims) -> int:
-    """What the activation function keeps of one element; most are one kernel that keeps its input."""
+    """Bytes per element that the activation function saves; most are one kernel that saves its input."""
     c = 4 if recipe.has_fp32_products else recipe.compute_bytes
     if dims.activation == "gelu_new":  # x, tanh, 1 + tanh and x / 2; autocast computes powers in fp32
         return 3 * 4 + c if recipe.is_autocast else 4 * c

@@ -1,4 +1,4 @@
-"""What a sharding engine holds besides its states: gathered parameters, gradients on their way, buckets.
+"""Bytes of a sharding engine besides its states: gathered parameters, gradients in transfer, buckets.
 
 FSDP2, as Accelerate applies it: `fully_shard` on every block, on the embedding, and on the last norm with lm_head. A
 group is gathered for its forward and again for its backward, while its neighbour is gathered already: two blocks are
@@ -61,7 +61,7 @@ def default_buckets(dims: Dims) -> Buckets:
 
 
 def sharding_memory(setting: Setting, recipe: Recipe, dims: Dims) -> ShardingMemory:
-    """What the sharding of a setting holds on one rank."""
+    """Bytes on one rank that are due to sharding."""
     sharding = setting.strategy.sharding
     if recipe.uses_fsdp:
         return _fsdp(setting, recipe, dims)
@@ -88,7 +88,7 @@ def accumulated_gradients(setting: Setting, recipe: Recipe, num_trained: int, gr
 
 
 def reduces_every_micro_batch(setting: Setting, recipe: Recipe) -> bool:
-    """Whether gradients are reduced before the last micro batch, so that no rank holds whole ones."""
+    """True if gradients are reduced before the last micro batch, so that no rank holds whole ones."""
     chosen = setting.recipe.reduces_every_micro_batch
     return recipe.stack.reduces_every_micro_batch if chosen is None else chosen
 

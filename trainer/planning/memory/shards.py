@@ -1,4 +1,4 @@
-"""What of each weight is on one rank under FSDP2, which gives out the rows of a tensor one by one.
+"""The share of each weight on one rank under FSDP2, which distributes the rows of a tensor.
 
 A tensor whose rows do not divide evenly is padded to as many as the ranks times the largest share: 8 experts over 64
 ranks are 64 rows, 56 of them empty. The first rank then holds a row of everything, and a gathered or reduced tensor is

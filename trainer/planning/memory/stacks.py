@@ -18,7 +18,7 @@ from trainer.spec.value import Value
 
 
 class AdapterInputs(StrEnum):
-    """What the two matrices of an adapter keep of their input for the backward."""
+    """The inputs that the two matrices of an adapter save for the backward."""
 
     AUTOCAST = "autocast"  # a copy in the computing type for each adapted layer
     FP32 = "fp32"  # an fp32 copy for each: fp32 adapters on 16-bit activations, without autocast

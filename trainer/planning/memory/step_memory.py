@@ -24,12 +24,12 @@ class StepMemory(Value, frozen=True, kw_only=True):
 
     @property
     def waits_for_last_micro_batch(self) -> bool:
-        """Whether whole gradients wait on this rank until the last micro batch reduces them."""
+        """True if whole gradients stay on this rank until the last micro batch reduces them."""
         is_accumulating = self.setting.accumulation > 1 and not self.recipe.updates_in_backward
         return is_accumulating and self.recipe.uses_fsdp and not reduces_every_micro_batch(self.setting, self.recipe)
 
     @property
     def holds_earlier_gradients(self) -> bool:
-        """Whether a new gradient is added to one that is there: DDP's bucket, or that of an earlier micro batch."""
+        """True if a new gradient is added to an existing one: DDP's bucket, or that of an earlier micro batch."""
         is_accumulating = self.setting.accumulation > 1 and not self.recipe.updates_in_backward
         return is_accumulating or self.sharding.holds_gradients

@@ -1,4 +1,4 @@
-"""What runs together, as far as it is settled, and a reason why two parts of it cannot.
+"""A combination of settings, as far as they are chosen, and the reason why two of them are incompatible.
 
 An incompatibility is about two settings, or a setting and hardware, and is data: a name, a test, the reason, what to
 use instead, and the evidence: what was measured, or which source, issue or paper says so. The tables are
@@ -63,7 +63,7 @@ class Combination(Value, frozen=True, kw_only=True):
 
     @property
     def backward_update(self) -> str | None:
-        """What updates weights while the backward pass runs, as a job file spells it; None where nothing does."""
+        """The setting that updates weights during the backward pass, as a job file spells it, or None."""
         if self.optimizer_in_backward:
             return "optimizer_in_backward"
         if self.strategy.optimizer in IN_BACKWARD:
@@ -72,20 +72,20 @@ class Combination(Value, frozen=True, kw_only=True):
 
     @property
     def tile(self) -> int:
-        """What both dimensions of a weight have to be a multiple of to be multiplied in FP8."""
+        """The number that both dimensions of a weight must be a multiple of for FP8."""
         return FP8_TILES.get(self.fp8_recipe, 16) if self.fp8_recipe is not None else 16
 
     def capability_below(self, least: tuple[int, int]) -> bool:
-        """Whether the GPU is older; False on a CPU."""
+        """True if the GPU is older; False on a CPU."""
         unknown = (99, 0) if self.trusts_unknown_cards else (0, 0)
         return not self.is_cpu and (self.device.compute_capability or unknown) < least
 
     def lacks(self, library: str) -> bool:
-        """Whether a package is known not to be installed."""
+        """True if a package is known not to be installed."""
         return self.libraries is not None and library not in self.libraries
 
     def lacks_flag(self, flag: str) -> bool:
-        """Whether the CPU is known not to have a unit."""
+        """True if the CPU is known to lack an instruction set."""
         return self.cpu_flags is not None and flag not in self.cpu_flags
 
 
@@ -152,7 +152,7 @@ def first_broken(
 
 
 def facts_of(combination: Combination) -> dict[str, object]:
-    """What reasons are filled with."""
+    """Values for the placeholders of reasons."""
     strategy = combination.strategy
     shardings = OFFLOAD_SHARDINGS.get(strategy.offload, ())
     is_plain = strategy.offload is Offload.NONE

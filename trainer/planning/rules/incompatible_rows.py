@@ -1,4 +1,4 @@
-"""What of a row cannot go together: sharding, offload, optimizer and precision, with method, ranks and hardware.
+"""Incompatible parts of a strategy: sharding, offload, optimizer and precision, with method, ranks and hardware.
 
 Two tables. `LAYOUTS` looks at the row alone; no row of the catalogue breaks it, so the planner never asks it: it says
 why a row is not there. `ROWS` holds what rules out a row of the catalogue for a method or on a machine. In both the
@@ -36,7 +36,7 @@ def _is_offloaded(c: Combination) -> bool:
 
 
 def _adapts_experts(c: Combination) -> bool:
-    """Whether adapters go on parameters that are no modules."""
+    """True if adapters are put on parameters that are not modules."""
     in_one = any(linear.adapter_rank_factor and not linear.is_linear_module for linear in c.shape.linears)
     return in_one and c.lora.targets == ("all-linear",)
 

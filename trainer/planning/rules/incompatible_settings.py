@@ -1,4 +1,4 @@
-"""What of the settings beside a row cannot go together, with each other, with the row or with the hardware.
+"""Settings beside the strategy that are incompatible with each other, with the strategy or with the hardware.
 
 Attention, checkpointing, loss head, torch.compile, activation offload, updates inside the backward pass, FP8 recipes.
 A combination that settles none of them breaks none of these (tested), so the planner asks them only where a job pins
@@ -28,7 +28,7 @@ _HOOKED = (Sharding.NONE, Sharding.FSDP, Sharding.FSDP_GRAD_OP, Sharding.HSDP)
 
 
 def _has_tiles(c: Combination) -> bool:
-    """Whether any linear layer of a block can be cut; a layer that cannot stays in 16 bit."""
+    """True if any linear layer of a block divides into tiles; the others stay in 16 bit."""
     return any(linear.num_inputs % c.tile == 0 and linear.num_outputs % c.tile == 0 for linear in c.shape.linears)
 
 

@@ -1,4 +1,4 @@
-"""What a job or a machine does not take although it could run: rules in the order they are asked.
+"""Rules against strategies that could run, but that the job does not allow or that would only be slower, in order.
 
 First what the job does not allow or does not give, then what would only be slower. What cannot work at all stands in
 `incompatible_rows` and `incompatible_settings`.
@@ -49,7 +49,7 @@ class Rule(Value, frozen=True, kw_only=True):
 
     @property
     def asks_leave(self) -> bool:
-        """Whether an entry of `allow` would lift it."""
+        """True if an entry of `allow` would lift the rule."""
         return self.kind is Kind.LEAVE
 
 

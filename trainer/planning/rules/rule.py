@@ -75,7 +75,7 @@ def _broken_rule(context: PlanningContext, strategy: Strategy) -> Rule | None:
 
 
 def may_run(context: PlanningContext, strategy: Strategy) -> bool:
-    """Whether no rule is broken; what is quickly found is asked first."""
+    """True if no rule is broken; cheap rules are tested first."""
     return (
         not _PINNED.is_broken(context, strategy)
         and _broken_by_job(context, strategy) is None
@@ -144,7 +144,7 @@ def _incompatibility(context: PlanningContext, strategy: Strategy) -> Incompatib
 
 
 def _settles_more(context: PlanningContext, strategy: Strategy) -> bool:
-    """Whether the job or the row settles anything that `SETTINGS` looks at: seldom, and rows are many."""
+    """True if the job or the strategy fixes anything that `SETTINGS` reads; this is rare, and strategies are many."""
     pin = context.job.pin
     return (
         strategy.optimizer in IN_BACKWARD
@@ -161,7 +161,7 @@ def _cpu_flags(context: PlanningContext, strategy: Strategy) -> frozenset[str] |
 
 
 def _is_remarkable(setting: Setting) -> bool:
-    """Whether any of `SETTINGS` could be broken by it."""
+    """True if any rule of `SETTINGS` could be broken."""
     return (
         setting.compile
         or setting.activation_offload

@@ -41,7 +41,7 @@ UNKNOWN_NETWORK_BYTES_PER_S = 1e9
 
 
 class Rates(Value, frozen=True, kw_only=True):
-    """What one device reaches, per second."""
+    """Rates of one device, per second."""
 
     matmul: float  # FLOP, in the computing type
     linear: float  # the same in linear layers: fp8 where it is on
@@ -77,7 +77,7 @@ def rates_of(setting: Setting, device: Device) -> Rates:
 
 
 def speed_notes(device: Device) -> tuple[str, ...]:
-    """What to know before believing a predicted speed; empty where every rate is measured or from a datasheet."""
+    """Cautions about a predicted speed; empty if every rate is measured or from a datasheet."""
     notes = []
     if device.kind is DeviceKind.CPU:
         if device.is_matmul_assumed:
@@ -137,7 +137,7 @@ def _tf32_rate(device: Device) -> float:
 
 
 def _power_limited_rate(generation: Generation, watts: float, rated_watts: float | None) -> float:
-    """What a board sustains under its power limit: less than in proportion is lost where a chip is capped."""
+    """FLOP/s that a board sustains under its power limit; the loss is less than proportional."""
     reference = REFERENCE_WATTS.get(generation) or rated_watts or watts
     uncapped = constants.WATT_FLOPS * WATT_BY_GENERATION[generation] * reference
     return float(uncapped * (watts / reference) ** constants.WATT_EXPONENT)

@@ -1,4 +1,4 @@
-"""What a software stack does that only time shows; what memory shows as well is in `memory.stacks`.
+"""Properties of a reference trainer that affect only time; those that affect memory are in `memory.stacks`.
 
 A stack without a row answers as ours does. Every value is read from the program's source, none is fitted.
 """

@@ -1,4 +1,4 @@
-"""What crosses links: collectives between ranks, and copies to and from the host or its disks.
+"""Transfers: collectives between ranks, and copies to and from the host or its disks.
 
 FSDP gathers a block's weights for each forward and backward, or once where they stay gathered, and reduces gradients
 with the last micro batch; DeepSpeed's ZeRO-2 and 3 reduce with each, DDP and ZeRO-1 once a step. Some programs

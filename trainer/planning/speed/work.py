@@ -1,4 +1,4 @@
-"""What a step has to do, counted: FLOPs, bytes through the device's memory, operators the host starts.
+"""Work of a step: FLOPs, bytes through the device's memory, operators the host starts.
 
 Bytes of one element in one forward, counted from the kernels that run; a backward moves twice as many:
 
@@ -151,7 +151,7 @@ def _groups(shape: ModelShape) -> tuple[LinearWork, ...]:
 
 
 def _shared_experts(shape: ModelShape) -> int:
-    """What every token passes besides its own experts."""
+    """Shared experts, which every token passes besides its own."""
     if shape.num_experts == 1:
         return 0
     shared = sum(linear.num_inputs for linear in shape.linears if linear.name == "down_proj")
@@ -202,12 +202,12 @@ def recomputation(setting: Setting) -> float:
 
 
 def has_fused_kernels(setting: Setting) -> bool:
-    """Whether norms and rotary embeddings are one kernel each."""
+    """True if norms and rotary embeddings are one kernel each."""
     return setting.compile or (setting.loss is not LossHead.EAGER and stack_of(setting.stack).has_fused_kernels)
 
 
 def is_autocast(setting: Setting) -> bool:
-    """Whether torch.autocast casts fp32 weights and activations: mixed precision without an engine of its own."""
+    """True if torch.autocast casts fp32 weights and activations: mixed precision without an engine of its own."""
     sharding, precision = setting.strategy.sharding, setting.strategy.precision
     return precision not in (Precision.FP32, Precision.BF16) and sharding in (Sharding.NONE, Sharding.DDP)
 

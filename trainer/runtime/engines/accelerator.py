@@ -36,7 +36,7 @@ NCCL = "nccl"
 
 
 class EngineChoice(NamedTuple):
-    """What decides the engine that Accelerate wraps a model in: of a plan, or of a dry run, which has no plan."""
+    """The settings that decide which engine Accelerate wraps a model in, from a plan or from a dry run."""
 
     sharding: Sharding
     precision: Precision

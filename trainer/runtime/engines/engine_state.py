@@ -84,7 +84,7 @@ def num_elements(parameter: Any) -> int:  # noqa: ANN401  # ZeRO-3 adds attribut
 
 
 def offload_of(model: nn.Module) -> Offload:
-    """What the engine keeps off the device."""
+    """The offload of the engine: what it keeps off the device."""
     if isinstance(model, FSDPModule):
         states = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
         groups = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
@@ -204,7 +204,7 @@ def _device(tensor: torch.Tensor) -> str:
 
 
 def _swap_files(engine: Any, parted: list[Any]) -> dict[str, str]:  # noqa: ANN401  # DeepSpeedEngine, untyped
-    """What is on the disk, looked up there."""
+    """Swap files on the disk, by parameter."""
     folders = {}
     swapper = getattr(engine.optimizer, "optimizer_swapper", None)
     if swapper is not None:

@@ -34,7 +34,7 @@ def asked_before_update(engine: Any, takes: Callable[[Tensor], bool]) -> Iterato
 
 
 class _Question:
-    """What stands in for methods of a ZeRO optimizer."""
+    """Replacements for methods of a ZeRO optimizer."""
 
     def __init__(self, zero: Any, takes: Callable[[Tensor], bool]) -> None:  # noqa: ANN401  # untyped
         self._zero = zero

@@ -1,4 +1,4 @@
-"""What was seen to run after `prepare`, held against the plan.
+"""Verification after `prepare`: compares what runs with the plan.
 
 A falling or even an equal loss proves nothing about the engine: Accelerate and DeepSpeed take another one without a
 word in several set-ups (docs/workarounds.md). So the classes and the sharded elements themselves are looked at, and a
@@ -52,7 +52,7 @@ def check_engagement(
     *,
     hybrid_mesh: tuple[int, int] | None = None,
 ) -> Engaged:
-    """What runs; EnvironmentFaultError naming every difference from the plan, with both values.
+    """Returns what runs; raises EnvironmentFaultError with every difference from the plan and both values.
 
     Of hybrid sharding a plan fixes (replicas, shards) as well.
     """
@@ -73,7 +73,7 @@ def observe(
     optimizer: Any,  # noqa: ANN401  # Accelerate's wrapper
     installed: Installed,
 ) -> Engaged:
-    """What runs, read off the objects themselves."""
+    """The engine, precision and optimizer that run, read from the objects themselves."""
     plain = plain_model(model)
     sharded, elements = _sharded(model, plain)
     return Engaged(
@@ -94,7 +94,7 @@ def observe(
 def facts_after_step(
     model: nn.Module, optimizer: object, installed: Installed, scaler: LossScaler | None
 ) -> dict[str, str]:
-    """What can only be seen once a step has run, in words."""
+    """Facts that exist only after a step, as text."""
     plain = plain_model(model)
     return {
         **method_facts(plain),

@@ -93,12 +93,12 @@ def expected_groups(optimizer: Optimizer, *, is_galore: bool = False) -> tuple[s
 
 
 def updates_in_backward(optimizer: object) -> bool:
-    """Whether weights are updated while the backward pass runs, so that no gradient is left to clip or to step on."""
+    """True if weights are updated during the backward pass, which leaves no gradient to clip or to step on."""
     return backward_updates(unwrapped(optimizer)) is not None
 
 
 def optimizer_facts(optimizer: object) -> dict[str, str]:
-    """What its state is seen to be after a step, in words: types, shapes, bytes of this rank."""
+    """State of the optimizer after a step, as text: dtypes, shapes and bytes on this rank."""
     return state_facts(unwrapped(optimizer))
 
 

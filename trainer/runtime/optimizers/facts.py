@@ -1,4 +1,4 @@
-"""What an optimizer is seen to keep after a step: for each state its types, shapes and bytes, in words."""
+"""Optimizer state after a step: dtypes, shapes and bytes of each state tensor, as text."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
