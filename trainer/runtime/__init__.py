@@ -1,1 +1,1 @@
-"""What happens on devices: the place for torch, started by `accelerate launch -m trainer`."""
+"""Effects on devices: the place for torch, started by `accelerate launch -m trainer`."""

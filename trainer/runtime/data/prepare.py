@@ -94,7 +94,7 @@ class Work(NamedTuple):
 
     @property
     def shape(self) -> DataFormat:
-        """What the rows are."""
+        """Format of the rows."""
         return self.sources.reading.format
 
 
@@ -189,7 +189,7 @@ def _template(request: PrepareRequest, shape: DataFormat) -> ChatTemplate | None
 
 
 class Built(NamedTuple):
-    """What was made of the sources, and what the look at every row found."""
+    """Rows built from the sources, and the result of the scan of every row."""
 
     profile: DataProfile
     census: Census

@@ -49,7 +49,7 @@ from trainer.spec import codec
 
 
 class RowShape(NamedTuple):
-    """What a row is."""
+    """Shape of a row."""
 
     seq_len: int
     is_packed: bool
@@ -60,7 +60,7 @@ class RowShape(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What was written."""
+    """Rows that were written."""
 
     train: NDArray[np.int64]  # [num_examples * rows_per_example, 2]: first token and length
     held_out: NDArray[np.int64]
@@ -90,7 +90,7 @@ class TokenFile:
 
     @property
     def is_masked(self) -> bool:
-        """Whether some token is ignored that has another before it in its row."""
+        """True if a token that is not the first of its row is ignored by the loss."""
         return self._ignored is not None
 
     def append(self, ids: "array[int]", is_learned: bytearray) -> int:

@@ -134,7 +134,7 @@ class TokenRows:
         return self.length(number) - 1 - len(self.document_starts(number))
 
     def num_terms(self, example: int) -> int:
-        """What the loss is the mean over: the targets of a row; a preference pair is one."""
+        """Number of terms in the mean of the loss: the targets of a row; a preference pair counts as one."""
         return self.num_targets(example) if self.layout.rows_per_example == 1 else 1
 
     def example_length(self, example: int) -> int:

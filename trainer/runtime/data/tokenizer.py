@@ -148,7 +148,7 @@ def tokenizer_digest(folder: Path) -> bytes:
 
 
 def named_tokens(folder: Path) -> dict[str, str]:
-    """What the folder calls bos_token, eos_token and so on, as its chat template is told of them."""
+    """The folder's bos_token, eos_token and so on, as its chat template receives them."""
     settings = _settings_of(folder)
     extra = settings.get("extra_special_tokens")
     named = {**(extra if isinstance(extra, dict) else {}), **settings}
@@ -222,7 +222,7 @@ def _converted(folder: Path) -> tuple[Tokenizer, dict[str, Any]]:
 
 
 def _has_code(settings: dict[str, Any]) -> bool:
-    """Whether tokenizer_config.json names a class that comes with it."""
+    """True if tokenizer_config.json names a class from the folder's own code."""
     classes = settings.get("auto_map")
     return isinstance(classes, dict) and "AutoTokenizer" in classes
 

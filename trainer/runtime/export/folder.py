@@ -203,7 +203,7 @@ def _texts(tokenizer: TextTokenizer) -> list[str]:
 
 
 def _first_difference(trained_with: TextTokenizer, folder: Path, texts: Sequence[str]) -> str | None:
-    """What is different about the first text that becomes other ids in `folder`; None where all are the same."""
+    """The difference for the first text that becomes other ids in `folder`; None if all are equal."""
     try:
         exported = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
@@ -273,7 +273,7 @@ def write_generation_ids(
 
 
 def _base_ids(folder: Path) -> list[int]:
-    """What the base's files name, generation settings before its config; not the default of its class."""
+    """Ids that the base's files name, generation settings before its config; not the default of its class."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         if not path.is_file():

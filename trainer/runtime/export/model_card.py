@@ -30,7 +30,7 @@ class Base(NamedTuple):
 
 
 class Export(NamedTuple):
-    """What is said of an exported folder."""
+    """Facts for the card of an exported folder."""
 
     plan: Plan
     kind: str | None = None  # model | adapters | merged | onnx; None: as the method trains
@@ -224,7 +224,7 @@ def _devices(plan: Plan) -> str:
 
 
 def _licence(card: Path) -> str | None:
-    """What a base's own card names; None where it has none, or names none."""
+    """Licence named by the card of the base model, or None."""
     if not card.is_file():
         return None
     opening, *rest = card.read_text(encoding="utf-8", errors="replace").split(_FENCE, 2)

@@ -64,7 +64,7 @@ _HELD_AS = {
 
 
 class Wish(NamedTuple):
-    """What was asked for; `dtype` None: as trained, or of what is merged, the base's own."""
+    """The requested export; `dtype` None means as trained or, if merged, the dtype of the base."""
 
     merge: bool = False
     format: str = "hf"
@@ -75,7 +75,7 @@ class Wish(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What was exported, and what there is to say of it."""
+    """Result of an export, with notes for the user."""
 
     checkpoint: CheckpointFolder
     checks: tuple[str, ...]

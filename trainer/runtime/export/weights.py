@@ -81,7 +81,7 @@ def _merged(layer: Any, plain: nn.Module, dtype: torch.dtype) -> nn.Module:  # n
 
 
 def _wraps_tensor(layer: nn.Module) -> bool:
-    """Whether an adapter stands beside a tensor of a module that is no linear layer: experts, a router."""
+    """True if an adapter belongs to a tensor of a module that is not a linear layer: experts, a router."""
     return hasattr(layer, "parameter_name")
 
 
@@ -132,7 +132,7 @@ def _layer(weight: Tensor, bias: Tensor | None, plain: nn.Module, dtype: torch.d
 
 
 def gathered_weights(accelerator: Accelerator, model: nn.Module) -> Mapping[str, torch.Tensor]:
-    """What a run exports, on rank 0 at least: adapters where there are any, else the whole model's weights.
+    """Weights that a run exports, at least on rank 0: adapters if there are any, else the whole model.
 
     Collective under a sharding engine, which gathers no more than is answered.
     """

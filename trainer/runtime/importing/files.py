@@ -61,7 +61,7 @@ def checked_file(folder: Path, name: str, *, most_bytes: int | None = None) -> P
 
 
 def has_file(folder: Path, name: str) -> bool:
-    """Whether there is something of that name, whatever it is: `checked_file` says what is wrong with it."""
+    """True if an entry of that name exists, of any type; `checked_file` reports what is wrong with it."""
     return (folder / name).is_symlink() or (folder / name).exists()
 
 
@@ -163,7 +163,7 @@ class Found(NamedTuple):
 
 
 def find_kind(folder: Path, kind: ImportKind | None) -> Found:
-    """What the folder is, or holds of the kind that was asked for; InputError where that is nothing."""
+    """Kind of the folder, or its part of the requested kind; InputError if there is none."""
     _refuse_ours(folder)
     chosen = kind or _kind_of(folder)
     if chosen is ImportKind.PEFT:

@@ -101,7 +101,7 @@ def place_tensors(
 
 
 class _Matcher(WeightReader):
-    """What of the model each tensor is, as `WeightReader` finds it for a folder; shapes are checked."""
+    """Maps tensors to weights of the model, as `WeightReader` does for a folder; checks shapes."""
 
     def __init__(self, model: PreTrainedModel, tensors: Tensors, origin: str) -> None:
         self._tensors = tensors
@@ -126,7 +126,7 @@ class _Matcher(WeightReader):
         return sorted({*self._tensors} - used)
 
     def equal(self, name: str, other: str) -> bool:
-        """Whether two tensors of the model hold the same."""
+        """True if two tensors of the model are equal."""
         return torch.equal(self.read(name), self.read(other))
 
 
@@ -241,7 +241,7 @@ _UNKNOWN = (
 
 
 class _Lora(NamedTuple):
-    """What stands beside one weight."""
+    """Matrices of the adapter beside one weight."""
 
     a: Stored
     b: Stored
@@ -280,7 +280,7 @@ def merged(
 
 
 def base_name(config: Mapping[str, Any]) -> str:
-    """What the adapter calls its base, for a message."""
+    """The adapter's name of its base model, for messages."""
     return str(config.get("base_model_name_or_path") or "its base")[:200]
 
 

@@ -323,7 +323,7 @@ def most_common_type(tensors: Tensors, dtype: torch.dtype | None) -> torch.dtype
 
 
 def num_bytes(tensors: Tensors, dtype: torch.dtype | None) -> int:
-    """What the tensors take on the disk."""
+    """Bytes of the tensors on disk."""
     return sum(_typed(stored, dtype).num_bytes for stored in tensors.values())
 
 

@@ -234,7 +234,7 @@ METADATA_STAND_INS: Mapping[str, type[StandIn]] = _stand_ins(_METADATA_INERT)
 
 
 def load_pickled(path: Path) -> Any:  # noqa: ANN401  # whatever the file holds
-    """What `torch.save` wrote, tensors mapped; InputError where it is damaged or names what could run code."""
+    """Content of a file of `torch.save`, tensors mapped; InputError if it is damaged or could run code."""
     with _explained(path):
         with path.open("rb") as stream:
             _check_archive(stream, path)
@@ -251,7 +251,7 @@ def load_pickled_bytes(content: bytes, origin: Path) -> Any:  # noqa: ANN401  # 
 
 
 def load_metadata(path: Path) -> StandIn:
-    """What `.metadata` of a torch distributed checkpoint holds, as stand-ins; InputError as for `load_pickled`."""
+    """Content of `.metadata` of a torch distributed checkpoint, as stand-ins; InputError as for `load_pickled`."""
     with _explained(path):
         content = path.read_bytes()
         for opcode, _, _ in pickletools.genops(content):

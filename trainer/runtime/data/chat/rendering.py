@@ -285,7 +285,7 @@ T = TypeVar("T")
 
 
 class RenderSettings(NamedTuple):
-    """What a worker makes its renderer of."""
+    """Settings from which a worker builds its renderer."""
 
     tokenizer_folder: str
     chat_template: str | None

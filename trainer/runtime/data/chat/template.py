@@ -315,7 +315,7 @@ def with_arguments(messages: Sequence[Message], *, as_text: bool) -> list[Messag
 
 
 def takes_parts(template: ChatTemplate) -> bool:
-    """Whether the template reads content that is a list of parts."""
+    """True if the template reads content that is a list of parts."""
     try:
         text = template.render([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}]).text
     except TemplateRefusalError:

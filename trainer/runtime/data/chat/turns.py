@@ -199,7 +199,7 @@ class _Drawing:
         return self.template.render(messages, self.tools, add_generation_prompt=add_generation_prompt).text
 
     def _check_nothing_is_lost(self) -> None:
-        """What is asked must be there, once, and so must the answer that is learned; earlier ones may be shortened."""
+        """Checks that the question and the learned answer occur exactly once; earlier answers may be shortened."""
         found = [(slot.message, slot.chunk) for slot in self.slots]
         last_answer = max((number for number, each in enumerate(self.sketch) if each["role"] == "assistant"), default=0)
         for number, message in enumerate(self.sketch):
@@ -277,7 +277,7 @@ class _Drawing:
         return place + first.end()
 
     def _ends_a_turn(self, token: str, number: int, last: _Slot | None) -> bool:
-        """Whether a special token ends the turn: after content it does, after calls or nothing if it ends answers."""
+        """True if a special token ends the turn: always after content; else only if it ends answers."""
         calls = self.sketch[number].get("tool_calls")
         if last and not calls:
             return True
@@ -287,7 +287,7 @@ class _Drawing:
         return plain.text[: turn.end].endswith(token) and token not in json.dumps(calls, ensure_ascii=False)
 
     def _after_begin(self, other: str, number: int, begin: int) -> str | None:
-        """What stands in another rendering from the place on where this turn begins."""
+        """The text of another rendering from the start of this turn."""
         before = [slot for slot in self.slots if slot.end <= begin and slot.message == number - 1]
         if not before:
             return other[begin:] if other.startswith(self.text[:begin]) else None
@@ -311,7 +311,7 @@ def _slots(text: str) -> tuple[_Slot, ...]:
 
 
 def _after(text: str, slot: _Slot) -> str | None:
-    """What follows the slot's sentinel in another rendering; None where it is not, or twice."""
+    """The text after the slot's sentinel in another rendering; None unless the sentinel occurs exactly once."""
     pieces = text.split(_sentinel(slot.message, slot.chunk))
     return pieces[1] if len(pieces) == 2 else None
 

@@ -86,7 +86,7 @@ class Window(Value, frozen=True, kw_only=True):
 
 
 class StreamStart(Value, frozen=True, kw_only=True):
-    """What the first window settled for all that follow."""
+    """Decisions of the first window that hold for all later ones."""
 
     format: DataFormat
     threshold: int  # of the split (held_out.Split)
@@ -102,7 +102,7 @@ class StreamIndex(Value, frozen=True, kw_only=True):
 
 
 class ProducerRequest(Value, frozen=True, kw_only=True):
-    """What `python -m trainer.runtime.data.stream.windows` is asked: windows from `number` on."""
+    """Request of `python -m trainer.runtime.data.stream.windows`: windows from `number` on."""
 
     cache_dir: str  # of the first window
     folder: str
@@ -190,11 +190,11 @@ class StreamRows:
         return StepRows(self._rows, step - self._starts[number], self._seed + number * _GOLDEN_GAMMA)
 
     def is_next_window(self, step: int) -> bool:
-        """Whether `at(step)` goes on to another window; the same on every rank."""
+        """True if `at(step)` moves to another window; the same on every rank."""
         return self._number_of(step) != self._number
 
     def is_ready(self, step: int) -> bool:
-        """Whether that window is there; what the producer ended with is raised here too."""
+        """True if that window is ready; raises the error with which the producer ended."""
         number = self._number_of(step)
         number = len(self._windows) if number is None else number
         return number == 0 or self._is_whole(self._ask_for(number), number)
@@ -276,7 +276,7 @@ class StreamRows:
         return list(index.windows)
 
     def _write_index(self) -> None:
-        """What a resumed run needs, which may be one that was carried to another machine."""
+        """Writes the index for a resumed run, possibly on another machine."""
         folder = self._paths.run_dir / "stream"
         folder.mkdir(parents=True, exist_ok=True)
         codec.write(folder / INDEX_NAME, StreamIndex(fingerprint=self._fingerprint, windows=tuple(self._windows)))

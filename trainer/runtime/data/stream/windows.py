@@ -244,12 +244,12 @@ class FirstWindow:
         self._begin = self._reader.places
 
     def read(self) -> Sequence[Item]:
-        """What is in it."""
+        """Items of the window."""
         self.sources.report("reading the first window of the stream")
         return self._reader.read_window()
 
     def start(self, num_examples: int, census: Census) -> StreamStart:
-        """What the windows after it are made by, once rows were made of it."""
+        """Settings for all later windows, from the rows of this one."""
         first = Window(
             number=0,
             num_examples=num_examples,
@@ -370,7 +370,7 @@ def _is_offline() -> bool:
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether asking again would not help: the hub has answered that it will not give the file."""
+    """True if a retry would not help: the hub has refused the file."""
     from huggingface_hub import errors
 
     refusals = (errors.EntryNotFoundError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError)
