@@ -246,7 +246,13 @@ def plan_to_resume(plan: Plan, earlier: Plan, run_dir: Path, console: Console, *
     changes = describe_changes(plan, earlier)
     if not changes:
         can_expand = plan.hardware.can_expand_segments  # as tried just now: an update of the driver may change it
-        return replace(earlier, hardware=replace(earlier.hardware, can_expand_segments=can_expand))
+        return replace(
+            earlier,
+            hardware=replace(earlier.hardware, can_expand_segments=can_expand),
+            data=replace(earlier.data, cache_dir=plan.data.cache_dir),  # another cache, or the run was moved
+            model_path=plan.model_path,
+            tokenizer_path=plan.tokenizer_path,
+        )
     console.line("resuming with a new plan, because " + "; ".join(changes))
     saved = newest_facts(run_dir)
     obstacles = [obstacle_to_resume(saved, candidate) for candidate in plan.candidates]

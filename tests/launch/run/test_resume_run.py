@@ -80,3 +80,11 @@ def test_where_nothing_can_go_on_the_run_does_not_start(earlier, run_dir):
 def test_a_run_without_a_checkpoint_takes_whatever_is_planned_now(earlier, tmp_path):
     plan = on_less(earlier)
     assert resume(plan, earlier, tmp_path)[0] is plan
+
+
+def test_an_unchanged_plan_reads_data_and_model_where_they_are_now(earlier: Plan, run_dir: Path):
+    """The cache was moved, or removed and filled again, or the run is on another machine."""
+    data = replace(earlier.data, cache_dir="/elsewhere/data")
+    plan = replace(earlier, data=data, model_path="/elsewhere/model", tokenizer_path="/elsewhere/tokenizer")
+    taken, _ = resume(plan, earlier, run_dir)
+    assert taken == plan
