@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -195,28 +196,36 @@ def test_remains_of_a_suite_without_its_keeper_are_removed_by_the_next(
         following.wait_for(following.submit("--output=/dev/null", "--wrap=srun true"), "COMPLETED")
 
 
+@contextmanager
+def inner_suite(folder: Path, text: str, hup: signal.Handlers) -> Iterator[Suite]:
+    """A suite that inherits `hup`; the tests themselves may run under nohup, or not."""
+    before = signal.signal(signal.SIGHUP, hup)
+    try:
+        suite = start_suite(folder, text)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    try:
+        yield suite
+    finally:
+        suite.process.kill()
+        suite.process.wait()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_tears_down_fixtures_and_gives_the_exit_code(tmp_path: Path, number: signal.Signals):
     """Also where a test catches everything; no further test begins."""
-    suite = start_suite(tmp_path, HOLDS_A_FIXTURE)
-    while not suite.ready.exists():
-        assert suite.process.poll() is None, (tmp_path / "output").read_text()
-        time.sleep(0.02)
-    suite.process.send_signal(number)
-    assert suite.process.wait(300) == 128 + number, (tmp_path / "output").read_text()
+    with inner_suite(tmp_path, HOLDS_A_FIXTURE, signal.SIG_DFL) as suite:
+        while not suite.ready.exists():
+            assert suite.process.poll() is None, (tmp_path / "output").read_text()
+            time.sleep(0.02)
+        suite.process.send_signal(number)
+        assert suite.process.wait(300) == 128 + number, (tmp_path / "output").read_text()
     assert (tmp_path / "torn down").exists() and not (tmp_path / "reached").exists()
     assert number.name in (tmp_path / "output").read_text()
 
 
 def test_a_suite_under_nohup_goes_on_after_hup(tmp_path: Path):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        suite = start_suite(
-            tmp_path,
-            HOLDS_A_FIXTURE.replace("while True:", "for _ in range(3):").replace(
-                "time.sleep(0.1)", "os.kill(os.getpid(), 1)"
-            ),
-        )
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert suite.process.wait(300) == 0 and (tmp_path / "reached").exists()
+    text = HOLDS_A_FIXTURE.replace("while True:", "for _ in range(3):")
+    text = text.replace("time.sleep(0.1)", "os.kill(os.getpid(), 1)")
+    with inner_suite(tmp_path, text, signal.SIG_IGN) as suite:
+        assert suite.process.wait(300) == 0 and (tmp_path / "reached").exists()
