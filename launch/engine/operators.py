@@ -35,7 +35,6 @@ from launch.worker import python_environment, run
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.plan import Candidate, Plan
-from trainer.spec.strategy import Optimizer
 from trainer.spec.units import format_seconds
 from trainer.spec.value import Value
 
@@ -67,7 +66,7 @@ class Toolkit(Value, frozen=True, kw_only=True):
 def needed_operators(candidate: Candidate) -> tuple[str, ...]:
     """Names of the operators that the ranks of a candidate load; empty for most."""
     names = []
-    if candidate.strategy.optimizer is Optimizer.DEEPSPEED_CPU_ADAM:
+    if candidate.strategy.optimizer.facts.updates_on_host:
         names.append(CPU_ADAM)
     if candidate.strategy.offload.uses_nvme:
         names.append(ASYNC_IO)

@@ -27,11 +27,10 @@ from launch.inputs.hub import HUB_ID, download_snapshot, find_snapshot, hub_cach
 from launch.inputs.weight_files import TensorShapes, check_weights, has_weights
 from trainer.spec import codec
 from trainer.spec.data.shapes import TEMPLATE_TOKENS
-from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.errors import EnvironmentFaultError, InputError, close_matches
 from trainer.spec.job.sections import Job, ModelJob
 from trainer.spec.messages.worker_requests import GrowRequest, Lines
 from trainer.spec.model.readers import text_part
-from trainer.spec.nearest import close_matches
 from trainer.spec.plan import Plan
 from trainer.spec.value import Value
 

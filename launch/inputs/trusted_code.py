@@ -24,11 +24,10 @@ from msgspec.structs import replace
 
 from launch.inputs.hub import HUB_ID, download_code, hub_cache, is_offline, is_snapshot
 from launch.inputs.model_files import ModelFiles
-from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.errors import EnvironmentFaultError, InputError, close_matches
 from trainer.spec.job.sections import Job
 from trainer.spec.messages.extension import ARGUMENTS, Extension, Hook
 from trainer.spec.model.shape import ModelCode
-from trainer.spec.nearest import close_matches
 from trainer.spec.plan import Plan
 
 SETTING = "model.trust_remote_code"

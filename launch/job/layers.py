@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from launch.job.yaml_text import name_of_file, read_yaml, read_yaml_file, write_scalar
-from trainer.spec.errors import InputError, InputProblemsError
+from trainer.spec.errors import InputError, InputProblemsError, close_matches
 from trainer.spec.job.fields import BY_PATH, job_tree
 from trainer.spec.job.kinds import shown
 from trainer.spec.job.reading import Layer, read_layers
 from trainer.spec.job.sections import Job
 from trainer.spec.messages.submission import FILE_NAME as SUBMISSION_NAME
-from trainer.spec.nearest import close_matches
 from trainer.spec.value import Value
 
 PERSONAL_SETTINGS = ("price_per_gpu_hour", "log.wandb", "log.notify", "slurm")

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from launch.rundir.paths import committed_checkpoints
+from trainer.spec.optimizers import have_same_state
 from trainer.spec.plan import Candidate
-from trainer.spec.same_state import have_same_state
 from trainer.spec.strategy import Method, Optimizer, Precision
 
 

@@ -16,9 +16,8 @@ from slurm.partition_hardware import WHOLE_NODES, PartitionHardware, hardware_of
 from slurm.queries import read_associations, read_config, read_nodes, read_partitions, read_qos_limits
 from trainer.planning.tables.gpu_names import hardware_from_spec
 from trainer.spec import codec
-from trainer.spec.errors import EnvironmentFaultError, InputError
+from trainer.spec.errors import EnvironmentFaultError, InputError, close_matches
 from trainer.spec.hardware import Hardware, Host
-from trainer.spec.nearest import close_matches
 
 __all__ = ["PartitionHardware", "read_partition_hardware"]
 

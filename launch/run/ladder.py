@@ -30,10 +30,9 @@ from launch.terminal import Console
 from trainer.planning.device import device_of
 from trainer.planning.page.content import Page, PairedBars, Section, Sentence, Table, Unit
 from trainer.spec.data.profile import DataProfile
-from trainer.spec.errors import InputError, NothingFitsError
+from trainer.spec.errors import InputError, NothingFitsError, close_matches
 from trainer.spec.hardware import DeviceKind, Hardware
 from trainer.spec.job.sections import Job, Limits
-from trainer.spec.nearest import close_matches
 from trainer.spec.plan import Candidate, Plan
 from trainer.spec.report import Figures, Report
 from trainer.spec.strategy import (

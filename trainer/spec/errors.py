@@ -11,7 +11,7 @@ requeued) and 130 (Ctrl-C, or a spent limit, after a saved checkpoint).
 A message is one to three lines: what is wrong, with both numbers where there are two, and what would do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 
@@ -60,3 +60,10 @@ class EnvironmentFaultError(ShardwiseError):
     """The machine is in the way: a permission, a full disk, a missing library, a run that failed."""
 
     exit_code = ExitCode.ENVIRONMENT
+
+
+def close_matches(name: str, known: Iterable[str], *, count: int = 1) -> list[str]:
+    """Up to `count` of the known names that resemble `name`, the closest first: the "did you mean" of a message."""
+    from difflib import get_close_matches  # a millisecond at every start, for a slip of the pen
+
+    return get_close_matches(name, list(known), n=count)

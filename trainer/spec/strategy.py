@@ -5,6 +5,7 @@ Every member's value is its one name everywhere: job file, plan.json, command li
 
 from enum import StrEnum
 
+from trainer.spec.optimizers import Optimizer as Optimizer
 from trainer.spec.value import Value
 
 
@@ -77,25 +78,6 @@ class Offload(StrEnum):
     @property
     def moves_parameters(self) -> bool:
         return self in (Offload.OPTIMIZER_PARAMS, Offload.NVME_ALL)
-
-
-class Optimizer(StrEnum):
-    """The update rule and its implementation."""
-
-    ADAMW = "adamw"  # PyTorch foreach
-    ADAMW_FUSED = "adamw_fused"  # PyTorch fused
-    ADAMW_8BIT = "adamw_8bit"
-    PAGED_ADAMW = "paged_adamw"
-    PAGED_ADAMW_8BIT = "paged_adamw_8bit"
-    LION = "lion"
-    LION_8BIT = "lion_8bit"
-    LAMB_8BIT = "lamb_8bit"
-    ADAFACTOR = "adafactor"
-    MUON = "muon"
-    LOMO = "lomo"
-    ADALOMO = "adalomo"
-    SGD = "sgd"
-    DEEPSPEED_CPU_ADAM = "deepspeed_cpu_adam"  # under offload to CPU
 
 
 class Precision(StrEnum):

@@ -3,8 +3,23 @@
 A subclass repeats `frozen=True, kw_only=True`: msgspec does not inherit the second, and type checkers read both.
 """
 
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import TypeVar
+
 import msgspec
+
+_Member = TypeVar("_Member", bound=StrEnum)
+_Row = TypeVar("_Row")
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An immutable record; equal when its fields are; encoded by `codec`."""
+
+
+def complete(members: Iterable[_Member], rows: dict[_Member, _Row], table: str) -> dict[_Member, _Row]:
+    """`rows`, the rows of `table`; LookupError if a member has none."""
+    missing = [f"{type(member).__name__}.{member.name}" for member in members if member not in rows]
+    if missing:
+        raise LookupError(f"{table} has no row for {', '.join(missing)}")
+    return rows

@@ -13,10 +13,9 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from trainer.planning.setting import OUR_STACK
-from trainer.spec.errors import InputError
+from trainer.spec.errors import InputError, close_matches
 from trainer.spec.hardware import Hardware
 from trainer.spec.job.sections import GaloreJob, LoraJob
-from trainer.spec.nearest import close_matches
 from trainer.spec.strategy import (
     Attention,
     Checkpointing,

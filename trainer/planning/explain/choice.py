@@ -11,12 +11,11 @@ from trainer.spec.data.shapes import SHAPES
 from trainer.spec.hardware import Hardware
 from trainer.spec.messages.saving import saving_choice
 from trainer.spec.model.shape import ModelShape
+from trainer.spec.optimizers import StateKind
 from trainer.spec.plan import Candidate, Plan
 from trainer.spec.strategy import LossHead, Method, Offload, Optimizer, Precision
 from trainer.spec.units import format_bytes, format_count
 
-_FACTORED = (Optimizer.ADAFACTOR, Optimizer.ADALOMO)
-_STATELESS = (Optimizer.LOMO, Optimizer.SGD)
 _CACHE_BYTES = 2  # bf16
 
 
@@ -130,11 +129,11 @@ _LOGITS = {
 
 
 def _state_words(optimizer: Optimizer, trained: str) -> str:
-    if optimizer in _STATELESS:
+    if optimizer.facts.num_moments == 0:
         return "without state"
-    if optimizer.endswith("8bit"):
+    if optimizer.facts.is_8bit:
         return "with state in 8 bit"
-    return f"with {'factored ' if optimizer in _FACTORED else ''}state in {trained}"
+    return f"with {'factored ' if optimizer.facts.state is StateKind.FACTORED else ''}state in {trained}"
 
 
 def _batch_line(plan: Plan) -> str:

@@ -19,12 +19,9 @@ stack: torchao pages none. transformers' Trainer keeps the embedding's state in 
 from trainer.planning.memory.recipe import Dims, Recipe
 from trainer.planning.memory.state_tensors import EIGHT_BIT_BYTES, LEAST_PAGED_ELEMENTS, StateTensors, state_tensors
 from trainer.planning.setting import Setting
+from trainer.spec.optimizers import OptimizerFacts, StateKind
 from trainer.spec.strategy import Method, Optimizer
 from trainer.spec.value import Value
-
-_COPIES_ON_CPU = 5  # of one tensor in fp32: without a kernel bitsandbytes reads moments out, and writes them back
-_PAGED_COPIES_ON_CPU = 3  # the gradient, and the denominator with the update
-_PAGED = (Optimizer.PAGED_ADAMW, Optimizer.PAGED_ADAMW_8BIT)
 
 
 class OptimizerBytes(Value, frozen=True, kw_only=True):
@@ -40,8 +37,8 @@ def optimizer_bytes(setting: Setting, recipe: Recipe, dims: Dims, *, num_trained
     """State and step temporaries of the optimizer over `num_trained` elements."""
     optimizer, width = setting.strategy.optimizer, recipe.trained_bytes
     if setting.method is Method.GALORE:
-        at_table = 0 if _is_8bit(optimizer) else 2 * width * dims.embedding
-        if optimizer is Optimizer.ADAFACTOR:
+        at_table = 0 if optimizer.facts.is_8bit else 2 * width * dims.embedding
+        if optimizer.facts.state is StateKind.FACTORED:
             at_table, width = _temporaries(optimizer, recipe, dims.embedding, dims.embedding), 4
         # galore_torch keeps the last of them until the next tensor's is there: the head's beside the embedding's.
         at_both = at_table + (width * dims.head if at_table else 0)
@@ -50,89 +47,61 @@ def optimizer_bytes(setting: Setting, recipe: Recipe, dims: Dims, *, num_trained
             temporaries=max(_projection_bytes(dims), at_both),
             table_temporaries=at_table,
         )
+    facts = optimizer.facts
     tensors = state_tensors(setting, recipe, dims, num_trained=num_trained)
     table = 0 if recipe.is_frozen else dims.embedding
-    others = 0 if recipe.is_frozen else num_trained - dims.block_linears
+    if facts.matrix_scratch is None:
+        largest = _largest(facts, recipe, dims, tensors, num_trained=num_trained)
+        temporaries = _temporaries(optimizer, recipe, num_trained, largest)
+    else:
+        largest = max(i * o * copies for i, o, copies in dims.matrices)
+        others = 0 if recipe.is_frozen else num_trained - dims.block_linears
+        of_matrices = facts.matrix_scratch.num_bytes(width=width, num_elements=largest, largest=largest)
+        temporaries = max(of_matrices, _temporaries(optimizer, recipe, others, others))
     return OptimizerBytes(
-        state=_state_bytes(optimizer, recipe, dims, tensors),
-        temporaries=_muon_temporaries(recipe, dims, others)
-        if optimizer is Optimizer.MUON
-        else _temporaries(
-            optimizer,
-            recipe,
-            num_trained,
-            _largest(optimizer, recipe, dims, tensors, num_trained=num_trained),
-        ),
-        table_temporaries=recipe.trained_bytes * table
-        if optimizer is Optimizer.MUON
-        else _temporaries(optimizer, recipe, table, table),
-        paged=tensors.state_bytes(is_8bit=_is_8bit(optimizer), least=LEAST_PAGED_ELEMENTS)
-        if optimizer in _PAGED
+        state=_state_bytes(facts, recipe, dims, tensors),
+        temporaries=temporaries,
+        table_temporaries=_temporaries(optimizer, recipe, table, table),
+        paged=tensors.state_bytes(is_8bit=facts.is_8bit, num_moments=facts.num_moments, least=LEAST_PAGED_ELEMENTS)
+        if facts.is_paged
         else 0,
     )
 
 
-def _largest(optimizer: Optimizer, recipe: Recipe, dims: Dims, tensors: StateTensors, *, num_trained: int) -> int:
+def _largest(facts: OptimizerFacts, recipe: Recipe, dims: Dims, tensors: StateTensors, *, num_trained: int) -> int:
     """Elements of what is updated at once, over all ranks; of a flat partition all, where the memory bears it."""
     if recipe.uses_deepspeed:
         return num_trained
-    return tensors.largest_8bit if _is_8bit(optimizer) else min(num_trained, dims.largest_tensor)
+    return tensors.largest_8bit if facts.is_8bit else min(num_trained, dims.largest_tensor)
 
 
-def _is_8bit(optimizer: Optimizer) -> bool:
-    return optimizer in (
-        Optimizer.ADAMW_8BIT,
-        Optimizer.PAGED_ADAMW_8BIT,
-        Optimizer.LION_8BIT,
-        Optimizer.LAMB_8BIT,
-    )
-
-
-def _state_bytes(optimizer: Optimizer, recipe: Recipe, dims: Dims, tensors: StateTensors) -> int:
-    width, num_trained = recipe.trained_bytes, tensors.num_elements()
-    if _is_8bit(optimizer):
-        num_moments = 1 if optimizer is Optimizer.LION_8BIT else 2
-        table = 0 if recipe.is_frozen or not recipe.stack.keeps_table_state else dims.embedding
-        in_fp32 = round(num_moments * (4 - EIGHT_BIT_BYTES) * table)
-        return in_fp32 + tensors.state_bytes(is_8bit=True, num_moments=num_moments)
-    if optimizer is Optimizer.PAGED_ADAMW:
-        return tensors.state_bytes(is_8bit=False)
-    if optimizer is Optimizer.LION:
-        return width * num_trained
-    if optimizer in (Optimizer.SGD, Optimizer.LOMO):
-        return 0
-    if optimizer in (Optimizer.ADAFACTOR, Optimizer.ADALOMO):
-        return min(4 * _rows_and_columns(dims), width * num_trained)
-    if optimizer is Optimizer.MUON:
-        matrices = min(num_trained, dims.block_linears)
-        return width * matrices + 2 * width * (num_trained - matrices)
-    return 2 * width * num_trained
+def _state_bytes(facts: OptimizerFacts, recipe: Recipe, dims: Dims, tensors: StateTensors) -> int:
+    width, num_trained, num_moments = recipe.trained_bytes, tensors.num_elements(), facts.num_moments
+    match facts.state:
+        case StateKind.BLOCKWISE_8BIT:
+            table = 0 if recipe.is_frozen or not recipe.stack.keeps_table_state else dims.embedding
+            in_fp32 = round(num_moments * (4 - EIGHT_BIT_BYTES) * table)
+            return in_fp32 + tensors.state_bytes(is_8bit=True, num_moments=num_moments)
+        case StateKind.FP32:
+            return tensors.state_bytes(is_8bit=False, num_moments=num_moments)
+        case StateKind.FACTORED:
+            return min(4 * _rows_and_columns(dims), width * num_trained)
+        case StateKind.MASTER:
+            if facts.num_matrix_moments is None:
+                return num_moments * width * num_trained
+            matrices = min(num_trained, dims.block_linears)
+            return width * (facts.num_matrix_moments * matrices + num_moments * (num_trained - matrices))
 
 
 def _temporaries(optimizer: Optimizer, recipe: Recipe, num_elements: int, largest: int) -> int:
     """Of the update of `num_elements`, the largest of whose tensors has `largest`."""
-    if optimizer is Optimizer.ADAMW:
-        return 0 if recipe.stack.fuses_adamw else recipe.trained_bytes * num_elements
-    width = recipe.trained_bytes
-    if _is_8bit(optimizer):
-        scratch = width * largest if optimizer is Optimizer.LAMB_8BIT else 0
-        if recipe.stack.dequantises_states and optimizer is not Optimizer.PAGED_ADAMW_8BIT:
-            return 3 * 4 * largest + scratch
-        copies = 0 if recipe.is_cuda else _COPIES_ON_CPU + (width < 4)  # of 16-bit weights one more
-        return scratch + copies * 4 * largest
-    if optimizer is Optimizer.PAGED_ADAMW:
-        return 0 if recipe.is_cuda else (_PAGED_COPIES_ON_CPU + (width < 4)) * 4 * largest
-    if optimizer is Optimizer.ADAFACTOR:  # the update and its square; of 16-bit weights the weight and its gradient
-        return (2 if width == 4 else 4) * 4 * largest
-    if optimizer is Optimizer.LION:
-        return 2 * width * largest
-    return 4 * largest if optimizer is Optimizer.ADALOMO else 0
-
-
-def _muon_temporaries(recipe: Recipe, dims: Dims, num_others: int) -> int:
-    """The matrices' one by one, in 16 bit but for the update; then foreach AdamW's of all others."""
-    largest = max(i * o * copies for i, o, copies in dims.matrices)
-    return max(3 * 4 * largest, recipe.trained_bytes * num_others)
+    width, facts = recipe.trained_bytes, optimizer.facts
+    if recipe.stack.fuses_adamw and facts.fused_form is not None:
+        facts = facts.fused_form.facts
+    if recipe.stack.dequantises_states and facts.is_8bit and not facts.is_paged:
+        return 3 * 4 * largest + facts.scratch.num_bytes(width=width, num_elements=num_elements, largest=largest)
+    scratch = facts.scratch if recipe.is_cuda else facts.scratch_on_cpu or facts.scratch
+    return scratch.num_bytes(width=width, num_elements=num_elements, largest=largest)
 
 
 def _projection_bytes(dims: Dims) -> int:
@@ -150,7 +119,7 @@ def _galore_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
     """Low-rank moments with their projectors; inside Adafactor rows and columns of what is projected."""
     optimizer, width = setting.strategy.optimizer, recipe.trained_bytes
     moments, projectors = _galore_elements(setting, dims)
-    if optimizer is Optimizer.ADAFACTOR:
+    if optimizer.facts.state is StateKind.FACTORED:
         projected = 0
         for num_inputs, num_outputs, copies in dims.matrices:
             rank = min(setting.galore.rank, num_inputs, num_outputs)
@@ -158,7 +127,7 @@ def _galore_bytes(setting: Setting, recipe: Recipe, dims: Dims) -> int:
         projected += 2 * dims.hidden  # the norms, unfactored
         tables = (2 if dims.head else 1) * (dims.vocab + dims.hidden)
         return 4 * (dims.layers * projected + tables + dims.hidden) + 4 * projectors
-    return round(moments * (1.0 if _is_8bit(optimizer) else float(width))) + projectors * width
+    return round(moments * (1.0 if optimizer.facts.is_8bit else float(width))) + projectors * width
 
 
 def _galore_elements(setting: Setting, dims: Dims) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from trainer.planning.setting import OUR_STACK, Setting
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.model.attention_kernel import AttentionKernel, sdpa_kernel
 from trainer.spec.model.shape import Norm
-from trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Optimizer, Precision, Sharding
+from trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision, Sharding
 from trainer.spec.value import Value
 
 __all__ = [
@@ -67,9 +67,6 @@ class Recipe(Value, frozen=True, kw_only=True):
     repeats_kv: bool  # attention is handed as many key and value heads as query heads
     is_cuda: bool
     is_hopper_or_later: bool
-
-
-_INSIDE_BACKWARD = (Optimizer.LOMO, Optimizer.ADALOMO)
 
 
 def recipe_of(setting: Setting, device: Device, dims: Dims) -> Recipe:
@@ -131,7 +128,7 @@ def recipe_of(setting: Setting, device: Device, dims: Dims) -> Recipe:
 
 def _updates_in_backward(setting: Setting) -> bool:
     is_layerwise = setting.method is Method.GALORE and setting.galore.layerwise
-    return setting.optimizer_in_backward or is_layerwise or setting.strategy.optimizer in _INSIDE_BACKWARD
+    return setting.optimizer_in_backward or is_layerwise or setting.strategy.optimizer.facts.updates_in_backward
 
 
 def _casts_adapter_inputs(setting: Setting, device: Device, *, has_fp32_products: bool) -> bool:

@@ -25,12 +25,9 @@ from trainer.spec.strategy import (
     LossHead,
     Method,
     Offload,
-    Optimizer,
     Strategy,
 )
 from trainer.spec.value import Value
-
-IN_BACKWARD = (Optimizer.LOMO, Optimizer.ADALOMO)  # optimizers that are nothing but an update inside backward
 
 FP8_TILES = {Fp8Recipe.BLOCK: 128, Fp8Recipe.MXFP8: 32, Fp8Recipe.NVFP4: 32}  # the others: 16
 
@@ -66,7 +63,7 @@ class Combination(Value, frozen=True, kw_only=True):
         """The setting that updates weights during the backward pass, as a job file spells it, or None."""
         if self.optimizer_in_backward:
             return "optimizer_in_backward"
-        if self.strategy.optimizer in IN_BACKWARD:
+        if self.strategy.optimizer.facts.updates_in_backward:
             return f"optimizer: {self.strategy.optimizer}"
         return "layerwise" if self.method is Method.GALORE and self.galore.layerwise else None
 

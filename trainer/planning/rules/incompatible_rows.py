@@ -5,23 +5,12 @@ why a row is not there. `ROWS` holds what rules out a row of the catalogue for a
 first that is broken is the reason, so what is more fundamental stands first.
 """
 
-from trainer.planning.rules.combination import IN_BACKWARD, Combination, Incompatibility, Reach
+from trainer.planning.rules.combination import Combination, Incompatibility, Reach
 from trainer.planning.tables.catalogue import LAYOUTS as CATALOGUED
-from trainer.spec.job.clashes import GALORE_OPTIMIZERS, OFFLOAD_SHARDINGS
-from trainer.spec.strategy import Method, Offload, Optimizer, Precision, Sharding
+from trainer.spec.job.clashes import OFFLOAD_SHARDINGS
+from trainer.spec.strategy import Method, Offload, Precision, Sharding
 
 BF16 = (Precision.BF16_MIXED, Precision.BF16, Precision.FP8)
-_BITSANDBYTES = (
-    Optimizer.ADAMW_8BIT,
-    Optimizer.PAGED_ADAMW,
-    Optimizer.PAGED_ADAMW_8BIT,
-    Optimizer.LION_8BIT,
-    Optimizer.LAMB_8BIT,
-)
-_WHOLE_MATRICES = (Optimizer.ADAFACTOR, Optimizer.MUON)
-_OF_ADAM = (Optimizer.ADAMW, Optimizer.ADAMW_FUSED)
-# Other software's GaLore takes these forms of Adam as well.
-_ADAM_INSIDE_GALORE = (*GALORE_OPTIMIZERS, Optimizer.ADAMW_FUSED, Optimizer.PAGED_ADAMW, Optimizer.PAGED_ADAMW_8BIT)
 
 
 def _only_zero3_moves(c: Combination) -> bool:
@@ -67,7 +56,7 @@ LAYOUTS: tuple[Incompatibility, ...] = (
     ),
     Incompatibility(
         name="cpu_adam_needs_an_offload",
-        is_broken=lambda c: c.strategy.optimizer is Optimizer.DEEPSPEED_CPU_ADAM and not _is_offloaded(c),
+        is_broken=lambda c: c.strategy.optimizer.facts.updates_on_host and not _is_offloaded(c),
         reason="optimizer: deepspeed_cpu_adam updates state in host RAM and needs an offload",
         instead="adamw_fused",
         evidence="DeepSpeed 0.19.8, ops/adam/cpu_adam.py: it asserts that parameters are CPU tensors",
@@ -75,9 +64,7 @@ LAYOUTS: tuple[Incompatibility, ...] = (
     ),
     Incompatibility(
         name="cpu_adam_is_of_deepspeed",
-        is_broken=lambda c: (
-            c.strategy.optimizer is Optimizer.DEEPSPEED_CPU_ADAM and not c.strategy.sharding.uses_deepspeed
-        ),
+        is_broken=lambda c: c.strategy.optimizer.facts.updates_on_host and not c.strategy.sharding.uses_deepspeed,
         reason="optimizer: deepspeed_cpu_adam needs zero1, zero2 or zero3, not {sharding}",
         instead="adamw_fused",
         evidence="FSDP2 hands its optimizer DTensors, which the operator does not take",
@@ -86,9 +73,7 @@ LAYOUTS: tuple[Incompatibility, ...] = (
     Incompatibility(
         name="zero_offload_updates_with_cpu_adam",
         is_broken=lambda c: (
-            _is_offloaded(c)
-            and c.strategy.sharding.uses_deepspeed
-            and c.strategy.optimizer is not Optimizer.DEEPSPEED_CPU_ADAM
+            _is_offloaded(c) and c.strategy.sharding.uses_deepspeed and not c.strategy.optimizer.facts.updates_on_host
         ),
         reason="optimizer: {optimizer} does not work under {layout}: state in host RAM is updated there",
         instead="deepspeed_cpu_adam",
@@ -96,35 +81,39 @@ LAYOUTS: tuple[Incompatibility, ...] = (
     ),
     Incompatibility(
         name="fsdp_offload_updates_with_adamw",
-        is_broken=lambda c: _is_offloaded(c) and c.strategy.sharding.uses_fsdp and c.strategy.optimizer not in _OF_ADAM,
+        is_broken=lambda c: (
+            _is_offloaded(c)
+            and c.strategy.sharding.uses_fsdp
+            and not c.strategy.optimizer.facts.updates_fsdp_shards_on_host
+        ),
         reason="optimizer: {optimizer} does not work under {layout}: shards are updated in host RAM",
         instead="adamw_fused",
         evidence="torch's AdamW has a fused CPU kernel; the others of FSDP2 were not tried on shards in host RAM",
     ),
     Incompatibility(
         name="lomo_needs_one_rank",
-        is_broken=lambda c: c.strategy.optimizer in IN_BACKWARD and c.strategy.sharding is not Sharding.NONE,
+        is_broken=lambda c: c.strategy.optimizer.facts.updates_in_backward and c.strategy.sharding is not Sharding.NONE,
         reason="optimizer: {optimizer} does not work under {sharding}: it updates before ranks add up gradients",
         instead="sharding: none, or adamw_fused",
         evidence="LOMO, arXiv:2306.09782, algorithm 1: a hook uses and frees each gradient as it comes",
     ),
     Incompatibility(
         name="bitsandbytes_takes_plain_tensors",
-        is_broken=lambda c: c.strategy.optimizer in _BITSANDBYTES and c.strategy.sharding.uses_fsdp,
+        is_broken=lambda c: not c.strategy.optimizer.facts.takes_dtensors and c.strategy.sharding.uses_fsdp,
         reason="optimizer: {optimizer} does not work under {sharding}: its kernels take plain tensors, not DTensors",
         instead="zero2 or zero3, or adamw_fused",
         evidence="bitsandbytes#89, pytorch/ao#1213; ZeRO's flat partitions are plain tensors",
     ),
     Incompatibility(
         name="lamb_needs_whole_tensors",
-        is_broken=lambda c: c.strategy.optimizer is Optimizer.LAMB_8BIT and c.strategy.sharding.shards_optimizer,
+        is_broken=lambda c: c.strategy.optimizer.facts.needs_whole_tensors and c.strategy.sharding.shards_optimizer,
         reason="optimizer: {optimizer} does not work under {sharding}: its trust ratio needs the norm of a whole layer",
         instead="ddp, or adamw_8bit",
         evidence="LAMB, arXiv:1904.00962, algorithm 2; ZeRO's partition joins layers and cuts them anywhere",
     ),
     Incompatibility(
         name="matrix_updates_need_whole_matrices",
-        is_broken=lambda c: c.strategy.optimizer in _WHOLE_MATRICES and c.strategy.sharding.shards_optimizer,
+        is_broken=lambda c: c.strategy.optimizer.facts.needs_whole_matrices and c.strategy.sharding.shards_optimizer,
         reason="optimizer: {optimizer} does not work under {sharding}: its update needs whole matrices",
         instead="ddp, or adamw_fused",
         evidence="Adafactor, arXiv:1804.04235: row and column means; torch.optim.Muon refuses what is not a matrix",
@@ -214,7 +203,7 @@ ROWS: tuple[Incompatibility, ...] = (
     ),
     Incompatibility(
         name="galore_is_around_adam_or_adafactor",
-        is_broken=lambda c: c.method is Method.GALORE and c.strategy.optimizer not in _ADAM_INSIDE_GALORE,
+        is_broken=lambda c: c.method is Method.GALORE and not c.strategy.optimizer.facts.runs_inside_foreign_galore,
         reason="inside galore runs adamw, adamw_8bit or adafactor, not {optimizer}",
         instead="adamw",
         evidence="galore-torch 1.0 has GaLoreAdamW, GaLoreAdamW8bit and GaLoreAdafactor",
@@ -222,14 +211,14 @@ ROWS: tuple[Incompatibility, ...] = (
     ),
     Incompatibility(
         name="galore_inner_optimizer",
-        is_broken=lambda c: c.method is Method.GALORE and c.strategy.optimizer not in GALORE_OPTIMIZERS,
+        is_broken=lambda c: c.method is Method.GALORE and not c.strategy.optimizer.facts.runs_inside_galore,
         reason="inside galore runs adamw, adamw_8bit or adafactor, not {optimizer}",
         instead="adamw",
         evidence="galore-torch 1.0 has no fused and no paged form",
     ),
     Incompatibility(
         name="galore_8bit_needs_cuda",
-        is_broken=lambda c: c.method is Method.GALORE and c.strategy.optimizer is Optimizer.ADAMW_8BIT and c.is_cpu,
+        is_broken=lambda c: c.method is Method.GALORE and c.strategy.optimizer.facts.is_8bit and c.is_cpu,
         reason="{optimizer} inside galore waits for a CUDA device after each weight; {capability}",
         instead="adamw or adafactor",
         evidence="galore-torch 1.0, adamw8bit.py: torch.cuda.synchronize() in step; it fails on a CPU build",
@@ -264,7 +253,7 @@ ROWS: tuple[Incompatibility, ...] = (
     ),
     Incompatibility(
         name="frozen_base_has_no_update",
-        is_broken=lambda c: c.method.freezes_base and c.strategy.optimizer in (*IN_BACKWARD, Optimizer.MUON),
+        is_broken=lambda c: c.method.freezes_base and not c.strategy.optimizer.facts.trains_adapters,
         reason="{optimizer} is made for whole weights; {method} trains small adapters",
         instead="adamw_fused",
         evidence="LOMO, arXiv:2306.09782, saves gradients of whole weights, which a frozen base has not",

@@ -10,20 +10,8 @@ from enum import StrEnum
 from trainer.planning.context import PlanningContext
 from trainer.planning.rules.incompatible_rows import BF16
 from trainer.spec.job.sections import Allowance
-from trainer.spec.strategy import Offload, Optimizer, Precision, Strategy
+from trainer.spec.strategy import Offload, Precision, Strategy
 from trainer.spec.value import Value
-
-_BITS_8 = (Optimizer.ADAMW_8BIT, Optimizer.PAGED_ADAMW_8BIT, Optimizer.LION_8BIT, Optimizer.LAMB_8BIT)
-_APPROXIMATE = (
-    Optimizer.LION,
-    Optimizer.LION_8BIT,
-    Optimizer.LAMB_8BIT,
-    Optimizer.ADAFACTOR,
-    Optimizer.MUON,
-    Optimizer.LOMO,
-    Optimizer.ADALOMO,
-)
-PAGED = (Optimizer.PAGED_ADAMW, Optimizer.PAGED_ADAMW_8BIT)
 
 
 class Kind(StrEnum):
@@ -104,7 +92,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
     Rule(
         name="paged_not_allowed",
         kind=Kind.LEAVE,
-        is_broken=lambda s, row: row.optimizer in PAGED and _needs_cpu_leave(s),
+        is_broken=lambda s, row: row.optimizer.facts.is_paged and _needs_cpu_leave(s),
         reason="{optimizer} pages its state to host RAM, which the job does not allow",
         instead="allow: [offload_cpu]",
         yields_to="optimizer",
@@ -113,7 +101,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
     Rule(
         name="8bit_not_allowed",
         kind=Kind.LEAVE,
-        is_broken=lambda s, row: row.optimizer in _BITS_8 and _needs_8bit_leave(s),
+        is_broken=lambda s, row: row.optimizer.facts.is_8bit and _needs_8bit_leave(s),
         reason="{optimizer} keeps 8-bit state, which changes the update; the job does not allow it",
         instead="allow: [optimizer_8bit]",
         yields_to="optimizer",
@@ -122,7 +110,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
     Rule(
         name="approximation_not_allowed",
         kind=Kind.LEAVE,
-        is_broken=lambda s, row: row.optimizer in _APPROXIMATE and _needs_approx_leave(s),
+        is_broken=lambda s, row: row.optimizer.facts.changes_update and _needs_approx_leave(s),
         reason="{optimizer} is not AdamW; the job does not allow another update",
         instead="allow: [optimizer_approx]",
         yields_to="optimizer",
@@ -131,7 +119,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
     Rule(
         name="sgd_is_never_chosen",
         kind=Kind.SLOWER,
-        is_broken=lambda s, row: row.optimizer is Optimizer.SGD,
+        is_broken=lambda s, row: row.optimizer.facts.is_chosen_by_pin_only,
         reason="{optimizer} trains transformers poorly and needs its own learning rate",
         instead="pin.optimizer: sgd",
         yields_to="optimizer",
@@ -177,7 +165,7 @@ OF_THE_JOB: tuple[Rule, ...] = (
     Rule(
         name="paged_to_itself",
         kind=Kind.SLOWER,
-        is_broken=lambda s, row: s.is_cpu and row.optimizer in PAGED,
+        is_broken=lambda s, row: s.is_cpu and row.optimizer.facts.is_paged,
         reason="{optimizer} pages nothing: the device is the CPU",
         instead="the same optimizer unpaged",
         yields_to="optimizer",

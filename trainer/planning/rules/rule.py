@@ -12,7 +12,6 @@ Nothing here knows a number of bytes: memory, host RAM, hours and money are budg
 
 from trainer.planning.context import PlanningContext
 from trainer.planning.rules.combination import (
-    IN_BACKWARD,
     Combination,
     Incompatibility,
     Reach,
@@ -23,13 +22,12 @@ from trainer.planning.rules.combination import (
 from trainer.planning.rules.combination import capability_words as words_of_capability
 from trainer.planning.rules.incompatible_rows import ROWS
 from trainer.planning.rules.incompatible_settings import SETTINGS
-from trainer.planning.rules.job_rules import OF_THE_JOB, PAGED, Kind, Rule
+from trainer.planning.rules.job_rules import OF_THE_JOB, Kind, Rule
 from trainer.planning.setting import Setting, fp8_recipe_of
 from trainer.spec.strategy import Attention, LossHead, Method, Precision, Strategy
 from trainer.spec.value import Value
 
 __all__ = [
-    "PAGED",
     "RULES",
     "Refusal",
     "Rule",
@@ -147,7 +145,7 @@ def _settles_more(context: PlanningContext, strategy: Strategy) -> bool:
     """True if the job or the strategy fixes anything that `SETTINGS` reads; this is rare, and strategies are many."""
     pin = context.job.pin
     return (
-        strategy.optimizer in IN_BACKWARD
+        strategy.optimizer.facts.updates_in_backward
         or strategy.precision is Precision.FP8
         or (context.method is Method.GALORE and context.job.train.galore.layerwise)
         or any(getattr(pin, name) is not None for name in _SETTING_PINS)
@@ -169,7 +167,7 @@ def _is_remarkable(setting: Setting) -> bool:
         or setting.fp8_recipe is not None
         or setting.attention is Attention.FLASH
         or setting.loss is LossHead.FUSED_LINEAR
-        or setting.strategy.optimizer in IN_BACKWARD
+        or setting.strategy.optimizer.facts.updates_in_backward
         or (setting.method is Method.GALORE and setting.galore.layerwise)
     )
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from trainer.planning.candidates import candidate_of
 from trainer.planning.context import PlanningContext
-from trainer.planning.rules.rule import PAGED, may_run, refuse
+from trainer.planning.rules.rule import may_run, refuse
 from trainer.planning.search.budget import excess
 from trainer.planning.search.remedies import remedy_for
 from trainer.planning.search.settings_search import (
@@ -139,7 +139,7 @@ def with_remedies(context: PlanningContext, ranking: Ranking) -> tuple[Rejection
 
 def handicap(context: PlanningContext, row: Strategy) -> float:
     """What the time of a row's candidate is multiplied by when it is ranked."""
-    pages_much = row.optimizer in PAGED and not context.method.freezes_base
+    pages_much = row.optimizer.facts.is_paged and not context.method.freezes_base
     sharded = SHARDING_HANDICAP if row.sharding.shards_optimizer else 1.0
     paged = PAGED_HANDICAP if pages_much else 1.0
     return sharded * paged * (OFFLOAD_HANDICAP if row.offload is not Offload.NONE else 1.0)
@@ -178,7 +178,7 @@ def _machinery(candidate: Candidate) -> tuple[int, bool, int, int]:
     row = candidate.strategy
     return (
         LAYOUTS.index((row.sharding, row.offload)),
-        row.optimizer in PAGED,
+        row.optimizer.facts.is_paged,
         candidate.memory.need_bytes,
         CATALOGUE.index(row),
     )

@@ -8,7 +8,6 @@ import math
 from functools import cache
 
 from trainer.planning.context import PlanningContext
-from trainer.planning.rules.combination import IN_BACKWARD
 from trainer.planning.rules.rule import capability_words
 from trainer.planning.run.padding import row_recipe
 from trainer.planning.setting import Setting, fp8_recipe_of
@@ -48,7 +47,7 @@ def _cuts(share: int) -> tuple[int, ...]:
 def updates_in_backward(context: PlanningContext, strategy: Strategy) -> bool:
     """Whether each gradient is used and freed as it comes, so that a step is one micro batch."""
     is_layerwise = context.method is Method.GALORE and context.job.train.galore.layerwise
-    return bool(context.job.pin.optimizer_in_backward) or is_layerwise or strategy.optimizer in IN_BACKWARD
+    return bool(context.job.pin.optimizer_in_backward) or is_layerwise or strategy.optimizer.facts.updates_in_backward
 
 
 def checkpointings(context: PlanningContext) -> tuple[Checkpointing, ...]:

@@ -17,23 +17,8 @@ from trainer.planning.setting import Setting
 from trainer.planning.speed import constants as constants
 from trainer.planning.speed.rates import Rates
 from trainer.planning.speed.work import Work
-from trainer.spec.strategy import Method, Offload, Optimizer
+from trainer.spec.strategy import Method, Offload
 
-# State elements read and written per parameter of a step.
-PASSES = {
-    Optimizer.ADAMW: 21,
-    Optimizer.ADAMW_FUSED: 7,
-    Optimizer.PAGED_ADAMW: 7,
-    Optimizer.ADAFACTOR: 12,
-    Optimizer.LION: 12,
-    Optimizer.MUON: 9,
-    Optimizer.SGD: 4,
-    Optimizer.LOMO: 4,
-    Optimizer.ADALOMO: 8,
-    Optimizer.DEEPSPEED_CPU_ADAM: 7,
-}
-EIGHT_BIT = (Optimizer.ADAMW_8BIT, Optimizer.PAGED_ADAMW_8BIT, Optimizer.LION_8BIT, Optimizer.LAMB_8BIT)
-_PAGED_BYTES = {Optimizer.PAGED_ADAMW: 8, Optimizer.PAGED_ADAMW_8BIT: 2}  # of state, a parameter
 _CLIPPING_BYTES = 6
 _NEWTON_SCHULZ_STEPS = 5
 
@@ -44,20 +29,16 @@ def optimizer_seconds(setting: Setting, work: Work, rates: Rates, device: Device
     if strategy.offload is not Offload.NONE:
         return 0.0
     mine = trained / (setting.num_ranks if strategy.sharding.shards_optimizer else 1)
-    is_fused = strategy.optimizer is Optimizer.ADAMW and stack_of(setting.stack).fuses_adamw
-    optimizer = Optimizer.ADAMW_FUSED if is_fused else strategy.optimizer
-    seconds = mine * _bytes_of_a_parameter(optimizer, strategy.precision.master_bytes) / rates.memory
+    facts = strategy.optimizer.facts
+    if facts.fused_form is not None and stack_of(setting.stack).fuses_adamw:
+        facts = facts.fused_form.facts
+    moved = facts.passes * strategy.precision.master_bytes + facts.state_traffic_bytes + _CLIPPING_BYTES
+    seconds = mine * moved / rates.memory
     if setting.method is Method.GALORE:
         seconds += _projection_seconds(setting, work, rates)
-    if strategy.optimizer is Optimizer.MUON:
+    if facts.orthogonalises_matrices:
         seconds += _orthogonalisation_seconds(work, rates)
     return seconds + 2 * _bytes_paged_out(setting, device, mine) / rates.pcie
-
-
-def _bytes_of_a_parameter(optimizer: Optimizer, master_bytes: int) -> int:
-    if optimizer in EIGHT_BIT:
-        return 4 + 3 * master_bytes + _CLIPPING_BYTES
-    return PASSES[optimizer] * master_bytes + _CLIPPING_BYTES
 
 
 def _projection_seconds(setting: Setting, work: Work, rates: Rates) -> float:
@@ -80,7 +61,7 @@ def _orthogonalisation_seconds(work: Work, rates: Rates) -> float:
 
 def _bytes_paged_out(setting: Setting, device: Device, mine: float) -> float:
     """State in managed memory that has no room on the device between two steps."""
-    state = _PAGED_BYTES.get(setting.strategy.optimizer, 0) * mine
+    state = setting.strategy.optimizer.facts.paged_bytes * mine
     if not state:
         return 0.0
     gradient = 0 if setting.optimizer_in_backward else setting.strategy.precision.master_bytes

@@ -15,7 +15,7 @@ from trainer.planning.speed import constants as constants
 from trainer.planning.speed.rates import Rates
 from trainer.planning.speed.work import Work, tokens_computed
 from trainer.spec.model.shape import ModelShape
-from trainer.spec.strategy import Method, Offload, Optimizer, Precision, Sharding
+from trainer.spec.strategy import Method, Offload, Precision, Sharding
 
 ADAM_BYTES = 28  # a parameter: fp32 weight and two moments read and written, gradient read
 NVME_STATE_BYTES = 12  # a parameter: fp32 weight and two moments
@@ -58,7 +58,7 @@ def offload_seconds(setting: Setting, work: Work, rates: Rates, trained: int) ->
         return 0.0, 0.0
     mine = trained / (setting.num_ranks if setting.strategy.sharding.shards_optimizer else 1)
     on_node = mine * min(setting.ranks_per_node, setting.num_ranks)
-    is_fast = setting.strategy.optimizer is Optimizer.DEEPSPEED_CPU_ADAM
+    is_fast = setting.strategy.optimizer.facts.updates_on_host
     host_rate = rates.host_adam * (1.0 if is_fast else constants.TORCH_CPU_ADAM_SHARE)
     micro, step = 2.0 * mine / rates.pcie, mine * 2 / rates.pcie + ADAM_BYTES * on_node / host_rate
     if offload.moves_parameters:

@@ -9,6 +9,7 @@ machine, a job or this version cannot take is no matter of the catalogue but of 
 change it; the optimizer and the precision may.
 """
 
+from trainer.spec.optimizers import OPTIMIZERS, Pieces
 from trainer.spec.strategy import Offload, Optimizer, Precision, Sharding, Strategy
 
 # One file for each engine and place of state; a (sharding, offload) pair without a line needs no file.
@@ -34,33 +35,7 @@ LAYOUTS: tuple[tuple[Sharding, Offload], ...] = (
     *ENGINE_CONFIGS,
 )
 
-_WHOLE = (Sharding.NONE, Sharding.DDP)
-_ZERO = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
-_FSDP = (Sharding.FSDP_GRAD_OP, Sharding.FSDP, Sharding.HSDP)
-_EVERYWHERE = (*_WHOLE, *_ZERO, *_FSDP)
-
-# Shardings under which each optimizer's update is what its authors defined, with its state on the device. Element by
-# element updates may be cut anywhere. bitsandbytes quantises in blocks of 256 elements of a plain tensor, which
-# DTensor is not (bitsandbytes#89, pytorch/ao#1213). Adafactor and Muon need whole matrices; LOMO updates inside
-# backward, before gradients could be reduced.
-_OPTIMIZERS: dict[Optimizer, tuple[Sharding, ...]] = {
-    Optimizer.ADAMW_FUSED: _EVERYWHERE,
-    Optimizer.ADAMW: _EVERYWHERE,
-    Optimizer.PAGED_ADAMW: (*_WHOLE, *_ZERO),
-    Optimizer.ADAMW_8BIT: (*_WHOLE, *_ZERO),
-    Optimizer.PAGED_ADAMW_8BIT: (*_WHOLE, *_ZERO),
-    Optimizer.LION: _EVERYWHERE,
-    Optimizer.LION_8BIT: (*_WHOLE, *_ZERO),
-    Optimizer.LAMB_8BIT: _WHOLE,
-    Optimizer.ADAFACTOR: _WHOLE,
-    Optimizer.MUON: _WHOLE,
-    Optimizer.LOMO: (Sharding.NONE,),
-    Optimizer.ADALOMO: (Sharding.NONE,),
-    Optimizer.SGD: _EVERYWHERE,
-}
-EXACT_OPTIMIZERS = frozenset(
-    {Optimizer.ADAMW, Optimizer.ADAMW_FUSED, Optimizer.PAGED_ADAMW, Optimizer.DEEPSPEED_CPU_ADAM}
-)
+EXACT_OPTIMIZERS = frozenset(optimizer for optimizer, facts in OPTIMIZERS.items() if facts.is_exact)
 EXACT_PRECISIONS = frozenset({Precision.FP32, Precision.FP16_MIXED, Precision.BF16_MIXED})
 
 # From the one to prefer to the last resort; ties in speed are decided in this order.
@@ -69,11 +44,26 @@ PRECISIONS = (Precision.BF16_MIXED, Precision.FP16_MIXED, Precision.FP32, Precis
 
 def optimizers_of(sharding: Sharding, offload: Offload) -> tuple[Optimizer, ...]:
     """The optimizers that are sound on a layout."""
-    if offload is Offload.NONE:
-        return tuple(optimizer for optimizer, shardings in _OPTIMIZERS.items() if sharding in shardings)
+    if offload is not Offload.NONE:
+        by_deepspeed = sharding.uses_deepspeed  # FSDP2's offload keeps torch's optimizers, on CPU tensors
+        return tuple(
+            optimizer
+            for optimizer, facts in OPTIMIZERS.items()
+            if (facts.updates_on_host if by_deepspeed else facts.updates_fsdp_shards_on_host)
+        )
+    pieces = pieces_of(sharding)
+    return tuple(
+        optimizer
+        for optimizer, facts in OPTIMIZERS.items()
+        if pieces in facts.takes and (sharding is Sharding.NONE or not facts.updates_in_backward)
+    )
+
+
+def pieces_of(sharding: Sharding) -> Pieces:
+    """The form in which a sharding hands weights to the optimizer."""
     if sharding.uses_deepspeed:
-        return (Optimizer.DEEPSPEED_CPU_ADAM,)
-    return (Optimizer.ADAMW_FUSED, Optimizer.ADAMW)  # FSDP2's offload keeps torch's optimizers, on CPU tensors
+        return Pieces.FLAT
+    return Pieces.SHARDS if sharding.uses_fsdp else Pieces.WHOLE
 
 
 def _row(sharding: Sharding, offload: Offload, optimizer: Optimizer, precision: Precision) -> Strategy:

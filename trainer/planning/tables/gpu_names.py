@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 from trainer.planning.tables.gpu_specs import GPU_SPECS, MIG_MARK, GpuSpec, gpu_spec
-from trainer.spec.errors import InputError
+from trainer.spec.errors import InputError, close_matches
 from trainer.spec.hardware import Gpu, Hardware, Host
-from trainer.spec.nearest import close_matches
 from trainer.spec.units import GIB
 from trainer.spec.value import Value
 

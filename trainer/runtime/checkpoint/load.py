@@ -41,7 +41,7 @@ from trainer.runtime.checkpoint.shards import OpenShards, check_shards, read_pie
 from trainer.runtime.optimizers import unwrapped
 from trainer.spec.errors import InputError, InputProblemsError, ShardwiseError
 from trainer.spec.job.sections import GaloreJob
-from trainer.spec.same_state import have_same_state
+from trainer.spec.optimizers import have_same_state
 from trainer.spec.strategy import Optimizer, Sharding
 
 _SHOWN = 3  # names in a message

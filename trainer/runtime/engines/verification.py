@@ -38,7 +38,6 @@ from trainer.spec.report import Engaged
 from trainer.spec.strategy import Checkpointing, Method, Optimizer, Precision, Sharding
 
 _ZERO_STAGES = {Sharding.ZERO1: 1, Sharding.ZERO2: 2, Sharding.ZERO3: 3}
-_IN_BACKWARD = (Optimizer.LOMO, Optimizer.ADALOMO)
 
 Row = tuple[str, object, object]  # what, planned, found
 
@@ -221,12 +220,12 @@ def _optimizer_rows(model: nn.Module, optimizer: Any, chosen: Candidate, engaged
     trained = [parameter for parameter in plain_model(model).parameters() if parameter.requires_grad]
     yield "parameters that are updated", len(trained), len(_updated(model, inner))
     yield "parameters without weight decay", sum(_num_dims(each) < 2 for each in trained), _num_undecayed(model, inner)
-    if kind is Optimizer.DEEPSPEED_CPU_ADAM:
+    if kind.facts.updates_on_host:
         yield "decoupled weight decay", True, getattr(inner, "adam_w_mode", None)
     if kind in (Optimizer.ADAMW, Optimizer.ADAMW_FUSED) and not is_galore:
         yield "fused optimizer", kind is Optimizer.ADAMW_FUSED, bool(inner.defaults.get("fused"))
     if not is_galore:  # whose layerwise variant is a setting of the job
-        planned_in_backward = chosen.optimizer_in_backward or kind in _IN_BACKWARD
+        planned_in_backward = chosen.optimizer_in_backward or kind.facts.updates_in_backward
         yield "the optimizer runs in the backward pass", planned_in_backward, updates_in_backward(optimizer)
 
 

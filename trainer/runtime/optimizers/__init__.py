@@ -14,7 +14,6 @@ from trainer.runtime.optimizers.facts import state_facts
 from trainer.runtime.optimizers.galore import build_galore, galore_class_name
 from trainer.runtime.optimizers.groups import DECAY, MATRICES, NO_DECAY, Group, matrix_groups, parameter_groups
 from trainer.runtime.optimizers.in_backward import (
-    ALWAYS_IN_BACKWARD,
     backward_updates,
     check_in_backward,
     run_in_backward,
@@ -66,7 +65,7 @@ def build_optimizer(
 
     InputError where the two do not go with the optimizer or the model.
     """
-    if in_backward and optimizer is Optimizer.DEEPSPEED_CPU_ADAM:
+    if in_backward and optimizer.facts.updates_on_host:
         raise InputError("deepspeed_cpu_adam updates state in host RAM after the backward pass, not inside it")
     if galore is not None:
         built = build_galore(optimizer, model, lr=lr, weight_decay=weight_decay, galore=galore)
@@ -74,7 +73,7 @@ def build_optimizer(
         rule = UPDATE_RULES[optimizer]
         groups = matrix_groups if rule.groups == WITH_MATRICES else parameter_groups
         built = rule.build(groups(model, weight_decay=weight_decay), lr)
-    if in_backward or optimizer in ALWAYS_IN_BACKWARD or (galore is not None and galore.layerwise):
+    if in_backward or optimizer.facts.updates_in_backward or (galore is not None and galore.layerwise):
         run_in_backward(built)
     return built
 

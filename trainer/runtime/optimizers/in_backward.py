@@ -17,9 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer.spec.errors import InputError
 from trainer.spec.plan import Candidate
-from trainer.spec.strategy import Method, Optimizer, Precision, Sharding
+from trainer.spec.strategy import Method, Precision, Sharding
 
-ALWAYS_IN_BACKWARD = (Optimizer.LOMO, Optimizer.ADALOMO)
 # Of the others none gives a hook a whole gradient.
 _SHARDINGS = (Sharding.NONE, Sharding.FSDP, Sharding.FSDP_GRAD_OP, Sharding.HSDP)
 
@@ -97,7 +96,7 @@ def check_in_backward(chosen: Candidate, *, is_layerwise: bool = False) -> None:
 
 
 def _what(chosen: Candidate, *, is_layerwise: bool) -> str | None:
-    if chosen.strategy.optimizer in ALWAYS_IN_BACKWARD:
+    if chosen.strategy.optimizer.facts.updates_in_backward:
         return f"optimizer {chosen.strategy.optimizer}"
     if chosen.optimizer_in_backward:
         return "pin.optimizer_in_backward"

@@ -33,6 +33,7 @@ from trainer.runtime.optimizers.lomo import AdaLomo, Lomo
 from trainer.runtime.optimizers.muon import MuonAndAdamW
 from trainer.runtime.run.operators import answer_for_processor, use_built_operators
 from trainer.spec.strategy import Optimizer
+from trainer.spec.value import complete
 
 BETAS = (0.9, 0.95)  # Llama-type training (Llama 2, arXiv:2307.09288, section 2.2)
 LION_BETAS = (0.95, 0.98)
@@ -131,19 +132,23 @@ def _as_torch(built: object) -> TorchOptimizer:
     return built
 
 
-UPDATE_RULES: dict[Optimizer, UpdateRule] = {
-    Optimizer.ADAMW: UpdateRule(_adamw, "AdamW"),
-    Optimizer.ADAMW_FUSED: UpdateRule(_adamw_fused, "AdamW"),
-    Optimizer.ADAMW_8BIT: UpdateRule(_adamw_8bit, "AdamW8bit"),
-    Optimizer.PAGED_ADAMW: UpdateRule(_paged_adamw, "PagedAdamW32bit"),
-    Optimizer.PAGED_ADAMW_8BIT: UpdateRule(_paged_adamw_8bit, "PagedAdamW8bit"),
-    Optimizer.LION: UpdateRule(_lion, "Lion"),
-    Optimizer.LION_8BIT: UpdateRule(_lion_8bit, "Lion8bit"),
-    Optimizer.LAMB_8BIT: UpdateRule(_lamb_8bit, "Lamb8bit"),
-    Optimizer.ADAFACTOR: UpdateRule(_adafactor, "Adafactor"),
-    Optimizer.MUON: UpdateRule(_muon, "MuonAndAdamW", WITH_MATRICES),
-    Optimizer.LOMO: UpdateRule(Lomo, "Lomo"),
-    Optimizer.ADALOMO: UpdateRule(AdaLomo, "AdaLomo"),
-    Optimizer.SGD: UpdateRule(_sgd, "SGD"),
-    Optimizer.DEEPSPEED_CPU_ADAM: UpdateRule(_deepspeed_cpu_adam, "DeepSpeedCPUAdam"),
-}
+UPDATE_RULES: dict[Optimizer, UpdateRule] = complete(
+    Optimizer,
+    {
+        Optimizer.ADAMW: UpdateRule(_adamw, "AdamW"),
+        Optimizer.ADAMW_FUSED: UpdateRule(_adamw_fused, "AdamW"),
+        Optimizer.ADAMW_8BIT: UpdateRule(_adamw_8bit, "AdamW8bit"),
+        Optimizer.PAGED_ADAMW: UpdateRule(_paged_adamw, "PagedAdamW32bit"),
+        Optimizer.PAGED_ADAMW_8BIT: UpdateRule(_paged_adamw_8bit, "PagedAdamW8bit"),
+        Optimizer.LION: UpdateRule(_lion, "Lion"),
+        Optimizer.LION_8BIT: UpdateRule(_lion_8bit, "Lion8bit"),
+        Optimizer.LAMB_8BIT: UpdateRule(_lamb_8bit, "Lamb8bit"),
+        Optimizer.ADAFACTOR: UpdateRule(_adafactor, "Adafactor"),
+        Optimizer.MUON: UpdateRule(_muon, "MuonAndAdamW", WITH_MATRICES),
+        Optimizer.LOMO: UpdateRule(Lomo, "Lomo"),
+        Optimizer.ADALOMO: UpdateRule(AdaLomo, "AdaLomo"),
+        Optimizer.SGD: UpdateRule(_sgd, "SGD"),
+        Optimizer.DEEPSPEED_CPU_ADAM: UpdateRule(_deepspeed_cpu_adam, "DeepSpeedCPUAdam"),
+    },
+    "UPDATE_RULES",
+)

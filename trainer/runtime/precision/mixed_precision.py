@@ -24,7 +24,7 @@ from trainer.runtime.precision.fp8 import fp8_facts, install_fp8
 from trainer.spec.errors import EnvironmentFaultError, InputError
 from trainer.spec.hardware import DeviceKind
 from trainer.spec.plan import Candidate
-from trainer.spec.strategy import Optimizer, Precision
+from trainer.spec.strategy import Precision
 
 INIT_SCALE = 2.0**16
 GROWTH_FACTOR, BACKOFF_FACTOR = 2.0, 0.5
@@ -201,7 +201,7 @@ def precision_facts(installed: Installed, scaler: LossScaler | None) -> dict[str
 
 def _check_updates_can_wait(chosen: Candidate) -> None:
     optimizer = chosen.strategy.optimizer
-    if chosen.optimizer_in_backward or optimizer in (Optimizer.LOMO, Optimizer.ADALOMO):
+    if chosen.optimizer_in_backward or optimizer.facts.updates_in_backward:
         raise InputError(
             f"pin.precision: fp16-mixed updates weights once no gradient has overflowed, and {optimizer} in the "
             "backward pass does not wait; take bf16-mixed or fp32"

@@ -13,7 +13,7 @@ from trainer.spec.job.kinds import one_of
 from trainer.spec.job.sections import BadRows, DataFormat, Job, LossOn, Objective
 from trainer.spec.strategy import Checkpointing, Method, Offload, Optimizer, Precision, Sharding
 
-GALORE_OPTIMIZERS = (Optimizer.ADAMW, Optimizer.ADAMW_8BIT, Optimizer.ADAFACTOR)
+GALORE_OPTIMIZERS = tuple(each for each in Optimizer if each.facts.runs_inside_galore)
 OFFLOAD_SHARDINGS: dict[Offload, tuple[Sharding, ...]] = {
     Offload.OPTIMIZER: (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3),
     Offload.OPTIMIZER_PARAMS: (Sharding.ZERO3, Sharding.FSDP, Sharding.FSDP_GRAD_OP, Sharding.HSDP),
@@ -215,7 +215,7 @@ def _offload_sharding(job: Job) -> str | None:
 
 
 def _cpu_adam(job: Job) -> str | None:
-    if job.pin.optimizer is not Optimizer.DEEPSPEED_CPU_ADAM:
+    if job.pin.optimizer is None or not job.pin.optimizer.facts.updates_on_host:
         return None
     if job.pin.offload is Offload.NONE:
         return (
@@ -274,7 +274,7 @@ def _micro_batch(job: Job) -> str | None:
 
 def _update_in_backward(job: Job) -> str | None:
     """An update inside the backward pass cannot accumulate a second micro batch."""
-    is_lomo = job.pin.optimizer in (Optimizer.LOMO, Optimizer.ADALOMO)
+    is_lomo = job.pin.optimizer is not None and job.pin.optimizer.facts.updates_in_backward
     is_one_rank = job.pin.sharding is Sharding.NONE
     if not (job.pin.optimizer_in_backward or is_lomo) or job.pin.micro_batch is None or not is_one_rank:
         return None

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 from msgspec.structs import replace
 
-from trainer.spec.nearest import close_matches
+from trainer.spec.errors import close_matches
 from trainer.spec.units import GIB, MIB, parse_bytes, parse_count, parse_seconds, parse_share
 from trainer.spec.value import Value
 
