@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # read where a partition is asked for
 
 
 class AskedNodes(NamedTuple):
-    """What the command line says of them."""
+    """Options of the command line about nodes."""
 
     partition: str | None = None
     num_nodes: int | None = None

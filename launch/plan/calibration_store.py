@@ -52,7 +52,7 @@ def read_calibration(state_home: Path, hardware: Hardware, *, torch: str) -> Cal
 def record_of_run(
     report: Report, plan: Plan, *, now: datetime, source: RecordSource = RecordSource.RUN
 ) -> CalibrationRecord | None:
-    """What a run, or a trial, of `report.plan` teaches; None where a figure was not measured."""
+    """Calibration record of a run or a trial of `report.plan`; None if a figure was not measured."""
     measured, stated = report.measured, report.predicted
     peak_bytes, step_s = measured.memory.peak_allocated_bytes, measured.speed.step_s
     if peak_bytes is None or step_s is None:
@@ -96,7 +96,7 @@ def record_of_run(
 
 
 def _uncorrected(plan: Plan, candidate: Candidate) -> Candidate:
-    """What the formulas alone say of a candidate: a correction must not be learned from its own results."""
+    """The candidate as the formulas alone predict it: a correction must not be learned from its own results."""
     context = msgspec.structs.replace(context_of(plan), corrections=NO_CORRECTIONS)
     return candidate_of(context, setting_of(context, candidate))
 

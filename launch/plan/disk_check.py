@@ -1,4 +1,4 @@
-"""Whether the disks can hold what a run will write, asked before anything is trained.
+"""Check before training that the disks can hold what a run will write.
 
 Counted in the run directory: the checkpoint being written beside the newest kept one (what is trained, in its master
 type, and the optimizer's state), and the exported model (4 bytes a parameter, or of adapters what they weigh). Metrics

@@ -28,7 +28,7 @@ USUAL_TOKENS, MOST_TOKENS = 4096, 8192
 
 
 def fp8_key(job: Job, *, shape: ModelShape, hardware: Hardware, versions: dict[str, str]) -> Fp8GainKey:
-    """What a timing has to be of to count for this job on this machine."""
+    """Key under which a timing of FP8 holds for this job on this machine."""
     linears = [(linear, shape.num_layers - shape.num_dense_layers) for linear in shape.linears]
     linears += [(linear, shape.num_dense_layers) for linear in shape.dense_linears]
     return Fp8GainKey(
@@ -55,7 +55,7 @@ def key_of(plan: Plan) -> Fp8GainKey:
 
 
 def read_fp8_gain(cache: Path, key: Fp8GainKey) -> tuple[Fp8Gain | None, str | None]:
-    """What was timed under `key`, None where nothing was; and a line on a file that had to be passed over."""
+    """The stored timing under `key` or None, and a line about a file that could not be used."""
     path = _path(cache, key)
     try:
         kept = codec.decode(path.read_bytes(), KeptFp8Gain, origin=str(path))

@@ -25,13 +25,13 @@ _WHAT = "timing FP8 on the model's own matrix shapes"
 
 
 def asks_for_timing(plan: Plan) -> bool:
-    """Whether rows in FP8 stand in `plan` by an assumed speed, and may be taken for it."""
+    """True if `plan` ranks FP8 candidates by an assumed speed and may choose one of them."""
     is_open = plan.job.pin.precision is None and plan.fp8_gain is None
     return is_open and any(candidate.strategy.precision is Precision.FP8 for candidate in plan.candidates)
 
 
 def fp8_gain_for(plan: Plan, *, cache: Path, console: Console) -> Fp8Gain | None:
-    """What FP8 gains on this machine where `plan` asks for it, timed now and kept; None where it does not."""
+    """Gain of FP8 on this machine, timed now and stored; None if `plan` does not need it."""
     if not asks_for_timing(plan):
         return None
     key = key_of(plan)

@@ -143,7 +143,7 @@ WINDOW_BYTES, WINDOW_STEPS, BYTES_OF_TOKEN = 64 << 20, 16, 4  # of a stream: the
 def make_request(
     job: Job, *, shape: ModelShape, tokenizer_path: str | None, cache_root: Path, hub_home: Path | None = None
 ) -> PrepareRequest:
-    """What the data preparation is asked for this job; InputError where no tokenizer is named, or none can be made."""
+    """The request to prepare data for this job; InputError if no tokenizer is named and none can be made."""
     if job.model.tokenizer == "train" and shape.model_type in OWN_TOKENIZER_RULES:
         raise InputError(
             f'model.tokenizer: "train" cannot serve {shape.model_type}: transformers would read it back by other '
@@ -263,7 +263,7 @@ def profile_data(inputs: PlanInputs) -> DataProfile:
 
 
 def _shape_unread(inputs: PlanInputs) -> DataFormat:
-    """What the rows are: as the job states, as the first of them looks, or as its objective needs them."""
+    """Format of the rows: as the job states, as the first row suggests, or as the objective requires."""
     stated, objective = inputs.request.format, inputs.resolved.job.train.objective
     seen = shape_of_first_row(inputs.request) if stated is DataFormat.AUTO else None
     return seen or assumed_shape(objective, stated)
@@ -300,7 +300,7 @@ def plan_inputs(
 
 
 def _fp8_gain_of(inputs: PlanInputs, versions: dict[str, str]) -> tuple[Fp8Gain | None, str | None]:
-    """What was timed for this job, and a line on a kept timing that had to be passed over; None where FP8 is no
+    """The timing for this job, and a line on a stored timing that could not be used; None if FP8 is no
     question."""
     job, hardware = inputs.resolved.job, inputs.hardware
     may_take_it = Allowance.FP8 in job.allow if job.pin.precision is None else job.pin.precision is Precision.FP8
@@ -314,7 +314,7 @@ def _fp8_gain_of(inputs: PlanInputs, versions: dict[str, str]) -> tuple[Fp8Gain 
 def read_calibration_of(
     inputs: PlanInputs, *, environment: Mapping[str, str] = os.environ
 ) -> tuple[Calibration, dict[str, str]]:
-    """What earlier runs on this machine measured, and the versions that a plan records."""
+    """Measurements of earlier runs on this machine, and the versions that a plan records."""
     versions = recorded_versions()
     home = folders.state_home(environment)
     return read_calibration(home, inputs.hardware, torch=versions.get("torch", "none")), versions

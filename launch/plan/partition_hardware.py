@@ -35,7 +35,7 @@ def read_partition_hardware(
     share: NodeShare = WHOLE_NODES,
     environment: Mapping[str, str] = os.environ,
 ) -> PartitionHardware:
-    """What a job of `nodes` nodes of a partition, None for the default one, would run on.
+    """Hardware for a job of `nodes` nodes of a partition; None stands for the default partition.
 
     `spec` is the value of --hardware, which states what Slurm does not say: a SPEC, or a file of `shardwise probe -o`.
     InputError for a partition, a constraint or a number of nodes that Slurm does not have, and where `spec` disagrees
@@ -77,7 +77,7 @@ def _read_config(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _enforced(config: Mapping[str, str]) -> set[str]:
-    """What the controller holds jobs to: associations, limits, qos, safe."""
+    """Limits that the controller enforces: associations, limits, qos, safe."""
     return {*config.get("AccountingStorageEnforce", "").lower().split(",")}
 
 
@@ -88,7 +88,7 @@ def _read_access(
     qos: str | None,
     environment: Mapping[str, str],
 ) -> tuple[Access | None, str]:
-    """What the user may use, or why that is not known."""
+    """Partitions and limits of the user, or the reason why they are unknown."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # of a container

@@ -93,7 +93,7 @@ _PINS = "pin.sharding: none, ddp or fsdp has one, on GPUs"
 
 
 def _with_dry_run(plan: Plan, *, is_cpu: bool) -> Iterator[Candidate]:
-    """What is taken, what follows it after an out of memory, and what else could run."""
+    """The chosen candidate, its fallbacks after an out of memory, and the other candidates."""
     seen: list[Candidate] = []
     for candidate in (plan.chosen, *plan.fallbacks, *plan.candidates[1:]):
         if candidate not in seen and obstacle_to_dry_run(candidate, plan.model_shape, is_cpu=is_cpu) is None:

@@ -1,4 +1,4 @@
-"""What earlier runs on this device teach about the next prediction: a factor for each figure, and how sure it is.
+"""Calibration by earlier runs on this device: a factor for each predicted figure, and its certainty.
 
 A figure's factor comes from the ratios measured / predicted of comparable runs: the same class of precision, sharding,
 offload and frozen base, and a model of at most four times or at least a quarter the size. Of their logarithms the
@@ -42,7 +42,7 @@ _EXACT_PARTS = frozenset({
 
 
 class Factor(Value, frozen=True, kw_only=True):
-    """What a predicted figure is multiplied by, and the runs that say so."""
+    """Factor of a predicted figure, and the runs it comes from."""
 
     value: float = 1.0
     num_runs: int = 0
@@ -76,7 +76,7 @@ NO_CORRECTION = Correction()
 
 
 class Corrections(Value, frozen=True, kw_only=True):
-    """What the runs on a device say of every row for one model."""
+    """Corrections from the runs on a device, for every strategy of one model."""
 
     by_class: dict[str, Correction] = {}
     by_precision: dict[str, Correction] = {}  # for rows whose class has not run

@@ -46,7 +46,7 @@ def predicted_need(context: PlanningContext, setting: Setting) -> int:
 
 
 def need_floor(context: PlanningContext, start: Setting) -> Callable[[Setting], int]:
-    """What `predicted_need` is never below, of settings that differ from `start` in micro batch and loss head alone.
+    """A lower bound of `predicted_need` for settings that differ from `start` only in micro batch and loss head.
 
     0 where runs correct it.
     """
@@ -71,7 +71,7 @@ def least_needy(context: PlanningContext, settings: Iterable[Setting]) -> Settin
 
 
 def never_fits(context: PlanningContext, setting: Setting) -> bool:
-    """Whether what a row holds between steps is too much already."""
+    """True if the bytes between steps alone exceed the device."""
     return not _is_corrected(context, setting) and (
         held_bytes(context.shape, setting, context.device) > context.device.usable_bytes
     )

@@ -1,4 +1,4 @@
-"""What every rule and every search is asked about: the job, the machine and the model, seen for one method."""
+"""Planning context: the job, the machine and the model, for one method. Every rule and search reads it."""
 
 from trainer.planning.calibrate import NO_CORRECTIONS, Corrections
 from trainer.planning.device import Device
@@ -43,14 +43,14 @@ class PlanningContext(Value, frozen=True, kw_only=True):
 
     @property
     def host_ram_bytes(self) -> int | None:
-        """What a node's processes may take of its RAM; None where nobody said."""
+        """Bytes of RAM that the processes of a node may use, or None if unknown."""
         host = self.hardware.host
         known = [size for size in (self.job.limits.host_ram, host.ram_available_bytes or host.ram_bytes) if size]
         return min(known) if known else None
 
     @property
     def nvme_bytes(self) -> int | None:
-        """What offload may write under limits.nvme.path; None where nobody said."""
+        """Bytes that offload may write under limits.nvme.path, or None if unknown."""
         nvme = self.job.limits.nvme
         if nvme.size is not None or nvme.path is None:
             return nvme.size
@@ -65,7 +65,7 @@ class PlanningContext(Value, frozen=True, kw_only=True):
         return (self.device.compute_capability or (0, 0)) >= (8, 0)
 
     def has_library(self, name: str) -> bool:
-        """Whether the probe found the package; names as on the package index."""
+        """True if the probe found the package; names as on the package index."""
         installed = {library.replace("_", "-").lower() for library in self.hardware.libraries}
         return name in installed
 

@@ -75,7 +75,7 @@ class Device(Value, frozen=True, kw_only=True):
 
     @property
     def has_known_speed(self) -> bool:
-        """Whether products run at a rate that was measured, is of a datasheet or follows from one."""
+        """True if the rate of products was measured, is from a datasheet or follows from one."""
         return self.matmul_flops_per_s is not None or bool(self.peak_flops_per_s)
 
 
@@ -133,7 +133,7 @@ def _gpu_device(hardware: Hardware) -> Device:
 
 
 def _grantable_bytes(gpu: Gpu) -> int:
-    """What a process can take of a GPU: its usable memory, less what others hold of it now."""
+    """Bytes a process can allocate on a GPU: its usable memory minus what other processes hold now."""
     spec = gpu_spec(gpu.spec_name)
     usable = gpu.usable_bytes or min(gpu.memory_bytes, spec.usable_bytes if spec else gpu.memory_bytes)
     return usable if gpu.free_bytes is None else min(usable, gpu.free_bytes)
@@ -153,7 +153,7 @@ class _Fabric(Value, frozen=True, kw_only=True):
 
 
 def _fabric(hardware: Hardware, spec: GpuSpec | None) -> _Fabric:
-    """What joins the GPUs of a node: the weakest of the probed links, or what the catalogue says of the card."""
+    """Link between the GPUs of a node: the slowest of the probed links, or that of the catalogue."""
     links = hardware.links
     is_nvlink = all(link.kind is LinkKind.NVLINK for link in links) if links else bool(spec and spec.nvlink_bytes_per_s)
     rates = [link.bytes_per_s for link in links if link.bytes_per_s is not None]
@@ -215,7 +215,7 @@ def _cpu_device(hardware: Hardware) -> Device:
 
 
 def _sums_bf16_apart(host: Host) -> bool:
-    """Whether oneDNN computes bf16 products by its fp32 kernels; with AVX2 alone PyTorch does not ask oneDNN at all.
+    """True if oneDNN computes bf16 products by fp32 kernels; with AVX2 alone PyTorch does not use oneDNN.
 
     Found with torch's profiler and oneDNN's instruction sets limited to those of each kind of CPU.
     """

@@ -35,7 +35,7 @@ def counts_to_try(allowed: int, asked: int) -> tuple[int, ...]:
 
 
 def planned(num_nodes: int, plan: Plan) -> NodeCount:
-    """What a plan for so many nodes comes to."""
+    """Time and cost of a plan for a number of nodes."""
     chosen = plan.chosen
     return NodeCount(
         num_nodes=num_nodes,

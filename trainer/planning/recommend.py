@@ -1,4 +1,4 @@
-"""What would make a run faster, from its plan, its report and what was observed in its steps. Pure.
+"""Recommendations to make a run faster, from its plan, its report and its steps. Pure.
 
 Each recommendation is a sentence with its gain, as "times as fast". Gains of settings are predictions over the
 prediction of what ran, by the planner's own search with the pins on mechanisms lifted; gains of time that was lost are
@@ -37,7 +37,7 @@ _SETTINGS = ("micro_batch", "checkpointing", "loss", "activation_offload")
 
 
 class Observed(Value, frozen=True, kw_only=True):
-    """What the steps of a run say together; shares are of the time of a step, None: not measured."""
+    """Summary of the steps of a run; shares are of the time of a step, None if not measured."""
 
     data_share: float | None = None
     wait_share: float | None = None
@@ -67,7 +67,7 @@ def recommendations(plan: Plan, report: Report, observed: Observed) -> tuple[Rec
 
 
 def unused_bytes(report: Report) -> int | None:
-    """What the run left of the usable memory of a device, by its measured peak; None where none was measured."""
+    """Bytes of usable device memory above the measured peak; None if no peak was measured."""
     memory, measured = report.plan.memory, report.measured.memory.peak_allocated_bytes
     return None if measured is None else memory.usable_bytes - _measured_need(report, measured)
 

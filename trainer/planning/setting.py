@@ -9,7 +9,7 @@ OUR_STACK = "shardwise"
 
 
 class RecipeChoices(Value, frozen=True, kw_only=True):
-    """What a case may say about its software beyond the axes, and data about its rows; None: as its stack does."""
+    """Choices about its software beyond the axes, and facts about its rows; None: as its stack does."""
 
     rows_per_example: int = 1  # 2: a micro batch holds pairs of rows, chosen and rejected
     longest_seq: int | None = None  # tokens of the longest row of a micro batch, where rows are padded to it
@@ -55,12 +55,12 @@ class Setting(Value, frozen=True, kw_only=True):
 
     @property
     def runs_reference(self) -> bool:
-        """Whether a step asks the frozen base as well: the reference of DPO, with the adapters switched off."""
+        """True if a step also runs the frozen base: the reference of DPO, with the adapters disabled."""
         return self.recipe.rows_per_example == 2 and self.method.freezes_base
 
     @property
     def has_dropout(self) -> bool:
-        """Whether dropout that the model's config asks for is on: DPO turns it off."""
+        """True if the dropout of the model's config is active; DPO disables it."""
         return self.recipe.rows_per_example == 1
 
 

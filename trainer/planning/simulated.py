@@ -73,7 +73,7 @@ def longest_row(plan: Plan, candidate: Candidate) -> int:
 
 
 def simulated_memory(context: PlanningContext, candidate: Candidate, simulation: Simulation) -> MemoryEstimate:
-    """What the bytes of a dry run need of a device."""
+    """Device memory needed for the bytes of a dry run."""
     step = _step_of(context, candidate)
     resident = resident_bytes(step)
     workspace = resident.get(_WORKSPACE, 0)
@@ -186,7 +186,7 @@ def _rejection(failed: Simulated) -> Rejection:
 def _fallbacks_after(
     plan: Plan, context: PlanningContext, taken: Candidate, candidates: Sequence[Candidate]
 ) -> tuple[Candidate, ...]:
-    """What is left of the plan's fallbacks where one of them was taken, else those of another candidate."""
+    """The remaining fallbacks of the plan if one of them was chosen, else those of another candidate."""
     if taken in plan.fallbacks:
         return plan.fallbacks[plan.fallbacks.index(taken) + 1 :]
     return fallbacks(context, candidates)

@@ -32,7 +32,7 @@ CAPACITY_SHARE = 256  # the smallest capacity is found to within this share of t
 
 
 class Replay(NamedTuple):
-    """What the allocator came to; `ran_out` says that the limit was met."""
+    """Result of the replay; `ran_out` is true if the limit was reached."""
 
     peak_allocated_bytes: int
     peak_reserved_bytes: int

@@ -1,4 +1,4 @@
-"""What a dry run can be asked, and what has to be true of one for its bytes to be those of a device.
+"""Checks of a dry run: supported requests, and conditions under which its bytes are those of a device.
 
 Every library underneath changes from version to version. Where one of them takes another path on fake tensors than on
 a device, nothing fails: the figures are only wrong. So each run looks for the marks such paths leave, and raises.

@@ -132,7 +132,7 @@ def _optimizer(request: SimulationRequest, model: nn.Module) -> TorchOptimizer:
 
 
 def _objective(model: PreTrainedModel, request: SimulationRequest) -> Objective:
-    """What a run asks of the model; for DPO its own dropout goes off, as a run turns it off."""
+    """The objective, as in a run; for DPO the model's dropout is disabled, as a run does."""
     if request.rows_per_example == 1:
         return TokenLoss()
     turn_dropout_off(model)

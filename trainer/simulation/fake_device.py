@@ -222,7 +222,7 @@ def _replace_hooks() -> None:
 
 
 def _answers() -> dict[str, Any]:
-    """What a CUDA build says on a machine with one GPU that nobody has used yet."""
+    """Replies of a CUDA build on a machine with one unused GPU."""
     to_long, to_nothing = ctypes.CFUNCTYPE(ctypes.c_long, ctypes.c_void_p), ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     of_index = ctypes.CFUNCTYPE(ctypes.c_long, ctypes.c_void_p, ctypes.c_long)
     return {

@@ -20,7 +20,7 @@ def read_golden(path: Path) -> list[GoldenRow]:
 
 
 def golden_answer(simulation: Simulation) -> GoldenAnswer:
-    """What of a dry run is kept."""
+    """The stored part of a dry run."""
     return GoldenAnswer(**{name: getattr(simulation, name) for name in GoldenAnswer.__struct_fields__})
 
 

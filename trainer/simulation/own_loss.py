@@ -1,4 +1,4 @@
-"""Whether the loss that is trained here is the model's own: cross-entropy of hidden states x head, and nothing else.
+"""Check that the loss trained here is the model's own: cross-entropy of hidden states x head, and nothing else.
 
 Some models scale or mask their logits after the head, change the hidden states before it, or add a loss of another
 kind. The loss heads of `trainer.runtime.loss.head` know a cap and a bias; they would train another loss than such a

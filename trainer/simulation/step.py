@@ -36,7 +36,7 @@ _no_answer = _implementations[_READ]
 
 
 class Engine(NamedTuple):
-    """What Accelerate has prepared, as `run_step` takes it."""
+    """Objects that Accelerate has prepared, as `run_step` takes them."""
 
     accelerator: Accelerator
     model: nn.Module

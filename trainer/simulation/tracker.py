@@ -25,7 +25,7 @@ LARGEST_HEAD_DIM = 256  # a longer side of [batch, heads, side, side] is the seq
 
 
 class Kind(StrEnum):
-    """What a storage holds."""
+    """Content of a storage."""
 
     WEIGHTS = "weights"
     OPTIMIZER_STATE = "optimizer_state"
@@ -109,7 +109,7 @@ class Tracker(TorchDispatchMode):
             self._watch(tensor.untyped_storage())
 
     def name_gradients(self) -> None:
-        """What was made in a backward and outlives it is a gradient; a shard of one is the output of its reduction."""
+        """Marks gradients: storages made in a backward that outlive it; shards of them are outputs of reductions."""
         for storage in self._live.values():
             if storage.kind in (Kind.TEMPORARIES, Kind.REDUCE_BUFFERS):
                 storage.kind = Kind.GRADIENTS

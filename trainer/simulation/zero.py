@@ -69,7 +69,7 @@ def zero_config(request: SimulationRequest, model: PreTrainedModel) -> dict[str,
 
 @contextmanager
 def deepspeed_as_if_available() -> Iterator[None]:
-    """What DeepSpeed asks of torch.cuda and of torch beyond what FSDP2 does; its own state of this process is fresh."""
+    """Answers what DeepSpeed reads of torch.cuda and torch beyond FSDP2; DeepSpeed's process state starts fresh."""
     from deepspeed.comm import comm
     from deepspeed.runtime.zero import partitioned_param_coordinator
     from deepspeed.utils import groups

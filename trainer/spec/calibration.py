@@ -1,4 +1,4 @@
-"""What earlier runs measured beside what was predicted for them.
+"""Measurements of earlier runs beside their predictions.
 
 One record per finished run or trial, keyed by GPU, driver and torch (a machine's name means nothing to the next one).
 
@@ -16,7 +16,7 @@ from trainer.spec.value import Value
 
 
 class RecordSource(StrEnum):
-    """What was measured."""
+    """Source of the measurement."""
 
     RUN = "run"
     TRIAL = "trial"  # a few steps

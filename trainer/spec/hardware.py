@@ -11,7 +11,7 @@ from trainer.spec.value import Value
 
 
 class DeviceKind(StrEnum):
-    """What a rank drives."""
+    """Kind of device of a rank."""
 
     CUDA = "cuda"
     CPU = "cpu"
@@ -61,7 +61,7 @@ class Gpu(Value, frozen=True, kw_only=True):
 
 
 class Link(Value, frozen=True, kw_only=True):
-    """What joins two GPUs of one node."""
+    """Link between two GPUs of one node."""
 
     a: int
     b: int
@@ -92,7 +92,7 @@ class NetworkInterface(Value, frozen=True, kw_only=True):
 
 
 class SlurmEnvironment(Value, frozen=True, kw_only=True):
-    """What Slurm tells about where we are: a login node has the commands but no job."""
+    """Slurm's description of this process: a login node has the commands but no job."""
 
     has_sbatch: bool
     job_id: str | None = None
@@ -118,7 +118,7 @@ class Host(Value, frozen=True, kw_only=True):
 
 
 class PeerCopy(Value, frozen=True, kw_only=True):
-    """What came of copying memory of GPU `a` to GPU `b` and looking at it there."""
+    """Result of copying memory of GPU `a` to GPU `b` and reading it there."""
 
     a: int
     b: int
@@ -174,7 +174,7 @@ class Hardware(Value, frozen=True, kw_only=True):
 
     @property
     def needs_p2p_disabled(self) -> bool:
-        """Whether GPUs of this machine were seen to hang or to deliver other values when they copy to each other."""
+        """True if GPUs of this machine hang or deliver wrong values when they copy to each other."""
         return self.rates.gathers_only_without_peers or any(not copy.is_correct for copy in self.rates.peer_copies)
 
     @property

@@ -29,7 +29,7 @@ def pip_line(*words: str, command: str = "install", python: str | None = None) -
 
 
 def extra_words(extra: str) -> tuple[str, ...]:
-    """What pip is given to install an extra."""
+    """Arguments of pip that install an extra."""
     return (*(("--no-build-isolation",) if extra in _BUILDS else ()), *REQUIREMENTS[extra])
 
 

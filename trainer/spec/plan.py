@@ -147,7 +147,7 @@ class Schedule(Value, frozen=True, kw_only=True):
 
 
 class TrialResult(Value, frozen=True, kw_only=True):
-    """What a few real steps of a candidate measured."""
+    """Measurements of a few real steps of a candidate."""
 
     strategy: str
     micro_batch: int
@@ -184,12 +184,12 @@ class Fp8Gain(Value, frozen=True, kw_only=True):
 
     @property
     def pays(self) -> bool:
-        """Whether FP8 is worth its rounding."""
+        """True if FP8 is worth its rounding."""
         return self.speedup is not None and self.speedup >= LEAST_FP8_GAIN
 
     @property
     def words(self) -> str:
-        """What follows `fp8` in a sentence."""
+        """Text that follows `fp8` in a sentence."""
         if self.speedup is None:
             return f"was not timed: {self.problem}"
         return f"measured {self.speedup:.2f}x of bf16 on this model's matrix shapes"

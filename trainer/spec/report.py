@@ -1,4 +1,4 @@
-"""What happened: the ending, what was seen to run, and the measured figures beside the predicted ones.
+"""Report of a run: the ending, the verified engine, and measured beside predicted figures.
 
 Rank 0 writes one per attempt; the supervisor writes the run's. Both have this shape.
 """
@@ -22,7 +22,7 @@ class Ending(StrEnum):
 
 
 class Fault(StrEnum):
-    """What ended an attempt that did not end in order."""
+    """Faults that end an attempt."""
 
     OUT_OF_MEMORY = "out_of_memory"  # of a device, or under a data limit
     HOST_OUT_OF_MEMORY = "host_out_of_memory"  # the kernel ended a rank for want of RAM
@@ -36,7 +36,7 @@ class Fault(StrEnum):
 
 
 class MemoryPoint(Value, frozen=True, kw_only=True):
-    """What was allocated at a moment of the profiled step."""
+    """Allocated bytes at a moment of the profiled step."""
 
     at_s: float  # since the step began
     allocated_bytes: int
@@ -73,7 +73,7 @@ class Figures(Value, frozen=True, kw_only=True):
 
 
 class Engaged(Value, frozen=True, kw_only=True):
-    """What was seen to run after everything was built, as opposed to asked for."""
+    """Configuration that was verified after everything was built, as opposed to requested."""
 
     world_size: int
     engine_class: str  # class that wraps the model

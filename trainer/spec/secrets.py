@@ -33,20 +33,20 @@ def redact(text: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def secret_values(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """What must not be shown, as it is and as JSON writes it, the longest first."""
+    """Values that must not be shown, plain and JSON-encoded, the longest first."""
     found = {value.strip() for name, value in environment.items() if names_secret(name)}
     found.add(_stored_token(environment))
     return tuple(sorted(_spellings(value for value in found if len(value) >= _LEAST_CHARACTERS), key=len, reverse=True))
 
 
 def names_secret(name: str) -> bool:
-    """Whether a variable of this name holds a secret."""
+    """True if a variable of this name holds a secret."""
     return _NAME.search(name.upper()) is not None and not name.upper().endswith(_NO_VALUE)
 
 
 @contextmanager
 def redacted_output() -> Iterator[None]:
-    """What Python prints in this block is redacted."""
+    """Redacts what Python prints in this block."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast("TextIO", RedactedStream(stream)) for stream in before)
     try:

@@ -10,7 +10,7 @@ from trainer.spec.value import Value
 
 
 class Method(StrEnum):
-    """What is trained; listed from the most to the least faithful, the order `auto` tries them in."""
+    """Training methods, from the most to the least faithful: the order in which `auto` tries them."""
 
     FULL = "full"
     GALORE = "galore"
@@ -63,7 +63,7 @@ class Sharding(StrEnum):
 
 
 class Offload(StrEnum):
-    """What lives off the device: in host RAM, or on NVMe where the name says so."""
+    """State kept off the device: in host RAM, or on NVMe if the name says so."""
 
     NONE = "none"
     OPTIMIZER = "optimizer"

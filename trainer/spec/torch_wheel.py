@@ -11,6 +11,6 @@ CUDA_12_INDEX = "https://download.pytorch.org/whl/cu126"
 
 
 def lacks_code(torch_version: str, capability: tuple[int, int]) -> bool:
-    """Whether this torch, by its version, is a build without code for a card as old as this; False: not known to be."""
+    """True if this torch version is a build without code for a card of this capability; False if unknown."""
     tag = torch_version.partition("+")[2]
     return (not tag or tag.startswith("cu13")) and capability < OLDEST_CAPABILITY

@@ -113,7 +113,7 @@ def _speed_answer(speed: SpeedEstimate) -> dict[str, Any]:
 
 
 def _host_suffices(memory: MemoryEstimate, device: Device) -> bool:
-    """Whether the host RAM that is used beside a GPU is there; a machine of the catalogue does not say."""
+    """True if the host has the RAM that is used beside a GPU; unknown for a machine of the catalogue."""
     return device.host_ram_bytes is None or memory.pinned_bytes + memory.host_bytes <= device.host_ram_bytes
 
 

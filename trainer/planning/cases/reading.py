@@ -56,7 +56,7 @@ class MachineInput(Value, frozen=True, kw_only=True):
 
 
 class TrainInput(Value, frozen=True, kw_only=True):
-    """What runs, on every axis."""
+    """Settings of a case, on every axis."""
 
     method: Method
     sharding: Sharding
@@ -93,7 +93,7 @@ class TrainInput(Value, frozen=True, kw_only=True):
 
 
 class RecipeInput(Value, frozen=True, kw_only=True):
-    """What the software or the machine does beyond the axes; null: as the stack does, as the catalogue says."""
+    """Behaviour of software or machine beyond the axes; null: as the reference trainer or the catalogue says."""
 
     longest_seq: Count | None = None
     residual_dtype: ElementType | None = None

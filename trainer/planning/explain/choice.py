@@ -39,7 +39,7 @@ def heading(plan: Plan) -> str:
 
 
 def choice_section(plan: Plan, context: PlanningContext) -> Section:
-    """What would run."""
+    """The chosen configuration."""
     chosen = plan.chosen
     sentences = (
         _batch_line(plan),

@@ -10,7 +10,7 @@ from trainer.spec.units import format_bytes, format_seconds
 
 
 def memory_section(plan: Plan, context: PlanningContext) -> Section:
-    """What one device holds at the peak, part by part, and how far that may be off."""
+    """Bytes on one device at the peak, by part, and their uncertainty."""
     memory = plan.chosen.memory
     outside = max(0, memory.need_bytes - memory.peak_allocated_bytes)
     each = "rank" if context.is_cpu else "GPU"

@@ -11,7 +11,7 @@ from trainer.spec.units import format_bytes, format_count
 
 
 class Question(StrEnum):
-    """What is asked of a machine."""
+    """Questions about the limits of a machine."""
 
     LONGEST_SEQ = "longest_seq"
     LARGEST_BATCH = "largest_batch"

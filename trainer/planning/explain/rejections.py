@@ -16,7 +16,7 @@ _MEMBERS = frozenset(
 
 
 def rejections_section(rejections: Sequence[Rejection]) -> Section | None:
-    """What was not taken and why."""
+    """Rejected strategies with their reasons."""
     if not rejections:
         return None
     lines = (*_by_number(rejections), *_by_rule(rejections))

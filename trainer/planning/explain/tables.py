@@ -16,7 +16,7 @@ Answer = tuple[str, Plan | NothingFitsError]
 
 
 def methods_section(plan: Plan) -> Section:
-    """What each method would need and take."""
+    """Memory and time of each method."""
     rows = [("method", "memory", "time", "GPU-hours", "kWh", "cost", "")]
     rows += [
         (
@@ -87,7 +87,7 @@ def _settings(candidate: Candidate) -> tuple[object, ...]:
 
 
 def leave_section(leaves: Sequence[Leave], plan: Plan) -> Section | None:
-    """What the job does not allow and would gain from."""
+    """Opt-ins that the job does not allow, and their gains."""
     if not leaves:
         return None
     rows = [("allow", "memory", "time", "", "strategy")]
@@ -111,7 +111,7 @@ def leave_section(leaves: Sequence[Leave], plan: Plan) -> Section | None:
 
 
 def fallbacks_section(plan: Plan) -> Section:
-    """What runs if the prediction was wrong."""
+    """Fallbacks, which run if the prediction was wrong."""
     if not plan.fallbacks:
         return Section(title="if memory runs out: nothing smaller is left")
     rows = [("", "strategy", "batch", "recompute", "loss", "peak")]

@@ -100,7 +100,7 @@ def parts_of(points: Points) -> Iterator[list[tuple[float, float]]]:
 
 
 def is_figure(value: float | None) -> bool:
-    """Whether it can be drawn."""
+    """True if the value can be drawn."""
     return value is not None and math.isfinite(value)
 
 
@@ -154,7 +154,7 @@ def _polyline(places: Sequence[tuple[float, float]]) -> str:
 
 
 def _tops(chart: LineChart) -> Iterator[Points]:
-    """What the upper edge has to hold."""
+    """Points that the upper edge of the chart must contain."""
     if chart.is_stacked:
         yield from (upper for _, upper in stacked(chart.series))
         return

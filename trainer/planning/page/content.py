@@ -1,4 +1,4 @@
-"""What an explanation is made of, before it is text or HTML: sections of sentences, tables and charts.
+"""Content of an explanation before it is text or HTML: sections of sentences, tables and charts.
 
 One page is made from a plan or a run and written twice (`text_layout.page_text`, `page_html.pages_html`), so that both
 say the same. Everything in it is plain text: whoever writes it escapes it. Text leaves charts out, so whatever a chart

@@ -17,12 +17,12 @@ MEMORY = "2 %"
 
 
 def certainty_words(corrections: Corrections, chosen: Candidate, device: Device) -> tuple[str, ...]:
-    """What earlier runs say of `chosen`, or what to expect before there are any."""
+    """Certainty of the predictions for `chosen`, from earlier runs or, without any, from published accuracy."""
     return tuple(_words(corrections, chosen, device))
 
 
 def trial_words(trials: Sequence[TrialResult]) -> tuple[str, ...]:
-    """What a trial measured beside what was predicted, in the order it ran; empty where none was run."""
+    """Measurements of trials beside their predictions, in the order they ran; empty without trials."""
     timed = [
         (trial.strategy, trial.step_s, trial.predicted_step_s)
         for trial in trials

@@ -1,4 +1,4 @@
-"""What the lengths of the data cost or save, in sentences for the plan."""
+"""Sentences for the plan about the cost of row lengths."""
 
 from collections.abc import Iterator
 

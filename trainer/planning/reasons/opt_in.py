@@ -1,4 +1,4 @@
-"""What each entry that `allow` leaves out would open, where it gains enough to be worth a line."""
+"""Opt-ins: what each entry missing from `allow` would gain, if it is worth a line."""
 
 from collections.abc import Iterator, Sequence
 
@@ -26,7 +26,7 @@ class Leave(Value, frozen=True, kw_only=True):
 
 
 def leaves(context: PlanningContext, plan: Plan) -> tuple[Leave, ...]:
-    """What each entry that `allow` leaves out would open, where it is faster or needs less than what was chosen."""
+    """Opt-ins that are missing from `allow` and would be faster or need less memory than the chosen candidate."""
     waiting = list(_waiting(plan.rejections))
     found = (
         (allowance, _opened_by(context, allowance, waiting, plan.chosen.strategy))

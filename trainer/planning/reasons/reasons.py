@@ -48,7 +48,7 @@ def reasons(context: PlanningContext, candidate: Candidate) -> tuple[str, ...]:
 def notes(
     context: PlanningContext, data: DataProfile, trials: Sequence[TrialResult], candidates: Sequence[Candidate]
 ) -> tuple[str, ...]:
-    """What a reader must know before believing the plan that takes `candidates[0]`."""
+    """Cautions about the plan that chooses `candidates[0]`."""
     chosen = candidates[0]
     return (
         *_batch_notes(context, chosen),
@@ -66,7 +66,7 @@ def notes(
 
 
 def _extension_notes(context: PlanningContext) -> Iterator[str]:
-    """What no closed form can know of a user's own functions."""
+    """Cautions about a user's own functions, which no closed form covers."""
     if Hook.BUILD_MODEL in context.hooks:
         yield "build_model of extensions: memory and time are those of the config's model, whatever it builds"
     if Hook.LOSS in context.hooks:

@@ -1,4 +1,4 @@
-"""What the data probably is, from the size of its files alone, before anything was tokenised.
+"""Estimate of the data from the size of its files, before tokenisation.
 
 Tokenisers trained on the text they cut make tokens of roughly the lengths below; English prose and code lie within
 about 20 % of them, other scripts and numbers can be far shorter. How long the rows are is not known: they are taken to

@@ -1,4 +1,4 @@
-"""What rows of unequal length mean for memory and for speed, from the lengths that preparation counted.
+"""Effect of unequal row lengths on memory and speed, from the lengths that preparation counted.
 
 Without packing a micro batch is padded to its longest row. So the widest batch that can happen, the longest row of the
 data, decides whether memory suffices, the mean width how long a step takes, and what is not padding how many tokens
@@ -36,7 +36,7 @@ def mean_width(data: DataProfile | None, micro_batch: int, *, seq_len: int) -> f
 
 
 def row_recipe(data: DataProfile | None, *, seq_len: int) -> RecipeChoices:
-    """What the data says about the rows of a setting."""
+    """Facts about the rows that the data determines."""
     return RecipeChoices(
         rows_per_example=1 if data is None else SHAPES[data.format].rows_per_example,
         document_tokens=document_tokens(data, seq_len=seq_len),

@@ -1,4 +1,4 @@
-"""What a candidate may take besides its device: host RAM, pinned memory, NVMe, hours and money.
+"""Budgets of a candidate besides device memory: host RAM, pinned memory, NVMe, hours and money.
 
 A plan that the kernel would kill for its host RAM does not fit, and neither does a week of swapping in a day. Each
 answer is a sentence with both numbers, and the setting that would lift the limit.

@@ -92,7 +92,7 @@ def survey(context: PlanningContext) -> Ranking:
 
 
 def best_of(context: PlanningContext, rows: Iterable[Strategy]) -> tuple[Candidate | None, dict[str, Candidate]]:
-    """What `in_order` puts first of the rows, and those met on the way that fit the device and no other budget.
+    """The first candidate by `in_order`, and those found on the way that fit the device but no other budget.
 
     By branch and bound: a row that cannot come within a per cent of the best so far is not searched.
     """
@@ -122,7 +122,7 @@ def best_of(context: PlanningContext, rows: Iterable[Strategy]) -> tuple[Candida
 
 
 def _least_rank(context: PlanningContext, row: Strategy, starts: Sequence[Bounded]) -> tuple[bool, float]:
-    """What no setting of a row ranks before: approximate or not, and seconds as earlier runs correct them."""
+    """A lower bound of the rank of any setting of a strategy: approximate or not, and corrected seconds."""
     factor = context.corrections.of(row, context.method).step.value
     return not row.is_exact, starts[0].seconds * factor * handicap(context, row)
 
@@ -138,7 +138,7 @@ def with_remedies(context: PlanningContext, ranking: Ranking) -> tuple[Rejection
 
 
 def handicap(context: PlanningContext, row: Strategy) -> float:
-    """What the time of a row's candidate is multiplied by when it is ranked."""
+    """Factor of the time of a strategy's candidate when it is ranked."""
     pages_much = row.optimizer.facts.is_paged and not context.method.freezes_base
     sharded = SHARDING_HANDICAP if row.sharding.shards_optimizer else 1.0
     paged = PAGED_HANDICAP if pages_much else 1.0

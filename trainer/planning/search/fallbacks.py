@@ -1,4 +1,4 @@
-"""What runs next if memory runs out after all: settings at the same global batch, each predicted lower in peak.
+"""Fallbacks for an out of memory: settings with the same global batch, each with a lower predicted peak.
 
 The order is what it costs: half the micro batch and twice the accumulation (nothing but time), recomputation, smaller
 slices of logits, smaller buffers, a rank's whole share at once where gradients that add up take more than activations,

@@ -61,7 +61,7 @@ def check_objective(job: Job, data: DataProfile, hooks: Sequence[Hook]) -> None:
 
 
 def asks_every_row_first(job: Job, data: DataProfile) -> bool:
-    """Whether training the weights of the base would need what they say of rows that a stream has not reached."""
+    """True if full training would need a scan of rows that a stream has not reached yet."""
     return data.is_stream and objective_of(job.train.objective, data.format) is Objective.DPO
 
 
@@ -170,7 +170,7 @@ def _why_there_is_none(context: PlanningContext) -> str:
 
 
 def _what_there_is(pins: dict[str, object]) -> str:
-    """What the first pin leaves on the other pinned axes."""
+    """Values on the other pinned axes that are compatible with the first pin."""
     first, *others = pins
     rows = [row for row in CATALOGUE if getattr(row, first) == pins[first]]
     served = [f"{axis} {', '.join(dict.fromkeys(str(getattr(row, axis)) for row in rows))}" for axis in others]

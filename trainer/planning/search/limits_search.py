@@ -42,7 +42,7 @@ WORTH_A_STEP = 1.25  # times as far as the rung before
 
 
 class Rung(Value, frozen=True, kw_only=True):
-    """What is reached with one mechanism, and what that costs."""
+    """Limit that one mechanism reaches, and its cost."""
 
     method: Method
     size: int  # tokens of a sequence, sequences of a micro batch, or parameters
@@ -52,7 +52,7 @@ class Rung(Value, frozen=True, kw_only=True):
 
     @property
     def price(self) -> float:
-        """What rungs are ordered by: the time of a token, and what predictions of offload may miss."""
+        """Order of the results: seconds per token, with a margin for offload."""
         offloads = self.candidate.activation_offload or self.candidate.strategy.offload is not Offload.NONE
         return self.slowdown * (OFFLOAD_HANDICAP if offloads else 1.0)
 
@@ -92,7 +92,7 @@ def _ladders(
 
 
 def _reached(context: PlanningContext, reach: Callable[[PlanningContext, Setting], Setting | None]) -> list[Rung]:
-    """What each mechanism that the job allows reaches."""
+    """Limits that each allowed mechanism reaches."""
     rows = [row for row in CATALOGUE if may_run(context, row)]
     starts = [
         replace(
@@ -209,7 +209,7 @@ def _largest_model(context: PlanningContext, presets: Mapping[str, ModelShape]) 
 
 
 def _may_fit(context: PlanningContext) -> bool:
-    """Whether any row's smallest setting fits the device: most presets are passed over by this alone."""
+    """True if the smallest setting of any strategy fits the device; most presets are excluded by this alone."""
     rows = [row for row in CATALOGUE if may_run(context, row)]
     sizes = micro_batches(context)
     return any(

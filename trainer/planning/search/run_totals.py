@@ -1,4 +1,4 @@
-"""What a whole run takes: hours, hours of all GPUs together, energy and money.
+"""Totals of a run: hours, GPU hours, energy and money.
 
 Energy is that of the boards at their power limit for the whole run: board watts x GPUs x hours, at a PUE of 1 (no
 cooling, no losses), the host not counted. A run that waits for memory or a network draws less.
@@ -23,7 +23,7 @@ class RunTotals(Value, frozen=True, kw_only=True):
 
 
 def run_totals(context: PlanningContext, candidate: Candidate) -> RunTotals:
-    """What the run of `candidate` takes."""
+    """Totals of the run of `candidate`."""
     hours = run_hours(context, candidate)
     gpu_hours = None if context.is_cpu else hours * context.num_ranks
     watts = context.device.board_watts

@@ -45,7 +45,7 @@ def _cuts(share: int) -> tuple[int, ...]:
 
 
 def updates_in_backward(context: PlanningContext, strategy: Strategy) -> bool:
-    """Whether each gradient is used and freed as it comes, so that a step is one micro batch."""
+    """True if each gradient is used and freed at once, so that a step is one micro batch."""
     is_layerwise = context.method is Method.GALORE and context.job.train.galore.layerwise
     return bool(context.job.pin.optimizer_in_backward) or is_layerwise or strategy.optimizer.facts.updates_in_backward
 
@@ -96,7 +96,7 @@ def activation_offloads(context: PlanningContext) -> tuple[bool, ...]:
 
 
 def takes_tf32(context: PlanningContext, precision: Precision) -> bool:
-    """Whether fp32 products round their inputs to TF32: the job allows it, and the chip may gain by it."""
+    """True if fp32 products round their inputs to TF32: the job allows it, and the chip may gain."""
     device = context.device
     fp32, tf32 = device.peak_flops_per_s.get(Precision.FP32), device.tf32_flops_per_s
     gains = fp32 is None or (tf32 is not None and tf32 > fp32)
@@ -120,7 +120,7 @@ def attention(context: PlanningContext, precision: Precision) -> tuple[Attention
 
 
 def attention_words(shape: ModelShape) -> str:
-    """What transformers has for a model."""
+    """Attention implementations that transformers has for a model, as text."""
     return f"transformers has {' and '.join(shape.attentions)} attention for {shape.model_type}"
 
 
@@ -138,7 +138,7 @@ def obstacle_to_flash(context: PlanningContext, precision: Precision) -> str | N
 
 
 def missing_flash(context: PlanningContext) -> str | None:
-    """What has to be installed or allowed before flash runs, or None where it is."""
+    """Requirements that are missing before flash attention runs, or None."""
     if context.has_library("flash-attn"):
         return None
     if context.job.model.flash_kernel is None:

@@ -53,7 +53,7 @@ def time_class(seconds: float) -> int:
 
 
 def loss_handicap(loss: LossHead) -> float:
-    """What a predicted time is multiplied by for the loss head it rests on."""
+    """Factor of a predicted time for its loss head."""
     return EAGER_HANDICAP if loss is LossHead.EAGER else 1.0
 
 
@@ -105,7 +105,7 @@ def least_need(context: PlanningContext, strategy: Strategy) -> Candidate:
 
 
 def can_fit(context: PlanningContext, strategy: Strategy) -> bool:
-    """Whether any setting of a row fits the device."""
+    """True if any setting of a strategy fits the device."""
     first = next(_starts(context, strategy, offloads=activation_offloads(context)[0]))
     return not never_fits(context, first) and least_need(context, strategy).memory.fits
 
@@ -199,7 +199,7 @@ def _is_padded(context: PlanningContext) -> bool:
 
 
 def _seconds_of(context: PlanningContext, setting: Setting) -> float:
-    """What settings of a row are compared by."""
+    """Seconds by which settings of a strategy are compared."""
     return relative_seconds(context, setting) * loss_handicap(setting.loss)
 
 

@@ -1,4 +1,4 @@
-"""What an NVIDIA architecture computes in one clock, from which the peak of any of its cards follows.
+"""Operations of NVIDIA architectures per clock, from which the peak of any of their cards follows.
 
     peak FLOP/s = SMs x clock x FLOP of one SM in one clock
 
@@ -62,7 +62,7 @@ class Peaks(Value, frozen=True, kw_only=True):
 
 
 def peaks_of(chip: Chip, num_sms: int, *, clock_mhz: float, tensor_mhz: float | None, halves_fp32_sums: bool) -> Peaks:
-    """What so many SMs reach; `tensor_mhz` where a datasheet gives tensor cores a clock of their own."""
+    """Peak of `num_sms` SMs; `tensor_mhz` if a datasheet gives tensor cores a clock of their own."""
     fp32 = round(num_sms * clock_mhz * MHZ * chip.fp32_flop)
     if chip.tensor_flop is None:  # fp16 products that sum in fp32 run on the fp32 cores
         return Peaks(fp32=fp32, tf32=None, fp16=fp32, bf16=None, fp8=None)

@@ -32,7 +32,7 @@ def spec_of(gpu: Gpu) -> GpuSpec | None:
 
 
 def rated_spec(gpu: Gpu) -> GpuSpec | None:
-    """What follows from the cores, clocks and bus that the driver reports; None where one of them is not known."""
+    """Specification from the cores, clocks and bus that the driver reports; None if one of them is unknown."""
     chip = _chip_of(gpu)
     cores, clock, bus, memory_clock = (
         gpu.num_cuda_cores,

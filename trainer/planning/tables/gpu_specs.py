@@ -152,7 +152,7 @@ def _with_scaled_peaks(row: GpuSpec, share: float) -> GpuSpec:
 
 
 class _Family(Value, frozen=True, kw_only=True):
-    """What the cards of one product line share."""
+    """Facts that the cards of one product line share."""
 
     chip: Chip
     source: str

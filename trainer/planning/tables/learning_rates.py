@@ -75,5 +75,5 @@ def _dpo_row(rates: Rates, num_parameters: int, *, freezes_base: bool) -> Publis
 
 
 def shares_rate(optimizer: Optimizer, other: Optimizer) -> bool:
-    """Whether a rate means the same to both, so that a run may go over from one to the other."""
+    """True if a rate means the same to both, so that a run may change from one to the other."""
     return optimizer.facts.rates is other.facts.rates

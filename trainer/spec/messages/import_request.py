@@ -1,4 +1,4 @@
-"""What the process that imports a foreign checkpoint is asked, and what it answers in a file."""
+"""Request and answer of the process that imports a foreign checkpoint."""
 
 from enum import StrEnum
 from typing import Any
@@ -18,7 +18,7 @@ class ImportKind(StrEnum):
 
 
 class WeightType(StrEnum):
-    """What the weights are written in; the command line's `--dtype`."""
+    """Dtype of the written weights; the command line's `--dtype`."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -39,7 +39,7 @@ class ImportRequest(Value, frozen=True, kw_only=True):
 
 
 class Imported(Value, frozen=True, kw_only=True):
-    """What was written."""
+    """Result of an import."""
 
     kind: ImportKind
     source: str  # what the weights were read from, in words

@@ -1,4 +1,4 @@
-"""What measuring processes are asked and what they write for whoever started them; what of it is kept, and for whom."""
+"""Requests and answers of measuring processes, and the parts that are stored."""
 
 from typing import Any
 
@@ -17,14 +17,14 @@ class Measurement(Value, frozen=True, kw_only=True):
 
 
 class GatherResult(Value, frozen=True, kw_only=True):
-    """What one rank saw of an all-gather."""
+    """Result of an all-gather on one rank."""
 
     bytes_per_s: int  # each way through its device
     is_correct: bool
 
 
 class Fp8GainRequest(Value, frozen=True, kw_only=True):
-    """What to time in FP8: a model's config.json, the tokens of one micro batch, and how scales are found."""
+    """The request to time FP8: a model's config.json, the tokens of one micro batch, and the scaling recipe."""
 
     model_config: dict[str, Any]
     tokens: int
@@ -32,7 +32,7 @@ class Fp8GainRequest(Value, frozen=True, kw_only=True):
 
 
 class Fp8GainKey(Value, frozen=True, kw_only=True):
-    """What a timing of FP8 holds for."""
+    """Conditions under which a timing of FP8 holds."""
 
     model_type: str
     layers: tuple[tuple[int, int, int], ...]  # (inputs, outputs, number in the model) of the blocks' linear layers

@@ -1,4 +1,4 @@
-"""What a rank held when its memory ran out.
+"""Allocations of a rank when its memory ran out.
 
     attempts/N/out-of-memory-rank-R.json    by a rank whose allocation failed, before it ends
     attempts/N/out-of-memory.txt            by the supervisor, for a person

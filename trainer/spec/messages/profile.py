@@ -1,4 +1,4 @@
-"""What a profile of one step is asked for, and what it found."""
+"""Request and result of a profile of one step."""
 
 from trainer.spec.value import Value
 
@@ -14,7 +14,7 @@ class ProfileRequest(Value, frozen=True, kw_only=True):
 
 
 class KeptBytes(Value, frozen=True, kw_only=True):
-    """What a module allocated in the forward of one micro batch and is alive when that ends."""
+    """Bytes that a module allocated in the forward of one micro batch and that are alive at its end."""
 
     module: str  # its path in the model; empty: outside of all modules
     place: str  # in words: transformer block 3, mlp.down_proj

@@ -12,7 +12,7 @@ from trainer.spec.value import Value
 
 
 class SavingChoice(Value, frozen=True, kw_only=True):
-    """Whether checkpoints are written in the background, and why."""
+    """Decision whether checkpoints are written in the background, with its reason."""
 
     is_background: bool
     snapshot_bytes: int  # host RAM of a node for the copy; 0 where there is none
@@ -49,7 +49,7 @@ def _waits(reason: str) -> SavingChoice:
 
 
 def _free_host_bytes(plan: Plan, chosen: Candidate) -> int | None:
-    """What the run leaves of a node's RAM; None where nobody said how much there is."""
+    """Bytes of a node's RAM that the run leaves free; None if the RAM is unknown."""
     host, memory = plan.hardware.host, chosen.memory
     known = [size for size in (plan.job.limits.host_ram, host.ram_available_bytes or host.ram_bytes) if size]
     if not known:

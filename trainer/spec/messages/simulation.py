@@ -1,4 +1,4 @@
-"""What a dry run is asked, and what it answers: the two values that cross to and from its process.
+"""Request and answer of a dry run: the two values that cross to and from its process.
 
 A dry run is one rank of one setting. The answer is what torch's counters would show on that rank in a steady step,
 and what was alive at the peak.
@@ -61,7 +61,7 @@ class LiveGroup(Value, frozen=True, kw_only=True):
 
 
 class Simulation(Value, frozen=True, kw_only=True):
-    """What one rank holds in a steady step, its second.
+    """Bytes of one rank in a steady step, its second.
 
     `events` holds the most live bytes until the next event begins, under the names of the closed form's events.
     `parts` split the live bytes at the peak and sum to `peak_allocated_bytes`. Reserved bytes are a replay of every
@@ -86,7 +86,7 @@ class Simulation(Value, frozen=True, kw_only=True):
     versions: dict[str, str]
 
     def reserved_bytes(self, *, is_expandable: bool) -> int:
-        """What the allocator reserves at most, with or without expandable segments."""
+        """Peak bytes that the allocator reserves, with or without expandable segments."""
         return self.expandable_reserved_bytes if is_expandable else self.peak_reserved_bytes
 
 

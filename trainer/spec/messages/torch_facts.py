@@ -1,10 +1,10 @@
-"""What the installed torch says of itself and of the GPUs here: asked of it in a process of its own."""
+"""Facts about the installed torch and the GPUs it sees, read in a separate process."""
 
 from trainer.spec.value import Value
 
 
 class DeviceTrial(Value, frozen=True, kw_only=True):
-    """What came of allocating on a device and multiplying there."""
+    """Result of allocating and multiplying on a device."""
 
     problem: str | None = None  # the first line of what torch raised; None: it works
     is_out_of_memory: bool = False
