@@ -100,7 +100,7 @@ def _temporaries(optimizer: Optimizer, recipe: Recipe, num_elements: int, larges
         facts = facts.fused_form.facts
     if recipe.stack.dequantises_states and facts.is_8bit and not facts.is_paged:
         return 3 * 4 * largest + facts.scratch.num_bytes(width=width, num_elements=num_elements, largest=largest)
-    scratch = facts.scratch if recipe.is_cuda else facts.scratch_on_cpu or facts.scratch
+    scratch = facts.scratch if recipe.is_cuda or facts.scratch_on_cpu is None else facts.scratch_on_cpu
     return scratch.num_bytes(width=width, num_elements=num_elements, largest=largest)
 
 
