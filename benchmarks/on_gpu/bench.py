@@ -29,7 +29,7 @@ from on_gpu.case import Case, CaseResult, Outcome, RowKind
 from on_gpu.models import model_config, model_folder
 from trainer.planning.device import device_of
 from trainer.planning.memory import estimate_memory
-from trainer.planning.search.settings_choices import smallest_buckets
+from trainer.planning.search.settings import smallest_buckets
 from trainer.planning.setting import Setting
 from trainer.planning.tables.catalogue import ENGINE_CONFIGS
 from trainer.spec.data.profile import DataProfile

@@ -9,7 +9,7 @@ from functools import partial
 
 import msgspec
 
-from launch.plan.fp8_timing import time_fp8
+from launch.plan.fp8 import time_fp8
 from on_gpu.bench import Bench
 from on_gpu.case import Case, Outcome, Row, result_of
 from on_gpu.models import model_config

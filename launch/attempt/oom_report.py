@@ -18,7 +18,7 @@ from trainer.planning.search.fallbacks import fallbacks
 from trainer.spec import codec
 from trainer.spec.errors import ShardwiseError
 from trainer.spec.hardware import DeviceKind, Gpu
-from trainer.spec.messages.memory_state import MemoryState
+from trainer.spec.messages.rank_files import MemoryState
 from trainer.spec.plan import Candidate, Plan
 from trainer.spec.report import Report
 from trainer.spec.secrets import redact

@@ -20,7 +20,7 @@ from launch.attempt.end import AttemptEnd
 from launch.rundir.files import tail_rows
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.messages.heartbeat import heartbeat_path, read_heartbeat
+from trainer.spec.messages.rank_files import heartbeat_path, read_heartbeat
 from trainer.spec.plan import Candidate, Plan
 from trainer.spec.report import AttemptRecord, Ending, Fault, Report
 from trainer.spec.units import format_bytes

@@ -19,7 +19,14 @@ from statistics import median
 from typing import NamedTuple
 
 from launch.rundir.process_record import read_state
-from trainer.spec.messages.heartbeat import END_PHASES, HOOK_PHASE, SAVING_PHASE, STEP_PHASES, Heartbeat, read_heartbeat
+from trainer.spec.messages.rank_files import (
+    END_PHASES,
+    HOOK_PHASE,
+    SAVING_PHASE,
+    STEP_PHASES,
+    Heartbeat,
+    read_heartbeat,
+)
 from trainer.spec.plan import Plan
 from trainer.spec.units import format_seconds
 

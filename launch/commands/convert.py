@@ -21,8 +21,15 @@ from launch.terminal import Console
 from launch.worker import ask
 from trainer.spec.errors import EnvironmentFaultError, ExitCode, InputError
 from trainer.spec.job.sections import Job, ModelJob
-from trainer.spec.messages.import_request import Imported, ImportKind, ImportRequest, WeightType
-from trainer.spec.messages.worker_requests import ExportFormat, ExportRequest, Lines
+from trainer.spec.messages.worker_requests import (
+    ExportFormat,
+    ExportRequest,
+    Imported,
+    ImportKind,
+    ImportRequest,
+    Lines,
+    WeightType,
+)
 from trainer.spec.units import format_bytes
 
 _ENVIRONMENT = {

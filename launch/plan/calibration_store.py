@@ -14,7 +14,7 @@ import msgspec
 from trainer.planning.calibrate import NO_CORRECTIONS, rates_source
 from trainer.planning.candidates import candidate_of, setting_of
 from trainer.planning.planner import context_of
-from trainer.planning.run.padding import longest_row_decides
+from trainer.planning.run.rows import longest_row_decides
 from trainer.spec.calibration import Calibration, CalibrationRecord, RecordSource
 from trainer.spec.errors import EnvironmentFaultError
 from trainer.spec.hardware import Hardware

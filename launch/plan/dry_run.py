@@ -9,7 +9,7 @@ from typing import Any
 
 from launch.worker import ask
 from trainer.planning.memory.parts import grouped
-from trainer.planning.run.padding import document_tokens
+from trainer.planning.run.rows import document_tokens
 from trainer.planning.simulated import named_events
 from trainer.spec.data.shapes import objective_of, rows_per_example
 from trainer.spec.messages.simulation import Simulation, SimulationRequest

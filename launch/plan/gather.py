@@ -22,7 +22,7 @@ from launch.plan.calibration_store import read_calibration
 from launch.probe.gpu_selection import select_gpus
 from launch.probe.installed import installed_version
 from trainer.planning.planner import make_plan
-from trainer.planning.run.data_estimate import estimate_data
+from trainer.planning.run.rows import estimate_data
 from trainer.planning.tables.gpu_names import hardware_from_spec
 from trainer.spec.calibration import Calibration
 from trainer.spec.data.profile import DataProfile
@@ -306,7 +306,7 @@ def _fp8_gain_of(inputs: PlanInputs, versions: dict[str, str]) -> tuple[Fp8Gain 
     may_take_it = Allowance.FP8 in job.allow if job.pin.precision is None else job.pin.precision is Precision.FP8
     if inputs.fp8_gain is not None or not may_take_it or not hardware.gpus:
         return inputs.fp8_gain, None
-    from launch.plan.fp8_store import fp8_key, read_fp8_gain
+    from launch.plan.fp8 import fp8_key, read_fp8_gain
 
     return read_fp8_gain(inputs.cache, fp8_key(job, shape=inputs.shape, hardware=hardware, versions=versions))
 

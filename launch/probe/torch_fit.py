@@ -23,7 +23,7 @@ from launch.probe.program import ask
 from launch.worker import python_environment
 from trainer.spec.errors import EnvironmentFaultError, ExitCode
 from trainer.spec.hardware import Gpu, Hardware
-from trainer.spec.messages.torch_facts import DeviceTrial, TorchFacts
+from trainer.spec.messages.measurement import DeviceTrial, TorchFacts
 from trainer.spec.pip_lines import pip_line
 from trainer.spec.torch_wheel import CUDA_12_INDEX, VERSION
 from trainer.spec.value import Value

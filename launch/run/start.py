@@ -19,7 +19,7 @@ from launch.nodes.hardware import describe_difference
 from launch.nodes.machines import Machines
 from launch.options import TrainOptions
 from launch.plan.checkpoint_fit import newest_facts, obstacle_to_resume
-from launch.plan.fp8_timing import fp8_gain_for
+from launch.plan.fp8 import fp8_gain_for
 from launch.plan.gather import (
     make_request,
     plan_inputs,

@@ -22,7 +22,7 @@ from launch.rundir.cancel_flag import read_cancel_flag
 from launch.rundir.paths import committed_checkpoints, next_attempt
 from trainer.spec import codec
 from trainer.spec.errors import InputError
-from trainer.spec.messages.heartbeat import heartbeat_path
+from trainer.spec.messages.rank_files import heartbeat_path
 from trainer.spec.messages.submission import CHAIN_FILE, FILE_NAME, JOBS_FILE, JobStart, Submission, parse_job_starts
 from trainer.spec.plan import Plan
 from trainer.spec.report import Report

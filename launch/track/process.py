@@ -39,7 +39,7 @@ from launch.track.tracker import (
 from trainer.spec import codec
 from trainer.spec.errors import InputError
 from trainer.spec.job.sections import WandbMode
-from trainer.spec.messages.heartbeat import STEP_PHASES, Heartbeat, read_heartbeat
+from trainer.spec.messages.rank_files import STEP_PHASES, Heartbeat, read_heartbeat
 from trainer.spec.plan import Plan
 from trainer.spec.report import Report
 from trainer.spec.secrets import redacted_output

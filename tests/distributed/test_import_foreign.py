@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from launch.inputs.model_files import find_config
 from trainer.runtime.importing.run import import_checkpoint
-from trainer.spec.messages.import_request import ImportKind, ImportRequest
+from trainer.spec.messages.worker_requests import ImportKind, ImportRequest
 
 WORKER = Path(__file__).parent / "foreign_worker.py"
 IDS = torch.arange(24).reshape(1, 24) % 251  # as in the worker

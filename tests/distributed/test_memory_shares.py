@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from rank_factory import SEQ_LEN, rank_plan, write_attempt
 
 from trainer.planning.memory import estimate_memory
-from trainer.planning.search.settings_choices import smallest_buckets
+from trainer.planning.search.settings import smallest_buckets
 from trainer.spec.plan import Buckets, Plan
 from trainer.spec.strategy import LossHead, Optimizer, Precision, Sharding
 

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from rank_factory import rank_plan, write_attempt
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.planning.memory.host import loading_bytes
 from trainer.planning.memory.recipe import dims_of, recipe_of
+from trainer.planning.memory.states import loading_bytes
 from trainer.spec.job.sections import LoraJob
 from trainer.spec.model.readers import read_model_shape
 from trainer.spec.plan import Plan

@@ -8,7 +8,7 @@ from gpu_machines import RTX_4090, lay_out_gpus, machine_with
 from planning_factory import fp8_gain_of
 from workplace_factory import Workplace
 
-from launch.plan.fp8_store import keep_fp8_gain, key_of
+from launch.plan.fp8 import keep_fp8_gain, key_of
 from trainer.spec import codec
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import Precision

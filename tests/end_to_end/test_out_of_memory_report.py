@@ -10,7 +10,7 @@ from workplace_factory import Workplace
 from launch.run.trials import short_plan
 from trainer.spec import codec
 from trainer.spec.errors import ExitCode
-from trainer.spec.messages.memory_state import MemoryState, memory_state_path
+from trainer.spec.messages.rank_files import MemoryState, memory_state_path
 from trainer.spec.plan import Plan
 from trainer.spec.strategy import LossHead, Sharding
 

@@ -16,7 +16,7 @@ from launch.attempt.supervisor import StopRequest
 from launch.rundir.process_record import descendants, read_records
 from trainer.spec import codec
 from trainer.spec.errors import ExitCode
-from trainer.spec.messages.heartbeat import read_heartbeat
+from trainer.spec.messages.rank_files import read_heartbeat
 from trainer.spec.plan import Plan
 from trainer.spec.report import Ending, Report
 from trainer.spec.strategy import LossHead, Sharding

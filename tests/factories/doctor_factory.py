@@ -12,7 +12,7 @@ from warm_python import SWITCH
 from launch.doctor.command import CHECKS, run_checks
 from launch.doctor.finding import Diagnosis, Level, Place, diagnosis_of, place_of, read_machine
 from launch.probe.torch_fit import TorchAnswer
-from trainer.spec.messages.torch_facts import DeviceTrial, TorchFacts
+from trainer.spec.messages.measurement import DeviceTrial, TorchFacts
 
 MEMINFO = "MemTotal:       65536000 kB\nMemAvailable:   60000000 kB\nSwapTotal:             0 kB\n"
 H100 = (

@@ -24,8 +24,8 @@ from operator_cache import folder_with_operators
 from launch.engine.command import launch_command, launch_environment, prepare_attempt
 from trainer.planning.device import device_of
 from trainer.planning.memory import estimate_memory
-from trainer.planning.run.padding import row_recipe
-from trainer.planning.search.settings_choices import smallest_buckets
+from trainer.planning.run.rows import row_recipe
+from trainer.planning.search.settings import smallest_buckets
 from trainer.planning.setting import Setting
 from trainer.spec import codec
 from trainer.spec.hardware import Hardware

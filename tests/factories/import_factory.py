@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from trainer.runtime.export.check import logits_of, prompt_ids
 from trainer.runtime.importing.run import import_checkpoint
 from trainer.spec.errors import InputError
-from trainer.spec.messages.import_request import Imported, ImportRequest
+from trainer.spec.messages.worker_requests import Imported, ImportRequest
 
 IDS = prompt_ids(256)
 STATES = "mp_rank_00_model_states.pt"

@@ -13,7 +13,7 @@ from report_factory import make_report
 from launch.rundir.lock import LOCK
 from trainer.spec import codec
 from trainer.spec.hardware import Hardware, Host
-from trainer.spec.messages.heartbeat import Heartbeat, encode_heartbeat, heartbeat_path
+from trainer.spec.messages.rank_files import Heartbeat, encode_heartbeat, heartbeat_path
 from trainer.spec.messages.submission import FILE_NAME, JOBS_FILE, SCRIPT_NAME, Submission
 from trainer.spec.plan import Plan
 from trainer.spec.report import AttemptRecord, Ending, Report

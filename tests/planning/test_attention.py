@@ -11,7 +11,7 @@ from rank_factory import rank_plan
 from trainer.planning.context import PlanningContext
 from trainer.planning.planner import make_plan
 from trainer.planning.search.input_checks import check_pins
-from trainer.planning.search.settings_choices import attention, first_setting
+from trainer.planning.search.settings import attention, first_setting
 from trainer.planning.tables.catalogue import CATALOGUE
 from trainer.spec.calibration import Calibration
 from trainer.spec.errors import InputError

@@ -15,7 +15,7 @@ from launch.plan.gather import plan_inputs, profile_data, read_inputs
 from trainer.planning.candidates import run_hours
 from trainer.planning.planner import context_of
 from trainer.planning.search.choice import handicap
-from trainer.planning.search.settings_search import SAME_SPEED
+from trainer.planning.search.settings import SAME_SPEED
 from trainer.spec.errors import NothingFitsError
 from trainer.spec.job.sections import Allowance
 from trainer.spec.plan import Plan

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from rank_factory import rank_plan
 
 from trainer.planning.memory import estimate_memory
-from trainer.planning.run.padding import document_tokens
+from trainer.planning.run.rows import document_tokens
 from trainer.planning.setting import RecipeChoices
 from trainer.planning.speed.step import estimate_speed
 from trainer.runtime.models.build import build_model

@@ -14,9 +14,9 @@ from trainer.planning.device import Device
 from trainer.planning.memory import estimate_memory, held_bytes, least_bytes, needed_bytes, step_memory
 from trainer.planning.memory.activations import block_activations
 from trainer.planning.memory.events import resident_bytes, step_events
+from trainer.planning.memory.optimizer_state import LEAST_8BIT_ELEMENTS
 from trainer.planning.memory.recipe import dims_of, recipe_of
 from trainer.planning.memory.stacks import STACKS
-from trainer.planning.memory.state_tensors import LEAST_8BIT_ELEMENTS
 from trainer.planning.memory.states import States, model_states
 from trainer.planning.setting import RecipeChoices, Setting
 from trainer.spec.model.readers import read_model_shape

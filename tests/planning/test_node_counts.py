@@ -13,7 +13,7 @@ from trainer.planning.node_counts import (
 )
 from trainer.planning.page.content import Page, Table
 from trainer.planning.page.text_layout import page_text
-from trainer.planning.search.run_totals import RunTotals
+from trainer.planning.search.budget import RunTotals
 
 
 def count_of(num_nodes, tokens_per_s=None, *, method="full", reason=""):

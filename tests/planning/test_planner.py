@@ -17,12 +17,14 @@ from trainer.planning.search.budget import excess
 from trainer.planning.search.choice import PAGED_HANDICAP, handicap
 from trainer.planning.search.fallbacks import fallbacks
 from trainer.planning.search.remedies import memory_remedy, nothing_fits
-from trainer.planning.search.settings_choices import bucket_ladder, chunk_tokens, micro_batches
-from trainer.planning.search.settings_search import (
+from trainer.planning.search.settings import (
     EAGER_HANDICAP,
     SAME_SPEED,
     best_candidate,
+    bucket_ladder,
+    chunk_tokens,
     least_need,
+    micro_batches,
 )
 from trainer.planning.tables.catalogue import CATALOGUE, LAYOUTS
 from trainer.spec import codec

@@ -9,7 +9,7 @@ from planning_factory import data_of, job_of, plan_of
 
 from trainer.planning.explain.plan_page import explain_plan
 from trainer.planning.memory import estimate_memory
-from trainer.planning.run.data_estimate import estimate_data
+from trainer.planning.run.rows import estimate_data
 from trainer.planning.setting import RecipeChoices
 from trainer.spec.data.profile import DataProfile
 from trainer.spec.data.shapes import assumed_shape

@@ -19,7 +19,7 @@ import json, sys, threading
 from pathlib import Path
 from trainer.runtime.importing.run import import_checkpoint
 from trainer.runtime.profile.memory_profile import anonymous_bytes
-from trainer.spec.messages.import_request import ImportRequest, WeightType
+from trainer.spec.messages.worker_requests import ImportRequest, WeightType
 
 def peak(folder, dtype):
     before, peaks, is_done = anonymous_bytes(), [], threading.Event()

@@ -36,7 +36,7 @@ from trainer.runtime.importing.run import main
 from trainer.runtime.importing.tensors import load_metadata, load_pickled
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.messages.import_request import ImportKind, ImportRequest
+from trainer.spec.messages.worker_requests import ImportKind, ImportRequest
 
 
 class Bomb:

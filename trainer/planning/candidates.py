@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from trainer.planning.calibrate import corrected_memory, corrected_speed
 from trainer.planning.context import PlanningContext
 from trainer.planning.memory import estimate_memory, held_bytes, least_bytes, needed_bytes
-from trainer.planning.run.padding import longest_width, mean_width, row_recipe
+from trainer.planning.run.rows import longest_width, mean_width, row_recipe
 from trainer.planning.setting import Setting
 from trainer.planning.speed.step import estimate_speed, evaluation_seconds, step_seconds
 from trainer.spec.plan import Candidate, MemoryEstimate, SpeedEstimate

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from trainer.planning.page.content import Bars, Section, Sentence, Table
 from trainer.planning.planner import context_of
-from trainer.planning.search.run_totals import RunTotals, run_totals
+from trainer.planning.search.budget import RunTotals, run_totals
 from trainer.spec.plan import Plan
 from trainer.spec.units import format_seconds
 from trainer.spec.value import Value

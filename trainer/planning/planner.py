@@ -17,10 +17,9 @@ from trainer.planning.context import PlanningContext
 from trainer.planning.device import device_of
 from trainer.planning.reasons.reasons import notes, reasons
 from trainer.planning.run.schedule import make_schedule
-from trainer.planning.search.choice import Ranking, rank, survey, with_remedies
+from trainer.planning.search.choice import Ranking, method_rows, rank, survey, with_remedies
 from trainer.planning.search.fallbacks import fallbacks
 from trainer.planning.search.input_checks import asks_every_row_first, check_job, check_objective, check_pins
-from trainer.planning.search.methods import method_rows
 from trainer.planning.search.remedies import nothing_fits
 from trainer.spec.calibration import Calibration
 from trainer.spec.data.profile import DataProfile

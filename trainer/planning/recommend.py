@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from trainer.planning.calibrate import rates_source
 from trainer.planning.context import PlanningContext
 from trainer.planning.planner import context_of
-from trainer.planning.reasons.certainty import usual_error
+from trainer.planning.reasons.reasons import usual_error
 from trainer.planning.search.choice import survey
-from trainer.planning.search.settings_search import best_candidate, loss_handicap
+from trainer.planning.search.settings import best_candidate, loss_handicap
 from trainer.spec.calibration import RatesSource
 from trainer.spec.data.shapes import SHAPES
 from trainer.spec.job.sections import Allowance

@@ -12,12 +12,11 @@ from msgspec.structs import replace
 from trainer.planning.candidates import at_longest, setting_of
 from trainer.planning.context import PlanningContext
 from trainer.planning.memory import on_device, step_memory
-from trainer.planning.memory.events import resident_bytes, step_events
+from trainer.planning.memory.events import StepMemory, resident_bytes, step_events
 from trainer.planning.memory.overheads import OVERHEADS, StepBytes, overheads
-from trainer.planning.memory.step_memory import StepMemory
 from trainer.planning.planner import context_of, schedule_with
 from trainer.planning.reasons.reasons import notes, reasons
-from trainer.planning.run.padding import longest_width
+from trainer.planning.run.rows import longest_width
 from trainer.planning.search.fallbacks import fallbacks
 from trainer.spec.messages.simulation import Simulation
 from trainer.spec.model.shape import ModelShape

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.runtime.attention.packed import FLASH
 from trainer.simulation.build import blocks_of, build_on_meta
-from trainer.simulation.own_loss import loss_obstacle
+from trainer.simulation.checks import loss_obstacle
 from trainer.spec.errors import InputError
 from trainer.spec.messages.simulation import SimulationRequest
 from trainer.spec.model.shape import DescriptionRequest, Linear, ModelShape, Norm, Positions

@@ -17,8 +17,7 @@ from launch.show.report.charts import (
 from launch.show.report.runs import RecordedRun, state_line
 from launch.show.report.text import attempt_line, comparison_rows, engaged_lines, loss_lines, parts_line
 from trainer.planning.explain.choice import choice_section, machine_words
-from trainer.planning.explain.rejections import nearest_rejections
-from trainer.planning.explain.tables import runners_up_section
+from trainer.planning.explain.sections import nearest_rejections, runners_up_section
 from trainer.planning.memory.parts import grouped
 from trainer.planning.page.content import Block, Page, PairedBars, Quote, Section, Sentence, StackedBar, Table, Unit
 from trainer.planning.planner import context_of

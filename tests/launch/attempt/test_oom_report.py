@@ -11,7 +11,7 @@ from launch.attempt.oom_report import FILE, MemoryEnd, oom_page, write_oom_repor
 from trainer.planning.page.text_layout import page_text
 from trainer.spec import codec
 from trainer.spec.hardware import DeviceKind, Gpu, Holder
-from trainer.spec.messages.memory_state import MemoryState, memory_state_path
+from trainer.spec.messages.rank_files import MemoryState, memory_state_path
 from trainer.spec.plan import Plan
 from trainer.spec.report import Ending, Report
 

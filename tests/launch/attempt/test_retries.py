@@ -12,7 +12,7 @@ from run_factory import attempt_record
 from launch.attempt.retries import MAX_RESTARTS, Tried, decide, earlier_history, num_at_step, refuse_endless_restarts
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.messages.heartbeat import Heartbeat, encode_heartbeat, heartbeat_path
+from trainer.spec.messages.rank_files import Heartbeat, encode_heartbeat, heartbeat_path
 from trainer.spec.plan import Candidate
 from trainer.spec.report import AttemptRecord, Ending, Fault
 from trainer.spec.strategy import Sharding

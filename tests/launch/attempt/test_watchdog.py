@@ -7,7 +7,13 @@ from engine_plan_factory import TINY_LLAMA, engine_plan
 from msgspec.structs import replace
 
 from launch.attempt.watchdog import Silence, Stack, Watchdog, WatchLimits, read_stack, with_stacks
-from trainer.spec.messages.heartbeat import HEARTBEAT_BYTES, Heartbeat, encode_heartbeat, heartbeat_path, read_heartbeat
+from trainer.spec.messages.rank_files import (
+    HEARTBEAT_BYTES,
+    Heartbeat,
+    encode_heartbeat,
+    heartbeat_path,
+    read_heartbeat,
+)
 from trainer.spec.model.readers import read_model_shape
 from trainer.spec.strategy import Sharding
 

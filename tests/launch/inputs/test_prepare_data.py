@@ -16,7 +16,7 @@ from prepare_request_factory import REQUEST, make_old, numbered_text, request_fo
 from launch.commands.data import describe_data
 from launch.inputs.data_files import list_files
 from launch.inputs.prepare_data import find_prepared, prepare_data, refuse_other_stream
-from trainer.planning.run.data_estimate import estimate_data
+from trainer.planning.run.rows import estimate_data
 from trainer.spec import codec
 from trainer.spec.data.request import LISTING_NAME, SourceFile
 from trainer.spec.errors import EnvironmentFaultError, InputError, ShardwiseError

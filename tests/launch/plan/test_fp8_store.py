@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from planning_factory import fp8_gain_of, job_of, machine, plan_of, shape_of
 from typed_command import in_empty_home, typed, write_rows
 
-from launch.plan.fp8_store import FOLDER, fp8_key, keep_fp8_gain, key_of, read_fp8_gain, timed_tokens
+from launch.plan.fp8 import FOLDER, fp8_key, keep_fp8_gain, key_of, read_fp8_gain, timed_tokens
 from trainer.spec import codec
 from trainer.spec.errors import ExitCode
 from trainer.spec.job.sections import Allowance
@@ -34,7 +34,7 @@ import sys
 from launch.cli import main
 code = main(sys.argv[1:])
 loaded = sorted({"torch", "numpy", "transformers", "transformer_engine"} & set(sys.modules))
-sys.stderr.write(f"code {code} loaded {loaded} store {'launch.plan.fp8_store' in sys.modules}")
+sys.stderr.write(f"code {code} loaded {loaded} store {'launch.plan.fp8' in sys.modules}")
 """
 
 

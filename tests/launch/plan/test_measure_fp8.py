@@ -10,8 +10,7 @@ from engine_plan_factory import TINY_LLAMA
 from msgspec.structs import replace
 from planning_factory import fp8_gain_of, machine, plan_of
 
-from launch.plan.fp8_store import key_of, read_fp8_gain
-from launch.plan.fp8_timing import asks_for_timing, fp8_gain_for, time_fp8
+from launch.plan.fp8 import asks_for_timing, fp8_gain_for, key_of, read_fp8_gain, time_fp8
 from launch.terminal import Console
 from trainer.spec import codec
 from trainer.spec.hardware import Gpu, Hardware

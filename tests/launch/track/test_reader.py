@@ -11,7 +11,7 @@ from tracker_factory import append_steps, write_plan
 
 from launch.track.process import RunReader, StallWatch
 from trainer.spec import codec
-from trainer.spec.messages.heartbeat import Heartbeat
+from trainer.spec.messages.rank_files import Heartbeat
 from trainer.spec.report import Fault
 
 

@@ -26,7 +26,7 @@ from trainer.planning.page.content import (
     Unit,
 )
 from trainer.planning.page.html import pages_html
-from trainer.planning.page.style import STYLE
+from trainer.planning.page.svg import STYLE
 from trainer.planning.page.text_layout import page_text
 from trainer.spec.plan import Plan
 

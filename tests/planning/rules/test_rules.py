@@ -18,7 +18,7 @@ from trainer.planning.rules.incompatible_settings import SETTINGS
 from trainer.planning.rules.job_rules import OF_THE_JOB
 from trainer.planning.rules.rule import RULES, may_run, obstacle_to, refuse
 from trainer.planning.search.input_checks import check_pins
-from trainer.planning.search.settings_choices import first_setting
+from trainer.planning.search.settings import first_setting
 from trainer.planning.tables.catalogue import CATALOGUE
 from trainer.spec.errors import InputError
 from trainer.spec.job.sections import Allowance, GaloreJob, Limits, LoraJob, NvmeLimit

@@ -11,7 +11,7 @@ from trainer.planning.rules.rule import may_run
 from trainer.planning.search import choice
 from trainer.planning.search.budget import excess
 from trainer.planning.search.choice import best_of, in_order, one_a_layout, survey
-from trainer.planning.search.settings_search import Bounded, best_candidate, best_setting, bounded_starts
+from trainer.planning.search.settings import Bounded, best_candidate, best_setting, bounded_starts
 from trainer.planning.setting import Setting
 from trainer.planning.tables.catalogue import CATALOGUE
 from trainer.spec.data.profile import BatchWidth

@@ -5,7 +5,7 @@ from planning_factory import context_for
 
 from trainer.planning.memory.activations import block_activations
 from trainer.planning.memory.recipe import dims_of, recipe_of
-from trainer.planning.search.settings_choices import checkpointings, every_n, first_setting
+from trainer.planning.search.settings import checkpointings, every_n, first_setting
 from trainer.planning.tables.catalogue import CATALOGUE
 from trainer.spec.strategy import Checkpointing, LossHead, Method
 

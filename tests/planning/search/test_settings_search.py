@@ -19,23 +19,21 @@ from trainer.planning.candidates import (
 from trainer.planning.context import PlanningContext
 from trainer.planning.rules.rule import obstacle_to
 from trainer.planning.search.fallbacks import fallbacks
-from trainer.planning.search.settings_choices import (
+from trainer.planning.search.settings import (
+    EAGER_HANDICAP,
     MIN_CHUNK_TOKENS,
+    SAME_SPEED,
     activation_offloads,
+    best_candidate,
+    by_accumulation,
     checkpointings,
     chunk_sizes,
     compiles,
     first_setting,
-    losses,
-    micro_batches,
-)
-from trainer.planning.search.settings_search import (
-    EAGER_HANDICAP,
-    SAME_SPEED,
-    best_candidate,
-    by_accumulation,
     fitting,
     least_need,
+    losses,
+    micro_batches,
     time_class,
 )
 from trainer.planning.setting import Setting

@@ -18,7 +18,7 @@ from trainer.runtime.data.tokenizer import train_tokenizer, write_trained_tokeni
 from trainer.runtime.export.check import logits_of
 from trainer.runtime.importing.run import import_checkpoint
 from trainer.spec.errors import EnvironmentFaultError
-from trainer.spec.messages.import_request import ImportKind, ImportRequest, WeightType
+from trainer.spec.messages.worker_requests import ImportKind, ImportRequest, WeightType
 
 
 @pytest.fixture(scope="module")

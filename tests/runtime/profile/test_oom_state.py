@@ -8,8 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer.runtime.profile.memory_profile import held_tensors, memory_state, write_memory_state
 from trainer.spec import codec
-from trainer.spec.messages.heartbeat import Heartbeat, encode_heartbeat, heartbeat_path
-from trainer.spec.messages.memory_state import MemoryState, memory_state_path
+from trainer.spec.messages.rank_files import Heartbeat, MemoryState, encode_heartbeat, heartbeat_path, memory_state_path
 
 
 def test_the_tensors_that_are_held_are_counted_once_and_by_kind():

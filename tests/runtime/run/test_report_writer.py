@@ -12,7 +12,7 @@ from report_factory import make_report
 from trainer.runtime.loop.metrics import MetricsFile, StepMetrics
 from trainer.runtime.run.report_writer import STATUS_INTERVAL_S, ReportWriter, run_paths, start_of_launch
 from trainer.spec import codec
-from trainer.spec.messages.heartbeat import Heartbeat, read_heartbeat
+from trainer.spec.messages.rank_files import Heartbeat, read_heartbeat
 from trainer.spec.report import Report
 
 NOW = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)

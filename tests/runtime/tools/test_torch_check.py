@@ -6,7 +6,7 @@ import sys
 import msgspec
 import torch
 
-from trainer.spec.messages.torch_facts import TorchFacts
+from trainer.spec.messages.measurement import TorchFacts
 
 
 def test_the_installed_torch_answers_in_one_line():

@@ -13,11 +13,18 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from trainer.planning.cases.checks import impossibility, misplaced
-from trainer.planning.cases.reading import CaseInput, ElementType, MachineInput, TrainInput, parse_case
+from trainer.planning.cases.reading import (
+    CaseInput,
+    ElementType,
+    MachineInput,
+    TrainInput,
+    impossibility,
+    misplaced,
+    parse_case,
+)
 from trainer.planning.device import Device, device_of
 from trainer.planning.memory import estimate_memory
-from trainer.planning.search.settings_choices import chunk_tokens
+from trainer.planning.search.settings import chunk_tokens
 from trainer.planning.setting import RecipeChoices, Setting, fp8_recipe_of
 from trainer.planning.speed.step import estimate_speed
 from trainer.planning.tables.catalogue import CATALOGUE, EXACT_OPTIMIZERS, EXACT_PRECISIONS

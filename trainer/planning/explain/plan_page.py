@@ -7,15 +7,16 @@ as plain text; `page_html` writes the same pages as HTML.
 from collections.abc import Sequence
 
 from trainer.planning.explain.choice import cache_section, choice_section, heading, machine_words
-from trainer.planning.explain.figures import memory_section, speed_section
-from trainer.planning.explain.rejections import rejections_section
-from trainer.planning.explain.tables import (
+from trainer.planning.explain.sections import (
     Answer,
     comparison_section,
     fallbacks_section,
     leave_section,
+    memory_section,
     methods_section,
+    rejections_section,
     runners_up_section,
+    speed_section,
 )
 from trainer.planning.page.content import Page, Section, Sentence
 from trainer.planning.page.text_layout import page_text

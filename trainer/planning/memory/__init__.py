@@ -21,14 +21,12 @@ from msgspec.structs import replace
 
 from trainer.planning.device import Device
 from trainer.planning.memory.activations import block_activations
-from trainer.planning.memory.events import resident_bytes, step_events
-from trainer.planning.memory.host import host_memory
+from trainer.planning.memory.events import StepMemory, resident_bytes, step_events
 from trainer.planning.memory.loss_head import head_memory
 from trainer.planning.memory.overheads import OVERHEADS, OverheadTable, StepBytes, least_needed, needed, overheads
 from trainer.planning.memory.recipe import dims_of, recipe_of
 from trainer.planning.memory.sharding import accumulated_gradients, sharding_memory
-from trainer.planning.memory.states import States, model_states
-from trainer.planning.memory.step_memory import StepMemory
+from trainer.planning.memory.states import States, host_memory, model_states
 from trainer.planning.setting import Setting
 from trainer.spec.model.shape import ModelShape
 from trainer.spec.plan import MemoryEstimate

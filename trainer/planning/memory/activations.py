@@ -19,15 +19,19 @@ Offload leaves the last block's activations behind; on a GPU those of the next b
 Not covered: workspaces that oneDNN and cuBLAS allocate inside an operation, padding masks.
 """
 
-from trainer.planning.memory.dora import NormMoment, backward_bytes, norm_moment, row_bytes, uses_dora
 from trainer.planning.memory.recipe import Dims, Recipe, adapted_linears, adapter_parameters, adapts_all
 from trainer.planning.memory.saved_tensors import (
+    NormMoment,
     SavedTensors,
     attention_module_bytes,
+    backward_bytes,
     keeps_input,
     keys_and_values,
+    norm_moment,
+    row_bytes,
     saved_tensors,
     shares_product,
+    uses_dora,
     windowed_attention_bytes,
 )
 from trainer.planning.memory.stacks import AdapterInputs

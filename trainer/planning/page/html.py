@@ -22,8 +22,15 @@ from trainer.planning.page.content import (
     StackedBar,
     Table,
 )
-from trainer.planning.page.style import STYLE
-from trainer.planning.page.svg import bars_svg, cell, line_chart_html, paired_bars_html, spans_svg, stacked_bar_html
+from trainer.planning.page.svg import (
+    STYLE,
+    bars_svg,
+    cell,
+    line_chart_html,
+    paired_bars_html,
+    spans_svg,
+    stacked_bar_html,
+)
 
 
 def pages_html(pages: Sequence[Page], *, title: str) -> str:

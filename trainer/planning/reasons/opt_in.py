@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from trainer.planning.context import PlanningContext
 from trainer.planning.rules.rule import Rule, may_run, rule_named
 from trainer.planning.search.choice import best_of, one_a_layout
-from trainer.planning.search.settings_choices import takes_tf32
+from trainer.planning.search.settings import takes_tf32
 from trainer.planning.tables.catalogue import CATALOGUE
 from trainer.spec.job.sections import Allowance
 from trainer.spec.plan import Candidate, Plan, Rejection

@@ -8,18 +8,20 @@ out of memory in it is out.
 Some rows must be faster by a handicap to be taken: those under an engine that shards, as their gain over one that does
 not is predicted and not yet measured side by side, and those whose speed nobody has published a measurement of:
 offload, and paged state.
+
+The table of methods: what full, galore, lora and qlora would each need and take, whether they may run or not.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from trainer.planning.candidates import candidate_of
 from trainer.planning.context import PlanningContext
 from trainer.planning.rules.rule import may_run, refuse
-from trainer.planning.search.budget import excess
+from trainer.planning.search.budget import excess, run_totals
 from trainer.planning.search.remedies import remedy_for
-from trainer.planning.search.settings_search import (
+from trainer.planning.search.settings import (
     SAME_SPEED,
     Bounded,
     best_candidate,
@@ -31,8 +33,8 @@ from trainer.planning.search.settings_search import (
 )
 from trainer.planning.setting import Setting
 from trainer.planning.tables.catalogue import CATALOGUE, LAYOUTS
-from trainer.spec.plan import Candidate, Rejection, TrialResult
-from trainer.spec.strategy import Offload, Sharding, Strategy
+from trainer.spec.plan import Candidate, MethodRow, Rejection, TrialResult
+from trainer.spec.strategy import Method, Offload, Sharding, Strategy
 from trainer.spec.value import Value
 
 # A choice of ours, from when such runs could not be resumed: without it two CPU ranks take ZeRO, and 1B on one RTX 4090
@@ -216,3 +218,39 @@ def _trials_of(candidate: Candidate, trials: Sequence[TrialResult]) -> list[Tria
         for trial in trials
         if trial.strategy == candidate.strategy.name and trial.micro_batch == candidate.micro_batch
     ]
+
+
+def method_rows(
+    contexts: Mapping[Method, PlanningContext], rankings: Mapping[Method, Ranking], taken: Method | None
+) -> tuple[MethodRow, ...]:
+    """One line for each method, from the most to the least faithful."""
+    return tuple(_method_row(contexts[method], rankings[method], is_taken=method is taken) for method in Method)
+
+
+def _method_row(context: PlanningContext, ranking: Ranking, *, is_taken: bool) -> MethodRow:
+    best = ranking.candidates[0] if ranking.candidates else _nearest(ranking)
+    if best is None:
+        return MethodRow(
+            method=context.method,
+            memory_bytes=None,
+            hours=None,
+            gpu_hours=None,
+            cost=None,
+            verdict="no strategy of this machine can take it",
+        )
+    over = excess(context, best)
+    obstacle = "fits" if over is None else over.reason if best.memory.fits else "does not fit"
+    totals = run_totals(context, best) if best.memory.fits else None
+    return MethodRow(
+        method=context.method,
+        memory_bytes=best.memory.need_bytes,
+        hours=None if totals is None else totals.hours,
+        gpu_hours=None if totals is None else totals.gpu_hours,
+        kwh=None if totals is None else totals.kwh,
+        cost=None if totals is None else totals.cost,
+        verdict="taken" if is_taken else obstacle,
+    )
+
+
+def _nearest(ranking: Ranking) -> Candidate | None:
+    return min(ranking.smallest.values(), key=lambda candidate: candidate.memory.need_bytes, default=None)

@@ -14,8 +14,7 @@ from trainer.planning.candidates import candidate_of, setting_of, with_micro_bat
 from trainer.planning.context import PlanningContext
 from trainer.planning.rules.rule import obstacle_to
 from trainer.planning.search.budget import excess
-from trainer.planning.search.settings_choices import MIN_CHUNK_TOKENS, smallest_buckets, updates_in_backward
-from trainer.planning.search.settings_search import least_need
+from trainer.planning.search.settings import MIN_CHUNK_TOKENS, least_need, smallest_buckets, updates_in_backward
 from trainer.planning.setting import Setting
 from trainer.planning.tables.learning_rates import shares_rate
 from trainer.spec.plan import Candidate

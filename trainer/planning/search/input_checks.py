@@ -11,7 +11,7 @@ from trainer.planning.rules.combination import first_broken
 from trainer.planning.rules.incompatible_rows import LAYOUTS
 from trainer.planning.rules.incompatible_settings import SETTINGS
 from trainer.planning.rules.rule import Refusal, pinned_combination, refuse
-from trainer.planning.search.settings_choices import attention_words, every_n, missing_flash, obstacle_to_flash
+from trainer.planning.search.settings import attention_words, every_n, missing_flash, obstacle_to_flash
 from trainer.planning.tables.catalogue import CATALOGUE
 from trainer.spec.data.profile import DataProfile
 from trainer.spec.data.shapes import objective_of, shapes_for

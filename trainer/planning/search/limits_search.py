@@ -20,7 +20,7 @@ from trainer.planning.context import PlanningContext
 from trainer.planning.rules.rule import may_run, obstacle_to
 from trainer.planning.search.budget import excess
 from trainer.planning.search.choice import OFFLOAD_HANDICAP, one_a_layout, survey
-from trainer.planning.search.settings_choices import (
+from trainer.planning.search.settings import (
     activation_offloads,
     checkpointings,
     chunk_sizes,

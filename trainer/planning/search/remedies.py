@@ -15,7 +15,7 @@ from trainer.planning.context import PlanningContext
 from trainer.planning.device import device_of
 from trainer.planning.rules.rule import refuse
 from trainer.planning.search.budget import Excess, excess, whole_gib
-from trainer.planning.search.settings_search import best_candidate, can_fit, least_need
+from trainer.planning.search.settings import best_candidate, can_fit, least_need
 from trainer.planning.tables.catalogue import CATALOGUE
 from trainer.spec.errors import NothingFitsError
 from trainer.spec.job.sections import Allowance, Pin

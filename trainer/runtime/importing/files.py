@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from trainer.spec import codec
 from trainer.spec.errors import InputError
-from trainer.spec.messages.import_request import ImportKind
+from trainer.spec.messages.worker_requests import ImportKind
 from trainer.spec.units import KIB, MIB, format_bytes
 
 CONFIG_BYTES = 16 * MIB

@@ -53,7 +53,7 @@ from trainer.runtime.run.answering import answer, report_progress
 from trainer.runtime.run.process import end_with_parent
 from trainer.spec import codec
 from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.messages.import_request import Imported, ImportKind, ImportRequest, WeightType
+from trainer.spec.messages.worker_requests import Imported, ImportKind, ImportRequest, WeightType
 from trainer.spec.units import format_bytes
 
 REPORT_EVERY_S = 10.0

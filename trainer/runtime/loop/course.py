@@ -35,7 +35,7 @@ from trainer.runtime.run.state import SKIPPED_STEPS, RunState, find_fault, step_
 from trainer.spec.errors import InputError
 from trainer.spec.lr_schedule import learning_rate
 from trainer.spec.messages.extension import Hook
-from trainer.spec.messages.heartbeat import HOOK_PHASE
+from trainer.spec.messages.rank_files import HOOK_PHASE
 from trainer.spec.plan import Plan
 from trainer.spec.report import Ending, Evaluation
 

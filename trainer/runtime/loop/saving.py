@@ -30,7 +30,7 @@ from trainer.runtime.models.build import plain_model
 from trainer.runtime.optimizers import unwrapped
 from trainer.runtime.run.state import IncidentKind
 from trainer.spec.errors import EnvironmentFaultError, InputError
-from trainer.spec.messages.heartbeat import SAVING_PHASE
+from trainer.spec.messages.rank_files import SAVING_PHASE
 from trainer.spec.messages.saving import saving_choice
 from trainer.spec.plan import Schedule
 

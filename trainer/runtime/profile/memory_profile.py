@@ -40,8 +40,7 @@ from trainer.runtime.optimizers.facts import projectors
 from trainer.runtime.run.clock import Clock, Span
 from trainer.spec import codec
 from trainer.spec.hardware import DeviceKind
-from trainer.spec.messages.heartbeat import read_heartbeat
-from trainer.spec.messages.memory_state import MemoryState, memory_state_path
+from trainer.spec.messages.rank_files import MemoryState, memory_state_path, read_heartbeat
 from trainer.spec.report import MemoryFigures, MemoryPoint
 from trainer.spec.units import MIB
 

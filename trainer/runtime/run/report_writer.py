@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from trainer.spec import codec
-from trainer.spec.messages.heartbeat import HEARTBEAT_BYTES, Heartbeat, encode_heartbeat, heartbeat_path
+from trainer.spec.messages.rank_files import HEARTBEAT_BYTES, Heartbeat, encode_heartbeat, heartbeat_path
 from trainer.spec.report import Report
 from trainer.spec.value import Value
 

@@ -10,7 +10,7 @@ import sys
 import msgspec
 import torch
 
-from trainer.spec.messages.torch_facts import DeviceTrial, TorchFacts
+from trainer.spec.messages.measurement import DeviceTrial, TorchFacts
 
 _SIDE = 1024  # a matrix of 4 MiB comes from the pool of large blocks, one of 64 x 64 from that of small ones
 

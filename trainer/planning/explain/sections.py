@@ -1,16 +1,99 @@
-"""The tables of an explanation: methods, runners-up, what leave would buy, fallbacks, and machines side by side."""
+"""Sections of an explanation: figures of the chosen candidate, tables, rejections.
 
-from collections.abc import Iterator, Sequence
+The figures are its memory, its speed and the totals of the run. The tables are methods, runners-up, opt-ins, fallbacks,
+and machines side by side. Rejections list every strategy that was not chosen, with the number or the rule that decided,
+and the smallest change where there is one.
+
+Rejections that share a rule stand in one line with the members it ruled out, since one rule takes many rows; rows that
+a number ruled out stand together only where their numbers and remedies are the same.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
 
 from trainer.planning.context import PlanningContext
-from trainer.planning.page.content import Bars, Section, Sentence, Table
+from trainer.planning.page.content import Bars, Section, Sentence, StackedBar, Table
 from trainer.planning.planner import context_of
 from trainer.planning.reasons.opt_in import Leave
-from trainer.planning.search.run_totals import RunTotals, run_totals
+from trainer.planning.search.budget import ENERGY_RULE, RunTotals, run_totals
+from trainer.planning.tables.catalogue import CATALOGUE
 from trainer.spec.errors import NothingFitsError
-from trainer.spec.plan import Candidate, Plan
+from trainer.spec.plan import Candidate, Plan, Rejection
 from trainer.spec.strategy import Optimizer
 from trainer.spec.units import format_bytes, format_seconds
+
+
+def memory_section(plan: Plan, context: PlanningContext) -> Section:
+    """Bytes on one device at the peak, by part, and their uncertainty."""
+    memory = plan.chosen.memory
+    outside = max(0, memory.need_bytes - memory.peak_allocated_bytes)
+    each = "rank" if context.is_cpu else "GPU"
+    total = max(memory.usable_bytes, memory.need_bytes)
+    events = tuple((name, float(size), format_bytes(size)) for name, size in memory.events.items())
+    sentences = (
+        f"peak allocated {format_bytes(memory.peak_allocated_bytes)}, low {format_bytes(memory.low_bytes)}, high "
+        f"{format_bytes(memory.high_bytes)}; reserved {format_bytes(memory.peak_reserved_bytes)}; device total "
+        f"{format_bytes(memory.device_bytes)}; between steps {format_bytes(memory.steady_allocated_bytes)}",
+        *_off_device(plan),
+    )
+    return Section(
+        title=f"memory of each {each}: needs {format_bytes(memory.need_bytes)} of "
+        f"{format_bytes(memory.usable_bytes)} usable; the peak is {format_bytes(memory.peak_allocated_bytes)} "
+        f"allocated, at {memory.peak_event}",
+        blocks=(
+            StackedBar(parts={**memory.parts, "context and margin": outside}, total=total),
+            Bars(caption="allocated at every event of a step", rows=events),
+            *(Sentence(text=text) for text in sentences),
+        ),
+    )
+
+
+def speed_section(plan: Plan, context: PlanningContext) -> Section:
+    """How fast, how long, and what the whole run takes."""
+    chosen, totals = plan.chosen, run_totals(context, plan.chosen)
+    words = [f"{totals.tokens_per_s:,.0f} tokens/s"]
+    if not context.is_cpu:
+        words.append(f"{totals.tokens_per_s / chosen.num_ranks:,.0f} a GPU")
+    words += [f"{format_seconds(chosen.speed.step_s)} a step", f"{format_seconds(totals.hours * 3600)} in all"]
+    if chosen.speed.mfu is not None:
+        share_filled = totals.tokens_per_s / (chosen.speed.tokens_per_s_per_gpu * chosen.num_ranks)
+        words.append(f"MFU {chosen.speed.mfu * share_filled:.0%}")
+    ordered = sorted(((part, seconds) for part, seconds in chosen.speed.parts.items() if seconds), key=lambda p: -p[1])
+    parts = ", ".join(f"{part.removesuffix('_s')} {format_seconds(seconds)}" for part, seconds in ordered[:4])
+    bars = tuple((part.removesuffix("_s"), seconds, format_seconds(seconds)) for part, seconds in ordered)
+    title = "speed" if context.device.has_known_speed else "speed is not known; these only rank strategies"
+    return Section(
+        title=f"{title}: {', '.join(words)}",
+        blocks=(
+            Sentence(text=f"a step: {parts}"),
+            Bars(caption="parts of a step", rows=bars),
+            *(Sentence(text=text) for text in _totals_lines(plan, totals)),
+        ),
+    )
+
+
+def _totals_lines(plan: Plan, totals: RunTotals) -> Iterator[str]:
+    words = []
+    if totals.gpu_hours is not None:
+        words.append(f"{totals.gpu_hours:.3g} GPU-hours")
+    if totals.kwh is not None:
+        words.append(f"{totals.kwh:.3g} kWh ({ENERGY_RULE})")
+    if totals.cost is not None:
+        words.append(f"cost {totals.cost:.2f} at {plan.job.price_per_gpu_hour:g} a GPU-hour")
+    if words:
+        yield f"the run takes {', '.join(words)}"
+
+
+def _off_device(plan: Plan) -> Iterator[str]:
+    memory = plan.chosen.memory
+    sizes = (
+        ("pinned host RAM", memory.pinned_bytes),
+        ("host RAM", memory.host_bytes),
+        ("NVMe", memory.nvme_bytes),
+    )
+    words = [f"{name} {format_bytes(size)}" for name, size in sizes if size]
+    if words:
+        yield f"of each node: {', '.join(words)}"
+
 
 Answer = tuple[str, Plan | NothingFitsError]
 
@@ -225,3 +308,66 @@ def _figure(value: float | None) -> str:
 
 def _money(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
+
+
+_MEMBERS = frozenset(
+    str(member) for row in CATALOGUE for member in (row.sharding, row.offload, row.optimizer, row.precision)
+)
+
+
+def rejections_section(rejections: Sequence[Rejection]) -> Section | None:
+    """Rejected strategies with their reasons."""
+    if not rejections:
+        return None
+    lines = (*_by_number(rejections), *_by_rule(rejections))
+    return Section(
+        title=f"rejected ({len(rejections)} rows of the catalogue)",
+        blocks=tuple(Sentence(text=text) for text in lines),
+    )
+
+
+def nearest_rejections(rejections: Sequence[Rejection], most: int) -> tuple[str, ...]:
+    """At most so many lines, rows that a number ruled out before the rules, and how many lines are left out."""
+    lines = (*_by_number(rejections), *_by_rule(rejections))
+    more = len(lines) - most
+    return (*lines[:most], *([f"and {more} more reasons: shardwise plan names them all"] if more > 0 else []))
+
+
+def _by_number(rejections: Iterable[Rejection]) -> Iterator[str]:
+    groups: dict[tuple[str, str | None], list[str]] = {}
+    for rejection in rejections:
+        if rejection.rule is None:
+            groups.setdefault((rejection.reason, rejection.remedy), []).append(rejection.strategy)
+    for (reason, remedy), names in groups.items():
+        yield f"{', '.join(names)}: {reason}" + (f"; would fit with {remedy}" if remedy else "")
+
+
+def _by_rule(rejections: Iterable[Rejection]) -> Iterator[str]:
+    for (_, tail, instead), (heads, num_rows) in _rule_groups(rejections).items():
+        rows = "1 row" if num_rows == 1 else f"{num_rows} rows"
+        what = f"{', '.join(heads)} ({rows})" if heads else rows
+        yield f"{what}: {tail}" + (f"; instead: {instead}" if instead else "")
+
+
+def _rule_groups(
+    rejections: Iterable[Rejection],
+) -> dict[tuple[str, str, str | None], tuple[list[str], int]]:
+    """Rejections of one rule with one wording; what opens the sentence (`adamw_8bit`) is collected."""
+    groups: dict[tuple[str, str, str | None], tuple[list[str], int]] = {}
+    for rejection in rejections:
+        if rejection.rule is None:
+            continue
+        head, _, tail = rejection.reason.partition(" ")
+        if head not in _MEMBERS:
+            head, tail = "", rejection.reason
+        key = (rejection.rule, tail, _shared_remedy(rejection, head))
+        heads, num_rows = groups.setdefault(key, ([], 0))
+        if head and head not in heads:
+            heads.append(head)
+        groups[key] = (heads, num_rows + 1)
+    return groups
+
+
+def _shared_remedy(rejection: Rejection, head: str) -> str | None:
+    """A remedy that names the row's own member would split the group."""
+    return None if head and rejection.remedy and head in rejection.remedy.split() else rejection.remedy

@@ -1,0 +1,466 @@
+"""The best setting of one row: micro batch, accumulation, checkpointing, loss head and buffers.
+
+The global batch is the user's and never moves: a rank's share of it is cut into micro batches, and accumulation
+follows. Gradients that add up over micro batches take room of their own (FSDP keeps them whole, DDP holds a second
+copy), so a share at once may fit where half of it does not. It is tried by itself; among the others need grows with
+the micro batch, and the largest that fits is found by bisection.
+
+Of all that fit the fastest is taken, and among those as fast (`time_class`) the smallest. Buffers of ZeRO start small
+and grow into half of what is left, so that the other half covers what a prediction misses.
+
+The values a setting may take for one row, from the least memory to the most where there is an order.
+
+A pin leaves one value. What this version cannot run is offered only where the context ignores the version; pinning
+it is otherwise an InputError of `input_checks`.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from trainer.planning.candidates import (
+    candidate_of,
+    least_needy,
+    need_floor,
+    never_fits,
+    predicted_need,
+    relative_seconds,
+    with_micro_batch,
+)
+from trainer.planning.context import PlanningContext
+from trainer.planning.rules.rule import capability_words, obstacle_to
+from trainer.planning.run.rows import row_recipe
+from trainer.planning.setting import Setting, fp8_recipe_of
+from trainer.spec.job.sections import Allowance
+from trainer.spec.messages.extension import Hook
+from trainer.spec.model.shape import ModelShape
+from trainer.spec.pip_lines import extra_line
+from trainer.spec.plan import Buckets, Candidate
+from trainer.spec.strategy import Attention, Checkpointing, LossHead, Method, Precision, Strategy
+from trainer.spec.units import MIB
+
+EVERY_SECOND = 2  # block is recomputed where pin.checkpointing_n says nothing
+MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS = 1024, 128
+CHUNK_LOGITS_BYTES = 256 * MIB  # of one slice, in fp32
+MIN_BUCKET_ELEMENTS, MAX_BUCKET_ELEMENTS = 2**18, 2**28  # 512 KiB to 512 MiB in 16 bit
+TF32_CAPABILITY = (8, 0)
+PERSISTENCE_PER_HIDDEN = 10  # norms and biases stay whole under ZeRO-3; DeepSpeed's own "auto" takes the same
+
+
+def micro_batches(context: PlanningContext, strategy: Strategy | None = None) -> tuple[int, ...]:
+    """Powers of two and divisors of a rank's sequences, ascending; all of them where nothing can be added up."""
+    pinned = context.job.pin.micro_batch
+    if pinned is not None:
+        return (pinned,)
+    share = context.sequences_per_rank
+    if strategy is not None and updates_in_backward(context, strategy):
+        return (share,)
+    return _cuts(share)
+
+
+@cache
+def _cuts(share: int) -> tuple[int, ...]:
+    divisors = {d for low in range(1, math.isqrt(share) + 1) if share % low == 0 for d in (low, share // low)}
+    return tuple(sorted(divisors | {2**power for power in range(share.bit_length())}))
+
+
+def updates_in_backward(context: PlanningContext, strategy: Strategy) -> bool:
+    """True if each gradient is used and freed at once, so that a step is one micro batch."""
+    is_layerwise = context.method is Method.GALORE and context.job.train.galore.layerwise
+    return bool(context.job.pin.optimizer_in_backward) or is_layerwise or strategy.optimizer.facts.updates_in_backward
+
+
+def checkpointings(context: PlanningContext) -> tuple[Checkpointing, ...]:
+    """Recompute every block, keep what is dear to compute, or keep everything.
+
+    What selective recomputation keeps of frozen blocks is more than they would keep without it.
+    """
+    pinned = context.job.pin.checkpointing
+    if pinned is not None:
+        return (pinned,)
+    if not context.method.freezes_base:
+        return (Checkpointing.FULL, Checkpointing.SELECTIVE, Checkpointing.NONE)
+    return (Checkpointing.FULL, Checkpointing.NONE)
+
+
+def every_n(context: PlanningContext, checkpointing: Checkpointing) -> int | None:
+    """Of how many blocks one is recomputed; None where every block is treated alike."""
+    if checkpointing is not Checkpointing.EVERY_N:
+        return None
+    return context.job.pin.checkpointing_n or EVERY_SECOND
+
+
+def losses(context: PlanningContext) -> tuple[LossHead, ...]:
+    """Logits in slices of tokens, or whole; a loss of the user's own is given all of them."""
+    if Hook.LOSS in context.hooks:
+        return (LossHead.EAGER,)
+    pinned = context.job.pin.loss
+    return (pinned,) if pinned is not None else (LossHead.CHUNKED, LossHead.EAGER)
+
+
+def compiles(context: PlanningContext) -> tuple[bool, ...]:
+    """Eager, or torch.compile where the job allows it."""
+    pinned = context.job.pin.compile
+    if pinned is not None:
+        return (pinned,)
+    return (False, True) if Allowance.COMPILE in context.job.allow else (False,)
+
+
+def activation_offloads(context: PlanningContext) -> tuple[bool, ...]:
+    """Activations stay on the device; where nothing else helps they may go to host RAM, which `allow` must name."""
+    pinned = context.job.pin.activation_offload
+    if pinned is not None:
+        return (pinned,)
+    is_allowed = Allowance.OFFLOAD_CPU in context.job.allow and context.host_ram_bytes is not None
+    return (False, True) if is_allowed and not context.is_cpu else (False,)
+
+
+def takes_tf32(context: PlanningContext, precision: Precision) -> bool:
+    """True if fp32 products round their inputs to TF32: the job allows it, and the chip may gain."""
+    device = context.device
+    fp32, tf32 = device.peak_flops_per_s.get(Precision.FP32), device.tf32_flops_per_s
+    gains = fp32 is None or (tf32 is not None and tf32 > fp32)
+    has_units = not context.is_cpu and (device.compute_capability or (0, 0)) >= TF32_CAPABILITY
+    return precision is Precision.FP32 and Allowance.TF32 in context.job.allow and has_units and gains
+
+
+def attention(context: PlanningContext, precision: Precision) -> tuple[Attention, str]:
+    """The best attention kernel that there is for this model, and why."""
+    pinned, shape = context.job.pin.attention, context.shape
+    if pinned is not None:
+        kernel = flash_kernel(context, pinned)
+        return pinned, f"the job file says pin.attention: {pinned}" + (f", by {kernel}" if kernel else "")
+    obstacle = obstacle_to_flash(context, precision)
+    if obstacle is None:
+        kernel = flash_kernel(context, Attention.FLASH)
+        return Attention.FLASH, f"the job file allows {kernel}" if kernel else "flash-attn is installed"
+    if Attention.SDPA in shape.attentions:
+        return Attention.SDPA, obstacle
+    return Attention.EAGER, f"{attention_words(shape)}; {obstacle}"
+
+
+def attention_words(shape: ModelShape) -> str:
+    """Attention implementations that transformers has for a model, as text."""
+    return f"transformers has {' and '.join(shape.attentions)} attention for {shape.model_type}"
+
+
+def obstacle_to_flash(context: PlanningContext, precision: Precision) -> str | None:
+    """Why flash-attn cannot run, or None where it can."""
+    if Attention.FLASH not in context.shape.attentions:
+        return "flash-attn cannot compute it"
+    if context.is_cpu:
+        return "flash-attn needs a GPU"
+    if (context.device.compute_capability or (0, 0)) < (8, 0):
+        return f"flash-attn needs compute capability 8.0; {capability_words(context)}"
+    if precision is Precision.FP32:
+        return "flash-attn computes in 16 bit, not in fp32"
+    return missing_flash(context)
+
+
+def missing_flash(context: PlanningContext) -> str | None:
+    """Requirements that are missing before flash attention runs, or None."""
+    if context.has_library("flash-attn"):
+        return None
+    if context.job.model.flash_kernel is None:
+        return "flash-attn is not installed"
+    unfit = context.hardware.unfit_libraries.get("kernels")
+    if unfit is None and context.has_library("kernels"):
+        return None
+    missing = unfit or "flash-attn is not installed, nor is kernels, which model.flash_kernel needs"
+    return f"{missing} ({extra_line('hub-kernels')})"
+
+
+def flash_kernel(context: PlanningContext, taken: Attention) -> str | None:
+    """The kernel of the hub that flash runs by the job's leave; None where it is flash-attn's own, or not taken."""
+    is_needed = taken is Attention.FLASH and not context.has_library("flash-attn")
+    return context.job.model.flash_kernel if is_needed else None
+
+
+def chunk_tokens(shape: ModelShape) -> int:
+    """Tokens of a slice of logits: the largest power of two whose fp32 logits stay small, within bounds."""
+    affordable = CHUNK_LOGITS_BYTES // (4 * shape.vocab_size)
+    return max(MIN_CHUNK_TOKENS, min(MAX_CHUNK_TOKENS, 1 << max(0, affordable.bit_length() - 1)))
+
+
+def chunk_sizes(shape: ModelShape, loss: LossHead) -> tuple[int | None, ...]:
+    """Slices of logits worth trying, the preferred first; (None,) where logits are not sliced."""
+    if loss is not LossHead.CHUNKED:
+        return (None,)
+    standard = chunk_tokens(shape)
+    return (standard,) if standard == MIN_CHUNK_TOKENS else (standard, MIN_CHUNK_TOKENS)
+
+
+def smallest_buckets(shape: ModelShape, strategy: Strategy) -> Buckets | None:
+    """The least that ZeRO works with; None for other engines."""
+    return _buckets(shape, strategy, MIN_BUCKET_ELEMENTS) if strategy.sharding.uses_deepspeed else None
+
+
+def bucket_ladder(shape: ModelShape, strategy: Strategy) -> tuple[Buckets | None, ...]:
+    """Buffer sizes of ZeRO from the smallest to the largest that could help; (None,) for other engines."""
+    if not strategy.sharding.uses_deepspeed:
+        return (None,)
+    largest = min(MAX_BUCKET_ELEMENTS, shape.num_parameters)
+    sizes = [MIN_BUCKET_ELEMENTS]
+    while sizes[-1] < largest:
+        sizes.append(2 * sizes[-1])
+    return tuple(_buckets(shape, strategy, size) for size in sizes)
+
+
+def _buckets(shape: ModelShape, strategy: Strategy, num_elements: int) -> Buckets:
+    """ZeRO-3 keeps at least the largest layer and the one it prefetches; more where the buckets are larger.
+
+    DeepSpeed allocates a bucket whole, however little there is to reduce.
+    """
+    num_elements = min(num_elements, shape.num_parameters)
+    if not strategy.sharding.shards_weights:
+        return Buckets(
+            reduce_elements=num_elements,
+            allgather_elements=num_elements,
+            prefetch_elements=0,
+            live_parameters=0,
+            persistence_elements=0,
+        )
+    prefetch = min(num_elements, shape.parameters_per_block)
+    largest_layer = max(shape.parameters_per_block, shape.embedding_parameters)
+    return Buckets(
+        reduce_elements=num_elements,
+        allgather_elements=num_elements,
+        prefetch_elements=prefetch,
+        live_parameters=max(largest_layer + prefetch, num_elements),
+        persistence_elements=PERSISTENCE_PER_HIDDEN * shape.hidden_size,
+    )
+
+
+def first_setting(
+    context: PlanningContext, strategy: Strategy, *, checkpointing: Checkpointing, loss: LossHead
+) -> Setting:
+    """The smallest micro batch and buffers of a row under two choices."""
+    micro_batch = micro_batches(context, strategy)[0]
+    taken = attention(context, strategy.precision)[0]
+    return Setting(
+        strategy=strategy,
+        method=context.method,
+        num_ranks=context.num_ranks,
+        ranks_per_node=context.hardware.num_devices_per_node,
+        recipe=row_recipe(context.data, seq_len=context.job.train.seq_len),
+        micro_batch=micro_batch,
+        accumulation=-(-context.schedule.sequences_per_step // (context.num_ranks * micro_batch)),
+        seq_len=context.job.train.seq_len,
+        checkpointing=checkpointing,
+        checkpoint_every_n=every_n(context, checkpointing),
+        attention=taken,
+        loss=loss,
+        loss_chunk_tokens=chunk_sizes(context.shape, loss)[0],
+        buckets=smallest_buckets(context.shape, strategy),
+        compile=compiles(context)[0],
+        activation_offload=activation_offloads(context)[0],
+        optimizer_in_backward=bool(context.job.pin.optimizer_in_backward),
+        fp8_recipe=fp8_recipe_of(strategy.precision, context.job.pin.fp8_recipe),
+        tf32=takes_tf32(context, strategy.precision),
+        flash_kernel=flash_kernel(context, taken),
+        lora=context.job.train.lora,
+        galore=context.job.train.galore,
+    )
+
+
+SAME_SPEED = 0.01  # predictions that differ by less are one
+EAGER_HANDICAP = 1.10  # whole logits must be faster by more than nine predictions in ten err, to be worth their memory
+
+
+def time_class(seconds: float) -> int:
+    """Durations within about one per cent share a class; the shorter, the smaller."""
+    return math.floor(math.log(seconds) / math.log1p(SAME_SPEED))
+
+
+def loss_handicap(loss: LossHead) -> float:
+    """Factor of a predicted time for its loss head."""
+    return EAGER_HANDICAP if loss is LossHead.EAGER else 1.0
+
+
+class Bounded(NamedTuple):
+    """A choice of a row beside its micro batch, with the seconds that none of its micro batches goes below."""
+
+    seconds: float
+    micro_batch: int | None  # which takes them; None where none may
+    start: Setting
+
+
+def bounded_starts(context: PlanningContext, strategy: Strategy) -> list[Bounded]:
+    """Each choice of a row with its activations where they are taken first, the fastest bound first."""
+    return _bounded(context, strategy, offloads=activation_offloads(context)[0])
+
+
+def best_candidate(context: PlanningContext, strategy: Strategy) -> Candidate | None:
+    """The fastest setting of a row that fits on the device, its buffers grown; None where none does."""
+    best = best_setting(context, strategy, bounded_starts(context, strategy))
+    return None if best is None else with_grown_buckets(context, best)
+
+
+def best_setting(context: PlanningContext, strategy: Strategy, starts: Sequence[Bounded]) -> Setting | None:
+    """The fastest setting of a row with its smallest buffers; `starts` are the row's `bounded_starts`."""
+    if never_fits(context, starts[0].start):
+        return None
+    _, *others = activation_offloads(context)  # the second only where nothing fits under the first
+    best = _fastest(context, starts)
+    for offloads in others:
+        best = best or _fastest(context, _bounded(context, strategy, offloads=offloads))
+    return best
+
+
+def least_need(context: PlanningContext, strategy: Strategy) -> Candidate:
+    """The setting of a row that needs the least memory; where it fits there is a `best_candidate`, and nowhere else.
+
+    It is at one end of the micro batches, and larger slices of logits never need less.
+    """
+    sizes = micro_batches(context, strategy)
+    settings = [
+        setting
+        for offloads in activation_offloads(context)
+        for start in _starts(context, strategy, offloads=offloads)
+        if start.loss_chunk_tokens == chunk_sizes(context.shape, start.loss)[-1]
+        for micro_batch in sorted({sizes[0], sizes[-1]})
+        if obstacle_to(context, setting := with_micro_batch(context, start, micro_batch)) is None
+    ]
+    return candidate_of(context, least_needy(context, settings))
+
+
+def can_fit(context: PlanningContext, strategy: Strategy) -> bool:
+    """True if any setting of a strategy fits the device."""
+    first = next(_starts(context, strategy, offloads=activation_offloads(context)[0]))
+    return not never_fits(context, first) and least_need(context, strategy).memory.fits
+
+
+def _fastest(context: PlanningContext, starts: Sequence[Bounded]) -> Setting | None:
+    """The fastest setting that fits, by branch and bound.
+
+    Where rows are not padded smaller micro batches are no faster. Smaller slices of logits never are: they are looked
+    at for the micro batches that do not fit with larger ones.
+    """
+    best: tuple[tuple[int, int], Setting] | None = None
+    cuts = not _is_padded(context)
+    possible: dict[tuple[Checkpointing, bool], list[int]] = {}
+    found_of: dict[tuple[Checkpointing, LossHead, bool], set[int]] = {}
+
+    def key_of(setting: Setting, bounded: Bounded) -> tuple[int, int]:
+        is_bound = setting.micro_batch == bounded.micro_batch
+        seconds = bounded.seconds if is_bound else _seconds_of(context, setting)
+        return time_class(seconds), setting.micro_batch
+
+    for bounded in starts:
+        if best is not None and time_class(bounded.seconds) > best[0][0]:
+            break
+        start = bounded.start
+        if (start.checkpointing, start.compile) not in possible:
+            possible[start.checkpointing, start.compile] = _possible_sizes(context, start)
+        known = found_of.setdefault((start.checkpointing, start.loss, start.compile), set())
+        sizes = [size for size in possible[start.checkpointing, start.compile] if size not in known]
+        for settings in by_accumulation(context, start, sizes):
+            if best is not None and cuts and settings and key_of(settings[-1], bounded)[0] > best[0][0]:
+                break
+            found = fitting(context, settings)
+            known.update(setting.micro_batch for setting in found)
+            for setting in reversed(found):
+                key = key_of(setting, bounded)
+                if best is None or key < best[0]:
+                    best = key, setting
+                elif cuts and key[0] > best[0][0]:
+                    break
+    return None if best is None else best[1]
+
+
+def _possible_sizes(context: PlanningContext, start: Setting) -> list[int]:
+    """The micro batches that would fit if logits took no room, which is the same for every loss head."""
+    groups = by_accumulation(context, start, micro_batches(context, start.strategy))
+    floor, usable = need_floor(context, start), context.device.usable_bytes
+    return sorted(setting.micro_batch for group in groups for setting in group[: _num_within(group, usable, floor)])
+
+
+def by_accumulation(
+    context: PlanningContext, start: Setting, sizes: Iterable[int]
+) -> tuple[list[Setting], list[Setting]]:
+    """`start` with those micro batches that can run: the whole share at once, and what is added up to it."""
+    settings = [
+        setting
+        for micro_batch in sizes
+        if obstacle_to(context, setting := with_micro_batch(context, start, micro_batch)) is None
+    ]
+    at_once = [setting for setting in settings if setting.accumulation == 1]
+    return at_once, [setting for setting in settings if setting.accumulation > 1]
+
+
+def fitting(context: PlanningContext, settings: Sequence[Setting]) -> Sequence[Setting]:
+    """Those of one accumulation that fit the device: need grows with the micro batch."""
+    return settings[: _num_within(settings, context.device.usable_bytes, partial(predicted_need, context))]
+
+
+def _bounded(context: PlanningContext, strategy: Strategy, *, offloads: bool) -> list[Bounded]:
+    bounds: dict[tuple[Checkpointing, LossHead, bool], Bounded] = {}
+    found = []
+    for start in _starts(context, strategy, offloads=offloads):
+        key = start.checkpointing, start.loss, start.compile
+        if key in bounds:  # with larger slices of logits: smaller ones are no faster
+            found.append(bounds[key]._replace(micro_batch=None, start=start))
+        else:
+            bounds[key] = _bound(context, start)
+            found.append(bounds[key])
+    return sorted(found, key=lambda bounded: bounded.seconds)
+
+
+def _bound(context: PlanningContext, start: Setting) -> Bounded:
+    """No micro batch is faster: the largest, which is a rank's whole share, but for rows padded to the longest."""
+    sizes = micro_batches(context, start.strategy)
+    settings = [with_micro_batch(context, start, size) for size in (sizes if _is_padded(context) else sizes[-1:])]
+    seconds, at = min((_seconds_of(context, setting), setting.micro_batch) for setting in settings)
+    return Bounded(seconds, at, start)
+
+
+def _is_padded(context: PlanningContext) -> bool:
+    return context.data is not None and not context.data.is_packed
+
+
+def _seconds_of(context: PlanningContext, setting: Setting) -> float:
+    """Seconds by which settings of a strategy are compared."""
+    return relative_seconds(context, setting) * loss_handicap(setting.loss)
+
+
+def _starts(context: PlanningContext, strategy: Strategy, *, offloads: bool) -> Iterator[Setting]:
+    """Each choice of checkpointing, loss head and slice, at the smallest micro batch and buffers."""
+    kinds, heads = checkpointings(context), losses(context)
+    first = first_setting(context, strategy, checkpointing=kinds[0], loss=heads[0])
+    first = replace(first, activation_offload=offloads)
+    for checkpointing in kinds:
+        start = replace(first, checkpointing=checkpointing, checkpoint_every_n=every_n(context, checkpointing))
+        for loss in heads:
+            for tokens in chunk_sizes(context.shape, loss):
+                for is_compiled in compiles(context):
+                    yield replace(start, loss=loss, loss_chunk_tokens=tokens, compile=is_compiled)
+
+
+def with_grown_buckets(context: PlanningContext, setting: Setting) -> Candidate:
+    """A setting that fits, with the buffers that half of what it leaves has room for."""
+    ladder = bucket_ladder(context.shape, setting.strategy)
+    if len(ladder) == 1:
+        return candidate_of(context, setting)
+    budget = (predicted_need(context, setting) + context.device.usable_bytes) // 2
+    largest = replace(setting, buckets=ladder[-1])
+    if predicted_need(context, largest) <= budget:  # as a rule
+        return candidate_of(context, largest)
+    grown = [replace(setting, buckets=buckets) for buckets in ladder]
+    num_within = bisect_right(grown, budget, lo=1, hi=len(grown) - 1, key=partial(predicted_need, context))
+    return candidate_of(context, grown[num_within - 1])
+
+
+def _num_within(settings: Sequence[Setting], budget: int, need_of: Callable[[Setting], int]) -> int:
+    """How many of `settings`, in ascending order of need, need at most `budget` bytes.
+
+    The ends are asked first: as a rule all fit or none does.
+    """
+    if not settings or (len(settings) > 1 and need_of(settings[0]) > budget):
+        return 0
+    if need_of(settings[-1]) <= budget:
+        return len(settings)
+    return 0 if len(settings) == 1 else bisect_right(settings, budget, lo=1, hi=len(settings) - 1, key=need_of)
