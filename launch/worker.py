@@ -125,12 +125,12 @@ def run_together(
     others of one that failed are not waited for, since they may wait for it. All are killed at the end.
     """
     logs = [folder / f"stderr-{number}" for number in range(len(argument_lists))]
-    processes = []
-    for arguments, log in zip(argument_lists, logs, strict=True):
-        with log.open("wb") as errors:
-            argv = [sys.executable, "-m", module, *arguments]
-            processes.append(_start(argv, environment, subprocess.DEVNULL, errors))
+    processes: list[subprocess.Popen[bytes]] = []
     try:
+        for arguments, log in zip(argument_lists, logs, strict=True):
+            with log.open("wb") as errors:
+                argv = [sys.executable, "-m", module, *arguments]
+                processes.append(_start(argv, environment, subprocess.DEVNULL, errors))
         has_ended = _wait_for_all(processes, timeout_s)
         failures = [
             (_last_lines(log.read_text(errors="replace")) or [f"it ended with code {process.returncode}"])[-1]

@@ -88,7 +88,7 @@ class Entry(Value, frozen=True, kw_only=True):
     last_used_s: float  # seconds of the epoch
     state: State
     why: str = ""
-    lock: str | None = None  # held by whoever makes or uses it
+    lock: str | None = None  # held by a process while it makes or uses the entry
 
 
 class CacheAnswer(Value, frozen=True, kw_only=True):
@@ -326,7 +326,7 @@ def _hub(survey: Survey) -> Iterator[Entry]:
 
 
 def last_used_s(kind: Kind, path: Path) -> float:
-    """Of a trial it is when it was last written: to see whether one is at work, its files are read."""
+    """Time of the last use; for a trial that of the last write, because a look at its state reads its files."""
     extent = read_extent(path)
     return extent.last_written_s if kind is Kind.TRIALS else extent.last_used_s
 
@@ -452,7 +452,7 @@ def _statuses(path: Path) -> Iterator[os.stat_result]:
 
 
 def _changed_s(path: Path) -> float:
-    """Of a folder without files."""
+    """Time at which the folder itself last changed; 0 if it is gone."""
     try:
         return path.lstat().st_mtime
     except OSError:
@@ -460,7 +460,7 @@ def _changed_s(path: Path) -> float:
 
 
 def read_storage(folder: Path, *, root: Path = Path("/")) -> Storage:
-    """Of the mount that a folder, which need not exist, lies in."""
+    """Properties of the file system that holds `folder`; the folder need not exist."""
     mount = mount_of(folder.absolute(), parse_mountinfo(read_text(root / "proc/self/mountinfo")))
     if mount is None:
         return Storage(is_shared=False, keeps_reads=True)

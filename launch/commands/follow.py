@@ -45,7 +45,7 @@ _BETWEEN_SIGNALS_S = 0.3  # two that come at once are one
 
 
 class _EndOfRun:
-    """Tells whether a run has ended; asks Slurm seldom."""
+    """Detects the end of a run; queries Slurm only once in a while."""
 
     def __init__(self, environment: Mapping[str, str], ask_s: float) -> None:
         self._environment, self._ask_s = environment, ask_s
@@ -53,7 +53,7 @@ class _EndOfRun:
         self.words: str | None = None
 
     def has_come(self, run_dir: Path) -> bool:
-        """Asked while nothing new is written; what nobody can tell has not ended."""
+        """True if the run has ended; False as long as its state is unknown. Called while no new lines arrive."""
         now = time.monotonic()
         if now - self._asked_at < self._ask_s:
             return False

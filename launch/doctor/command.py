@@ -187,7 +187,7 @@ def checks_for(asked: RequestedJob | None) -> tuple[Check, ...]:
 def run_checks(
     machine: Machine, checks: tuple[Check, ...] = CHECKS, *, deadline_s: float = DEADLINE_S
 ) -> Iterator[Finding]:
-    """The findings of each check in the order of the table; one that has no end is told as that."""
+    """Findings of the checks in the order of the table; a check that does not end in time is a finding itself."""
     wanted = [check for check in checks if not (check.is_slow and machine.place.is_quick)]
     until_s = time.monotonic() + deadline_s
     running = [(check, Beside(partial(_findings, check, machine))) for check in wanted]

@@ -54,7 +54,7 @@ def test_a_submission_is_a_run_directory_and_a_job(login: Workplace, slurm: Slur
     assert written == {"job.yaml", "hardware.json", "submission.json", "train.sbatch"}
     submission = codec.read(run_dir / "submission.json", Submission)
     (job_id,) = submission.job_ids
-    assert f"job {job_id}" in answer.stdout and "2 nodes" in answer.stdout
+    assert f"job {job_id}" in answer.stdout and "2 nodes of 2 ranks" in answer.stdout
     assert f"  shardwise status '{run_dir}'" in answer.stdout
     hardware = codec.read(run_dir / "hardware.json", Hardware)
     assert hardware == submission.hardware and (hardware.num_nodes, hardware.num_cpu_devices) == (2, 2)
@@ -177,7 +177,7 @@ def test_a_file_system_without_inodes_is_refused(login: Workplace, small_disk: P
 def test_a_used_run_directory_is_refused(login: Workplace):
     (login.folder / "mine").mkdir()
     (login.folder / "mine" / "notes.txt").write_text("mine")
-    assert "mine" in refused(login, "--run-dir", "mine")
+    assert "--run-dir mine" in refused(login, "--run-dir", "mine")
     assert (login.folder / "mine" / "notes.txt").exists()
 
 

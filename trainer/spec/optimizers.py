@@ -73,7 +73,7 @@ class OptimizerFacts(Value, frozen=True, kw_only=True):
     """One row.
 
     Seconds of an update are counted as reads and writes of device memory: `passes` in the type of the master weight,
-    and `state_traffic_bytes` a parameter where the state has a type of its own.
+    and `state_traffic_bytes` a parameter for 8-bit state.
     """
 
     # State
@@ -84,7 +84,6 @@ class OptimizerFacts(Value, frozen=True, kw_only=True):
     compatible_state: str | None = None  # optimizers that share this name can resume from each other's checkpoints
     # Work of a step
     passes: int
-    state_traffic_bytes: int = 0
     scratch: Scratch = Scratch()
     scratch_on_cpu: Scratch | None = None  # None: the same
     matrix_scratch: Scratch | None = None  # of the matrices of blocks, where they have a rule of their own
@@ -115,6 +114,11 @@ class OptimizerFacts(Value, frozen=True, kw_only=True):
     def is_exact(self) -> bool:
         """True if the mathematics of AdamW is unchanged."""
         return self.is_adamw and not self.is_8bit
+
+    @property
+    def state_traffic_bytes(self) -> int:
+        """Bytes a parameter for which 8-bit state is read and written; state of other types is among `passes`."""
+        return 2 * self.num_moments if self.is_8bit else 0
 
     @property
     def paged_bytes(self) -> int:
@@ -170,7 +174,6 @@ OPTIMIZERS: dict[Optimizer, OptimizerFacts] = complete(
             num_moments=2,
             compatible_state="adamw_8bit",
             passes=3,  # weight read and written, gradient read
-            state_traffic_bytes=4,
             scratch_on_cpu=_ADAMW_8BIT_SCRATCH_ON_CPU,
             is_adamw=True,
             changes_update=False,
@@ -186,7 +189,6 @@ OPTIMIZERS: dict[Optimizer, OptimizerFacts] = complete(
             is_paged=True,
             compatible_state="adamw_8bit",
             passes=3,
-            state_traffic_bytes=4,
             scratch_on_cpu=_ADAMW_8BIT_SCRATCH_ON_CPU,
             is_adamw=True,
             changes_update=False,
@@ -205,7 +207,6 @@ OPTIMIZERS: dict[Optimizer, OptimizerFacts] = complete(
             state=StateKind.BLOCKWISE_8BIT,
             num_moments=1,
             passes=3,
-            state_traffic_bytes=4,
             scratch_on_cpu=_ADAMW_8BIT_SCRATCH_ON_CPU,
             takes=_PLAIN_TENSORS,
             takes_dtensors=False,
@@ -215,7 +216,6 @@ OPTIMIZERS: dict[Optimizer, OptimizerFacts] = complete(
             state=StateKind.BLOCKWISE_8BIT,
             num_moments=2,
             passes=3,
-            state_traffic_bytes=4,
             scratch=Scratch(in_master_type=1),
             scratch_on_cpu=Scratch(in_master_type=1, in_fp32=5, more_in_fp32_if_16_bit=1),
             takes=(Pieces.WHOLE,),

@@ -22,7 +22,6 @@ from tracker_factory import (
     logged_plan,
     tracker_environment,
     tracker_order,
-    write_plan,
     write_program,
 )
 from wandb_stand_in import WAYS, write_stand_in
@@ -38,14 +37,6 @@ from trainer.spec.report import Ending
 
 pytestmark = pytest.mark.cold  # a warm Python has loaded the real wandb, and its signals and pids are another's
 KEEP = "import sys\nopen({path!r}, 'w').write(sys.stdin.read())\n"
-
-
-@pytest.fixture
-def run_dir(tmp_path):
-    path = tmp_path / "run dir"
-    write_plan(path)
-    append_steps(path, [1, 2, 3])
-    return path
 
 
 @pytest.fixture

@@ -29,14 +29,6 @@ FLUSH = "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL"
 
 
 @pytest.fixture
-def run_dir(tmp_path):
-    path = tmp_path / "run dir"
-    write_plan(path)
-    append_steps(path, [1, 2, 3])
-    return path
-
-
-@pytest.fixture
 def server():
     with wandb_server() as listening:
         yield listening
