@@ -5,7 +5,7 @@ what a plan needs. `COMMANDS` names the function that runs a command; `launch.cl
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -518,7 +518,8 @@ def parse_words(words: list[str]) -> tuple[Command, Any]:
 
     `key=value` words may stand after options, where argparse alone would refuse them.
     """
-    found, rest = build_parser().parse_known_args(words)
+    first = words[0] if words else ""
+    found, rest = build_parser([first] if first in COMMANDS else COMMANDS).parse_known_args(words)
     given = vars(found)
     name = given.pop("command")
     unknown = [word for word in rest if word.startswith("-") or "overrides" not in given]
@@ -529,8 +530,8 @@ def parse_words(words: list[str]) -> tuple[Command, Any]:
     return COMMANDS[name], COMMANDS[name].options(**given)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+def build_parser(names: Iterable[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
+    """The command line with the commands of `names`; a start builds only its own."""
     parser = _Parser(
         prog="shardwise",
         description="Trains language models on whatever hardware is there.",
@@ -541,7 +542,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(  # without `prog` it would ask shutil how wide the terminal is
         dest="command", metavar="COMMAND", required=True, parser_class=_Parser, prog=parser.prog
     )
-    for name, command in COMMANDS.items():
+    for name in names:
+        command = COMMANDS[name]
         subparser = commands.add_parser(name, help=command.text)
         for field, annotation in command.options.__annotations__.items():
             annotation.__metadata__[0].add_to(subparser, field, command.options._field_defaults)
